@@ -54,10 +54,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes; nothing is published")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--out", type=Path, help="folder for the table, the numbers and the plots")
-    parser.add_argument("--table", action="store_true", help="run nothing: write page and plots anew from results.json")
+    parser.add_argument(
+        "--table", action="store_true", help="run nothing: write page and plots anew from results.json"
+    )
     parser.add_argument("--one", choices=BENCHMARKS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended, and memory given back
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # so that what was started is ended, and memory given back
     scale = QUICK if arguments.quick else FULL
     if arguments.one:
         return _one(arguments.one, scale)

@@ -1,7 +1,9 @@
-"""How long training waits for a snapshot: against a plain copy of the state, and against everybody else in the same loop.
+"""How long training waits for a snapshot: against a plain copy of the state, and against everybody else in
+the same loop.
 
-What counts is the time that the training thread spends in the saving call and in hooks around the update. How much longer the steps
-became altogether is reported beside it: it contains what the background work takes from the machine, and its noise.
+What counts is the time that the training thread spends in the saving call and in hooks around the update. How
+much longer the steps became altogether is reported beside it: it contains what the background work takes from
+the machine, and its noise.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from benchmarks.peers.environment import DLROVER, NVRX, OURS, CannotInstall, Env
 from benchmarks.scale import ROOT, Scale
 
 THREADS = 1
-"""Cores that a step computes on. One is left for what happens beside it, as on a host whose devices do the computing."""
+"""Cores that a step computes on. One is left for what happens beside it, as on a host whose devices do the
+computing."""
 LONG_STEP_TOKENS = 96
 _SECONDS = 600.0
 
@@ -80,7 +83,8 @@ def run(scale: Scale) -> Outcome:
 def measure(
     system: System, size: int, scale: Scale, look: Callable[[Job], object] = lambda _: None, slots: int = 3
 ) -> dict[str, Any]:
-    """One process: train with `system` saving a state of `size` bytes. Raises CannotInstall, or RuntimeError if it fails.
+    """One process: train with `system` saving a state of `size` bytes. Raises CannotInstall, or RuntimeError
+    if it fails.
 
     If it is ours, the sidecar has room for `slots` snapshots, and `look` sees it afterwards.
     """
@@ -130,12 +134,15 @@ def _process(system: System, size: int, scale: Scale, folder: Path, env: dict[st
 
 
 def spread(results: list[dict[str, Any]], key: str) -> tuple[float, float]:
-    """(least, median) over all cycles of all rounds. What else runs on the machine only ever adds, so the least is judged, of everybody."""
+    """(least, median) over all cycles of all rounds. What else runs on the machine only ever adds, so the
+    least is judged, of everybody."""
     values = [cycle[key] for result in results for cycle in result["cycles"]]
     return min(values), statistics.median(values)
 
 
-def figures(found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[str, str], scale: Scale) -> list[Figure]:
+def figures(
+    found: dict[str, dict[str, list[dict[str, Any]]]], problems: dict[str, str], scale: Scale
+) -> list[Figure]:
     """Rows: ours against the copy, then against each peer, at the judged size."""
     size = str(scale.judged)
     rows: list[Figure] = []

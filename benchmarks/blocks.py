@@ -1,4 +1,5 @@
-"""The length of steps as a training has it: many in a row, of which some save, and nobody waits for the device in between.
+"""The length of steps as a training has it: many in a row, of which some save, and nobody waits for the
+device in between.
 
 To synchronise after each step hides what a lost lead of the host costs; a median hides the steps that save.
 """
@@ -11,9 +12,13 @@ from collections.abc import Callable, Sequence
 
 
 def mean_step(
-    step: Callable[[], None], count: int, settle: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+    step: Callable[[], None],
+    count: int,
+    settle: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Mean seconds of `count` steps in a row. `settle` waits for the device; it is called before the first and after the last."""
+    """Mean seconds of `count` steps in a row. `settle` waits for the device; it is called before the first
+    and after the last."""
     settle()
     began = clock()
     for _ in range(count):
@@ -23,5 +28,6 @@ def mean_step(
 
 
 def longer(plain: Sequence[float], kept: Sequence[float]) -> float:
-    """By which share the steps of `kept` are longer, of means of blocks that were taken in turn: the median of the pairs."""
+    """By which share the steps of `kept` are longer, of means of blocks that were taken in turn: the median
+    of the pairs."""
     return statistics.median(ours / bare - 1 for bare, ours in zip(plain, kept, strict=True))

@@ -127,7 +127,9 @@ def measure(case: Case, width: int) -> dict[str, int] | str:
         return _sizes(job)
 
 
-def step(model: nn.Module, optimizer: Optimizer, prepare: Callable[[nn.Module], None] = lambda _: None) -> Tensor:
+def step(
+    model: nn.Module, optimizer: Optimizer, prepare: Callable[[nn.Module], None] = lambda _: None
+) -> Tensor:
     """One step on random tokens; returns the loss."""
     tokens = torch.randint(0, 4096, (2, 128))
     optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """What keeping every single step costs a training loop that does real work.
 
-Two equal trainings take turns in one process: one with a Checkpointer on a real sidecar, one without. What is judged is the time that
-the training thread spends in TierCheck's code, per step.
+Two equal trainings take turns in one process: one with a Checkpointer on a real sidecar, one without. What is
+judged is the time that the training thread spends in TierCheck's code, per step.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _kept(turn: Turn, checkpointer: Checkpointer) -> tuple[float, float]:
 
 
 def _best_block(values: list[float], block: int) -> float:
-    """Mean over the best block of steps: each has snapshots in it, and what else runs on the machine only ever adds."""
+    """Mean over the best block of steps: each has snapshots in it, and what else runs on the machine only
+    ever adds."""
     return min(statistics.fmean(values[begin : begin + block]) for begin in range(0, len(values), block))
 
 
@@ -129,11 +130,20 @@ def figures(found: dict[str, Any], kept: Turn) -> list[Figure]:
     step, with_us, blocked = (_best_block(found[key], found["block"]) for key in ("plain", "kept", "blocked"))
     medians = " and ".join(seconds_text(statistics.median(found[key])) for key in ("plain", "kept"))
     about = (
-        f"{bytes_text(4 * kept.parameters)} of gradients; {found['deltas']} deltas, {found['snapshots']} snapshots in "
+        f"{bytes_text(4 * kept.parameters)} of gradients; {found['deltas']} deltas, {found['snapshots']} "
+        "snapshots in "
         f"{found['steps']} steps, {found['deltas_skipped']} deltas skipped"
     )
     return [
-        Figure(NAME, seconds_text(blocked), f"step {seconds_text(step)}", blocked / step, 0.02, note=about, unit="%"),
+        Figure(
+            NAME,
+            seconds_text(blocked),
+            f"step {seconds_text(step)}",
+            blocked / step,
+            0.02,
+            note=about,
+            unit="%",
+        ),
         Figure(
             "step longer altogether, a delta at every step",
             seconds_text(with_us - step),

@@ -2,16 +2,17 @@
 
     python -m benchmarks.exchange [--mebibytes 512] [--rounds 5] [--deltas 50]
 
-The limit is iperf3 over loopback with as many streams (Debian: `apt-get install iperf3`): a C program that sends from and
-receives into a small buffer that stays in the cache, and looks at no byte, with the congestion control that ours asks for. Ours sends a whole artifact from one process's
-memory volume into another's, checks every byte, seals it and acknowledges. Without iperf3 the limit is the same thing in
-Python, and says so. Each round measures the limit and then ours, because other work on the machine slows both; figures are
-the best of the rounds. GB/s are 10^9 bytes per second.
+The limit is iperf3 over loopback with as many streams (Debian: `apt-get install iperf3`): a C program that
+sends from and receives into a small buffer that stays in the cache, and looks at no byte, with the congestion
+control that ours asks for. Ours sends a whole artifact from one process's memory volume into another's,
+checks every byte, seals it and acknowledges. Without iperf3 the limit is the same thing in Python, and says
+so. Each round measures the limit and then ours, because other work on the machine slows both; figures are the
+best of the rounds. GB/s are 10^9 bytes per second.
 
-Each round also goes over plain connections (no tags, `plain_wire`) and over encrypted ones. Beside the rates stand the bytes for each second
-of processor time of both ends together: what a core can do, whatever else the machine does; medians, and the median
-of each round's ratio to plain. "seal" is the pass over an artifact before it
-is sent, with and without tags.
+Each round also goes over plain connections (no tags, `plain_wire`) and over encrypted ones. Beside the rates
+stand the bytes for each second of processor time of both ends together: what a core can do, whatever else the
+machine does; medians, and the median of each round's ratio to plain. "seal" is the pass over an artifact
+before it is sent, with and without tags.
 """
 
 from __future__ import annotations
@@ -308,7 +309,9 @@ def _keep_newest(holder: _Worker) -> None:
     seen = -1
     while not holder.board.stopping:
         seen = holder.board.wait(seen, 5.0)
-        newest = {seal.kind: seal.version for seal in holder.vault.held() if seal.tier is Tier.PEER}  # oldest first
+        newest = {
+            seal.kind: seal.version for seal in holder.vault.held() if seal.tier is Tier.PEER
+        }  # oldest first
         holder.vault.free(lambda seal, newest=newest: seal.version < newest[seal.kind])
 
 
@@ -318,9 +321,9 @@ def _keep_newest(holder: _Worker) -> None:
 def _limit() -> tuple[str, Callable[[int], float]]:
     """Its name, and what measures it for so many streams."""
     if shutil.which("iperf3"):
-        version = subprocess.run(["iperf3", "--version"], capture_output=True, text=True, check=True).stdout.split(
-            "\n"
-        )[0]
+        version = subprocess.run(
+            ["iperf3", "--version"], capture_output=True, text=True, check=True
+        ).stdout.split("\n")[0]
         return version.split(" (")[0].replace("iperf ", "iperf3 "), _iperf
     return "plain Python sockets (iperf3 is not installed)", _python
 
@@ -330,7 +333,9 @@ def _iperf(streams: int) -> float:
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = str(probe.getsockname()[1])
     server = subprocess.Popen(
-        ["iperf3", "-s", "-1", "--forceflush", "-B", "127.0.0.1", "-p", port], stdout=subprocess.PIPE, text=True
+        ["iperf3", "-s", "-1", "--forceflush", "-B", "127.0.0.1", "-p", port],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert server.stdout is not None
@@ -338,7 +343,19 @@ def _iperf(streams: int) -> float:
             pass
         extra = ["-C", CONGESTION_CONTROL.decode()]
         client = subprocess.run(
-            ["iperf3", "-c", "127.0.0.1", "-p", port, "-J", "-P", str(streams), "-t", str(_LIMIT_SECONDS), *extra],
+            [
+                "iperf3",
+                "-c",
+                "127.0.0.1",
+                "-p",
+                port,
+                "-J",
+                "-P",
+                str(streams),
+                "-t",
+                str(_LIMIT_SECONDS),
+                *extra,
+            ],
             capture_output=True,
             text=True,
             check=True,
@@ -353,7 +370,9 @@ def _python(streams: int) -> float:
     """The same with `sendall` and `recv_into` on buffers of 128 KiB."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         context = multiprocessing.get_context("spawn")
-        client = context.Process(target=_send_for_a_while, args=(listener.getsockname(), streams), daemon=True)
+        client = context.Process(
+            target=_send_for_a_while, args=(listener.getsockname(), streams), daemon=True
+        )
         client.start()
         connections = [listener.accept()[0] for _ in range(streams)]
         began = time.perf_counter()
@@ -392,7 +411,9 @@ def _drain(connection: socket.socket) -> int:
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mebibytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deltas", type=int, default=50)

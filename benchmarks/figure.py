@@ -16,7 +16,8 @@ class Sense(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Figure:
-    """`ours` and `against` are for people; `ratio` and `bound` decide. No `ratio`: not measured, and `note` says why.
+    """`ours` and `against` are for people; `ratio` and `bound` decide. No `ratio`: not measured, and `note`
+    says why.
 
     No `bound`: the row is for information, and nothing is promised.
     """

@@ -1,7 +1,8 @@
-"""The same on a GPU: what every step costs a small GPT in bf16, and how near copies off the device come to pinned ones.
+"""The same on a GPU: what every step costs a small GPT in bf16, and how near copies off the device come to
+pinned ones.
 
-Whole blocks of steps are compared, snapshots among them, and nobody waits for the device within one. What else is promised about
-GPUs is checked by `benchmarks.gpu_acceptance`.
+Whole blocks of steps are compared, snapshots among them, and nobody waits for the device within one. What
+else is promised about GPUs is checked by `benchmarks.gpu_acceptance`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from benchmarks.scale import Scale
 OVERHEAD = "GPU: step longer, small GPT in bf16, a delta at every step"
 COPY = "GPU: copy off the device into a slot"
 _BLOCK = 24
-"""Steps that are measured together: as many times over as any cadence of snapshots that the job may choose."""
+"""Steps that are measured together: as many times over as any cadence of snapshots that the job may choose.
+"""
 
 
 def run(scale: Scale) -> Outcome:
@@ -46,7 +48,8 @@ def run(scale: Scale) -> Outcome:
 
 
 def alternate(plain: Turn, kept: Turn, settle: Callable[[], None], blocks: int, block: int) -> dict[str, Any]:
-    """Mean seconds of a step in blocks of both in turn, and what was blocked of those that are kept. `settle` waits for the device."""
+    """Mean seconds of a step in blocks of both in turn, and what was blocked of those that are kept. `settle`
+    waits for the device."""
     result: dict[str, Any] = {"plain": [], "kept": [], "blocked": []}
     with protected(kept) as (job, checkpointer):
         called = 0.0
@@ -95,7 +98,8 @@ def figures(found: dict[str, Any]) -> list[Figure]:
 
 
 def _copy(scale: Scale) -> Figure:
-    """The trainer's own copy of many tensors into a mapped, registered slot against copies into pinned memory."""
+    """The trainer's own copy of many tensors into a mapped, registered slot against copies into pinned
+    memory."""
     with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
         rates = copy_rates(Setting("cuda", scale.quick, Path(folder)))
     against = f"pinned: {rate_text(rates.pinned)}"

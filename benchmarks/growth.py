@@ -1,6 +1,7 @@
 """What grows how: time blocked and memory with the state, time to copy everything to peers with the workers.
 
-A slope of 1 in log-log scales is linear growth. Workers share one machine here, so the work that is copied grows with them.
+A slope of 1 in log-log scales is linear growth. Workers share one machine here, so the work that is copied
+grows with them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def run(scale: Scale) -> Outcome:
 
 
 def figures(data: dict[str, Any]) -> list[Figure]:
-    """Rows; the slope of a plain copy in the same processes is told beside ours, for it shows what the machine did meanwhile."""
+    """Rows; the slope of a plain copy in the same processes is told beside ours, for it shows what the
+    machine did meanwhile."""
     states, workers = data["states"], data["workers"]
     about = list(data["skipped"])
     if len(states) > 1:
@@ -52,18 +54,26 @@ def figures(data: dict[str, Any]) -> list[Figure]:
         about.insert(0, f"a plain copy: {plain:.3g}")
     return [
         _slope_row(
-            "growth of the time blocked with the state", states, ("bytes", "blocked"), bytes_text, "; ".join(about)
+            "growth of the time blocked with the state",
+            states,
+            ("bytes", "blocked"),
+            bytes_text,
+            "; ".join(about),
         ),
         _slope_row(
             "growth of the time to copy all to peers, with the workers",
             workers,
             ("workers", "seconds"),
             lambda count: f"{count:.0f} workers",
-            f"{bytes_text(data['share'])} per worker; {rate_text(workers[-1]['rate'])} altogether at the last",
+            f"{bytes_text(data['share'])} per worker; {rate_text(workers[-1]['rate'])} altogether at the "
+            "last",
         ),
         _budget_row("memory used, of the computed budget, by state", states, "bytes", bytes_text),
         _budget_row(
-            "memory used, of the computed budget, by workers", workers, "workers", lambda n: f"{n:.0f} workers"
+            "memory used, of the computed budget, by workers",
+            workers,
+            "workers",
+            lambda n: f"{n:.0f} workers",
         ),
     ]
 
@@ -89,8 +99,11 @@ class _Memory:
 
 
 def _memory(job: Job) -> _Memory:
-    """The fullest worker's: bytes that its volume really takes, and what the sizes said beforehand that it would."""
-    workers = [_Memory(job.memory_used(worker), job.report(worker).memory.needed) for worker in range(job.workers)]
+    """The fullest worker's: bytes that its volume really takes, and what the sizes said beforehand that it
+    would."""
+    workers = [
+        _Memory(job.memory_used(worker), job.report(worker).memory.needed) for worker in range(job.workers)
+    ]
     return max(workers, key=lambda memory: memory.used / max(1, memory.budget))
 
 
@@ -122,7 +135,10 @@ def _of_workers(count: int, share: int) -> dict[str, Any]:
                 rank.save(step)
             start = time.perf_counter()
             for worker in range(count):
-                until(lambda worker=worker, step=step: _holds_copy(job, worker, step), f"worker {worker} holds a copy")
+                until(
+                    lambda worker=worker, step=step: _holds_copy(job, worker, step),
+                    f"worker {worker} holds a copy",
+                )
             times.append(time.perf_counter() - start)
         memory = _memory(job)
     seconds = min(times[1:])
@@ -139,7 +155,9 @@ def _holds_copy(job: Job, worker: int, step: int) -> bool:
     return any(each.tier is Tier.PEER and each.version.step == step for each in job.report(worker).holdings)
 
 
-def _slope_row(name: str, points: list[dict[str, Any]], axes: tuple[str, str], text: Any, note: str) -> Figure:
+def _slope_row(
+    name: str, points: list[dict[str, Any]], axes: tuple[str, str], text: Any, note: str
+) -> Figure:
     x, y = axes
     if len(points) < 2:
         return Figure(name, bound=1.05, note=note)

@@ -19,7 +19,17 @@ from typing import TypeVar
 
 from benchmarks.machine import shared_memory
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import DeltaMode, Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
+from tiercheck.protocol.directive import (
+    DeltaMode,
+    Directive,
+    Peer,
+    Phase,
+    Policy,
+    RankSources,
+    Restore,
+    Source,
+    Tier,
+)
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, RestoreState
 from tiercheck.protocol.version import Branch, History, Version
@@ -48,7 +58,13 @@ class Job:
     """
 
     def __init__(
-        self, workers: int = 1, *, limit: int, every: int | None = 1, delta: DeltaMode = DeltaMode.NONE, copies: int = 1
+        self,
+        workers: int = 1,
+        *,
+        limit: int,
+        every: int | None = 1,
+        delta: DeltaMode = DeltaMode.NONE,
+        copies: int = 1,
     ) -> None:
         self.workers, self.limit = workers, limit
         self.copies = min(copies, workers - 1)
@@ -112,16 +128,22 @@ class Job:
         self.start(worker)
         until(lambda: self._ready(worker), f"sidecar {worker} is ready again")
 
-    def begin(self, version: Version | None = None, sources: Mapping[int, tuple[Source, ...]] | None = None) -> None:
+    def begin(
+        self, version: Version | None = None, sources: Mapping[int, tuple[Source, ...]] | None = None
+    ) -> None:
         """Next attempt: restore `version` everywhere (None: from scratch), then release the trainers."""
         self.hold(version, sources)
         self.release(sources)
 
-    def hold(self, version: Version | None = None, sources: Mapping[int, tuple[Source, ...]] | None = None) -> None:
+    def hold(
+        self, version: Version | None = None, sources: Mapping[int, tuple[Source, ...]] | None = None
+    ) -> None:
         """Next attempt, until every sidecar has what it is to restore."""
         self.attempt += 1
         self.history = (
-            History((Branch(self.attempt, 0),)) if version is None else self.history.after(self.attempt, version.step)
+            History((Branch(self.attempt, 0),))
+            if version is None
+            else self.history.after(self.attempt, version.step)
         )
         self.base = version
         for worker in range(self.workers):
@@ -160,7 +182,9 @@ class Job:
 
     def memory_used(self, worker: int) -> int:
         """Bytes of its memory volume that are really taken."""
-        return sum(512 * path.stat().st_blocks for path in self.memory_dir(worker).rglob("*") if path.is_file())
+        return sum(
+            512 * path.stat().st_blocks for path in self.memory_dir(worker).rglob("*") if path.is_file()
+        )
 
     def process_id(self, worker: int) -> int:
         return self._processes[worker].pid

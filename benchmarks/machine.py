@@ -43,7 +43,9 @@ def shared_memory() -> Path:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine()
+    )
 
 
 def _gpu() -> str:

@@ -1,4 +1,5 @@
-"""Small models of the kinds that people train, for what depends on how gradients look: their type, and where they are zero."""
+"""Small models of the kinds that people train, for what depends on how gradients look: their type, and where
+they are zero."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """A layer of a GPT. `adapters`: LoRA of that rank beside each linear layer, whose own weight is then frozen."""
+    """A layer of a GPT. `adapters`: LoRA of that rank beside each linear layer, whose own weight is then
+    frozen."""
 
     def __init__(self, width: int, adapters: int = 0) -> None:
         super().__init__()
@@ -55,16 +57,22 @@ def linear(inputs: int, outputs: int, adapters: int) -> nn.Module:
 class Gpt(nn.Module):
     """Tokens to the loss of predicting the next one. With `adapters` everything but them is frozen."""
 
-    def __init__(self, width: int, layers: int, words: int = 4096, length: int = 256, adapters: int = 0) -> None:
+    def __init__(
+        self, width: int, layers: int, words: int = 4096, length: int = 256, adapters: int = 0
+    ) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
         self.places = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, adapters) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        nn.init.normal_(self.words.weight, std=0.02)  # or words would be so sure that their gradients are zero
+        nn.init.normal_(
+            self.words.weight, std=0.02
+        )  # or words would be so sure that their gradients are zero
         if adapters:
             for name, parameter in self.named_parameters():
-                parameter.requires_grad_(name.endswith((".down.weight", ".up.weight")) and ".base." not in name)
+                parameter.requires_grad_(
+                    name.endswith((".down.weight", ".up.weight")) and ".base." not in name
+                )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
@@ -87,7 +95,8 @@ class Words(nn.Module):
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW for bf16 parameters with bf16 gradients, all of its own state in fp32: mixed precision as large models use it."""
+    """AdamW for bf16 parameters with bf16 gradients, all of its own state in fp32: mixed precision as large
+    models use it."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float = 1e-4) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1})

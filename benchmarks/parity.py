@@ -4,15 +4,16 @@
 
 Two limits, measured in the same run and in the same shape:
 
-- **memory**: what must be moved at least. Rebuilding one byte from k parts reads k and writes one, folding one byte reads it
-  and the block and writes the block; the bytes moved are divided by the rate at which memcpy moves bytes (each copied byte is
-  one read and one written). memcpy may also have to read what it overwrites, which is not counted; folding in place has read it
-  anyway, and can be better than this limit.
-- **sockets**: the parts sent over loopback by `sendfile` from shared memory and received by `recv_into`, by the same number
-  of processes and streams, and nothing else done with them: no coding, no digests, no vault.
+- **memory**: what must be moved at least. Rebuilding one byte from k parts reads k and writes one, folding
+  one byte reads it and the block and writes the block; the bytes moved are divided by the rate at which
+  memcpy moves bytes (each copied byte is one read and one written). memcpy may also have to read what it
+  overwrites, which is not counted; folding in place has read it anyway, and can be better than this limit.
+- **sockets**: the parts sent over loopback by `sendfile` from shared memory and received by `recv_into`, by
+  the same number of processes and streams, and nothing else done with them: no coding, no digests, no vault.
 
-"In memory" is the coding alone, chunk by chunk. "Over loopback" is the real thing: sidecars' exchange servers in processes of
-their own, handshake, digests, sealed result. Figures are GB/s of artifact (rebuild) or of members' bytes (fold).
+"In memory" is the coding alone, chunk by chunk. "Over loopback" is the real thing: sidecars' exchange servers
+in processes of their own, handshake, digests, sealed result. Figures are GB/s of artifact (rebuild) or of
+members' bytes (fold).
 """
 
 from __future__ import annotations
@@ -67,7 +68,11 @@ _JOB = "benchmark"
 def run(mebibytes: int = 128, rounds: int = 5) -> dict[str, Any]:
     """Every figure, in GB/s, with its limits and ratios. `rounds`: the best of so many counts."""
     size = mebibytes << 20
-    results: dict[str, Any] = {"mebibytes": mebibytes, "cores": len(os.sched_getaffinity(0)), "streams": STREAMS}
+    results: dict[str, Any] = {
+        "mebibytes": mebibytes,
+        "cores": len(os.sched_getaffinity(0)),
+        "streams": STREAMS,
+    }
     for data, parity in CODES:
         figures = _in_memory(data, parity, size, rounds) | _over_loopback(data, parity, size, rounds)
         results["XOR 4+1" if parity == 1 else "RS 4+2"] = figures
@@ -75,8 +80,11 @@ def run(mebibytes: int = 128, rounds: int = 5) -> dict[str, Any]:
 
 
 def _best(rounds: int, *works: Callable[[], object]) -> list[float]:
-    """Seconds of the quickest round of each, taken in turn, so that a busy machine is as bad for one as for the other."""
-    return [min(each) for each in zip(*([_seconds(work) for work in works] for _ in range(rounds)), strict=True)]
+    """Seconds of the quickest round of each, taken in turn, so that a busy machine is as bad for one as for
+    the other."""
+    return [
+        min(each) for each in zip(*([_seconds(work) for work in works] for _ in range(rounds)), strict=True)
+    ]
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -137,8 +145,12 @@ def _over_loopback(data: int, parity: int, size: int, rounds: int) -> dict[str, 
     try:
         with _process(_members, job) as members, _process(_holders, job) as holders:
             worker = _Worker(job, 0)  # the members' process has a worker 0 too, which is never asked
-            folded, raw_fold = _best(rounds, lambda: _folding(members, holders), lambda: _raw(job, range(data), parity))
-            rebuilt, raw_rebuild = _best(rounds, lambda: _rebuilding(worker), lambda: _raw(job, range(data), 1))
+            folded, raw_fold = _best(
+                rounds, lambda: _folding(members, holders), lambda: _raw(job, range(data), parity)
+            )
+            rebuilt, raw_rebuild = _best(
+                rounds, lambda: _rebuilding(worker), lambda: _raw(job, range(data), 1)
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {
@@ -253,7 +265,8 @@ def _members(pipe: Connection, job: _Job) -> None:
         began = time.perf_counter()
         with ThreadPoolExecutor(len(lines)) as pool:
             sent = [
-                pool.submit(push, workers[member].vault, seals[member], line) for (member, _), line in lines.items()
+                pool.submit(push, workers[member].vault, seals[member], line)
+                for (member, _), line in lines.items()
             ]
             said = [each.result() for each in sent]
         assert {each.state for each in said} <= {"in", "have"}, said
@@ -337,14 +350,20 @@ def _raw(job: _Job, parts: range, times: int) -> None:
 
     step = -(-job.size // STREAMS)
     with ThreadPoolExecutor(len(parts) * STREAMS) as pool:
-        pieces = [(member, begin) for _ in range(times) for member in parts for begin in range(0, job.size, step)]
-        for each in [pool.submit(receive, member, begin, min(begin + step, job.size)) for member, begin in pieces]:
+        pieces = [
+            (member, begin) for _ in range(times) for member in parts for begin in range(0, job.size, step)
+        ]
+        for each in [
+            pool.submit(receive, member, begin, min(begin + step, job.size)) for member, begin in pieces
+        ]:
             each.result()
 
 
 def main() -> None:
     """Print the figures, as a table or as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mebibytes", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")

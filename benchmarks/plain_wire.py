@@ -1,6 +1,7 @@
 """The exchange's wire as it would be without tags: what they cost is measured against it.
 
-Chunks go from the page cache to the socket by `sendfile`, nobody looks at them on their way, and who receives them compares digests.
+Chunks go from the page cache to the socket by `sendfile`, nobody looks at them on their way, and who receives
+them compares digests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ class PlainWire(Wire):
     """Takes anything for a tag."""
 
     def send_chunk(
-        self, file: int, index: int, offset: int, length: int, pace: BytePace | None = None, *, bare: bool = False
+        self,
+        file: int,
+        index: int,
+        offset: int,
+        length: int,
+        pace: BytePace | None = None,
+        *,
+        bare: bool = False,
     ) -> None:
         super().send_chunk(file, index, offset, length, pace, bare=True)
 

@@ -1,7 +1,7 @@
 """How long the decisions of the planner take, and how that grows: `python benchmarks/planning.py`.
 
-Every figure is the best of a few runs in one process on one core, so that what is measured is the code and not the
-machine's other work.
+Every figure is the best of a few runs in one process on one core, so that what is measured is the code and
+not the machine's other work.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CHAIN = 12
 
 
 def cluster(workers: int, crowded: bool) -> tuple[list[WorkerSite], Topology]:
-    """Nodes of eight workers, racks of 25 nodes, zones of 8 racks; crowded: four workers in five share a rack."""
+    """Nodes of eight workers, racks of 25 nodes, zones of 8 racks; crowded: four workers in five share a
+    rack."""
     nodes = max(2, workers // 8)
     labels = {}
     for node in range(nodes):
@@ -48,8 +49,13 @@ def cluster(workers: int, crowded: bool) -> tuple[list[WorkerSite], Topology]:
 
 
 def situation(sites: list[WorkerSite], topology: Topology, placement: Placement) -> RecoveryProblem:
-    """One rank per worker; every hundredth worker is lost. All hold two snapshots and a chain of deltas, some a delta less."""
-    old, new, deltas = Version(100, 1), Version(106, 1), [Version(100 + step, 1) for step in range(1, CHAIN + 1)]
+    """One rank per worker; every hundredth worker is lost. All hold two snapshots and a chain of deltas, some
+    a delta less."""
+    old, new, deltas = (
+        Version(100, 1),
+        Version(106, 1),
+        [Version(100 + step, 1) for step in range(1, CHAIN + 1)],
+    )
     hosted: list[dict[int, Artifacts]] = [{} for _ in sites]
     blocks: list[dict[Share, Artifacts]] = [{} for _ in sites]
 
@@ -97,7 +103,9 @@ def processor() -> str:
     """The processor's name, where the system tells it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine()
+    )
 
 
 def measure(workers: int) -> dict[str, float]:
@@ -119,7 +127,9 @@ def measure(workers: int) -> dict[str, float]:
             lambda: place(sites, topology, policy, suspects={sites[0].node}, previous=before)
         ),
         "place, one rack too full": best(lambda: place(full, crowded, policy)),
-        "place parity, 8 + 2": best(lambda: place_parity(sites, topology, ParityPolicy(8, 2, "rack", required=False))),
+        "place parity, 8 + 2": best(
+            lambda: place_parity(sites, topology, ParityPolicy(8, 2, "rack", required=False))
+        ),
         "place parity, one node suspect": best(
             lambda: place_parity(
                 sites, topology, ParityPolicy(4, 1, "rack", required=False), {sites[0].node}, parity.groups
@@ -135,7 +145,9 @@ def measure(workers: int) -> dict[str, float]:
 
 def main() -> int:
     """Prints the table; 1 if a promise is broken."""
-    print(f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}; seconds, best of {RUNS}")
+    print(
+        f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}; seconds, best of {RUNS}"
+    )
     sizes = (100, 1_000, 10_000)
     figures = {size: measure(size) for size in sizes}
     print(f"{'workers':<34}" + "".join(f"{size:>10,}" for size in sizes))

@@ -1,4 +1,5 @@
-"""The table as pictures. Okabe and Ito's colours, marks that differ in shape too, so that they can be told apart in print."""
+"""The table as pictures. Okabe and Ito's colours, marks that differ in shape too, so that they can be told
+apart in print."""
 
 from __future__ import annotations
 
@@ -104,7 +105,9 @@ def overview(figures: list[Figure]) -> Sheet | None:
         assert figure.ratio is not None
         assert figure.bound is not None
         better = (
-            figure.bound / max(figure.ratio, 1e-9) if figure.sense is Sense.AT_MOST else figure.ratio / figure.bound
+            figure.bound / max(figure.ratio, 1e-9)
+            if figure.sense is Sense.AT_MOST
+            else figure.ratio / figure.bound
         )
         better = min(max(better, 1e-2), 1e3)
         colour = OURS if figure.reached else MISSED
@@ -138,19 +141,27 @@ def blocked(data: Data) -> Sheet | None:
     if not sizes:
         return None
     names = [name for name in systems if not name.endswith("than the copy")]
-    sheet, panels = plt.subplots(1, len(sizes), figsize=(5.6 * len(sizes) + 1.5, 4), sharey=True, squeeze=False)
+    sheet, panels = plt.subplots(
+        1, len(sizes), figsize=(5.6 * len(sizes) + 1.5, 4), sharey=True, squeeze=False
+    )
     for axes, size in zip(panels[0], sizes, strict=True):
         copies = [result["copy_seconds"] for results in systems.values() for result in results.get(size, [])]
         copy = statistics.median(copies)
         for row, name in enumerate(reversed(names)):
-            cycles = [cycle["blocked"] for result in systems[name].get(size, []) for cycle in result["cycles"]]
+            cycles = [
+                cycle["blocked"] for result in systems[name].get(size, []) for cycle in result["cycles"]
+            ]
             if not cycles:
                 continue
             middle = statistics.median(cycles)
             axes.barh(row, middle, color=OURS if name.startswith("TierCheck") else THEIRS, height=0.6)
             axes.plot(cycles, [row] * len(cycles), "|", color=LIMIT, markersize=7, alpha=0.5)
             axes.annotate(
-                seconds_text(middle), (max(cycles), row), xytext=(6, 0), textcoords="offset points", va="center"
+                seconds_text(middle),
+                (max(cycles), row),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
             )
         axes.axvline(copy, color=MISSED, linestyle="--", linewidth=1.4)
         axes.annotate(
@@ -227,14 +238,25 @@ def restores(data: Data) -> Sheet | None:
     sheet, (left, right) = plt.subplots(1, 2, figsize=(10, 3.2))
     local, peer = data["local"], data["peer"]
     _stack(
-        left, 1, [("verified by the sidecar", local["verify"], OURS), ("loaded by the trainer", local["load"], SECOND)]
+        left,
+        1,
+        [
+            ("verified by the sidecar", local["verify"], OURS),
+            ("loaded by the trainer", local["load"], SECOND),
+        ],
     )
     _stack(left, 0, [("plain copy", local["copy"], THEIRS)])
     left.set_yticks([0, 1], ["plain copy", "TierCheck"])
     left.set_title("From the pod's own memory")
-    _stack(right, 1, [("fetched and verified", peer["fetch"], OURS), ("loaded by the trainer", peer["load"], SECOND)])
+    _stack(
+        right,
+        1,
+        [("fetched and verified", peer["fetch"], OURS), ("loaded by the trainer", peer["load"], SECOND)],
+    )
     if data["torchft"]:
-        best = min(data["torchft"][0], key=lambda key: statistics.median(each[key] for each in data["torchft"]))
+        best = min(
+            data["torchft"][0], key=lambda key: statistics.median(each[key] for each in data["torchft"])
+        )
         _stack(right, 0, [("torchft", [each[best] for each in data["torchft"]], THEIRS)])
     right.set_yticks([0, 1], ["torchft HTTP", "TierCheck"])
     right.set_title("From a peer")
@@ -293,7 +315,11 @@ def sharing(data: Data) -> Sheet | None:
     captures = [statistics.median(each["capture"]) for each in degrees.values()]
     _line(left, (counts, captures), "capture", OURS, "o")
     _line(
-        left, (counts, [statistics.median(each["copy"]) for each in degrees.values()]), "plain copy of it", THEIRS, "s"
+        left,
+        (counts, [statistics.median(each["copy"]) for each in degrees.values()]),
+        "plain copy of it",
+        THEIRS,
+        "s",
     )
     _line(left, (counts, [captures[0] / count for count in counts]), "ideal: 1/R", LIMIT, "")
     left.yaxis.set_major_formatter(_seconds)
@@ -333,7 +359,12 @@ def resharding(data: Data) -> Sheet | None:
                 colour = OURS if number == 0 else THEIRS
                 axes.barh(place, value, color=colour, height=0.36, label=label if row == 0 else "_")
                 axes.annotate(
-                    text(value), (value, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9
+                    text(value),
+                    (value, place),
+                    xytext=(5, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=9,
                 )
         axes.set_yticks(range(len(changes)), list(reversed(changes)))
         axes.xaxis.set_major_formatter(_bytes if what == "read" else _seconds)
@@ -370,7 +401,9 @@ def reconcile(data: Data) -> Sheet | None:
 
 
 def _line(axes: Axes, points: tuple[list[float], list[float]], label: str, colour: str, mark: str) -> None:
-    axes.loglog(*points, marker=mark, color=colour, label=label, linestyle="-" if mark else ":", linewidth=1.6)
+    axes.loglog(
+        *points, marker=mark, color=colour, label=label, linestyle="-" if mark else ":", linewidth=1.6
+    )
 
 
 def _stack(axes: Axes, row: int, parts: list[tuple[str, list[float], str]]) -> None:

@@ -18,7 +18,8 @@ _SECONDS = 500.0
 
 
 def run(module: str, world: int, *arguments: object) -> list[dict[str, Any]]:
-    """`python -m MODULE MEET RANK WORLD ARGUMENTS...` for each rank; what `be_rank` printed there. Raises RuntimeError if one fails."""
+    """`python -m MODULE MEET RANK WORLD ARGUMENTS...` for each rank; what `be_rank` printed there. Raises
+    RuntimeError if one fails."""
     with tempfile.TemporaryDirectory(prefix="tcb-") as place:
         processes = [
             subprocess.Popen(
@@ -43,7 +44,8 @@ def run(module: str, world: int, *arguments: object) -> list[dict[str, Any]]:
 
 
 def be_rank(measure: Callable[[Path, list[str]], dict[str, Any]]) -> None:
-    """The other side of `run`: join the group, print what `measure` of the first argument (a folder) and the others finds."""
+    """The other side of `run`: join the group, print what `measure` of the first argument (a folder) and the
+    others finds."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,5 @@
-"""A rank without torch: it speaks the trainer's protocol and writes bytes, where only the sidecars are measured."""
+"""A rank without torch: it speaks the trainer's protocol and writes bytes, where only the sidecars are
+measured."""
 
 from __future__ import annotations
 

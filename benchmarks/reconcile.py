@@ -1,7 +1,8 @@
 """What one event costs the operator, by workers per job and by jobs: `python benchmarks/reconcile.py`.
 
-The real loop of a job, the real decisions and the real executor run against an API server and sidecars that live in this process and
-answer at once. So what is measured is the operator's own work: processor seconds per reconcile, and calls to the API server.
+The real loop of a job, the real decisions and the real executor run against an API server and sidecars that
+live in this process and answer at once. So what is measured is the operator's own work: processor seconds per
+reconcile, and calls to the API server.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def _merged(old: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Sidecars:
-    """All sidecars of one job, in place of the client that listens to them. They do at once what they are told."""
+    """All sidecars of one job, in place of the client that listens to them. They do at once what they are
+    told."""
 
     def __init__(self, job: BenchJob) -> None:
         self._job = job
@@ -209,12 +211,15 @@ class BenchJob:
         )  # fmt: skip
 
     def obey(self, uid: str, directive: Directive) -> dict[str, Any]:
-        """Restores at once, trains at once, and holds a version of its own and of those that it keeps copies of."""
+        """Restores at once, trains at once, and holds a version of its own and of those that it keeps copies
+        of."""
         version = directive.restore.version if directive.restore else None
         trainer = TrainerReport(TrainerState.WAITING)
         if directive.phase is Phase.RELEASE:
             now = self.now()
-            trainer = TrainerReport(TrainerState.RUNNING, started_at=now, first_step_at=now, step=10, step_seconds=1.0)
+            trainer = TrainerReport(
+                TrainerState.RUNNING, started_at=now, first_step_at=now, step=10, step_seconds=1.0
+            )
         held = Version(5, 1)
         holdings = [Holding(directive.worker, held, Tier.LOCAL, 1 << 20)]
         holdings += [Holding(peer.worker, held, Tier.PEER, 1 << 20) for peer in directive.hosted]
@@ -255,7 +260,10 @@ def ground(workers: int) -> dict[str, NodeView]:
     return {
         f"node-{number}": NodeView(
             f"node-{number}",
-            {"kubernetes.io/hostname": f"node-{number}", "topology.kubernetes.io/rack": f"rack-{number % racks}"},
+            {
+                "kubernetes.io/hostname": f"node-{number}",
+                "topology.kubernetes.io/rack": f"rack-{number % racks}",
+            },
         )
         for number in range(nodes)
     }

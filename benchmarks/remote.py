@@ -1,10 +1,13 @@
-"""What uploads and restores cost this process, in CPU and in time: the remote tier beside obstore alone and boto3.
+"""What uploads and restores cost this process, in CPU and in time: the remote tier beside obstore alone and
+boto3.
 
     python -m benchmarks.remote [--mebibytes 512] [--rounds 5]
 
-All move the same bytes of shared memory, ours and obstore by the mapping that a slot has for as long as it lasts, in parts of 16 MiB, four at a time. Ours verifies every chunk against the digests of sealing,
-both ways; obstore does not. On the way up ours and obstore send a CRC64NVME with each part. The server (`benchmarks.s3_sink`) is a
-process of its own, so that only the client's CPU is counted; rounds take turns, and the best of each client counts.
+All move the same bytes of shared memory, ours and obstore by the mapping that a slot has for as long as it
+lasts, in parts of 16 MiB, four at a time. Ours verifies every chunk against the digests of sealing, both
+ways; obstore does not. On the way up ours and obstore send a CRC64NVME with each part. The server
+(`benchmarks.s3_sink`) is a process of its own, so that only the client's CPU is counted; rounds take turns,
+and the best of each client counts.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ def run(mebibytes: int = 512, rounds: int = 5, tls: bool = True) -> dict[str, An
 def _compare(scheme: str, size: int, rounds: int) -> dict[str, Any]:
     shared = Path("/dev/shm")
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None)))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None))
+        )
         _fill(folder / "slot", size)
         ca = _authority(folder) if scheme == "https" else None
         endpoint = stack.enter_context(_sink(folder, scheme))
@@ -88,7 +93,11 @@ def _clients(
     from boto3.s3.transfer import TransferConfig
     from obstore.store import S3Store
 
-    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_EC2_METADATA_DISABLED": "true"}
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     slot, back = folder / "slot", folder / "back"
     with open(slot, "rb") as read, open(back, "w+b") as write:
         write.truncate(size)
@@ -108,15 +117,23 @@ def _clients(
             "checksum_algorithm": "CRC64NVME",
         }
         alone: Any = S3Store(BUCKET, config=config, client_options=options)  # type: ignore[arg-type]
-        boto = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", verify=str(ca) if ca else None)
-        transfer = TransferConfig(multipart_threshold=PART, multipart_chunksize=PART, max_concurrency=PARALLEL)
+        boto = boto3.client(
+            "s3", endpoint_url=endpoint, region_name="us-east-1", verify=str(ca) if ca else None
+        )
+        transfer = TransferConfig(
+            multipart_threshold=PART, multipart_chunksize=PART, max_concurrency=PARALLEL
+        )
         yield {
-            ("upload", "ours"): lambda: store.put_artifact(0, Version(1, 1), slot, digests, None, mapped=source),
+            ("upload", "ours"): lambda: store.put_artifact(
+                0, Version(1, 1), slot, digests, None, mapped=source
+            ),
             ("upload", "obstore"): lambda: _put(alone, source),
             ("upload", "boto3"): lambda: boto.upload_file(str(slot), BUCKET, "slot", Config=transfer),
             ("restore", "ours"): lambda: store.fetch(_artifact(digests), target),
             ("restore", "obstore"): lambda: _stream(alone, target),
-            ("restore", "boto3"): lambda: boto.download_file(BUCKET, "slot", str(folder / "boto3"), Config=transfer),
+            ("restore", "boto3"): lambda: boto.download_file(
+                BUCKET, "slot", str(folder / "boto3"), Config=transfer
+            ),
         }
         store.close()
 
@@ -134,13 +151,14 @@ def _put(alone: Any, source: memoryview) -> None:
 
 
 def _stream(alone: Any, target: memoryview) -> None:
-    """The cheapest way that obstore offers into memory that is there: pieces as they come, not collected first."""
+    """The cheapest way that obstore offers into memory that is there: pieces as they come, not collected
+    first."""
     import obstore
 
     def one(begin: int) -> None:
-        for piece in obstore.get(alone, "slot", options={"range": (begin, min(begin + PART, len(target)))}).stream(
-            2**20
-        ):
+        for piece in obstore.get(
+            alone, "slot", options={"range": (begin, min(begin + PART, len(target)))}
+        ).stream(2**20):
             target[begin : begin + len(piece)] = memoryview(piece)
             begin += len(piece)
 
@@ -185,22 +203,30 @@ def _authority(folder: Path) -> Path:
 
     def certificate(subject: x509.Name, public: Any, extension: x509.ExtensionType) -> bytes:
         builder = x509.CertificateBuilder().subject_name(subject).issuer_name(ca_name).public_key(public)
-        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(hours=1))
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(
+            now - datetime.timedelta(hours=1)
+        )
         builder = builder.not_valid_after(now + datetime.timedelta(hours=24)).add_extension(extension, True)
         return builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    (folder / "ca.pem").write_bytes(certificate(ca_name, ca_key.public_key(), x509.BasicConstraints(True, None)))
+    (folder / "ca.pem").write_bytes(
+        certificate(ca_name, ca_key.public_key(), x509.BasicConstraints(True, None))
+    )
     (folder / "server.pem").write_bytes(certificate(x509.Name([]), key.public_key(), address))
     (folder / "server.key").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
     )
     return folder / "ca.pem"
 
 
 def main() -> None:
     """Print one row per scheme, direction and client."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mebibytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
@@ -213,7 +239,9 @@ def main() -> None:
             for client in CLIENTS:
                 row = f"{scheme + ' ' + direction + ', ' + client:24}{figures['cpu s/GB'][client]:9.3f}{figures['wall s/GB'][client]:9.3f}"
                 if client != "ours":
-                    per_cpu, speed = (figures[f"{what}, ours / {client}"] for what in ("per CPU second", "throughput"))
+                    per_cpu, speed = (
+                        figures[f"{what}, ours / {client}"] for what in ("per CPU second", "throughput")
+                    )
                     row += f"   {per_cpu:.2f}x  {speed:.2f}x"
                 print(row)
 

@@ -88,7 +88,9 @@ def print_table(run: Run) -> None:
         console = Console(width=170)
     table = Table(title="TierCheck benchmarks", title_justify="left", header_style="bold")
     for column in COLUMNS:
-        table.add_column(column, justify="right" if column in ("ratio", "must reach") else "left", overflow="fold")
+        table.add_column(
+            column, justify="right" if column in ("ratio", "must reach") else "left", overflow="fold"
+        )
     for entry in run.entries:
         for figure in entry.figures:
             style = {True: "", False: "bold", None: "dim"}[figure.reached]
@@ -97,7 +99,9 @@ def print_table(run: Run) -> None:
     console.print(table)
     console.print(summary(run))
     for figure in run.missed:
-        console.print(f"  missed: {figure.name}: {figure.ratio_text}, promised {figure.bound_text}. {figure.note}")
+        console.print(
+            f"  missed: {figure.name}: {figure.ratio_text}, promised {figure.bound_text}. {figure.note}"
+        )
 
 
 def summary(run: Run) -> str:
@@ -113,7 +117,11 @@ def summary(run: Run) -> str:
 def publish(run: Run, folder: Path) -> None:
     """results.json, results.md and the plots."""
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = {"machine": run.machine, "command": run.command, "benchmarks": [entry.plain() for entry in run.entries]}
+    numbers = {
+        "machine": run.machine,
+        "command": run.command,
+        "benchmarks": [entry.plain() for entry in run.entries],
+    }
     (folder / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
     pictures = draw({entry.name: entry.data for entry in run.entries}, run.figures, folder)
     (folder / "results.md").write_text(page(run, pictures))
@@ -127,11 +135,13 @@ def page(run: Run, pictures: dict[str, str]) -> str:
         "",
         f"Written by `{run.command}`. {summary(run)}",
         "",
-        f"Machine: {machine['processor']}, {machine['cores']} cores, {bytes_text(machine['memory_bytes'])} of memory, "
+        f"Machine: {machine['processor']}, {machine['cores']} cores, "
+        f"{bytes_text(machine['memory_bytes'])} of memory, "
         f"GPU: {machine['gpu']}, {machine['system']}, Python {machine['python']};",
         ", ".join(f"{name} {version}" for name, version in machine["packages"].items()) + ".",
         "",
-        "Ours and the other ran in turn on the same work. Figures are the best of several turns, for everybody, because what else runs only ever adds.",
+        "Ours and the other ran in turn on the same work. Figures are the best of several turns, for "
+        "everybody, because what else runs only ever adds.",
         "",
         "| figure | ours | limit or peer | ratio | promised | note |",
         "| --- | --- | --- | ---: | --- | --- |",

@@ -1,6 +1,8 @@
-"""One rank of `benchmarks.resharding`: ACTION `save`, or KIND of a mesh on which what was saved comes back in several ways, in turn.
+"""One rank of `benchmarks.resharding`: ACTION `save`, or KIND of a mesh on which what was saved comes back in
+several ways, in turn.
 
-As from another machine, slots come through the sidecar's own lending: chunk by verified chunk, out of a folder in memory.
+As from another machine, slots come through the sidecar's own lending: chunk by verified chunk, out of a
+folder in memory.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ class Store:
     def digests(self, artifact: Artifact) -> Digests:
         return from_json((self._folder / f"digests-{artifact.rank}").read_bytes(), Digests)
 
-    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: object) -> None:
+    def fetch_chunks(
+        self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: object
+    ) -> None:
         digests = self.digests(artifact)
         assert self._offer.borrow is not None
         with open(self._offer.borrow(artifact.rank, ()), "rb", buffering=0) as file:
@@ -112,7 +116,8 @@ class Empty:
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, rounds: int) -> dict[str, Any]:
-    """In each round: by ranges, by whole shards, ours and DCP without anything between the folder and the model."""
+    """In each round: by ranges, by whole shards, ours and DCP without anything between the folder and the
+    model."""
     found: dict[str, Any] = {"seconds": {}, "read": {}}
     known = find(folder / "ours")
     if known.offer is None:
@@ -167,7 +172,9 @@ def ours(model: nn.Module, optimizer: torch.optim.Optimizer, known: Found, folde
             wanted = [(0, store.digests(artifact).size)]
         return str(lender.lend(directive, artifact, wanted))
 
-    with Checkpointer(model, optimizer, found=replace(known, offer=replace(offer, borrow=borrow))) as checkpointer:
+    with Checkpointer(
+        model, optimizer, found=replace(known, offer=replace(offer, borrow=borrow))
+    ) as checkpointer:
         checkpointer.restore()
     lender.close()
     shutil.rmtree(place, ignore_errors=True)

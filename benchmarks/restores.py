@@ -1,6 +1,8 @@
-"""How fast a state comes back: from the pod's own memory beside a plain copy, and from a peer beside torchft's HTTP transport.
+"""How fast a state comes back: from the pod's own memory beside a plain copy, and from a peer beside
+torchft's HTTP transport.
 
-Ours ends when a training process has the tensors, verified on the way; so does torchft's, which verifies nothing.
+Ours ends when a training process has the tensors, verified on the way; so does torchft's, which verifies
+nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def run(scale: Scale) -> Outcome:
 
 
 def _save(job: Job, training: Training) -> Version:
-    """Rank 0 saves the training, rank 1 something small; returns the version once worker 1 holds a copy of rank 0's."""
+    """Rank 0 saves the training, rank 1 something small; returns the version once worker 1 holds a copy of
+    rank 0's."""
     os.environ |= job.trainer_env(0)
     with Checkpointer(training.model, training.optimizer, every=1) as checkpointer, RawRank(job, 1) as other:
         checkpointer.restore()
@@ -102,7 +105,8 @@ def _load(job: Job, training: Training) -> float:
 
 
 def torchft(size: int) -> dict[str, Any]:
-    """Seconds of one transfer between two processes, for each number of chunks. Raises CannotInstall, RuntimeError."""
+    """Seconds of one transfer between two processes, for each number of chunks. Raises CannotInstall,
+    RuntimeError."""
     folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
     try:
         answer = folder / "answer.json"
@@ -136,12 +140,18 @@ def _local_row(local: dict[str, list[float]], size: int) -> Figure:
     )
 
 
-def _peer_rows(peer: dict[str, list[float]], theirs: list[dict[str, Any]], problem: str, size: int) -> list[Figure]:
+def _peer_rows(
+    peer: dict[str, list[float]], theirs: list[dict[str, Any]], problem: str, size: int
+) -> list[Figure]:
     fetch, load = min(peer["fetch"]), min(peer["load"])
     usual = statistics.median(map(sum, zip(peer["fetch"], peer["load"], strict=True)))
     parts = f"{rate_text(size / fetch)}, loaded in {seconds_text(load)}"
     if not theirs:
-        return [Figure(PEER, seconds_text(fetch + load), bound=2.0, sense=Sense.AT_LEAST, note=problem or "no result")]
+        return [
+            Figure(
+                PEER, seconds_text(fetch + load), bound=2.0, sense=Sense.AT_LEAST, note=problem or "no result"
+            )
+        ]
     by_chunks = {key: min(each[key] for each in theirs) for key in theirs[0]}
     best = min(by_chunks, key=lambda key: by_chunks[key])
     return [

@@ -66,7 +66,9 @@ def _train(size: int) -> dict[str, int]:
             training.compute()
             training.update()
             checkpointer.step()
-            checkpointer.wait(_SECONDS)  # or a busy sidecar has one of the lives skip a snapshot, and write fewer slots
+            checkpointer.wait(
+                _SECONDS
+            )  # or a busy sidecar has one of the lives skip a snapshot, and write fewer slots
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"from": begun, "peak": peak, "state": sum(tensor.nbytes for tensor in training.tensors())}
 

@@ -142,7 +142,8 @@ def remote(scale: Scale) -> Outcome:
 
 
 def reconcile(scale: Scale) -> Outcome:
-    """Calls to the API server must not grow with workers; processor time only as the workers themselves, and not with other jobs."""
+    """Calls to the API server must not grow with workers; processor time only as the workers themselves, and
+    not with other jobs."""
     from benchmarks import reconcile as measured
 
     found = measured.run((4, 64), (1, 20)) if scale.quick else measured.run()

@@ -1,8 +1,10 @@
-"""An S3 server that costs the client nothing to wait for: it drops what is put, and sends one file for whatever is read.
+"""An S3 server that costs the client nothing to wait for: it drops what is put, and sends one file for
+whatever is read.
 
     python -m benchmarks.s3_sink FILE [CERTIFICATE KEY]
 
-Prints its port and ends with its standard input. moto and radosgw are slower than the clients that are to be compared.
+Prints its port and ends with its standard input. moto and radosgw are slower than the clients that are to be
+compared.
 """
 
 from __future__ import annotations
@@ -97,9 +99,7 @@ class Session:
             self._say(200, b"")
 
     def _say(self, status: int, body: bytes) -> None:
-        head = (
-            f'HTTP/1.1 {status} X\r\nETag: "0"\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n'
-        )
+        head = f'HTTP/1.1 {status} X\r\nETag: "0"\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n'
         self._connection.sendall(head.encode() + body)
 
     def _send(self, method: str, wanted: str) -> None:

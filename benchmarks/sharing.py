@@ -1,7 +1,9 @@
-"""Replicas save a share each: what a rank captures, and how long it takes, must fall with the data-parallel degree.
+"""Replicas save a share each: what a rank captures, and how long it takes, must fall with the data-parallel
+degree.
 
-Each ratio is that of two captures in one round of one process, the median over the rounds: what else the machine does changes
-more slowly than that. One rank captures while the others wait, as if each had a machine of its own.
+Each ratio is that of two captures in one round of one process, the median over the rounds: what else the
+machine does changes more slowly than that. One rank captures while the others wait, as if each had a machine
+of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from benchmarks.scale import Scale
 
 DEGREES = (1, 2, 4)
 _SLACK = 1.25
-"""How much longer than its part of the whole a share may take: what a capture costs whatever its size, and reading the table."""
+"""How much longer than its part of the whole a share may take: what a capture costs whatever its size, and
+reading the table."""
 
 
 def run(scale: Scale) -> Outcome:
@@ -31,8 +34,13 @@ def run(scale: Scale) -> Outcome:
         each = ranks.run("benchmarks.sharing_rank", max(DEGREES), folder, size, rounds, *DEGREES)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    found = {degree: {**each[0][degree], "bytes": max(rank[degree]["bytes"] for rank in each)} for degree in each[0]}
-    return Outcome(figures(found), {"degrees": found, "state": sum(rank[str(max(DEGREES))]["bytes"] for rank in each)})
+    found = {
+        degree: {**each[0][degree], "bytes": max(rank[degree]["bytes"] for rank in each)}
+        for degree in each[0]
+    }
+    return Outcome(
+        figures(found), {"degrees": found, "state": sum(rank[str(max(DEGREES))]["bytes"] for rank in each)}
+    )
 
 
 def figures(found: dict[str, dict[str, Any]]) -> list[Figure]:

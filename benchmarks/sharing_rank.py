@@ -1,6 +1,8 @@
-"""One rank of `benchmarks.sharing`: the same model under data parallelism of several degrees, one capture of each in every round.
+"""One rank of `benchmarks.sharing`: the same model under data parallelism of several degrees, one capture of
+each in every round.
 
-Slots are files in memory that are there already, as a sidecar grants them. What becomes of a full one is no business of the trainer's.
+Slots are files in memory that are there already, as a sidecar grants them. What becomes of a full one is no
+business of the trainer's.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Slots(FolderBackend):
 
 
 def measure(folder: Path, arguments: list[str]) -> dict[str, Any]:
-    """By degree: bytes of this rank's share; of rank 0, in each round, seconds of a capture and of a copy of as many bytes."""
+    """By degree: bytes of this rank's share; of rank 0, in each round, seconds of a capture and of a copy of
+    as many bytes."""
     size, rounds, degrees = int(arguments[0]), int(arguments[1]), [int(each) for each in arguments[2:]]
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -67,7 +70,9 @@ def measure(folder: Path, arguments: list[str]) -> dict[str, Any]:
         for degree, own in shares.items()
     }
     dist.barrier()
-    for number in range(_WARM + rounds if rank == 0 else 0):  # the others wait, as if they were other machines
+    for number in range(
+        _WARM + rounds if rank == 0 else 0
+    ):  # the others wait, as if they were other machines
         for degree, checkpointer in checkpointers.items():
             seconds = {"capture": capture(checkpointer), "copy": copy(shares[degree])}
             if number >= _WARM:

@@ -1,6 +1,8 @@
-"""What Python in the training thread costs a model of many sharded parameters: hooks around each update, and `step`.
+"""What Python in the training thread costs a model of many sharded parameters: hooks around each update, and
+`step`.
 
-Tensors are tiny, so that what is measured is what is paid for their number. Time of the thread's own, in which waits do not count.
+Tensors are tiny, so that what is measured is what is paid for their number. Time of the thread's own, in
+which waits do not count.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def run(scale: Scale) -> Outcome:
 
 
 def measure(parameters: int, steps: int) -> dict[str, float]:
-    """Median seconds per update without and with a snapshot, of a model sharded with FSDP2 by one rank, a delta at every step."""
+    """Median seconds per update without and with a snapshot, of a model sharded with FSDP2 by one rank, a
+    delta at every step."""
     with (
         tempfile.NamedTemporaryFile() as ranks,
         Job(limit=512 * MIB, every=_EVERY, delta=DeltaMode.AUTO) as job,
@@ -79,7 +82,8 @@ def _train(model: nn.Module, steps: int) -> dict[str, float]:
         checkpointer.restore()
         for name in ("_before_update", "_after_update", "step"):
             setattr(checkpointer, name, clock.timed(getattr(checkpointer, name)))
-        # The hooks were registered before the clock was: what is called are the methods that the optimizer knows.
+        # The hooks were registered before the clock was: what is called are the methods that the optimizer
+        # knows.
         for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
             for key, hook in hooks.items():
                 hooks[key] = clock.timed(hook)
@@ -101,8 +105,9 @@ def _train(model: nn.Module, steps: int) -> dict[str, float]:
 
 
 def _bare_readings(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """Seconds that torch's in-place counters of all that is watched take per update, read when `Watch` reads them: before and after
-    the update, and at the end of the step. Nothing is compared, and nothing else is done."""
+    """Seconds that torch's in-place counters of all that is watched take per update, read when `Watch` reads
+    them: before and after the update, and at the end of the step. Nothing is compared, and nothing else is
+    done."""
     kept = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [tensor for whole in (*model.parameters(), *kept) for tensor in _and_shard(whole)]
     read, seconds = attrgetter("_version"), []

@@ -1,5 +1,5 @@
-"""How soon after the release the user's code runs, and its first optimizer step is done: warm, cold, and the bare fork of a
-Python that has torch, which is the limit.
+"""How soon after the release the user's code runs, and its first optimizer step is done: warm, cold, and the
+bare fork of a Python that has torch, which is the limit.
 
 In turn, in one run, through the real launcher process.
 """
@@ -63,10 +63,17 @@ def run(scale: Scale) -> Outcome:
                     run_dir.mkdir()
                     found[prefix + kind].append(_once(run_dir, command, ranks, warm=kind == "warm"))
         found["fork"] = _forks(script, rounds)
-    middle = {name: [statistics.median(times) for times in zip(*each, strict=True)] for name, each in found.items()}
+    middle = {
+        name: [statistics.median(times) for times in zip(*each, strict=True)] for name, each in found.items()
+    }
     return Outcome(
         [
-            _row("from release to the first optimizer step, python", middle["warm"], middle["cold"], "a cold start"),
+            _row(
+                "from release to the first optimizer step, python",
+                middle["warm"],
+                middle["cold"],
+                "a cold start",
+            ),
             _row(
                 "from release to the first optimizer step, torchrun with 2 ranks",
                 middle["torchrun warm"],
@@ -115,7 +122,9 @@ def _once(run_dir: Path, command: list[str], ranks: int, *, warm: bool) -> tuple
                 (port,) = free_ports(1)
                 at = time.time()
                 connection.sendall(to_json(Order(1, Phase.RELEASE, 0, 1, ranks, "127.0.0.1", port)) + b"\n")
-                said = [[float(word) - at for word in launcher.stdout.readline().split()] for _ in range(ranks)]
+                said = [
+                    [float(word) - at for word in launcher.stdout.readline().split()] for _ in range(ranks)
+                ]
         finally:
             launcher.kill()
             launcher.wait()
@@ -136,7 +145,11 @@ def _until_idle(launcher: int) -> None:
 
 def _forks(script: Path, rounds: int) -> list[tuple[float, float]]:
     done = subprocess.run(
-        [sys.executable, "-c", _FORK, str(script), str(rounds)], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", _FORK, str(script), str(rounds)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     lines = [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
     return [(began - at, step - at) for (began, step), (at,) in zip(lines[::2], lines[1::2], strict=True)]

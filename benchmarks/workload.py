@@ -1,4 +1,5 @@
-"""One training loop for everybody: TierCheck and its peers save the same state in it, and are timed by the same clock.
+"""One training loop for everybody: TierCheck and its peers save the same state in it, and are timed by the
+same clock.
 
 Needs torch only, because it runs in the peers' environments too.
 """
@@ -20,7 +21,8 @@ STATE_BYTES_PER_PARAMETER = 12
 
 
 class Stack(nn.Module):
-    """Square linear layers with residual connections: as many bytes of parameters as wanted, all used in every step."""
+    """Square linear layers with residual connections: as many bytes of parameters as wanted, all used in
+    every step."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -33,7 +35,8 @@ class Stack(nn.Module):
 
 
 class UpdateClock:
-    """Seconds that an optimizer's step takes beside its own arithmetic: in hooks of others, wherever they stand in line."""
+    """Seconds that an optimizer's step takes beside its own arithmetic: in hooks of others, wherever they
+    stand in line."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -51,7 +54,8 @@ class UpdateClock:
                 if this is optimizer:
                     self._own += time.perf_counter() - start
 
-        # As torch does when the first optimizer of a class is made: the hooks run around the function that it finds.
+        # As torch does when the first optimizer of a class is made: the hooks run around the function that it
+        # finds.
         step = torch.optim.Optimizer.profile_hook_step(timed)
         step.hooked = True  # type: ignore[attr-defined]
         type(optimizer).step = step  # type: ignore[method-assign]
@@ -69,9 +73,11 @@ class UpdateClock:
 
 
 class Training:
-    """A model whose state (parameters and Adam's moments) has about `state_bytes`; `tokens` make a step long or short.
+    """A model whose state (parameters and Adam's moments) has about `state_bytes`; `tokens` make a step long
+    or short.
 
-    With `tokens=0` a step is the update alone: the gradients are made once. `fresh`: as a script begins, without moments yet.
+    With `tokens=0` a step is the update alone: the gradients are made once. `fresh`: as a script begins,
+    without moments yet.
     """
 
     def __init__(self, state_bytes: int, tokens: int, width: int = 1024, *, fresh: bool = False) -> None:
@@ -112,7 +118,8 @@ class Training:
     def copy_seconds(self, runs: int = 3) -> list[float]:
         """The limit: seconds that copying the state into memory that is already there takes.
 
-        Of a state above 1 GiB only a part is copied, and the time scaled: the machine may not have room for it twice.
+        Of a state above 1 GiB only a part is copied, and the time scaled: the machine may not have room for
+        it twice.
         """
         tensors = self.tensors()
         part = tensors[: max(1, math.ceil(len(tensors) * min(1.0, 2**30 / self.state_bytes)))]
@@ -137,7 +144,8 @@ class Cycle:
     blocked: float
     """What training waited for: in the saving call, and in hooks around the updates."""
     longer: float
-    """How much longer the steps after the save took than the same number of steps later on, the call included."""
+    """How much longer the steps after the save took than the same number of steps later on, the call
+    included."""
     step: float
     """A step while nothing was being saved."""
 
@@ -151,10 +159,12 @@ def run_cycles(
     half: int,
     warm_up: int = 3,
 ) -> list[Cycle]:
-    """Train for cycles of 2 x `half` steps. `after_step(n)` is called after every step and saves when n is a multiple of that.
+    """Train for cycles of 2 x `half` steps. `after_step(n)` is called after every step and saves when n is a
+    multiple of that.
 
-    `settle` waits for what still goes on in the background; it is called, and not counted, in the middle of a cycle, so that the
-    second half is undisturbed; if it answers False, nothing was saved and the cycle is done again. The first `warm_up` cycles, in which each slot is used for the first time, are not reported.
+    `settle` waits for what still goes on in the background; it is called, and not counted, in the middle of a
+    cycle, so that the second half is undisturbed; if it answers False, nothing was saved and the cycle is
+    done again. The first `warm_up` cycles, in which each slot is used for the first time, are not reported.
     """
     found: list[Cycle] = []
     number = 0

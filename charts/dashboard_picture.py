@@ -1,9 +1,11 @@
-"""Draws the Grafana dashboard without Grafana: every panel's query, answered by a real Prometheus that watched a laptop cluster.
+"""Draws the Grafana dashboard without Grafana: every panel's query, answered by a real Prometheus that
+watched a laptop cluster.
 
     python -m charts.dashboard_picture [SECONDS]
 
-A job of two workers trains, a trainer crashes, a pod is evicted; Prometheus scrapes operator and sidecars as the chart's monitors would
-have it do. Needs `prometheus` on PATH or in PROMETHEUS (Debian: prometheus). Written to docs/images/dashboard.png.
+A job of two workers trains, a trainer crashes, a pod is evicted; Prometheus scrapes operator and sidecars as
+the chart's monitors would have it do. Needs `prometheus` on PATH or in PROMETHEUS (Debian: prometheus).
+Written to docs/images/dashboard.png.
 """
 
 from __future__ import annotations
@@ -38,13 +40,22 @@ from tiercheck_local.nodespec import NodeSpec
 ROOT = Path(__file__).resolve().parents[1]
 BOARD = ROOT / "charts" / "tiercheck" / "files" / "dashboards" / "tiercheck.json"
 TARGET = ROOT / "docs" / "images" / "dashboard.png"
-SETTLE = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_LEASE": "default/tiercheck", "TIERCHECK_IDENTITY": "operator-0"}
+SETTLE = {
+    "TIERCHECK_SETTLE_SECONDS": "0.5",
+    "TIERCHECK_LEASE": "default/tiercheck",
+    "TIERCHECK_IDENTITY": "operator-0",
+}
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000", "#999999"]
 
 
 def targets(cluster: LocalCluster, job: Job) -> list[dict[str, Any]]:
     """As the PodMonitor and the ServiceMonitor would find them."""
-    found = [{"targets": [cluster.metrics_address], "labels": {"namespace": "tiercheck-system", "pod": "operator-0"}}]
+    found = [
+        {
+            "targets": [cluster.metrics_address],
+            "labels": {"namespace": "tiercheck-system", "pod": "operator-0"},
+        }
+    ]
     for pod in job.pods():
         address = (pod.get("status") or {}).get("podIP")
         if address:

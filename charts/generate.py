@@ -1,4 +1,5 @@
-"""Writes the parts of the chart that have another source, so that nothing is kept up to date in two places by hand.
+"""Writes the parts of the chart that have another source, so that nothing is kept up to date in two places by
+hand.
 
     python charts/generate.py
 
@@ -33,7 +34,8 @@ _RULE_SETS = {
     ("ClusterRole", "tiercheck-operator-jobs"): "jobs",
     ("Role", "tiercheck-operator"): "own",
 }
-"""Which role of deploy/operator.yaml becomes which named template. Raises KeyError below for a role that is new."""
+"""Which role of deploy/operator.yaml becomes which named template. Raises KeyError below for a role that is
+new."""
 _LEASE = "[tiercheck-operator]"
 """The resourceNames of the lease, which has the name of the Deployment."""
 _FOR_DISCOVERY = "apiextensions.k8s.io"

@@ -1,11 +1,12 @@
-"""A script that saves with torch.distributed.checkpoint, and what TierCheck adds to it: the four lines with a remark.
+"""A script that saves with torch.distributed.checkpoint, and what TierCheck adds to it: the four lines with a
+remark.
 
     python examples/train_dcp.py --folder /tmp/dcp --steps 100
     torchrun --nproc-per-node 2 examples/train_dcp.py --folder /tmp/dcp --steps 200
 
-Stop it in any way and start it again, on as many ranks as you like: it continues (`--pace 0.1` leaves time to stop it). The
-same script, unchanged, runs in a TierCheckJob; there what it saves goes to the memory of its pod and its peers, as often
-as the job says. Rank 0 prints one JSON line per step.
+Stop it in any way and start it again, on as many ranks as you like: it continues (`--pace 0.1` leaves time to
+stop it). The same script, unchanged, runs in a TierCheckJob; there what it saves goes to the memory of its
+pod and its peers, as often as the job says. Rank 0 prints one JSON line per step.
 """
 
 from __future__ import annotations
@@ -43,9 +44,13 @@ def train(folder: str, steps: int, every: int | None, pace: float) -> None:
         if storage.start:
             loaded = state()
             storage.load(loaded)  # instead of dcp.load(loaded, checkpoint_id=...)
-            set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+            set_state_dict(
+                model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+            )
         for step in range(storage.start + 1, steps + 1):
-            generator = torch.Generator().manual_seed(step)  # the data of a step depends on nothing but its number
+            generator = torch.Generator().manual_seed(
+                step
+            )  # the data of a step depends on nothing but its number
             batch = torch.randn(8, 16, generator=generator)
             optimizer.zero_grad()
             loss = (model(batch) - batch).pow(2).mean()
@@ -63,7 +68,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", default="checkpoints", help="where versions go, outside a cluster")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--every", type=int, help="steps between saves; default: as the job says, 50 outside a cluster")
+    parser.add_argument(
+        "--every", type=int, help="steps between saves; default: as the job says, 50 outside a cluster"
+    )
     parser.add_argument("--pace", type=float, default=0.0, help="seconds to wait after each step")
     arguments = parser.parse_args()
     if "RANK" in os.environ:

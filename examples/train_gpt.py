@@ -5,9 +5,10 @@ The same script runs on a laptop and in a TierCheckJob:
     python examples/train_gpt.py --folder /tmp/gpt
     torchrun --nproc-per-node 2 examples/train_gpt.py --folder /tmp/gpt
 
-Stop it in any way and start it again: it continues, and every loss is bitwise what it would have been. The text is
-Python's own documentation and sources, byte by byte, as every machine with Python has them. Parameters are sharded over
-the ranks with FSDP2. Rank 0 prints one JSON line per step, and at the end a digest of all ranks' parameters.
+Stop it in any way and start it again: it continues, and every loss is bitwise what it would have been. The
+text is Python's own documentation and sources, byte by byte, as every machine with Python has them.
+Parameters are sharded over the ranks with FSDP2. Rank 0 prints one JSON line per step, and at the end a
+digest of all ranks' parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, context, width = x.shape
         shape = (batch, context, self.heads, width // self.heads)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in self.attend(self.norm1(x)).split(width, dim=2))
+        q, k, v = (
+            part.view(shape).transpose(1, 2) for part in self.attend(self.norm1(x)).split(width, dim=2)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, context, width))
         return x + self.shrink(F.gelu(self.expand(self.norm2(x))))
@@ -62,7 +65,11 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                scale = 0.02 / math.sqrt(2 * layers) if name.endswith(("project.weight", "shrink.weight")) else 0.02
+                scale = (
+                    0.02 / math.sqrt(2 * layers)
+                    if name.endswith(("project.weight", "shrink.weight"))
+                    else 0.02
+                )
                 nn.init.normal_(parameter, std=scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -74,7 +81,9 @@ class GPT(nn.Module):
 
 def read_text(limit: int = 4_000_000) -> Tensor:
     """Python's documentation, then its library's sources in order of their names, as one tensor of bytes."""
-    text = bytearray("\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)).encode())
+    text = bytearray(
+        "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)).encode()
+    )
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         if len(text) >= limit:
             break
@@ -158,18 +167,28 @@ def main() -> None:
 
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         for block in model.blocks:
-            fully_shard(block, reshard_after_forward=False)  # so small that gathering twice costs more than memory
+            fully_shard(
+                block, reshard_after_forward=False
+            )  # so small that gathering twice costs more than memory
         fully_shard(model)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(1.0, (step + 1) / 20) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / args.steps)))),
+        lambda step: (
+            min(1.0, (step + 1) / 20) * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / args.steps))))
+        ),
     )
     batches = Batches(read_text(), args.batch, args.context, seed=args.seed * 1000 + rank)
 
     with Checkpointer(
-        model, optimizer, state={"schedule": schedule, "batches": batches}, every=args.every, folder=args.folder
+        model,
+        optimizer,
+        state={"schedule": schedule, "batches": batches},
+        every=args.every,
+        folder=args.folder,
     ) as checkpointer:
         for step in range(checkpointer.restore() + 1, args.steps + 1):
             tokens, targets = (part.to(device) for part in batches.next())
@@ -181,7 +200,14 @@ def main() -> None:
             schedule.step()
             mean = mean_over_ranks(loss.detach(), ranks)
             if rank == 0:  # before the step is kept: what is restored was printed, whenever the process dies
-                say(step=step, loss=mean, loss_hex=mean.hex(), attempt=checkpointer.attempt, rank=0, time=time.time())
+                say(
+                    step=step,
+                    loss=mean,
+                    loss_hex=mean.hex(),
+                    attempt=checkpointer.attempt,
+                    rank=0,
+                    time=time.time(),
+                )
             checkpointer.step(mean)
         combined = digest(model, ranks)
         if rank == 0:

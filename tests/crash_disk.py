@@ -1,4 +1,5 @@
-"""What a disk may have kept if the power went at any moment: the least, and the most, of what was done since it was synced."""
+"""What a disk may have kept if the power went at any moment: the least, and the most, of what was done since
+it was synced."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ import pytest
 
 
 class CrashDisk:
-    """Watches what the product does to files below `root`, through `os`, and calls `look` after each of its acts.
+    """Watches what the product does to files below `root`, through `os`, and calls `look` after each of its
+    acts.
 
-    A file counts as kept for certain if its bytes were synced, and its folder, and every folder above up to `root`, each after its
-    entry was made. An entry may be there as long as its removal was not synced.
+    A file counts as kept for certain if its bytes were synced, and its folder, and every folder above up to
+    `root`, each after its entry was made. An entry may be there as long as its removal was not synced.
     """
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

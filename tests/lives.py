@@ -1,8 +1,10 @@
-"""Lives of training scripts: each is a process that runs a script as its main program, forked from one that has imported already.
+"""Lives of training scripts: each is a process that runs a script as its main program, forked from one that
+has imported already.
 
-To import torch, or a framework on top of it, takes far longer than what the scripts of these tests do. Tests ask for lives (`Lives`) through
-the standard input of that one process, with a line of JSON for each; a line answers with what the ranks said. A life ends by itself, or by SIGKILL of
-all its ranks as soon as rank 0 has said a certain step. No life may talk to another machine.
+To import torch, or a framework on top of it, takes far longer than what the scripts of these tests do. Tests
+ask for lives (`Lives`) through the standard input of that one process, with a line of JSON for each; a line
+answers with what the ranks said. A life ends by itself, or by SIGKILL of all its ranks as soon as rank 0 has
+said a certain step. No life may talk to another machine.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Lives:
         kill_at: int | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Said]:
-        """What each rank of this life said. `modules`: what its script imports. `ranks`: as under torchrun; None: alone, without it."""
+        """What each rank of this life said. `modules`: what its script imports. `ranks`: as under torchrun;
+        None: alone, without it."""
         asked = {
             "modules": list(modules), "argv": [*map(str, argv)], "env": {**(env or {})}, "ranks": ranks,
             "kill_at": kill_at,
@@ -87,7 +90,9 @@ def live(argv: list[str], env: dict[str, str], ranks: int | None, kill_at: int |
     with selectors.DefaultSelector() as selector:
         for rank in numbers:
             read, write = os.pipe()
-            children.append(_fork(argv, env if ranks is None else env | _as_torchrun(rank, ranks, port), write))
+            children.append(
+                _fork(argv, env if ranks is None else env | _as_torchrun(rank, ranks, port), write)
+            )
             os.close(write)
             selector.register(read, selectors.EVENT_READ, rank)
         while selector.get_map():
@@ -108,7 +113,9 @@ def live(argv: list[str], env: dict[str, str], ranks: int | None, kill_at: int |
                             _kill(children[rank] for rank in numbers if rank not in ended)
     expected = 0 if kill_at is None else -signal.SIGKILL
     if set(ended.values()) != {expected}:
-        raise RuntimeError(f"the ranks ended with {sorted(ended.items())} instead of {expected}, after {said[0][-1:]}")
+        raise RuntimeError(
+            f"the ranks ended with {sorted(ended.items())} instead of {expected}, after {said[0][-1:]}"
+        )
     return said
 
 

@@ -1,7 +1,7 @@
 """TierCheck's trainer side: what a training script imports.
 
-`Checkpointer` and `ResumableSampler` are loaded lazily: the launcher and the protocol live in this package too, and must start
-before, and without, torch.
+`Checkpointer` and `ResumableSampler` are loaded lazily: the launcher and the protocol live in this package
+too, and must start before, and without, torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,11 +1,13 @@
 """Takes connections of strangers: bounded room, bounded time, and no end when descriptors run short.
 
-Room for connections that have not proved anything yet: bounded, and nobody without the job's credentials keeps its peers out.
+Room for connections that have not proved anything yet: bounded, and nobody without the job's credentials
+keeps its peers out.
 
-Who finds no room is not turned away. Whoever crowds most gives way: of the address with most connections, the one that has said
-nothing for longest. A peer needs milliseconds for its proof, so it is not the one.
+Who finds no room is not turned away. Whoever crowds most gives way: of the address with most connections, the
+one that has said nothing for longest. A peer needs milliseconds for its proof, so it is not the one.
 
-TCP connections for an event loop, from before anything is done with them, however short of descriptors the process is for a while.
+TCP connections for an event loop, from before anything is done with them, however short of descriptors the
+process is for a while.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""For scripts that save with torch.distributed.checkpoint: the same calls, and TierCheck keeps what they save.
+"""For scripts that save with torch.distributed.checkpoint: the same calls, and TierCheck keeps what they
+save.
 
     storage = Storage(folder="checkpoints")
     if storage.start:
@@ -9,9 +10,10 @@
             storage.async_save(state, step)
         storage.end_step(step, loss)
 
-In a cluster what is saved goes to the sidecar's shared memory, and from there to peers and the remote tier, as a
-`Checkpointer`'s snapshots do; elsewhere to a folder. `dcp.save(state, storage_writer=storage.writer(step))` works as well as
-`storage.save(state, step)`; the latter plans only once, uses a process group of its own, and never ends training.
+In a cluster what is saved goes to the sidecar's shared memory, and from there to peers and the remote tier,
+as a `Checkpointer`'s snapshots do; elsewhere to a folder. `dcp.save(state,
+storage_writer=storage.writer(step))` works as well as `storage.save(state, step)`; the latter plans only
+once, uses a process group of its own, and never ends training.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class Storage:
         if run_dir:
             process_end.answer_with_stacks()
             self._last_words = LastWords(backend.failing)
-        self.process_group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if distributed() else None
+        self.process_group: dist.ProcessGroup | None = (
+            dist.new_group(backend="gloo") if distributed() else None
+        )
         """Gloo, and of saving alone: a save in a thread must not meet the collectives of training."""
         self.saved = self.failed = 0
         """Versions that this rank took part in, and those that did not come about."""
@@ -110,7 +114,8 @@ class Storage:
         return self._backend.every or _UNDECIDED
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` should be saved. The same answer at all ranks of a job whose steps are even."""
+        """Whether the state after `step` should be saved. The same answer at all ranks of a job whose steps
+        are even."""
         return step % self.every == 0
 
     def reader(self) -> TierCheckReader:
@@ -120,30 +125,37 @@ class Storage:
         return TierCheckReader(self._offer)
 
     def writer(self, step: int | None = None) -> TierCheckWriter:
-        """For `dcp.save` or `dcp.async_save` of the state after `step`; None: its `checkpoint_id` ends in that number."""
+        """For `dcp.save` or `dcp.async_save` of the state after `step`; None: its `checkpoint_id` ends in
+        that number."""
         self._begin()
         return TierCheckWriter(self._slots, step)
 
     def planner(self) -> DefaultSavePlanner:
-        """Torch's own; from the second save on it only compares plans instead of exchanging them, where this torch can."""
+        """Torch's own; from the second save on it only compares plans instead of exchanging them, where this
+        torch can."""
         caches = "enable_plan_caching" in inspect.signature(DefaultSavePlanner.__init__).parameters
         planner = DefaultSavePlanner(enable_plan_caching=True) if caches else DefaultSavePlanner()
-        # The cache is one for all planners of a class: without a key of its own, this state would meet plans of another.
+        # The cache is one for all planners of a class: without a key of its own, this state would meet plans
+        # of another.
         planner._cached_plans_key = f"tiercheck-{self._number}"
         return planner
 
     def load(self, state: dict[str, Any], **options: Any) -> int:
-        """`dcp.load` of the version to continue from, if there is one, into `state`; its step. `options`: of `dcp.load`.
+        """`dcp.load` of the version to continue from, if there is one, into `state`; its step. `options`: of
+        `dcp.load`.
 
         Raises RestoreError, CheckpointException. Training must not begin then.
         """
         if self._offer is not None:
-            loader.load(state, storage_reader=self.reader(), **{"process_group": self.process_group, **options})
+            loader.load(
+                state, storage_reader=self.reader(), **{"process_group": self.process_group, **options}
+            )
             log.info("loaded %s", self._offer.version)
         return self.start
 
     def save(self, state: dict[str, Any], step: int, **options: Any) -> bool:
-        """`dcp.save` of the state after `step`; False if it failed, which never raises. `options`: of `dcp.save`."""
+        """`dcp.save` of the state after `step`; False if it failed, which never raises. `options`: of
+        `dcp.save`."""
         self.wait()
         before = self.failed
         with self.never_fatal():
@@ -152,7 +164,8 @@ class Storage:
         return self.failed == before
 
     def async_save(self, state: dict[str, Any], step: int, **options: Any) -> None:
-        """`dcp.async_save` of the state after `step`. Waits for the one before if that is under way; a failure never raises."""
+        """`dcp.async_save` of the state after `step`. Waits for the one before if that is under way; a
+        failure never raises."""
         self.wait()
         with self.never_fatal():
             given = saver.async_save(state, storage_writer=self.writer(step), **self._options(options))
@@ -169,7 +182,8 @@ class Storage:
 
     @contextlib.contextmanager
     def never_fatal(self) -> Iterator[None]:
-        """A save that fails in here is logged and counted. `CheckpointException` is no `Exception`, so `except Exception` lets it through."""
+        """A save that fails in here is logged and counted. `CheckpointException` is no `Exception`, so
+        `except Exception` lets it through."""
         try:
             yield
         except (Exception, CheckpointException) as error:
@@ -177,7 +191,8 @@ class Storage:
             self._warn(type(error).__name__, f"a version was not saved: {_in_words(error)}")
 
     def end_step(self, step: int, loss: float | None = None) -> None:
-        """Tell that optimizer step `step` is done: from this the job knows that it makes progress. Returns at once."""
+        """Tell that optimizer step `step` is done: from this the job knows that it makes progress. Returns at
+        once."""
         self._begin()
         self._backend.progress(step, loss, None, 0)
 
@@ -193,8 +208,8 @@ class Storage:
             if self._under_way.done():
                 self.wait()
         if self._under_way is None:
-            # Whoever still holds the group at the interpreter's end keeps gloo's threads alive, and one that lets go of a Python
-            # object then aborts the process. Without us, destroy_process_group ends them.
+            # Whoever still holds the group at the interpreter's end keeps gloo's threads alive, and one that
+            # lets go of a Python object then aborts the process. Without us, destroy_process_group ends them.
             self.process_group = None
         if self._last_words is not None:
             self._last_words.close()

@@ -1,14 +1,17 @@
 """Named places at which a test may have this process fail: be killed, stop, be slow, or meet an error.
 
-After FreeBSD's fail(9) and TiKV's fail-rs. A point is one line, `failpoint(NAME)`, and does nothing unless the environment named a file
-(`TIERCHECK_FAILPOINTS`) when the process began. Each line of that file, which may change at any time, arms one point:
+After FreeBSD's fail(9) and TiKV's fail-rs. A point is one line, `failpoint(NAME)`, and does nothing unless
+the environment named a file (`TIERCHECK_FAILPOINTS`) when the process began. Each line of that file, which
+may change at any time, arms one point:
 
     POINT ACTION [times=N] [skip=K] [seconds=S]
 
-`times` (1): how often it strikes, in all processes that look at the file together. `skip` (0): passings of each process that are let through before.
-`seconds`: of a delay. Nothing that comes from the network, a store or shared memory is ever asked.
+`times` (1): how often it strikes, in all processes that look at the file together. `skip` (0): passings of
+each process that are let through before. `seconds`: of a delay. Nothing that comes from the network, a store
+or shared memory is ever asked.
 
-What strikes is noted in the file's `.struck` neighbour before it does, so that the process's next life is not struck as well.
+What strikes is noted in the file's `.struck` neighbour before it does, so that the process's next life is not
+struck as well.
 """
 
 from __future__ import annotations
@@ -59,7 +62,11 @@ class Arming:
             raise ValueError(f"{action} is none of {', '.join(ACTIONS)}")
         given = dict(option.split("=", 1) for option in options)
         arming = Arming(
-            point, action, int(given.pop("times", 1)), int(given.pop("skip", 0)), float(given.pop("seconds", 1.0))
+            point,
+            action,
+            int(given.pop("times", 1)),
+            int(given.pop("skip", 0)),
+            float(given.pop("seconds", 1.0)),
         )
         if given:
             raise ValueError(f"unknown: {', '.join(given)}")
@@ -104,7 +111,9 @@ class Failpoints:
                 try:
                     arming = Arming.parse(line)
                 except ValueError as error:
-                    print(f"{self._path}: {line.strip()!r} arms nothing: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"{self._path}: {line.strip()!r} arms nothing: {error}", file=sys.stderr, flush=True
+                    )
                 else:
                     self._armed[arming.point] = arming
 

@@ -35,7 +35,8 @@ def supervise(
     pause: Callable[[float], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run `body` until it returns, again and again after what it raises. `pause` waits so many seconds, and says whether to go on."""
+    """Run `body` until it returns, again and again after what it raises. `pause` waits so many seconds, and
+    says whether to go on."""
     deaths: deque[float] = deque()
     while True:
         try:

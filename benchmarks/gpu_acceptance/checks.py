@@ -33,9 +33,11 @@ class Setting:
     """Of torch: "cuda" or "cpu"."""
     quick: bool
     memory: Path
-    """A folder in memory, for slots; a new one inside of it for each process of checks, which is removed after it."""
+    """A folder in memory, for slots; a new one inside of it for each process of checks, which is removed
+    after it."""
     spoil: bool = False
-    """Flip a bit of every snapshot that is given back: checks that restore must fail then, or they show nothing."""
+    """Flip a bit of every snapshot that is given back: checks that restore must fail then, or they show
+    nothing."""
 
     @property
     def gpu(self) -> bool:
@@ -110,19 +112,23 @@ _GRAPHS = "CUDA graphs need a GPU"
 
 CHECKS: Mapping[str, Check] = {
     "C1": Check(
-        "No snapshot and no delta is torn, whatever is written into memory that is free again, and into slots used again.",
+        "No snapshot and no delta is torn, whatever is written into memory that is free again, and into "
+        "slots used again.",
         "copies.torn",
     ),
     "C2": Check(
-        "Deltas of torch's optimizers are replayed bit for bit: kernels, dtypes, gradients at odd addresses, overflows.",
+        "Deltas of torch's optimizers are replayed bit for bit: kernels, dtypes, gradients at odd "
+        "addresses, overflows.",
         "replays.known_optimizers",
     ),
     "C3": Check(
-        "torch.compile(optimizer.step) trains on; what is restored is exact, and deltas are refused beforehand or exact.",
+        "torch.compile(optimizer.step) trains on; what is restored is exact, and deltas are refused "
+        "beforehand or exact.",
         "replays.compiled_optimizer",
     ),
     "C4": Check(
-        "Gradients in the memory of a CUDA graph (mode='reduce-overhead') are replayed exactly, or refused beforehand.",
+        "Gradients in the memory of a CUDA graph (mode='reduce-overhead') are replayed exactly, or "
+        "refused beforehand.",
         "replays.gradients_of_a_graph",
         needs_gpu=_GRAPHS,
     ),
@@ -160,12 +166,14 @@ CHECKS: Mapping[str, Check] = {
         speed=True,
     ),
     "P2": Check(
-        "A copy into a slot has 90 % of a pinned copy's speed, 75 % beside a busy interpreter, and does not spin.",
+        "A copy into a slot has 90 % of a pinned copy's speed, 75 % beside a busy interpreter, and does "
+        "not spin.",
         "transfers.into_a_slot",
         speed=True,
     ),
     "P3": Check(
-        "A delta at every step and a snapshot at each third make the mean step at most 2 % longer, and skip none.",
+        "A delta at every step and a snapshot at each third make the mean step at most 2 % longer, and "
+        "skip none.",
         "steps.every_step_kept",
         speed=True,
     ),
@@ -184,7 +192,8 @@ CHECKS: Mapping[str, Check] = {
         "starts.warm",
     ),
     "P7": Check(
-        "With FSDP2 and 291 parameters (Llama 8B's) Python in the training thread takes 2 ms an update, 10 ms a snapshot.",
+        "With FSDP2 and 291 parameters (Llama 8B's) Python in the training thread takes 2 ms an update, "
+        "10 ms a snapshot.",
         "steps.python_with_fsdp2",
         speed=True,
     ),

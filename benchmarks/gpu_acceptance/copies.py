@@ -70,7 +70,9 @@ def captured_update(setting: Setting) -> Found:
             for _ in range(40):
                 graph.replay()
                 checkpointer.step(0.0)
-        taken = f"{checkpointer.captured} snapshots, {checkpointer.skipped} skipped, {checkpointer.deltas} deltas"
+        taken = (
+            f"{checkpointer.captured} snapshots, {checkpointer.skipped} skipped, {checkpointer.deltas} deltas"
+        )
         told = f"deltas refused: {station.no_deltas or 'no'}; cannot save: {station.cannot_save or 'no'}"
         return Found(
             f"{taken}; {told}; wrong: {station.wrong[:2] or 'none'}",
@@ -116,7 +118,9 @@ def memory_full(setting: Setting) -> Found:
             parameter.grad = torch.ones_like(parameter)
         torch.cuda.empty_cache()
         left = min(GIB // 2, 8 * elements)  # less than the gradients have
-        hog = torch.empty(max(0, torch.cuda.mem_get_info()[0] - left), dtype=torch.uint8, device=setting.device)
+        hog = torch.empty(
+            max(0, torch.cuda.mem_get_info()[0] - left), dtype=torch.uint8, device=setting.device
+        )
         try:
             for _ in range(4):
                 optimizer.step()
@@ -132,7 +136,11 @@ def memory_full(setting: Setting) -> Found:
 
 
 def _train_and_scribble(
-    setting: Setting, model: nn.ParameterList, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer, steps: int
+    setting: Setting,
+    model: nn.ParameterList,
+    optimizer: torch.optim.Optimizer,
+    checkpointer: Checkpointer,
+    steps: int,
 ) -> None:
     """Whoever is given the memory of a gradient before it was copied writes NaN into it, on two streams."""
     side = torch.cuda.Stream() if setting.gpu else None

@@ -165,13 +165,20 @@ def _updated(
 
 
 def _plain(
-    setting: Setting, make: Make, *, dtype: torch.dtype = torch.float32, odd: bool = False, matrices: bool = False
+    setting: Setting,
+    make: Make,
+    *,
+    dtype: torch.dtype = torch.float32,
+    odd: bool = False,
+    matrices: bool = False,
 ) -> Build:
     def build() -> Script:
         model = layers(setting, dtype)
         optimizer = make([each for each in model.parameters() if each.dim() == 2 or not matrices])
         return Script(
-            model, [optimizer], lambda: _updated(model, model, optimizer, setting, optimizer.step, dtype=dtype, odd=odd)
+            model,
+            [optimizer],
+            lambda: _updated(model, model, optimizer, setting, optimizer.step, dtype=dtype, odd=odd),
         )
 
     return build

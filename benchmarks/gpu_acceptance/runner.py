@@ -1,6 +1,8 @@
-"""Checks run in processes of their own: a CUDA error leaves a process of no use, and none may hide what the others find.
+"""Checks run in processes of their own: a CUDA error leaves a process of no use, and none may hide what the
+others find.
 
-On a GPU each has one. Without one they share a process for as long as it lives, because importing torch takes longer than they do.
+On a GPU each has one. Without one they share a process for as long as it lives, because importing torch takes
+longer than they do.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from benchmarks.scale import ROOT
 BUDGET = 540.0
 """Seconds after which no check is begun on a GPU."""
 LIMIT, LIMIT_WITHOUT_GPU = 150, 1800
-"""Seconds of one check; then its process writes where it stands, and ends. On a GPU time is short, and the machine our own."""
+"""Seconds of one check; then its process writes where it stands, and ends. On a GPU time is short, and the
+machine our own."""
 
 Tell = Callable[[Result], None]
 
@@ -63,7 +66,8 @@ def command_of(names: Sequence[str], setting: Setting, out: Path) -> list[str]:
 
 
 def run_apart(names: Sequence[str], setting: Setting) -> list[Result]:
-    """Results of the first of these checks, at least of one: that in which the process ended, if it did, has failed."""
+    """Results of the first of these checks, at least of one: that in which the process ended, if it did, has
+    failed."""
     folder = Path(tempfile.mkdtemp(prefix="tiercheck-acceptance-", dir=setting.memory))
     out = folder / "results"
     command = command_of(names, replace(setting, memory=folder), out)

@@ -1,4 +1,5 @@
-"""Training scripts, and what becomes of one whose process ends in the middle of a chain and is begun again with other seeds."""
+"""Training scripts, and what becomes of one whose process ends in the middle of a chain and is begun again
+with other seeds."""
 
 from __future__ import annotations
 
@@ -28,11 +29,14 @@ class Script:
     state: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of all that the next step depends on, by name: parameters as they are, not as state_dict shows them."""
+        """Copies of all that the next step depends on, by name: parameters as they are, not as state_dict
+        shows them."""
         found = {f"model/{name}": value for name, value in self.model.named_parameters()}
         found |= {f"buffer/{name}": value for name, value in self.model.named_buffers()}
         for index, optimizer in enumerate(self.optimizers):
-            for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            for number, parameter in enumerate(
+                p for group in optimizer.param_groups for p in group["params"]
+            ):
                 found[f"optimizer{index}/{number}"] = parameter
                 for key, value in optimizer.state[parameter].items():
                     parts = value if isinstance(value, list) else [value]
@@ -70,7 +74,8 @@ class Return:
 
 
 def comes_back(setting: Setting, build: Build, base: int = 4, step: int = 9) -> Return:
-    """Trains `step` steps with a snapshot at each `base`-th, and restores the last step that can be had into a new script."""
+    """Trains `step` steps with a snapshot at each `base`-th, and restores the last step that can be had into
+    a new script."""
     with Station(setting, every=base) as station:
         try:
             kept = _first_life(build, step)
@@ -81,7 +86,11 @@ def comes_back(setting: Setting, build: Build, base: int = 4, step: int = 9) -> 
         snapshots = [at for kind, at in station.done if kind is Kind.SNAPSHOT]
         if not snapshots:
             why = station.cannot_save
-            return Return(Outcome.REFUSED, why) if why else Return(Outcome.WRONG, "nothing was saved, and nobody told")
+            return (
+                Return(Outcome.REFUSED, why)
+                if why
+                else Return(Outcome.WRONG, "nothing was saved, and nobody told")
+            )
         first, last = min(snapshots), max(snapshots)
         missing = [at for at in range(first + 1, step + 1) if (Kind.DELTA, at) not in station.done]
         if missing and not station.no_deltas:
@@ -94,7 +103,9 @@ def comes_back(setting: Setting, build: Build, base: int = 4, step: int = 9) -> 
         clear(setting)
         if wrong:
             return Return(Outcome.WRONG, f"{wrong} {station.mismatch}".strip())
-        return Return(Outcome.WITHOUT_DELTAS, station.no_deltas) if station.no_deltas else Return(Outcome.EXACT)
+        return (
+            Return(Outcome.WITHOUT_DELTAS, station.no_deltas) if station.no_deltas else Return(Outcome.EXACT)
+        )
 
 
 def judge_returns(returns: Mapping[str, Return], *, exact: bool = False) -> Found:
@@ -127,11 +138,15 @@ def layers(setting: Setting, dtype: torch.dtype = torch.float32) -> nn.Sequentia
     """Matrices of odd shapes too."""
     width = width_of(setting)
     odd = 2 * width + 3
-    model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, odd), nn.GELU(), nn.Linear(odd, width))
+    model = nn.Sequential(
+        nn.Linear(width, width), nn.GELU(), nn.Linear(width, odd), nn.GELU(), nn.Linear(odd, width)
+    )
     return model.to(setting.device, dtype)
 
 
-def loss_of(model: Callable[[Tensor], Tensor], setting: Setting, dtype: torch.dtype = torch.float32) -> Tensor:
+def loss_of(
+    model: Callable[[Tensor], Tensor], setting: Setting, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Of a random batch."""
     batch = torch.randn(64, width_of(setting), device=setting.device, dtype=dtype)
     return model(batch).float().square().mean()

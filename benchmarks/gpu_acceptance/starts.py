@@ -1,4 +1,5 @@
-"""Whether a warm start stays possible with a CUDA build of torch: a driver that was opened before a fork is lost to the child."""
+"""Whether a warm start stays possible with a CUDA build of torch: a driver that was opened before a fork is
+lost to the child."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ print(json.dumps({**found, **json.loads(os.read(reading, 4096))}))
 
 
 def warm(setting: Setting) -> Found:
-    """P6. What the launcher imports beside a running command, and what a rank does that torchrun starts from it."""
+    """P6. What the launcher imports beside a running command, and what a rank does that torchrun starts from
+    it."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _WARM, setting.device],
         cwd=ROOT,
@@ -50,7 +52,8 @@ def warm(setting: Setting) -> Found:
     told = "driver touched" if found["spoilt"] else "no driver touched"
     works = "the child computes" if found["works"] else f"the child fails: {found['error']}"
     return Found(
-        f"imports {seconds_text(found['imports'])}, {found['threads']} threads after the fork, {told}, {works}, its first kernel after "
+        f"imports {seconds_text(found['imports'])}, {found['threads']} threads after the fork, {told}, "
+        f"{works}, its first kernel after "
         f"{seconds_text(found['kernel'])}, {bytes_text(max(found['private'], MIB))} of private memory",
         good=found["works"] and not found["spoilt"] and alone,
     )

@@ -1,4 +1,5 @@
-"""A sidecar that only hands out slots, in this process: what the trainer asks and is answered goes over the real socket."""
+"""A sidecar that only hands out slots, in this process: what the trainer asks and is answered goes over the
+real socket."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def ensure_room(setting: Setting, size: int) -> None:
     about = os.statvfs(setting.memory)
     free = about.f_bavail * about.f_frsize
     if free < size:
-        raise Skip(f"{setting.memory.parent} has {free / 1e9:.1f} GB left, and {size / 1e9:.1f} GB are needed")
+        raise Skip(
+            f"{setting.memory.parent} has {free / 1e9:.1f} GB left, and {size / 1e9:.1f} GB are needed"
+        )
 
 
 @contextlib.contextmanager
@@ -61,9 +64,10 @@ def slot_of(setting: Setting, size: int) -> Iterator[str]:
 class Station:
     """Use it as a context, around the Checkpointer.
 
-    `slots`: of each kind, how many are used again and again, as in a pod; of others there is a new one for each artifact.
-    `look`: called with each artifact that is complete, before its slot may be used again; what it raises is kept in `wrong`.
-    `patience`: seconds that an update waits for a slot; None: as the product waits.
+    `slots`: of each kind, how many are used again and again, as in a pod; of others there is a new one for
+    each artifact. `look`: called with each artifact that is complete, before its slot may be used again; what
+    it raises is kept in `wrong`. `patience`: seconds that an update waits for a slot; None: as the product
+    waits.
     """
 
     def __init__(
@@ -113,12 +117,15 @@ class Station:
         self._folder.rmdir()
 
     def offer(self, base: int, step: int) -> None:
-        """Whoever comes from now on is to restore `step`, from the snapshot of `base` and the deltas after it."""
+        """Whoever comes from now on is to restore `step`, from the snapshot of `base` and the deltas after
+        it."""
         path = self.done[Kind.SNAPSHOT, base]
         if self._setting.spoil:
             _flip_a_bit(path)
         deltas = tuple(self.done[Kind.DELTA, link] for link in range(base + 1, step + 1))
-        self.welcome = replace(self.welcome, restore_version=Version(step, 1), restore_path=path, restore_deltas=deltas)
+        self.welcome = replace(
+            self.welcome, restore_version=Version(step, 1), restore_path=path, restore_deltas=deltas
+        )
 
     def _set(self, owner: object, name: str, value: float | None) -> None:
         if value is not None:

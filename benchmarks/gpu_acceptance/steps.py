@@ -89,14 +89,22 @@ def every_step_kept(setting: Setting) -> Found:
     called, around = kept.called / steps, kept.clock.take() / steps
     more, gradients = max(0, peaks[1] - peaks[0]), kept.gradient_bytes()
     return Found(
-        f"{gradients // (2 if setting.gpu else 4) / 1e9:.2f} billion parameters, {taken}; mean step {seconds_text(bare)}, kept "
-        f"{seconds_text(ours)}; in Checkpointer.step {seconds_text(called)}, in the optimizer's hooks {seconds_text(around)}; while slots "
+        f"{gradients // (2 if setting.gpu else 4) / 1e9:.2f} billion parameters, {taken}; mean step "
+        f"{seconds_text(bare)}, kept "
+        f"{seconds_text(ours)}; in Checkpointer.step {seconds_text(called)}, in the optimizer's hooks "
+        f"{seconds_text(around)}; while slots "
         f"were used for the first time {seconds_text(first)} a step",
         good=checkpointer.captured > 0 and checkpointer.deltas > 0,
         figures=(
             Figure("mean step longer by", ratio=longer(*means), bound=0.02, unit="%"),
             Figure("skipped", ratio=skipped, bound=0, unit=""),
-            Figure("GPU memory", f"{bytes_text(more)}", ratio=more / gradients, bound=0.25, unit="x of the gradients"),
+            Figure(
+                "GPU memory",
+                f"{bytes_text(more)}",
+                ratio=more / gradients,
+                bound=0.25,
+                unit="x of the gradients",
+            ),
         ),
     )
 
@@ -120,7 +128,9 @@ def python_with_fsdp2(setting: Setting) -> Found:
     blocks = 4 if setting.small else 32
     steps = EVERY * (2 if setting.small else 8)
     store = Path(tempfile.mkdtemp(dir=setting.memory)) / "store"
-    dist.init_process_group("nccl" if setting.gpu else "gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if setting.gpu else "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
     try:
         torch.manual_seed(0)
         parts = [nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(9))) for _ in range(blocks)]
@@ -151,7 +161,11 @@ def python_with_fsdp2(setting: Setting) -> Found:
 
 
 def _spend(
-    setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, checkpointer: Checkpointer | None, steps: int
+    setting: Setting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpointer: Checkpointer | None,
+    steps: int,
 ) -> _Spent:
     found = _Spent()
     for _ in range(steps):
@@ -168,7 +182,8 @@ def _spend(
         checkpointer.step()
         ends = found.plain if checkpointer.step_number % EVERY else found.snapshot
         ends.append(time.thread_time() - began)
-        checkpointer.wait()  # what the other thread does would be counted as this one's where both want the interpreter
+        # what the other thread does would be counted as this one's where both want the interpreter
+        checkpointer.wait()
     return found
 
 

@@ -31,7 +31,11 @@ def summary(results: Sequence[Result]) -> str:
 
 def numbers(machine: Mapping[str, Any], command: str, results: Sequence[Result]) -> dict[str, Any]:
     """For a file of JSON."""
-    return {"machine": machine, "command": command, "checks": {result.name: result.plain() for result in results}}
+    return {
+        "machine": machine,
+        "command": command,
+        "checks": {result.name: result.plain() for result in results},
+    }
 
 
 def page(machine: Mapping[str, Any], command: str, results: Sequence[Result]) -> str:
@@ -43,7 +47,8 @@ def page(machine: Mapping[str, Any], command: str, results: Sequence[Result]) ->
         f"Written by `{command}` of commit {machine['commit']}. {summary(results)}",
         "",
         f"Machine: GPU: {machine['gpu']}, {machine['processor']}, {machine['cores']} cores, "
-        f"{bytes_text(machine['memory_bytes'])} of memory, {machine['system']}, Python {machine['python']}; {packages}.",
+        f"{bytes_text(machine['memory_bytes'])} of memory, {machine['system']}, Python "
+        f"{machine['python']}; {packages}.",
         "",
         "| check | promise | result | found | figures | took |",
         "| --- | --- | --- | --- | --- | ---: |",

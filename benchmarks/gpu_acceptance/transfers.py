@@ -55,7 +55,8 @@ def page_locking(setting: Setting) -> Found:
         pinned = writer.pinned
         writer.close()
     return Found(
-        f"{size // GIB} GiB, {len(launches)} launches meanwhile; " + ("registered" if pinned else "NOT registered"),
+        f"{size // GIB} GiB, {len(launches)} launches meanwhile; "
+        + ("registered" if pinned else "NOT registered"),
         good=pinned,
         figures=(
             Figure("page-locking", ratio=took[0] / size * 1e9, bound=0.15, unit=" s/GB"),
@@ -72,7 +73,13 @@ def into_a_slot(setting: Setting) -> Found:
         + ("what was copied is right" if rates.right else "WHAT WAS COPIED IS WRONG"),
         good=rates.right,
         figures=(
-            Figure("of a pinned copy", ratio=rates.quiet / rates.pinned, bound=0.9, sense=Sense.AT_LEAST, unit="%"),
+            Figure(
+                "of a pinned copy",
+                ratio=rates.quiet / rates.pinned,
+                bound=0.9,
+                sense=Sense.AT_LEAST,
+                unit="%",
+            ),
             Figure(
                 "beside a busy interpreter",
                 ratio=rates.busy / rates.pinned,
@@ -105,7 +112,8 @@ def out_of_a_slot(setting: Setting) -> Found:
 
 
 def sanity_gate(setting: Setting) -> Found:
-    """P5. With one thread, as the saver has. On a GPU the copy comes off the device, which looks itself; both are of the same bytes."""
+    """P5. With one thread, as the saver has. On a GPU the copy comes off the device, which looks itself; both
+    are of the same bytes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -139,7 +147,9 @@ def copy_rates(setting: Setting) -> CopyRates:
     size = sum(source.nbytes for source in sources)
     pinned = [torch.empty_like(source, device="cpu", pin_memory=setting.gpu) for source in sources[:64]]
     pairs = [(pinned[number % len(pinned)], source) for number, source in enumerate(sources)]
-    limit = size / best(setting, lambda: [target.copy_(source, non_blocking=True) for target, source in pairs])
+    limit = size / best(
+        setting, lambda: [target.copy_(source, non_blocking=True) for target, source in pairs]
+    )
     items = _named(sources)
     with _written(setting, sources) as (_, views, writer):
         if setting.gpu:
@@ -199,7 +209,9 @@ def _gate(setting: Setting, dtype: torch.dtype) -> Figure:
     else:
         look = best(setting, lambda: staging.non_finite([("x", target)]), 3)
     rates = f"looking {rate_text(size / look)}, copying {rate_text(size / copy)}"
-    return Figure(f"looking, as a share of copying {dtype}", against=rates, ratio=look / copy, bound=1.0, unit="%")
+    return Figure(
+        f"looking, as a share of copying {dtype}", against=rates, ratio=look / copy, bound=1.0, unit="%"
+    )
 
 
 def _sources(setting: Setting) -> list[Tensor]:
@@ -215,7 +227,9 @@ def _named(tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
 @contextmanager
 def _written(setting: Setting, sources: list[Tensor]) -> Iterator[tuple[str, dict[str, Tensor], SlotWriter]]:
     """A readable slot for tensors of bytes: its path, where each is to go, and its writer."""
-    layout = SlotLayout.plan([(name, "U8", tuple(source.shape), source.nbytes) for name, source in _named(sources)])
+    layout = SlotLayout.plan(
+        [(name, "U8", tuple(source.shape), source.nbytes) for name, source in _named(sources)]
+    )
     with slot_of(setting, layout.size) as path:
         writer = SlotWriter(path)
         views = writer.begin(layout)

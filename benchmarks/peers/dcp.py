@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint's own asynchronous save: by thread, by process, and by process from memory that is kept (DefaultStager)."""
+"""torch.distributed.checkpoint's own asynchronous save: by thread, by process, and by process from memory
+that is kept (DefaultStager)."""
 
 from __future__ import annotations
 

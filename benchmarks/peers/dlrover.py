@@ -14,7 +14,9 @@ from benchmarks.workload import Training
 
 def setup(training: Training, arguments: argparse.Namespace) -> tuple[AfterStep, Settle]:
     checkpointer = DdpCheckpointer(arguments.folder)
-    atexit.register(checkpointer._engine._shm_handler.unlink)  # it would outlive us, as it should after a crash
+    atexit.register(
+        checkpointer._engine._shm_handler.unlink
+    )  # it would outlive us, as it should after a crash
 
     def after_step(number: int) -> None:
         if number % (2 * arguments.half) == 0:

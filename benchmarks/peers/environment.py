@@ -1,6 +1,7 @@
 """Builds a peer's environment with pinned versions, so that the comparison can be repeated anywhere.
 
-Each peer has its own, because their requirements exclude each other. torch is the version that TierCheck itself runs on.
+Each peer has its own, because their requirements exclude each other. torch is the version that TierCheck
+itself runs on.
 """
 
 from __future__ import annotations
@@ -45,7 +46,14 @@ class Environment:
         print(f"installing {', '.join(self.wanted)} under {folder}", file=sys.stderr, flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         (folder.parent.parent / ".gitignore").write_text("*\n")
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(folder)],
             [*pip, "-c", str(ROOT / "constraints.txt"), *self.wanted],

@@ -1,7 +1,8 @@
 """NVRx's local checkpoint, synchronous or asynchronous, without replication: its fastest ways.
 
-It wants tensors on CUDA devices. Here they are on the CPU, so the check for CUDA and the calls of `torch.cuda` are bridged, and the copy to the host
-is a real copy where it is needed (asynchronous: training goes on) and none where NVRx writes before it returns.
+It wants tensors on CUDA devices. Here they are on the CPU, so the check for CUDA and the calls of
+`torch.cuda` are bridged, and the copy to the host is a real copy where it is needed (asynchronous: training
+goes on) and none where NVRx writes before it returns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
-from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict, dict_list_map_inplace
+from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import (
+    BasicTensorAwareStateDict,
+    dict_list_map_inplace,
+)
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 from torch import Tensor
 
@@ -33,7 +37,9 @@ class OnCpu(BasicTensorAwareStateDict):
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
         if self.copies:
-            dict_list_map_inplace(lambda value: value.clone() if isinstance(value, Tensor) else value, self.state_dict)
+            dict_list_map_inplace(
+                lambda value: value.clone() if isinstance(value, Tensor) else value, self.state_dict
+            )
 
 
 def setup(training: Training, arguments: argparse.Namespace) -> tuple[AfterStep, Settle]:

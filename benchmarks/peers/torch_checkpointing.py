@@ -1,4 +1,5 @@
-"""torch's next checkpointing (torch.distributed.checkpoint._experimental): staged into memory that is kept, written by a process."""
+"""torch's next checkpointing (torch.distributed.checkpoint._experimental): staged into memory that is kept,
+written by a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""torchft's HTTP transport between two processes: how long a joining worker waits for the state of a healthy one.
+"""torchft's HTTP transport between two processes: how long a joining worker waits for the state of a healthy
+one.
 
 python -m benchmarks.peers.torchft_transport BYTES ANSWER
 """
@@ -50,5 +51,8 @@ if __name__ == "__main__":
     if len(sys.argv) > 3:
         serve(int(sys.argv[1]), int(sys.argv[3]))
     else:
-        found = {f"{count} chunks" if count else "one stream": receive(int(sys.argv[1]), count) for count in _CHUNKS}
+        found = {
+            f"{count} chunks" if count else "one stream": receive(int(sys.argv[1]), count)
+            for count in _CHUNKS
+        }
         Path(sys.argv[2]).write_text(json.dumps(found))

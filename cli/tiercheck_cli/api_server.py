@@ -241,7 +241,9 @@ class ApiServer:
                 if event["type"] == "ERROR":
                     if found.get("code") == 410:
                         return
-                    raise RequestFailed(int(found.get("code", 500)), found.get("reason", ""), found.get("message", ""))
+                    raise RequestFailed(
+                        int(found.get("code", 500)), found.get("reason", ""), found.get("message", "")
+                    )
                 version = found["metadata"]["resourceVersion"]
                 if event["type"] != "BOOKMARK":
                     yield Changed(event["type"], found)
@@ -259,7 +261,9 @@ class ApiServer:
         finally:
             response.close()
 
-    def request(self, method: str, path: str, body: object = None, content_type: str = "application/json") -> Object:
+    def request(
+        self, method: str, path: str, body: object = None, content_type: str = "application/json"
+    ) -> Object:
         """Any call; the decoded JSON answer."""
         data = self.read(method, path, body, content_type)
         try:
@@ -269,7 +273,9 @@ class ApiServer:
                 0, "BadAnswer", f"the answer of the API server {self.url} cannot be read: {error}"
             ) from error
 
-    def read(self, method: str, path: str, body: object = None, content_type: str = "application/json") -> bytes:
+    def read(
+        self, method: str, path: str, body: object = None, content_type: str = "application/json"
+    ) -> bytes:
         """Any call; the answer as it is."""
         try:
             return bytes(self._send(method, path, body, content_type).read())
@@ -284,7 +290,9 @@ class ApiServer:
         content_type: str = "application/json",
         timeout: float | tuple[float, float] | None = None,
     ) -> Any:
-        headers = {"Accept": "application/json"} | ({"Content-Type": content_type} if body is not None else {})
+        headers = {"Accept": "application/json"} | (
+            {"Content-Type": content_type} if body is not None else {}
+        )
         try:
             request = self._client.param_serialize(
                 method, path, header_params=headers, body=body, auth_settings=["BearerToken"]
@@ -299,10 +307,14 @@ class ApiServer:
             raise self._no_answer(error) from error
         except ValueError as error:  # a header that cannot be sent, and the error quotes it
             said = redacted(first_line(error))
-            raise RequestFailed(0, "BadRequest", f"the API server {self.url} cannot be asked: {said}") from None
+            raise RequestFailed(
+                0, "BadRequest", f"the API server {self.url} cannot be asked: {said}"
+            ) from None
         reason, message = _status(data)
         if not code:
-            raise RequestFailed(0, "NoAnswer", f"the API server {self.url} does not answer: {message or said}")
+            raise RequestFailed(
+                0, "NoAnswer", f"the API server {self.url} does not answer: {message or said}"
+            )
         raise RequestFailed(code, reason, message or said)
 
     def _no_answer(self, error: Exception) -> RequestFailed:
@@ -356,4 +368,6 @@ def _status(body: bytes | str | None) -> tuple[str, str]:
         status = parse_json(body or b"{}")
         return str(status.get("reason") or ""), str(status.get("message") or "")
     except (ValueError, AttributeError):
-        return "", (body.decode(errors="replace") if isinstance(body, bytes) else str(body or ""))[:300].strip()
+        return "", (body.decode(errors="replace") if isinstance(body, bytes) else str(body or ""))[
+            :300
+        ].strip()

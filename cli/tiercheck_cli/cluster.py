@@ -56,13 +56,15 @@ class Cluster:
             configuration, usual = configured(kubeconfig, context)
         except kubernetes.config.ConfigException as error:
             raise CannotDo(
-                f"no cluster to talk to: {first_line(error)}. Set KUBECONFIG, or give --kubeconfig and --context",
+                f"no cluster to talk to: {first_line(error)}. Set KUBECONFIG, or give --kubeconfig and "
+                "--context",
                 USAGE,
             ) from error
         if not configuration.verify_ssl and str(configuration.host).startswith("https"):
             urllib3.disable_warnings(InsecureRequestWarning)  # two lines for each request
             remark(
-                f"the certificate of {configuration.host} is not checked: the kubeconfig has insecure-skip-tls-verify"
+                f"the certificate of {configuration.host} is not checked: the kubeconfig has "
+                "insecure-skip-tls-verify"
             )
         return Cluster(ApiServer(configuration), namespace or usual)
 
@@ -112,7 +114,9 @@ class Cluster:
         return [event for event in found if event["involvedObject"].get("uid") in (None, "", metadata["uid"])]
 
     def log(self, namespace: str, pod: str, container: str | None = None, lines: int = 2000) -> str:
-        query = {"tailLines": str(lines), "timestamps": "true"} | ({"container": container} if container else {})
+        query = {"tailLines": str(lines), "timestamps": "true"} | (
+            {"container": container} if container else {}
+        )
         return self._text(f"{PODS.path(namespace, pod, 'log')}?{urlencode(query)}")
 
     def pod_page(self, pod: str, port: int, path: str) -> str:

@@ -40,7 +40,9 @@ def svg_of(figure: Any, description: str, paper: str = "none") -> str:
     for axes in figure.axes:
         axes.set_facecolor("none")
     sink = StringIO()
-    figure.savefig(sink, format="svg", facecolor=paper, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    figure.savefig(
+        sink, format="svg", facecolor=paper, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    )
     content = sink.getvalue()
     return f'<svg role="img" aria-label="{escape(description)}"{content[content.index("<svg") + 4 :]}'
 

@@ -76,7 +76,9 @@ def read_nodes(path: str) -> Nodes:
                 raise CannotDo(f"{path} is not a list of nodes: {error}", USAGE) from error
             if not found:
                 break
-            return Nodes(found, {name: has for name, has in map(_allocatable, document.get("items") or []) if has})
+            return Nodes(
+                found, {name: has for name, has in map(_allocatable, document.get("items") or []) if has}
+            )
     raise CannotDo(f"{path} lists no nodes; make it with: kubectl get nodes -o json > nodes.json", USAGE)
 
 
@@ -141,7 +143,9 @@ def _documents(path: str) -> Iterable[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise CannotDo(f"{path} cannot be read: {why}", USAGE) from error
-    if text.lstrip().startswith("{"):  # JSON is YAML too, but a thousand nodes of it take YAML's parser a minute
+    if text.lstrip().startswith(
+        "{"
+    ):  # JSON is YAML too, but a thousand nodes of it take YAML's parser a minute
         try:
             loaded: list[Any] = [parse_json(text)]
         except ValueError as error:

@@ -11,7 +11,13 @@ from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import Nodes, left_out
 from tiercheck_operator.planning.cluster_nodes import build_topology, seat_workers
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
-from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, WorkerSite, place
+from tiercheck_operator.planning.placement.placement import (
+    Placement,
+    PlacementPolicy,
+    Unplaceable,
+    WorkerSite,
+    place,
+)
 from tiercheck_operator.planning.placement.previous import existing_placement
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 from tiercheck_operator.planning.topology import Topology, levels_from_spec, levels_of
@@ -47,7 +53,11 @@ def wanted_of(spec: Mapping[str, Any], saved: SavedPlacement | None = None) -> W
     """Levels of a Kueue Topology are those that the operator wrote down. Raises CannotDo."""
     try:
         found = None
-        if (spec.get("topology") or {}).get("kueueTopology") and saved is not None and saved.domains is not None:
+        if (
+            (spec.get("topology") or {}).get("kueueTopology")
+            and saved is not None
+            and saved.domains is not None
+        ):
             described = {"spec": {"levels": [{"nodeLabel": key} for key in saved.domains.keys]}}
             found = levels_from_spec(None, levels_of(described))
         return Wanted.of(spec, found)
@@ -61,10 +71,13 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
     name = job["metadata"]["name"]
     if saved is None:
         raise CannotDo(
-            f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status {name}"
+            f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status "
+            f"{name}"
         )
     wanted = wanted_of(job["spec"], saved)
-    sites = tuple(WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker))
+    sites = tuple(
+        WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker)
+    )
     labels, remarks = _labels(cluster, saved, {site.node for site in sites})
     topology = Topology.build(labels, wanted.levels)
     try:
@@ -109,18 +122,23 @@ def seated(
     aside = left_out(marked)
     try:
         topology = build_topology(marked, wanted.levels)
-        sites = seat_workers(marked, topology, wanted.workers, wanted.level, per_node if per_node is not None else fit)
+        sites = seat_workers(
+            marked, topology, wanted.workers, wanted.level, per_node if per_node is not None else fit
+        )
     except ValueError as error:
         raise CannotDo(f"{error}{f'; {aside}' if aside else ''}. Give more nodes or fewer workers") from error
     bare = [
-        f"{len(names)} of {len(marked)} nodes lack the label {level.label}, so their {level.name} is not known"
+        f"{len(names)} of {len(marked)} nodes lack the label {level.label}, so their {level.name} is not "
+        "known"
         for level, names in topology.missing
         if level.name == wanted.level
     ]
     return wanted, tuple(sites), topology, (*([aside] if aside else []), *bare)
 
 
-def placed(sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementPolicy | ParityPolicy) -> Placement:
+def placed(
+    sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementPolicy | ParityPolicy
+) -> Placement:
     """As the operator would. Raises CannotDo, also where a required spread cannot be had."""
     try:
         outcome = (
@@ -131,7 +149,9 @@ def placed(sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementP
     except ValueError as error:
         raise CannotDo(f"spec.tiers.peer: {error}") from error
     if isinstance(outcome, Unplaceable):
-        raise CannotDo(f"the job would wait: {outcome.reason}. Give nodes in more domains, or use mode Preferred")
+        raise CannotDo(
+            f"the job would wait: {outcome.reason}. Give nodes in more domains, or use mode Preferred"
+        )
     return outcome
 
 

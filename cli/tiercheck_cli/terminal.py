@@ -27,7 +27,9 @@ Namespace = Annotated[
     str | None,
     typer.Option("-n", "--namespace", help="Namespace; default: the context's.", rich_help_panel=_CLUSTER),
 ]
-Context = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.", rich_help_panel=_CLUSTER)]
+Context = Annotated[
+    str | None, typer.Option("--context", help="Context of the kubeconfig.", rich_help_panel=_CLUSTER)
+]
 Kubeconfig = Annotated[
     str | None,
     typer.Option("--kubeconfig", help="Default: $KUBECONFIG, then ~/.kube/config.", rich_help_panel=_CLUSTER),

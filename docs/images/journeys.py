@@ -58,7 +58,9 @@ def save() -> Figure:
     _arrow(axes, (72.5, 18), (72.5, 12))
     _arrow(axes, (79, 9), (83, 9))
     for x, width, text in ((34, 32, "slot begins with 0: torn"), (66, 15, "complete"), (83, 13, "trusted")):
-        axes.text(x + width / 2 - 1, 2.4, text, ha="center", va="center", fontsize=11.5, color=INK, style="italic")
+        axes.text(
+            x + width / 2 - 1, 2.4, text, ha="center", va="center", fontsize=11.5, color=INK, style="italic"
+        )
     return sheet
 
 
@@ -88,7 +90,12 @@ def _ruler(axes: Axes, y: float) -> None:
         x = 8 + 8 * number
         axes.plot([x, x], [y - 0.8, y + 0.8], color=INK, linewidth=1.2)
         axes.text(x, y - 2.8, str(89 + number), ha="center", va="center", fontsize=11, color=INK)
-    for x, text, colour in ((16, "remote", GREEN), (56, "snapshot", INK), (80, "peer", ORANGE), (96, "local", BLUE)):
+    for x, text, colour in (
+        (16, "remote", GREEN),
+        (56, "snapshot", INK),
+        (80, "peer", ORANGE),
+        (96, "local", BLUE),
+    ):
         axes.plot(x, y + 2.2, marker="v", color=colour, markersize=10)
         axes.text(x, y + 5.4, text, ha="center", va="center", color=colour, weight="bold")
     axes.text(2, y + 0.2, "step", ha="left", va="center", fontsize=11, color=INK)
@@ -99,7 +106,12 @@ def recover() -> Figure:
     sheet, axes = _sheet("Recover: one write to the status stands between failure and restart", 55)
     for y, name in ((39, "operator"), (27, "survivors"), (15, "lost\nworker"), (3, "new pod")):
         _lane(axes, y, 8, name)
-    for x, width, text in ((29, 12, "notice"), (43, 13, "new pod"), (58, 13, "attempt 8"), (84.5, 13.5, "release")):
+    for x, width, text in (
+        (29, 12, "notice"),
+        (43, 13, "new pod"),
+        (58, 13, "attempt 8"),
+        (84.5, 13.5, "release"),
+    ):
         _box(axes, (x, 40, width, 6), text, INK)
     _box(axes, (15, 28, 12, 6), "train", BLUE)
     _box(axes, (28, 28, 28.5, 6), "steps stand still", GREY)
@@ -134,7 +146,13 @@ def restore() -> Figure:
         _arrow(axes, (47, 39.75 - 8.5 * place), (54, 26), colour=GREY)
     _arrow(axes, (19, 38), (26, 39.5))
     _box(axes, (54, 20, 15, 12), "verify\neach chunk", INK)
-    _route(axes, [(61.5, 20), (61.5, 4), (10.5, 4), (10.5, 33)], "bad: plan again without that source", (36, 6.2), RED)
+    _route(
+        axes,
+        [(61.5, 20), (61.5, 4), (10.5, 4), (10.5, 33)],
+        "bad: plan again without that source",
+        (36, 6.2),
+        RED,
+    )
     for y, text, colour in (
         (35, "slots are full:\nready", ORANGE),
         (24.3, "all ranks ready:\nrelease", INK),
@@ -163,7 +181,9 @@ def _lane(axes: Axes, y: float, height: float, name: str) -> None:
     axes.text(7.5, y + height / 2, name, ha="center", va="center", weight="bold", color=INK)
 
 
-def _box(axes: Axes, place: tuple[float, float, float, float], text: str, colour: str, size: float = 13) -> None:
+def _box(
+    axes: Axes, place: tuple[float, float, float, float], text: str, colour: str, size: float = 13
+) -> None:
     x, y, width, height = place
     shape = FancyBboxPatch(
         (x + 0.8, y + 0.8),
@@ -175,7 +195,14 @@ def _box(axes: Axes, place: tuple[float, float, float, float], text: str, colour
     )
     axes.add_patch(shape)
     axes.text(
-        x + width / 2, y + height / 2, text, ha="center", va="center", color="white", fontsize=size, linespacing=1.3
+        x + width / 2,
+        y + height / 2,
+        text,
+        ha="center",
+        va="center",
+        color="white",
+        fontsize=size,
+        linespacing=1.3,
     )
 
 

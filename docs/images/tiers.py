@@ -22,7 +22,9 @@ TIERS = (
 WIDTH, HEIGHT, BOX, GAP, TOP = 880, 216, 232, 74, 18
 
 
-def text(x: float, y: float, words: str, size: int = 14, *, weight: str = "normal", colour: str = "#1f2937") -> str:
+def text(
+    x: float, y: float, words: str, size: int = 14, *, weight: str = "normal", colour: str = "#1f2937"
+) -> str:
     style = f'font-size="{size}" font-weight="{weight}" fill="{colour}"'
     return f'<text x="{x:g}" y="{y:g}" text-anchor="middle" {style}>{words}</text>'
 
@@ -31,7 +33,9 @@ def box(left: float, tier: tuple[str, str, tuple[str, ...], str, str]) -> list[s
     """A tier: what it is, what it holds, and below it what it survives."""
     name, field, holds, survives, colour = tier
     middle = left + BOX / 2
-    frame = f'<rect x="{left:g}" y="{TOP}" width="{BOX}" height="130" rx="10" fill="{colour}" stroke="#6b7280"/>'
+    frame = (
+        f'<rect x="{left:g}" y="{TOP}" width="{BOX}" height="130" rx="10" fill="{colour}" stroke="#6b7280"/>'
+    )
     lines = [text(middle, TOP + 80 + 20 * number, line) for number, line in enumerate(holds)]
     return [
         frame,

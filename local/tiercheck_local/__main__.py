@@ -20,8 +20,12 @@ def main(arguments: list[str] | None = None) -> int:
     up.add_argument("--racks", type=int, default=2)
     up.add_argument("--cluster", type=Path, help="YAML file with the nodes, instead of --nodes and --racks")
     up.add_argument("--control-plane", choices=["embedded", "real"], default="embedded")
-    up.add_argument("--directory", type=Path, help="for logs and kubeconfig (default: a new temporary folder)")
-    up.add_argument("--crds", type=Path, default=Path("crds"), help="definitions to apply, if the folder exists")
+    up.add_argument(
+        "--directory", type=Path, help="for logs and kubeconfig (default: a new temporary folder)"
+    )
+    up.add_argument(
+        "--crds", type=Path, default=Path("crds"), help="definitions to apply, if the folder exists"
+    )
     up.add_argument("--operator", action="store_true", help="start the operator too")
     given = parser.parse_args(arguments)
     nodes = NodeSpec.load(given.cluster) if given.cluster else NodeSpec.racks(given.nodes, given.racks)

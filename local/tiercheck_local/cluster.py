@@ -33,7 +33,9 @@ class LocalCluster(RunningCluster):
     def apply_crds(self, paths: Path | Iterable[Path]) -> None:
         """Apply the definitions in these files or folders and wait until the server serves them."""
         given = [paths] if isinstance(paths, Path) else list(paths)
-        files = [file for path in given for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
+        files = [
+            file for path in given for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])
+        ]
         for file in files:
             for definition in self.apply_file(file):
                 self._await_served(definition)
@@ -49,7 +51,9 @@ class LocalCluster(RunningCluster):
         def served() -> bool:
             spec = definition["spec"]
             paths = [
-                f"/apis/{spec['group']}/{v['name']}/{spec['names']['plural']}" for v in spec["versions"] if v["served"]
+                f"/apis/{spec['group']}/{v['name']}/{spec['names']['plural']}"
+                for v in spec["versions"]
+                if v["served"]
             ]
             return all(self._answers(path) for path in paths)
 

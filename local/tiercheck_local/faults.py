@@ -183,14 +183,17 @@ class Faults:
 
     # Links.
 
-    def cut_links(self, pod: str, others: Iterable[str], *, operator: bool = False, namespace: str = "default") -> None:
+    def cut_links(
+        self, pod: str, others: Iterable[str], *, operator: bool = False, namespace: str = "default"
+    ) -> None:
         """Nothing gets through any more between the pod and each of `others` (pods), and the operator if so
         wished. Kubernetes notices nothing: the node's agent has its own line. Raises NothingToHit if the
         cluster was not made `cuttable`."""
         here = self._pod(pod, namespace)["status"]["podIP"]
         there = {self._pod(other, namespace)["status"]["podIP"] for other in others}
         self._cut |= {
-            frozenset((here, address)) for address in (there | ({links.OPERATOR} if operator else set())) - {here}
+            frozenset((here, address))
+            for address in (there | ({links.OPERATOR} if operator else set())) - {here}
         }
         self._write_cuts()
 
@@ -266,7 +269,9 @@ class Faults:
 
     # Copies.
 
-    def sealed_slots(self, pod: str, rank: int | None = None, namespace: str = "default") -> dict[Path, SlotHeader]:
+    def sealed_slots(
+        self, pod: str, rank: int | None = None, namespace: str = "default"
+    ) -> dict[Path, SlotHeader]:
         """Slots with a seal in the pod's memory (of one rank), newest first: own ones and hosted copies
         alike."""
         found = self._pod(pod, namespace)
@@ -302,7 +307,9 @@ class Faults:
 
     def _place(self, pod: str, namespace: str, container: str) -> str:
         found = self._pod(pod, namespace)
-        return markers.place(self._cluster.id, found["spec"].get("nodeName", ""), found["metadata"]["uid"], container)
+        return markers.place(
+            self._cluster.id, found["spec"].get("nodeName", ""), found["metadata"]["uid"], container
+        )
 
 
 def _parent(pid: int) -> int:

@@ -57,5 +57,6 @@ class NodeSpec:
         """`nodes` nodes dealt over `racks` racks of one zone: node-0, node-1 ... in rack-0, rack-1 ..."""
         per_rack = -(-nodes // racks)
         return [
-            NodeSpec(f"node-{index}", {ZONE: "laptop", RACK: f"rack-{index // per_rack}"}) for index in range(nodes)
+            NodeSpec(f"node-{index}", {ZONE: "laptop", RACK: f"rack-{index // per_rack}"})
+            for index in range(nodes)
         ]

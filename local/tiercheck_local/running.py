@@ -171,7 +171,9 @@ class RunningCluster:
 
     def start_controllers(self) -> None:
         arguments = ["--kubeconfig", str(self.kubeconfig), "--grace", str(self._lease_grace), "--lifeline"]
-        self._controllers = self._start("controllers", ["-m", "tiercheck_local.controllers", *arguments], lifeline=True)
+        self._controllers = self._start(
+            "controllers", ["-m", "tiercheck_local.controllers", *arguments], lifeline=True
+        )
 
     def start_agent(self, name: str) -> None:
         """Start (again) the agent of one node; memory and processes of its earlier life are gone."""
@@ -189,7 +191,9 @@ class RunningCluster:
             *(["--cuts", str(self.cuts)] if self.cuts is not None else []),
             *(["--failpoints", str(self.failpoints)] if self.failpoints is not None else []),
         ]  # fmt: skip
-        self._agents[name] = self._start(f"node-{name}", ["-m", "tiercheck_local.node", *arguments], lifeline=True)
+        self._agents[name] = self._start(
+            f"node-{name}", ["-m", "tiercheck_local.node", *arguments], lifeline=True
+        )
 
     def agent(self, name: str) -> subprocess.Popen[bytes]:
         return self._agents[name]

@@ -1,7 +1,9 @@
-"""kopf wiring: watches keep the view of the cluster, and every event wakes the jobs it may concern. No logic lives here.
+"""kopf wiring: watches keep the view of the cluster, and every event wakes the jobs it may concern. No logic
+lives here.
 
-Only event handlers and indexes are used. So kopf adds no finalizer and no annotation: a job can be deleted while the operator
-is down, and its owner references leave nothing behind. Every replica watches; only the one that leads has loops for the jobs.
+Only event handlers and indexes are used. So kopf adds no finalizer and no annotation: a job can be deleted
+while the operator is down, and its owner references leave nothing behind. Every replica watches; only the one
+that leads has loops for the jobs.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _KIND_EVERY = 2.0
 _LAST_WRITES = 5.0
 """Seconds for what was sent last to arrive, before the lease is given back."""
 _LAST_WATCHES = 0.5
-"""Seconds for the watches to be closed. Nothing is owed by then; kopf may be trying to reach a server in vain."""
+"""Seconds for the watches to be closed. Nothing is owed by then; kopf may be trying to reach a server in
+vain."""
 _BEAT = 0.25
 """Seconds between two signs of life of the event loop."""
 
@@ -88,7 +91,9 @@ class Operator:
                 "Pod": WatchedKind(
                     "/api/v1", "pods", f"labelSelector={names.LABEL_JOB_UID}", self._view.pods, self._pod_gone
                 ),
-                "Node": WatchedKind("/api/v1", "nodes", "", self._view.nodes, self._node_gone, namespaced=False),
+                "Node": WatchedKind(
+                    "/api/v1", "nodes", "", self._view.nodes, self._node_gone, namespaced=False
+                ),
                 names.KIND: WatchedKind(jobs, names.PLURAL, "", self._jobs, self._job_gone),
             },
             namespaces=config.namespaces,
@@ -97,12 +102,16 @@ class Operator:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, as signals do, or a watch is lost for good (then the process shall be started again)."""
+        """Until `stop` is set, as signals do, or a watch is lost for good (then the process shall be started
+        again)."""
         pages = Pages(self._metrics.text, self._trouble, self._ready)
         await pages.start(self._config.metrics_host, self._config.metrics_port)
         self._attach.start()
         quiet = asyncio.Event()
-        background = [asyncio.create_task(self._beat()), asyncio.create_task(self._resync.run(self._watching))]
+        background = [
+            asyncio.create_task(self._beat()),
+            asyncio.create_task(self._resync.run(self._watching)),
+        ]
         try:
             if self._config.namespaces and not await self._served(stop):
                 return
@@ -146,7 +155,8 @@ class Operator:
         await kopf.run_tasks(tasks, ignored=others)
 
     async def _served(self, stop: asyncio.Event) -> bool:
-        """Wait until the server knows our kind, which kopf looks for only once then; False: told to stop before."""
+        """Wait until the server knows our kind, which kopf looks for only once then; False: told to stop
+        before."""
         told = False
         while not stop.is_set():
             try:
@@ -259,7 +269,8 @@ class Operator:
         settings.watching.chunk_size = 500
         settings.watching.label_selectors["v1", "pods"] = names.LABEL_JOB_UID
         settings.process.ultimate_exiting_timeout = 10
-        # An operator of some namespaces has no right to look for namespaces and kinds, and kopf asks for a minute in vain.
+        # An operator of some namespaces has no right to look for namespaces and kinds, and kopf asks for a
+        # minute in vain.
         settings.scanning.disabled = bool(self._config.namespaces)
         settings.persistence.finalizer = f"{names.API_GROUP}/finalizer"
         settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.API_GROUP)
@@ -267,14 +278,17 @@ class Operator:
         return settings
 
     def _registry(self) -> kopf.OperatorRegistry:
-        """The indexes stay empty: they are what makes kopf hold back all events of jobs until pods and nodes were listed."""
+        """The indexes stay empty: they are what makes kopf hold back all events of jobs until pods and nodes
+        were listed."""
         registry = kopf.OperatorRegistry()
 
         @kopf.on.login(registry=registry)
         def login(**_: Any) -> kopf.ConnectionInfo:
             return _connection(self._configuration)
 
-        @kopf.index("v1", "pods", id="pods_seen", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
+        @kopf.index(
+            "v1", "pods", id="pods_seen", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry
+        )
         async def pods_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
             pod = self._strange.understood("Pod", body, parse_pod)
@@ -323,7 +337,8 @@ class Operator:
         self._jobs.put(uid, version, raw)
         known_as = self._strange.understood(names.KIND, raw, identity_of) or uid
         identity = str(raw["metadata"]["namespace"]), known_as
-        # A job is what its own UID says; whose workload it says to look after is only its word, and the first one counts.
+        # A job is what its own UID says; whose workload it says to look after is only its word, and the first
+        # one counts.
         if known_as == uid or self._known_as.get(identity, uid) == uid:
             self._known_as[identity] = uid
         if uid in self._loops:

@@ -1,4 +1,5 @@
-"""Every setting of the operator's process in one place, so that the chart, the tests and the code cannot disagree."""
+"""Every setting of the operator's process in one place, so that the chart, the tests and the code cannot
+disagree."""
 
 from __future__ import annotations
 
@@ -77,12 +78,18 @@ class Config:
         patience = Patience()
         host, port = _address(env, "TIERCHECK_METRICS_ADDRESS", (default.metrics_host, default.metrics_port))
         return Config(
-            namespaces=tuple(name for name in env.get("TIERCHECK_NAMESPACES", "").replace(",", " ").split() if name),
+            namespaces=tuple(
+                name for name in env.get("TIERCHECK_NAMESPACES", "").replace(",", " ").split() if name
+            ),
             metrics_host=host,
             metrics_port=port,
             sidecar_image=env.get("TIERCHECK_SIDECAR_IMAGE") or default.sidecar_image,
-            sidecar_pull_policy=_one_of(env, "TIERCHECK_SIDECAR_PULL_POLICY", ("Always", "IfNotPresent", "Never")),
-            sidecar_pull_secrets=tuple(env.get("TIERCHECK_SIDECAR_PULL_SECRETS", "").replace(",", " ").split()),
+            sidecar_pull_policy=_one_of(
+                env, "TIERCHECK_SIDECAR_PULL_POLICY", ("Always", "IfNotPresent", "Never")
+            ),
+            sidecar_pull_secrets=tuple(
+                env.get("TIERCHECK_SIDECAR_PULL_SECRETS", "").replace(",", " ").split()
+            ),
             resync_seconds=_number(env, "TIERCHECK_RESYNC_SECONDS", default.resync_seconds),
             poll_seconds=_number(env, "TIERCHECK_POLL_SECONDS", default.poll_seconds),
             call_seconds=_number(env, "TIERCHECK_CALL_SECONDS", default.call_seconds),
@@ -174,7 +181,8 @@ def _webhook(env: Mapping[str, str]) -> WebhookConfig | None:
         return None
     if not (namespace and secret and configuration and hosts):
         raise ValueError(
-            "TIERCHECK_WEBHOOK_ADDRESS needs TIERCHECK_WEBHOOK_SECRET=NAMESPACE/NAME, TIERCHECK_WEBHOOK_CONFIGURATION and "
+            "TIERCHECK_WEBHOOK_ADDRESS needs TIERCHECK_WEBHOOK_SECRET=NAMESPACE/NAME, "
+            "TIERCHECK_WEBHOOK_CONFIGURATION and "
             "TIERCHECK_WEBHOOK_HOSTS beside it"
         )
     return WebhookConfig(host, port, (namespace, secret), configuration, hosts)

@@ -30,19 +30,28 @@ class Metrics:
             return Gauge(f"tiercheck_{name}", text, labels, registry=self.registry)
 
         self._step = gauge("training_step", "Newest step that every worker has reported.", _JOB)
-        self._last_step = gauge("checkpoint_last_step", "Step of the newest complete version.", [*_JOB, "tier"])
-        self._lag = gauge("checkpoint_lag_steps", "Steps that training is ahead of that version.", [*_JOB, "tier"])
+        self._last_step = gauge(
+            "checkpoint_last_step", "Step of the newest complete version.", [*_JOB, "tier"]
+        )
+        self._lag = gauge(
+            "checkpoint_lag_steps", "Steps that training is ahead of that version.", [*_JOB, "tier"]
+        )
         self._success = gauge(
-            "checkpoint_last_success_timestamp_seconds", "When that version was seen complete.", [*_JOB, "tier"]
+            "checkpoint_last_success_timestamp_seconds",
+            "When that version was seen complete.",
+            [*_JOB, "tier"],
         )
         self._proof_age = gauge(
             "restore_proof_age_seconds",
-            "Since some rank last proved that it would come back from the tier; without any proof since the job started.",
+            "Since some rank last proved that it would come back from the tier; without any proof since "
+            "the job started.",
             [*_JOB, "tier"],
         )
         self._unprotected = gauge("placement_unprotected_workers", "Workers without a copy elsewhere.", _JOB)
         self._attempt = gauge("attempt", "The current attempt.", _JOB)
-        self._spares = gauge("spares", "Spare pods of the job: wanted, and ready to take over.", [*_JOB, "state"])
+        self._spares = gauge(
+            "spares", "Spare pods of the job: wanted, and ready to take over.", [*_JOB, "state"]
+        )
         self._workers = gauge(
             "workers", "Workers of the job: wanted by its spec, and those that it has now.", [*_JOB, "state"]
         )
@@ -61,10 +70,16 @@ class Metrics:
         )
         self._lost = Counter("tiercheck_lost_steps", "Steps trained again.", _JOB, registry=self.registry)
         self._lost_seconds = Counter(
-            "tiercheck_lost_seconds", "Time that training those steps again takes.", _JOB, registry=self.registry
+            "tiercheck_lost_seconds",
+            "Time that training those steps again takes.",
+            _JOB,
+            registry=self.registry,
         )
         self._moves = Counter(
-            "tiercheck_placement_changes", "Placements that differ from the one before.", _JOB, registry=self.registry
+            "tiercheck_placement_changes",
+            "Placements that differ from the one before.",
+            _JOB,
+            registry=self.registry,
         )
         self._plan = Histogram(
             "tiercheck_plan_duration_seconds", "Deciding, within one reconcile.",
@@ -132,7 +147,9 @@ class Metrics:
             self._spares.labels(*key, "wanted").set(status.spares.wanted)
             self._spares.labels(*key, "ready").set(status.spares.ready)
         self._workers.labels(*key, "wanted").set(job.spec.workers)
-        self._workers.labels(*key, "present").set(status.size.workers if status.size is not None else job.spec.workers)
+        self._workers.labels(*key, "present").set(
+            status.size.workers if status.size is not None else job.spec.workers
+        )
         for condition in status.conditions:
             self._condition.labels(*key, condition.type).set(condition.status)
         for kind in (conditions.COMPLETED, conditions.FAILED):
@@ -151,7 +168,8 @@ class Metrics:
                 age.set_function(lambda at=at: max(0.0, time.time() - at))  # type: ignore[misc]
 
     def _begin(self, key: tuple[str, str]) -> None:
-        """Counters begin at zero: of one that appears as 1, Prometheus sees no increase, so the first event would be missed."""
+        """Counters begin at zero: of one that appears as 1, Prometheus sees no increase, so the first event
+        would be missed."""
         if key in self._begun:
             return
         self._begun.add(key)

@@ -1,10 +1,12 @@
-"""What a sidecar says of itself, as far as it can be true. One process decides for all teams, and a report is the word of one team's pod.
+"""What a sidecar says of itself, as far as it can be true. One process decides for all teams, and a report is
+the word of one team's pod.
 
-A number that no job has is brought to the nearest that some job could have, so that whatever is said, arithmetic on it stays within what
-clocks, calendars and the API hold. Nothing is refused for it: a sidecar whose report were left out would count as silent, and its
-worker as lost.
+A number that no job has is brought to the nearest that some job could have, so that whatever is said,
+arithmetic on it stays within what clocks, calendars and the API hold. Nothing is refused for it: a sidecar
+whose report were left out would count as silent, and its worker as lost.
 
-Nodes' clocks differ from ours. What a sidecar dates by its own clock is dated by ours before anybody subtracts the two.
+Nodes' clocks differ from ours. What a sidecar dates by its own clock is dated by ours before anybody
+subtracts the two.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 
 
 def plausible(report: Report) -> Report:
-    """`report` with every number and every reason such that it may be counted with, and be written. The same object if all are."""
+    """`report` with every number and every reason such that it may be counted with, and be written. The same
+    object if all are."""
     held = report.holdings
     found: Report = _within(replace(report, holdings=()))
     kept = held if all(map(_is_plausible, held)) else tuple(filter(_is_plausible, held))

@@ -1,6 +1,8 @@
-"""Listens to the sidecars of one job and tells them what is wanted. The controller calls, the sidecar answers.
+"""Listens to the sidecars of one job and tells them what is wanted. The controller calls, the sidecar
+answers.
 
-One long poll per pod keeps the newest report at hand; news wakes the job. What a report means is decided elsewhere.
+One long poll per pod keeps the newest report at hand; news wakes the job. What a report means is decided
+elsewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _RETRY = 1.0
 _FIRST_RETRY = 0.2
 """The same for one that has never answered: it is probably starting, and somebody waits for it."""
 _AT_ONCE = 2.0
-"""Seconds that a sidecar may take to answer a call that waits for nothing. Its host is knocked at before it is called silent."""
+"""Seconds that a sidecar may take to answer a call that waits for nothing. Its host is knocked at before it
+is called silent."""
 _KNOCK = 1.0
 """Seconds that a host may take to accept or refuse a connection."""
 _MOST_BODY = 4 * 1024 * 1024
@@ -110,7 +113,9 @@ class JobSidecars:
             raise SidecarError(f"pod {uid} is not followed")
         self._heard(
             uid,
-            await self._request("PUT", host, "/v1/directive", body=to_json(directive), query={}, seconds=self._call),
+            await self._request(
+                "PUT", host, "/v1/directive", body=to_json(directive), query={}, seconds=self._call
+            ),
         )
 
     async def close(self) -> None:
@@ -152,7 +157,9 @@ class JobSidecars:
         """The next report; None if somebody asked for one at once in the meantime."""
         query = {"after": str(serial), "wait": f"{wait:g}"}
         seconds = wait + self._call if wait else min(_AT_ONCE, self._call)
-        call = asyncio.create_task(self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds))
+        call = asyncio.create_task(
+            self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds)
+        )
         if wait == 0:
             asked.clear()
         interrupt = asyncio.create_task(asked.wait())
@@ -167,7 +174,14 @@ class JobSidecars:
             await asyncio.gather(call, interrupt, return_exceptions=True)
 
     async def _request(
-        self, method: str, host: str, path: str, *, body: bytes | None, query: Mapping[str, str], seconds: float
+        self,
+        method: str,
+        host: str,
+        path: str,
+        *,
+        body: bytes | None,
+        query: Mapping[str, str],
+        seconds: float,
     ) -> Report:
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
@@ -185,10 +199,14 @@ class JobSidecars:
                 text = await _body(response, host)
                 ahead = self._skew.heard(host, response.headers.get("Date"), self._clock())
                 if response.status != 200:
-                    raise SidecarError(f"{host} answered {response.status}: {text[:300].decode(errors='replace')}")
+                    raise SidecarError(
+                        f"{host} answered {response.status}: {text[:300].decode(errors='replace')}"
+                    )
         except SidecarError:
             raise
-        except Exception as error:  # whatever it may be: nothing that a sidecar answers ends the listening to it
+        except (
+            Exception
+        ) as error:  # whatever it may be: nothing that a sidecar answers ends the listening to it
             raise SidecarError(f"{host} does not answer: {type(error).__name__} {error}") from error
         try:
             report = read_report(text)
@@ -217,7 +235,12 @@ class JobSidecars:
         if known is None:
             return
         if known.silent_since is None:
-            log.log(logging.INFO if known.answered_at else logging.DEBUG, "sidecar of pod %s is silent: %s", uid, why)
+            log.log(
+                logging.INFO if known.answered_at else logging.DEBUG,
+                "sidecar of pod %s is silent: %s",
+                uid,
+                why,
+            )
             self._reports[uid] = replace(known, silent_since=since, host=sign)
             self._wake()
         elif known.host is not sign:

@@ -68,7 +68,9 @@ class Sidecar:
     def __init__(self, config: SidecarConfig) -> None:
         self.config = config
         self.board = SidecarState(config)
-        self.vault = Vault(config.vault_dir, config.memory_limit, config.ranks, self.board.bump, self.board.tagger)
+        self.vault = Vault(
+            config.vault_dir, config.memory_limit, config.ranks, self.board.bump, self.board.tagger
+        )
         self.reporter = Reporter(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
         self.identity = Identity(
@@ -86,7 +88,9 @@ class Sidecar:
         self.restorer = Restorer(self.board, self.vault, reach)
         self.rehearser = Rehearser(self.board, self.vault, reach)
         self.socket = TrainerSocket(self.board, self.vault, reach)
-        self.parity = ParitySender(self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket)
+        self.parity = ParitySender(
+            self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
+        )
         self.parity_holder = ParityHolder(self.board, self.vault)
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
         self.reporter.owes = self._owes
@@ -96,11 +100,14 @@ class Sidecar:
         self.board.when_identified(self._identified)
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an address or the memory volume cannot be used."""
+        """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an
+        address or the memory volume cannot be used."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         # Whoever watches is not known: a connection is closed once it was answered.
-        await self._serve(GuardedPort(self._health(), Strangers(lambda: _MOST_STRANGERS)), self.config.metrics_port)
+        await self._serve(
+            GuardedPort(self._health(), Strangers(lambda: _MOST_STRANGERS)), self.config.metrics_port
+        )
         await asyncio.to_thread(self._open_memory)
         # Not before: verifying a large memory takes long, is owed to nobody, and cannot be interrupted.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -117,7 +124,9 @@ class Sidecar:
         self._ready = True
         who = "a spare" if self.board.config.worker == SPARE else f"worker {self.board.config.worker}"
         log.info("sidecar of %s is ready on %s", who, self.config.pod_ip)
-        renewal = asyncio.create_task(renewed(self.config.remote_credentials_dir, lambda: self.board.remote.reachable))
+        renewal = asyncio.create_task(
+            renewed(self.config.remote_credentials_dir, lambda: self.board.remote.reachable)
+        )
         renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()
         renewal.cancel()
@@ -157,7 +166,9 @@ class Sidecar:
     def _watch_throttling(self) -> None:
         watch = ThrottleWatch()
         while not self.board.stopping:
-            self.board.problem("SidecarThrottled", watch.look(time.monotonic(), read_cpu_stat(self.config.cgroup_dir)))
+            self.board.problem(
+                "SidecarThrottled", watch.look(time.monotonic(), read_cpu_stat(self.config.cgroup_dir))
+            )
             self.board.wait_until(lambda: False, EVERY)
 
     @property
@@ -212,7 +223,11 @@ class Sidecar:
         end = time.monotonic() + seconds
         while self._over and self.config.remote and not board.overtaken and not self._settled():
             if time.monotonic() >= end:
-                log.error("the last version did not reach the remote tier within %.0f s: %s", seconds, self._hold_up())
+                log.error(
+                    "the last version did not reach the remote tier within %.0f s: %s",
+                    seconds,
+                    self._hold_up(),
+                )
                 return
             seen = board.wait(seen, timeout=0.5)
 
@@ -234,7 +249,8 @@ class Sidecar:
         return "set terminationGracePeriodSeconds in spec.template to give it more time"
 
     def _be_heard(self, control: ControlApi) -> None:
-        """At the end of a job the controller shall know how it ended: it asks again as soon as it has been answered."""
+        """At the end of a job the controller shall know how it ended: it asks again as soon as it has been
+        answered."""
         end, seen = time.monotonic() + _LAST_WORD, -1
         while self._over and not control.has_told_all() and time.monotonic() < end:
             seen = self.board.wait(seen, timeout=0.1)
@@ -244,7 +260,9 @@ class Sidecar:
             return web.Response(text="ok\n")
 
         async def readyz(_: web.Request) -> web.Response:
-            return web.Response(text="ready\n") if self._ready else web.Response(status=503, text="starting\n")
+            return (
+                web.Response(text="ready\n") if self._ready else web.Response(status=503, text="starting\n")
+            )
 
         async def scrape(_: web.Request) -> web.Response:
             return web.Response(
@@ -260,7 +278,9 @@ class Sidecar:
             return response
 
         app = web.Application(middlewares=[once])
-        app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", scrape)])
+        app.add_routes(
+            [web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", scrape)]
+        )
         return app
 
     async def _serve(self, port: GuardedPort, number: int) -> None:

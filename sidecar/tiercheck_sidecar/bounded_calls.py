@@ -2,11 +2,13 @@
 
 How a source of a restore fails: so that exchange, parity and the remote tier say it in the same words.
 
-Calls that may never come back, as into a mount whose server is gone: each has a thread of its own, and is left behind when nothing comes.
+Calls that may never come back, as into a mount whose server is gone: each has a thread of its own, and is
+left behind when nothing comes.
 
-No thread can be ended from outside, and one that waits for a dead file server not even by SIGKILL. What is left behind is told with
-its next byte that nobody wants it any more, and gives back what it holds. Until then its place is not called again: one that hangs
-costs a thread for each call that was under way, and not one more for each restore.
+No thread can be ended from outside, and one that waits for a dead file server not even by SIGKILL. What is
+left behind is told with its next byte that nobody wants it any more, and gives back what it holds. Until then
+its place is not called again: one that hangs costs a thread for each call that was under way, and not one
+more for each restore.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Stalled(SourceFailed):
 
 
 class LeftBehind(BaseException):
-    """Nobody waits for this call any more. No Exception, so that nobody on the way takes it for a failure of the place."""
+    """Nobody waits for this call any more. No Exception, so that nobody on the way takes it for a failure of
+    the place."""
 
 
 class BoundedCall:
@@ -92,7 +95,8 @@ class BoundedCalls:
         changed: Callable[[Mapping[str, int]], None] = lambda left: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`seconds` without a byte from its place, and a call is left behind. `changed` hears how many are, by place."""
+        """`seconds` without a byte from its place, and a call is left behind. `changed` hears how many are,
+        by place."""
         self._seconds, self._changed, self._clock = seconds, changed, clock
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._bytes: Counter[str] = Counter()
@@ -101,7 +105,8 @@ class BoundedCalls:
     def make(
         self, place: str, body: Callable[[BoundedCall], T], heard: Callable[[int], None] = lambda count: None
     ) -> T:
-        """What `body` returns. Raises what it raises, Stalled, and RuntimeError if the system gives no thread."""
+        """What `body` returns. Raises what it raises, Stalled, and RuntimeError if the system gives no
+        thread."""
         with self._lock:
             if self._left[place]:
                 raise Stalled("an earlier call to it has not come back")

@@ -1,6 +1,8 @@
-"""Messages and files of the protocol's classes, decoded strictly, from any thread; and files that tell whether a bit of them has changed.
+"""Messages and files of the protocol's classes, decoded strictly, from any thread; and files that tell
+whether a bit of them has changed.
 
-Files in folders that trainers write into too: whoever opens a FIFO waits for its writer, for ever, and a link leads anywhere.
+Files in folders that trainers write into too: whoever opens a FIFO waits for its writer, for ever, and a link
+leads anywhere.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ def decode(text: bytes | bytearray | str, cls: type[T], most: int = MOST_BYTES) 
     """The text has at most `most` bytes. Raises Malformed, and nothing else."""
     decoder = _decoders.get(cls)
     if decoder is None:
-        # msgspec plans a class, and those in its fields, on first use. A second thread that meets a plan half made ends the process
-        # by SIGSEGV (seen with 0.22), so `msgspec.json.decode(type=...)` is not for threads.
+        # msgspec plans a class, and those in its fields, on first use. A second thread that meets a plan half
+        # made ends the process by SIGSEGV (seen with 0.22), so `msgspec.json.decode(type=...)` is not for
+        # threads.
         with _making:
             decoder = _decoders.setdefault(cls, Decoder(cls))
     found: T = decode_with(decoder.decode, text, most)
@@ -53,7 +56,8 @@ def with_checksum(text: bytes) -> bytes:
 
 
 def read_checked(path: Path, cls: type[T], most: int = MOST_BYTES) -> T:
-    """What a file made by `with_checksum` says. Raises Malformed if it is none, or any bit of it has changed; OSError."""
+    """What a file made by `with_checksum` says. Raises Malformed if it is none, or any bit of it has changed;
+    OSError."""
     with open(open_plain(path), "rb") as reader:
         content = reader.read(most + 1)
     text = content[: -len(_end_of(b""))]
@@ -81,7 +85,8 @@ def create_plain(path: Path) -> int:
 
 
 def open_plain(path: Path, *, write: bool = False) -> int:
-    """A descriptor to read from, or to `write` to as well, without waiting for anybody. Raises OSError, also if it is no plain file."""
+    """A descriptor to read from, or to `write` to as well, without waiting for anybody. Raises OSError, also
+    if it is no plain file."""
     access = os.O_RDWR if write else os.O_RDONLY
     file = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(file).st_mode):

@@ -1,6 +1,8 @@
-"""The threads of the sidecar: loops that begin again after errors that nobody thought of, and one thread per connection.
+"""The threads of the sidecar: loops that begin again after errors that nobody thought of, and one thread per
+connection.
 
-A loop that dies again and again ends the process instead: what it holds lies in the memory volume, and the next process finds it.
+A loop that dies again and again ends the process instead: what it holds lies in the memory volume, and the
+next process finds it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ log = logging.getLogger(__name__)
 INTERNAL_ERROR = "InternalError"
 """Reason of the problem that something failed in a way that nobody thought of."""
 MOST_DEATHS = 10
-"""Of one vital loop in the last `REMEMBERED` seconds, then the process ends. With the pauses in between that takes three minutes."""
+"""Of one vital loop in the last `REMEMBERED` seconds, then the process ends. With the pauses in between that
+takes three minutes."""
 _ADVICE = "Training goes on. The log of this sidecar has the details: please report them"
 
 
@@ -45,8 +48,8 @@ class Threads:
         self._troubles: dict[str, tuple[float, str]] = {}
 
     def loop(self, name: str, body: Callable[[], None], *, vital: bool = False) -> threading.Thread:
-        """A thread that runs `body` until it returns. `vital`: without it nothing is kept or restored, so the process ends if
-        it keeps dying. Raises RuntimeError if the system gives no thread.
+        """A thread that runs `body` until it returns. `vital`: without it nothing is kept or restored, so the
+        process ends if it keeps dying. Raises RuntimeError if the system gives no thread.
         """
 
         def died(error: BaseException, deaths: int) -> None:
@@ -60,9 +63,14 @@ class Threads:
         return begin(name, lambda: supervise(body, died, self.pause, self._clock))
 
     def serve(
-        self, name: str, connection: socket.socket, body: Callable[[], None], undo: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        connection: socket.socket,
+        body: Callable[[], None],
+        undo: Callable[[], None] = lambda: None,
     ) -> None:
-        """A thread for one connection, which is closed however `body` ends; at once, after `undo`, if the system gives no thread."""
+        """A thread for one connection, which is closed however `body` ends; at once, after `undo`, if the
+        system gives no thread."""
 
         def run() -> None:
             try:
@@ -77,7 +85,8 @@ class Threads:
             undo()
             connection.close()
             self.trouble(
-                name, f"a connection of {name} was closed, because there was no thread for it: {describe(error)}"
+                name,
+                f"a connection of {name} was closed, because there was no thread for it: {describe(error)}",
             )
 
     def trouble(self, name: str, what: str) -> None:
@@ -90,7 +99,9 @@ class Threads:
         """What went wrong lately."""
         with self._lock:
             now = self._clock()
-            self._troubles = {name: each for name, each in self._troubles.items() if now - each[0] < REMEMBERED}
+            self._troubles = {
+                name: each for name, each in self._troubles.items() if now - each[0] < REMEMBERED
+            }
             told = [what for _, (_, what) in sorted(self._troubles.items())]
         if not told:
             return ()

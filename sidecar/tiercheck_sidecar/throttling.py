@@ -1,4 +1,5 @@
-"""Tells when the kernel holds this sidecar back: its CPU limit is used up again and again, so copies and restores are slow."""
+"""Tells when the kernel holds this sidecar back: its CPU limit is used up again and again, so copies and
+restores are slow."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ EVERY = 5.0
 """Seconds between two looks."""
 _WINDOW = 60.0
 _MUCH, _LITTLE = 0.25, 0.1
-"""Parts of the periods of the window: from the one on a problem is stated, below the other it is withdrawn."""
+"""Parts of the periods of the window: from the one on a problem is stated, below the other it is withdrawn.
+"""
 _LEAST = 50
 """Periods in which it had work, usually of 0.1 s each; of fewer nothing is concluded."""
 _V2, _V1 = ("cpu.stat", "cpu.max"), ("cpu.stat", "cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -54,8 +56,10 @@ class ThrottleWatch:
             return ""
         limit = "its CPU limit" if stat.limit is None else f"its limit of {stat.limit:g} cores"
         return (
-            f"the kernel holds this sidecar back again and again, because it uses up {limit}: copies and restores are "
-            "slow. Raise spec.sidecar.resources.limits.cpu, or the LimitRange of the namespace if the limit comes from there"
+            f"the kernel holds this sidecar back again and again, because it uses up {limit}: copies and "
+            "restores are "
+            "slow. Raise spec.sidecar.resources.limits.cpu, or the LimitRange of the namespace if the "
+            "limit comes from there"
         )
 
 

@@ -1,4 +1,5 @@
-"""A step's length is the mean of many in a row: no waiting for the device hides in it, and no snapshot is left out."""
+"""A step's length is the mean of many in a row: no waiting for the device hides in it, and no snapshot is
+left out."""
 
 from __future__ import annotations
 

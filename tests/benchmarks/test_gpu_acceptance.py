@@ -1,4 +1,5 @@
-"""The GPU acceptance, as far as it runs without a GPU: nothing is hidden, what cannot fail shows nothing, and no speed decides."""
+"""The GPU acceptance, as far as it runs without a GPU: nothing is hidden, what cannot fail shows nothing, and
+no speed decides."""
 
 from __future__ import annotations
 
@@ -32,7 +33,16 @@ def accept(folder: Path, *flags: str) -> tuple[int, dict[str, Any]]:
         (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is not in this image')\n")
     out = folder / "found.json"
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--cpu", "--quick", "--json", str(out), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_acceptance",
+        "--cpu",
+        "--quick",
+        "--json",
+        str(out),
+        *flags,
+    ]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
@@ -60,7 +70,9 @@ def test_without_a_gpu_every_check_passes_or_says_why_it_was_not_run(tmp_path: P
 
 
 @pytest.mark.timeout(1800)
-def test_bit_that_flips_in_what_is_restored_fails_the_checks_that_restore_and_no_other(tmp_path: Path) -> None:
+def test_bit_that_flips_in_what_is_restored_fails_the_checks_that_restore_and_no_other(
+    tmp_path: Path,
+) -> None:
     code, found = accept(tmp_path, "--only", "C8,P5,C7", "--spoil")
     ends = {name: check["status"] for name, check in found["checks"].items()}
     assert ends == {"C8": "failed", "P5": "measured", "C7": "failed"}
@@ -83,7 +95,9 @@ def test_check_whose_process_dies_has_failed_and_hides_no_other(
     monkeypatch.setattr(runner, "command_of", command)
     told: list[str] = []
     results = runner.run_all(
-        ["C1", "C2", "C3", "C4", "C7"], Setting("cpu", True, tmp_path), lambda result: told.append(result.name)
+        ["C1", "C2", "C3", "C4", "C7"],
+        Setting("cpu", True, tmp_path),
+        lambda result: told.append(result.name),
     )
     ends = [(result.name, result.status.value) for result in results]
     assert ends == [("C1", "passed"), ("C2", "failed"), ("C3", "passed"), ("C4", "skipped"), ("C7", "passed")]
@@ -147,7 +161,14 @@ def test_table_shows_each_failure_and_the_bound_of_each_figure() -> None:
         "commit": "abc",
     }
     results = [
-        Result("P1", "fast", Status.FAILED, "found | this", (Figure("rate", ratio=3.0, bound=2.0, unit=" ms"),), 1.0),
+        Result(
+            "P1",
+            "fast",
+            Status.FAILED,
+            "found | this",
+            (Figure("rate", ratio=3.0, bound=2.0, unit=" ms"),),
+            1.0,
+        ),
         Result("C4", "right", Status.SKIPPED, "no GPU"),
     ]
     text = page(machine, "command", results)

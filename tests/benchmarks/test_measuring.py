@@ -15,7 +15,9 @@ from benchmarks.growth import slope
 from benchmarks.scale import ROOT, Scale
 from benchmarks.workload import Training, run_cycles
 
-TINY = Scale(quick=True, states=(1 << 20,), growth_states=(), growth_workers=(), rounds=1, cycles=1, restore=1 << 20)
+TINY = Scale(
+    quick=True, states=(1 << 20,), growth_states=(), growth_workers=(), rounds=1, cycles=1, restore=1 << 20
+)
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ def test_clocks_of_two_trainings_do_not_mix(training: Training) -> None:
     before = [parameter.clone() for parameter in training.model.parameters()]
     training.compute()
     training.update()
-    assert not all(torch.equal(one, two) for one, two in zip(before, training.model.parameters(), strict=True))
+    assert not all(
+        torch.equal(one, two) for one, two in zip(before, training.model.parameters(), strict=True)
+    )
 
 
 def test_a_cycle_saves_once_and_counts_what_the_save_took(training: Training) -> None:
@@ -79,7 +83,9 @@ def test_slope_is_the_power_by_which_something_grows(power: float, expected: flo
 
 def test_snapshots_of_the_real_library_are_timed_on_a_real_sidecar() -> None:
     looked: list[int] = []
-    result = blocked.measure(blocked.WORST, 1 << 20, TINY, lambda job: looked.append(job.report(0).counters.captured))
+    result = blocked.measure(
+        blocked.WORST, 1 << 20, TINY, lambda job: looked.append(job.report(0).counters.captured)
+    )
     assert len(result["cycles"]) == TINY.cycles
     assert result["copy_seconds"] > 0
     assert looked[0] >= TINY.cycles

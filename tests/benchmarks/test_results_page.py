@@ -1,4 +1,5 @@
-"""docs/benchmarks/results.md shows the numbers of results.json, in short rows; `python -m benchmarks --table` writes it anew."""
+"""docs/benchmarks/results.md shows the numbers of results.json, in short rows; `python -m benchmarks --table`
+writes it anew."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ RUN = Run.read(FOLDER)
 
 def test_the_page_shows_the_numbers() -> None:
     written = (FOLDER / "results.md").read_text()
-    pictures = {name: caption for caption, name in re.findall(r"^!\[(.*)\]\((.*)\.svg\)$", written, re.MULTILINE)}
+    pictures = {
+        name: caption for caption, name in re.findall(r"^!\[(.*)\]\((.*)\.svg\)$", written, re.MULTILINE)
+    }
     assert len(pictures) > 5
     assert page(RUN, pictures) == written
 
@@ -30,6 +33,8 @@ def test_a_note_is_short() -> None:
 )
 def test_a_row_says_what_was_promised_and_whether_it_was_missed(ratio: float | None, shown: str) -> None:
     figure = Figure("waiting", ratio=ratio, bound=1.0)
-    run = Run(RUN.machine, "make bench", [Entry("one", "One", [figure], {}, "2026-01-01T00:00", "abc", 1.0, 0.1)])
+    run = Run(
+        RUN.machine, "make bench", [Entry("one", "One", [figure], {}, "2026-01-01T00:00", "abc", 1.0, 0.1)]
+    )
     row = next(line for line in page(run, {}).splitlines() if line.startswith("| waiting"))
     assert shown in row

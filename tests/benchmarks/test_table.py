@@ -1,4 +1,5 @@
-"""What the benchmark command promises whoever reads its table: every miss is named, and nothing that was not run looks like a result."""
+"""What the benchmark command promises whoever reads its table: every miss is named, and nothing that was not
+run looks like a result."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ STEPS = {"plain": [1.0, 1.1, 1.2, 1.1], "kept": [1.1, 1.2, 1.1, 1.3], "blocked":
 CYCLES = [{"blocked": 0.01, "longer": 0.02, "step": 1.0}, {"blocked": 0.02, "longer": 0.01, "step": 1.0}]
 BLOCKED = {
     "systems": {
-        name: {size: [{"copy_seconds": 0.1, "state_bytes": int(size), "cycles": CYCLES}] for size in ("1000", "2000")}
+        name: {
+            size: [{"copy_seconds": 0.1, "state_bytes": int(size), "cycles": CYCLES}]
+            for size in ("1000", "2000")
+        }
         for name in ("TierCheck", "DLRover 0.6.1 flash checkpoint", "TierCheck, step shorter than the copy")
     }
 }
@@ -39,13 +43,19 @@ RESTORES = {
     "peer": {"fetch": [0.5], "load": [0.2]},
     "torchft": [{"one stream": 2.0, "2 chunks": 1.5}],
 }
-STATES = [{"bytes": n, "blocked": n / 1e9, "copy": n / 2e9, "used": 3 * n, "budget": 3 * n} for n in (1e8, 2e8, 4e8)]
+STATES = [
+    {"bytes": n, "blocked": n / 1e9, "copy": n / 2e9, "used": 3 * n, "budget": 3 * n} for n in (1e8, 2e8, 4e8)
+]
 WORKERS = [{"workers": n, "seconds": n / 10, "used": 1, "budget": 1} for n in (2, 4, 8)]
 SIZES = {"sizes": {"delta bytes / snapshot bytes, LoRA": {"delta": 10, "snapshot": 10_000}}}
 
-SHARING = {"degrees": {str(n): {"bytes": 1e9 / n, "capture": [1 / n, 1.1 / n], "copy": [1 / n]} for n in (1, 2, 4)}}
+SHARING = {
+    "degrees": {str(n): {"bytes": 1e9 / n, "capture": [1 / n, 1.1 / n], "copy": [1 / n]} for n in (1, 2, 4)}
+}
 _SECONDS = {"ranged": [1.0], "whole": [2.0], "in place": [0.5], "dcp": [1.0]}
-RESHARDING = {"changes": {"FSDP 4 to 2": {"read": {"ranged": 1e9, "whole": 2e9}, "seconds": _SECONDS, "needed": 1e9}}}
+RESHARDING = {
+    "changes": {"FSDP 4 to 2": {"read": {"ranged": 1e9, "whole": 2e9}, "seconds": _SECONDS, "needed": 1e9}}
+}
 
 
 def run() -> Run:
@@ -60,7 +70,16 @@ def run() -> Run:
     }
     figures = [REACHED, MISSED, NOT_RUN, FOR_INFORMATION]
     entries = [
-        Entry(name, f"about {name}", figures if name == "blocked" else [], data, "2026-01-01T00:00", "abc", 1.0, 0.5)
+        Entry(
+            name,
+            f"about {name}",
+            figures if name == "blocked" else [],
+            data,
+            "2026-01-01T00:00",
+            "abc",
+            1.0,
+            0.5,
+        )
         for name, data in found.items()
     ]
     return Run(MACHINE, "make bench", entries)
@@ -68,7 +87,12 @@ def run() -> Run:
 
 @pytest.mark.parametrize(
     ("figure", "reached", "verdict"),
-    [(REACHED, True, "yes"), (MISSED, False, "MISSED"), (NOT_RUN, None, "not run"), (FOR_INFORMATION, None, "")],
+    [
+        (REACHED, True, "yes"),
+        (MISSED, False, "MISSED"),
+        (NOT_RUN, None, "not run"),
+        (FOR_INFORMATION, None, ""),
+    ],
 )
 def test_verdict_follows_ratio_and_bound(figure: Figure, reached: bool | None, verdict: str) -> None:
     assert figure.reached is reached

@@ -1,4 +1,5 @@
-"""One strike after the other on a job that trains on, each after the one before has healed; what it cost, and which promises were broken."""
+"""One strike after the other on a job that trains on, each after the one before has healed; what it cost, and
+which promises were broken."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Plan:
     stopped: float = 30.0
     """Seconds that a process which was stopped stays so."""
     bound: float = 120.0
-    """Seconds after the end of a strike in which all must be well again. For machines as busy as those that tests run on: nothing is measured."""
+    """Seconds after the end of a strike in which all must be well again. For machines as busy as those that
+    tests run on: nothing is measured."""
     only: str = ""
 
 
@@ -120,7 +122,9 @@ class _Campaign:
 
     def _inject(self, injection: Injection) -> Outcome:
         stage, recorder = self._stage, self._stage.recorder
-        recorder.record("injection", name=str(injection), ends=injection.ends, costs_copies=injection.costs_copies)
+        recorder.record(
+            "injection", name=str(injection), ends=injection.ends, costs_copies=injection.costs_copies
+        )
         before, reached, at = stage.attempt, stage.reached(), time.time()
         self._before = reached
         struck = self._strike(injection)
@@ -128,9 +132,13 @@ class _Campaign:
             stage.wait(lambda: stage.attempt > before, _NOTICED_WITHIN)
         stage.undo()
         tiers = ("local", "peer", "remote") if injection.name.startswith("store") else ("local", "peer")
-        well = self._heals(max(reached, stage.reached()) if not injection.ends else reached, tiers, str(injection))
+        well = self._heals(
+            max(reached, stage.reached()) if not injection.ends else reached, tiers, str(injection)
+        )
         pause, repeated = self._cost(at, reached)
-        return Outcome(injection, struck, pause, repeated, stage.attempt - before, time.time() - at if well else -1.0)
+        return Outcome(
+            injection, struck, pause, repeated, stage.attempt - before, time.time() - at if well else -1.0
+        )
 
     def _strike(self, injection: Injection) -> bool:
         stage, recorder = self._stage, self._stage.recorder
@@ -206,7 +214,9 @@ class _Campaign:
 
     def _compare(self) -> None:
         """Every loss and every state that any rank ever told, with those of a run that nothing happened to."""
-        from tests.chaos.trainer import undisturbed  # torch: not before the cluster has what it needs of the processors
+        from tests.chaos.trainer import (
+            undisturbed,
+        )  # torch: not before the cluster has what it needs of the processors
 
         recorder, course = self._stage.recorder, self._course
         ended = set(recorder.ended.values())
@@ -221,7 +231,8 @@ class _Campaign:
                     self._break("bit for bit", f"rank {rank} never made step {step}")
                 elif wrong := told - {(loss, state), ("", state)}:
                     self._break(
-                        "bit for bit", f"step {step} of rank {rank} was {sorted(wrong)}, undisturbed {loss}, {state}"
+                        "bit for bit",
+                        f"step {step} of rank {rank} was {sorted(wrong)}, undisturbed {loss}, {state}",
                     )
 
     def _break(self, promise: str, why: str) -> None:

@@ -1,4 +1,5 @@
-"""What may strike: failpoints of real processes, and faults of nodes, networks and the store. Pure: what a seed draws is known before anything runs."""
+"""What may strike: failpoints of real processes, and faults of nodes, networks and the store. Pure: what a
+seed draws is known before anything runs."""
 
 from __future__ import annotations
 
@@ -86,9 +87,9 @@ FAULTS = {
     "store trouble": Fault(1, ends=False, seconds=15.0),
     "store slow": Fault(1, ends=False, seconds=15.0),
 }
-"""By name. "container": all of a trainer container, its launcher too. "cut": a worker's pod from all other pods and the operator;
-the trainers have a network of their own. "deaf": from the
-operator only. "kubelet": the node's agent is silent, its pods go on."""
+"""By name. "container": all of a trainer container, its launcher too. "cut": a worker's pod from all other
+pods and the operator; the trainers have a network of their own. "deaf": from the operator only. "kubelet":
+the node's agent is silent, its pods go on."""
 
 _SHARE_OF_POINTS = 0.65
 
@@ -118,7 +119,8 @@ class Injection:
 
     @property
     def ends(self) -> bool:
-        """Whether training may be ended by it. By an error of ours never, unless it does not train at that moment."""
+        """Whether training may be ended by it. By an error of ours never, unless it does not train at that
+        moment."""
         if self.fault is not None and self.fault.ends:
             return True
         return self.point is not None and self.point.role == "trainer" and self.action in ("kill", "stop")
@@ -137,7 +139,9 @@ def drawn(number: int, rng: random.Random, workers: int, *, only: str = "") -> I
     points = rng.random() < _SHARE_OF_POINTS
     if only:
         points = only in POINTS
-    name = only or (rng.choice(list(POINTS)) if points else _weighted(rng, {k: f.weight for k, f in FAULTS.items()}))
+    name = only or (
+        rng.choice(list(POINTS)) if points else _weighted(rng, {k: f.weight for k, f in FAULTS.items()})
+    )
     action = _weighted(rng, {each: _HARM[each] for each in POINTS[name].actions}) if points else ""
     worker = 0 if name in FIRST_WORKER_ONLY else rng.randrange(workers)
     often = points and not POINTS[name].provoke and name not in FIRST_WORKER_ONLY

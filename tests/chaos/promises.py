@@ -1,4 +1,5 @@
-"""The simulation's checker over a history of real processes, which is seen from outside: whose memory held what is not recorded there.
+"""The simulation's checker over a history of real processes, which is seen from outside: whose memory held
+what is not recorded there.
 
 Each injection is a window: what counts as struck, and what must come after it, begins anew with it.
 """
@@ -35,7 +36,8 @@ class LifeChecker(Checker):
         self._say("it goes on", f["why"])
 
     def _verdict(self, f: Mapping[str, Any]) -> None:
-        # The status is silent of a tier while nobody answers for it. What it says next must not be less than what it said before.
+        # The status is silent of a tier while nobody answers for it. What it says next must not be less than
+        # what it said before.
         known = self.marks.get((f["by"], f["attempt"], f["placement"]), {})
         f = {**f, **{name: f[name] or _as_mark(known.get(name)) for name in TIERS}}
         super()._verdict(f)
@@ -44,7 +46,8 @@ class LifeChecker(Checker):
                 self.complete[name] = self.announced[name]
 
     def _look_at_mark(self, name: str, version: Step) -> None:
-        # An operator that was stopped tells what was so before: retention may have put newer ones in the place of it.
+        # An operator that was stopped tells what was so before: retention may have put newer ones in the
+        # place of it.
         newer = any(each >= version and self._on_line(each, self.attempt) for each in self._stored())
         if name == "remote" and not newer:
             super()._look_at_mark(name, version)
@@ -62,14 +65,17 @@ class LifeChecker(Checker):
             mark = self.complete.get(name, (0, 0))
             if name != "local" and not lost and mark[0] > chosen[0]:
                 self._say(
-                    "committed is kept", f"attempt {f['number']} goes back to {chosen}; {mark} was complete in {name}"
+                    "committed is kept",
+                    f"attempt {f['number']} goes back to {chosen}; {mark} was complete in {name}",
                 )
         super()._attempt(f)
         self.complete = {name: mark for name, mark in self.complete.items() if mark[0] <= chosen[0]}
 
     def _started(self, f: Mapping[str, Any]) -> None:
         base = self.from_.get(f["attempt"])
-        version = base if base is not None and base[0] == f["begun"] else (f["begun"], -1) if f["begun"] else None
+        version = (
+            base if base is not None and base[0] == f["begun"] else (f["begun"], -1) if f["begun"] else None
+        )
         super()._started({**f, "version": _as_mark(version)})
 
 

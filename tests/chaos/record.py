@@ -1,4 +1,5 @@
-"""Writes down what happens, in the words that the simulation's checker reads: from the job's status, the pods, and what the ranks print."""
+"""Writes down what happens, in the words that the simulation's checker reads: from the job's status, the
+pods, and what the ranks print."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _SETTLED = 1.0
 
 
 class Said:
-    """What an attempt has itself said to be complete: its status begins with what the attempt before had said last."""
+    """What an attempt has itself said to be complete: its status begins with what the attempt before had said
+    last."""
 
     def __init__(self) -> None:
         self._attempt = 0
@@ -30,7 +32,8 @@ class Said:
         self._carried: dict[str, tuple[int, str]] = {}
 
     def of(self, attempt: int, tiers: Mapping[str, Any]) -> dict[str, int]:
-        """Steps by tier. What it says again exactly as it was cannot be told from what was carried on, and is left out."""
+        """Steps by tier. What it says again exactly as it was cannot be told from what was carried on, and is
+        left out."""
         if attempt != self._attempt:
             self._attempt, self._carried = attempt, self._last
         self._last = {name: (tier["step"], tier["time"]) for name, tier in tiers.items()}
@@ -62,7 +65,9 @@ class Recorder:
         self.ended: dict[int, int] = {}
         """Last step of ranks that ended as they were asked to."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._follow_all, args=(kubeconfig,), name="recorder", daemon=True)
+        self._thread = threading.Thread(
+            target=self._follow_all, args=(kubeconfig,), name="recorder", daemon=True
+        )
         self._thread.start()
 
     def record(self, what: str, /, at: float | None = None, **fields: Any) -> None:
@@ -70,11 +75,14 @@ class Recorder:
             self._waiting.append((time.time() if at is None else at, what, fields))
 
     def take(self, all_of_it: bool = False) -> list[Entry]:
-        """What happened since this was asked last, in order, but for what is so new that something before it may be missing."""
+        """What happened since this was asked last, in order, but for what is so new that something before it
+        may be missing."""
         self.poll()
         limit = time.time() + 1 if all_of_it else time.time() - _SETTLED
         with self._lock:
-            ready = sorted((entry for entry in self._waiting if entry[0] <= limit), key=lambda entry: entry[0])
+            ready = sorted(
+                (entry for entry in self._waiting if entry[0] <= limit), key=lambda entry: entry[0]
+            )
             self._waiting = [entry for entry in self._waiting if entry[0] > limit]
         return ready
 
@@ -108,7 +116,9 @@ class Recorder:
         elif "step" in line:
             self.steps.setdefault(rank, []).append((at, line["step"], attempt))
             self.losses.setdefault((rank, line["step"]), set()).add((line["loss"], line["state"]))
-            self.record("step", at, rank=rank, step=line["step"], attempt=attempt, state=bytes.fromhex(line["state"]))
+            self.record(
+                "step", at, rank=rank, step=line["step"], attempt=attempt, state=bytes.fromhex(line["state"])
+            )
         else:
             self.ended[rank] = line["ended"]
 
@@ -144,7 +154,9 @@ class Recorder:
         self.pods = {**self.pods, name: pod}
         if node and self._nodes.get(name) != node:
             self._nodes[name] = node
-            self.record("pod", pod=name, node=node, worker=int(pod["metadata"]["labels"].get(names.LABEL_WORKER, -1)))
+            self.record(
+                "pod", pod=name, node=node, worker=int(pod["metadata"]["labels"].get(names.LABEL_WORKER, -1))
+            )
 
     def _lose_pod(self, pod: Object) -> None:
         name = pod["metadata"]["name"]
@@ -189,4 +201,6 @@ class Recorder:
 
 
 def _history(status: Mapping[str, Any]) -> History:
-    return History(tuple(Branch(int(each["attempt"]), int(each["baseStep"])) for each in status.get("history") or ()))
+    return History(
+        tuple(Branch(int(each["attempt"]), int(each["baseStep"])) for each in status.get("history") or ())
+    )

@@ -36,14 +36,18 @@ def table(outcomes: Iterable[Outcome]) -> list[str]:
     by_place: dict[str, list[Outcome]] = defaultdict(list)
     for each in outcomes:
         by_place[place(each.injection)].append(each)
-    order = {place(Injection(0, name, "", 0, 0)): number for number, name in reversed([*enumerate((*POINTS, *FAULTS))])}
+    order = {
+        place(Injection(0, name, "", 0, 0)): number
+        for number, name in reversed([*enumerate((*POINTS, *FAULTS))])
+    }
     lines = [
         "| where | strikes | worst pause | steps again | new attempts | well again, worst |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, found in sorted(by_place.items(), key=lambda item: order[item[0]]):
         lines.append(
-            f"| {name} | {len(found)} | {max(each.pause for each in found):.1f} | {sum(each.repeated for each in found)} "
+            f"| {name} | {len(found)} | {max(each.pause for each in found):.1f} | "
+            f"{sum(each.repeated for each in found)} "
             f"| {sum(each.attempts for each in found)} | {max(each.healed for each in found):.1f} |"
         )
     return lines
@@ -72,22 +76,26 @@ def summary(course: Course) -> list[str]:
     again = sum(each.repeated for each in struck)
     broken = _counted(course)
     lines = [
-        f"- **{len(struck)} strikes in {course.seconds / 60:.0f} minutes**, {len(struck) / hours if hours else 0:.0f} an hour, seed "
+        f"- **{len(struck)} strikes in {course.seconds / 60:.0f} minutes**, "
+        f"{len(struck) / hours if hours else 0:.0f} an hour, seed "
         f"{course.plan.seed}; {missed} more were armed and not passed.",
         f"- **{len(course.broken)} promises broken**{': ' + broken if broken else ''}.",
-        f"- {course.steps} steps in {course.attempts} attempts on {course.plan.workers} workers; {again} steps of rank 0 were made again. "
+        f"- {course.steps} steps in {course.attempts} attempts on {course.plan.workers} workers; {again} "
+        "steps of rank 0 were made again. "
         f"{course.compared} losses and states compared.",
     ]
     if lives:
         pauses = [each.pause for each in lives]
         lines.append(
-            f"- {len(lives)} strikes may end no training: pause median {statistics.median(pauses):.1f} s, p95 {p95(pauses):.1f} s, "
+            f"- {len(lives)} strikes may end no training: pause median {statistics.median(pauses):.1f} s, "
+            f"p95 {p95(pauses):.1f} s, "
             f"worst {max(pauses):.1f} s; {sum(each.attempts for each in lives)} new attempts."
         )
     ends = [each.pause for each in struck if each.injection.ends]
     if ends:
         lines.append(
-            f"- {len(ends)} may: pause median {statistics.median(ends):.1f} s, p95 {p95(ends):.1f} s, worst {max(ends):.1f} s."
+            f"- {len(ends)} may: pause median {statistics.median(ends):.1f} s, p95 {p95(ends):.1f} s, "
+            f"worst {max(ends):.1f} s."
         )
     return lines
 
@@ -112,7 +120,8 @@ def write(course: Course, folder: Path) -> None:
         "",
         f"## The last campaign, {time.strftime('%Y-%m-%d')}, commit {about['commit']}",
         "",
-        f"{about['cores']} cores of {about['processor']}, {about['system']}, Python {about['python']}. Seconds, of rank 0. "
+        f"{about['cores']} cores of {about['processor']}, {about['system']}, Python {about['python']}. "
+        "Seconds, of rank 0. "
         "A pause in which an attempt began contains the start of Python and torch.",
         "",
         *summary(course),
@@ -133,15 +142,27 @@ def draw(course: Course, folder: Path) -> None:
 
     from benchmarks.plots import LIMIT, MISSED, OURS, plt
 
-    names = [name for name in (*POINTS, *FAULTS) if any(each.injection.name == name for each in course.strikes)]
-    style = {"svg.fonttype": "none", "svg.hashsalt": "tiercheck", "font.size": 9, "figure.constrained_layout.use": True}
+    names = [
+        name for name in (*POINTS, *FAULTS) if any(each.injection.name == name for each in course.strikes)
+    ]
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "tiercheck",
+        "font.size": 9,
+        "figure.constrained_layout.use": True,
+    }
     with mpl.rc_context(style):
         sheet, axes = plt.subplots(figsize=(9, 1 + 0.22 * len(names)))
         for each in course.strikes:
             row = len(names) - 1 - names.index(each.injection.name)
             colour = MISSED if each.injection.ends else OURS
             axes.plot(
-                max(0.05, each.pause), row, "X" if each.injection.ends else "o", color=colour, alpha=0.5, markersize=5
+                max(0.05, each.pause),
+                row,
+                "X" if each.injection.ends else "o",
+                color=colour,
+                alpha=0.5,
+                markersize=5,
             )
         axes.axvline(course.plan.pace, color=LIMIT, linewidth=0.8)
         axes.set_xscale("log")

@@ -1,4 +1,5 @@
-"""The laptop cluster under one training job, and the hands that strike it: real operator, sidecars, launchers and trainers, each a process."""
+"""The laptop cluster under one training job, and the hands that strike it: real operator, sidecars, launchers
+and trainers, each a process."""
 
 from __future__ import annotations
 
@@ -47,9 +48,12 @@ _PROBE_EVERY, _PROBES = 10.0, 6
 
 
 class Stage:
-    """Whoever waits here also does what a Deployment and a kubelet do: an operator that has ended, or says that it is ill, is started again."""
+    """Whoever waits here also does what a Deployment and a kubelet do: an operator that has ended, or says
+    that it is ill, is started again."""
 
-    def __init__(self, cluster: LocalCluster, recorder: Recorder, store: Store, workers: int, stop: Path) -> None:
+    def __init__(
+        self, cluster: LocalCluster, recorder: Recorder, store: Store, workers: int, stop: Path
+    ) -> None:
         self.cluster, self.recorder, self.store, self.workers = cluster, recorder, store, workers
         self._stop = stop
         self._job = LaptopStage(cluster, "default", JOB)
@@ -72,8 +76,8 @@ class Stage:
         return max((made[1] for each in self.recorder.steps.values() for made in each[-1:]), default=0)
 
     def lacks(self, beyond: int, tiers: tuple[str, ...] = ("local", "peer")) -> str:
-        """What is not well yet; empty if every rank has made a step beyond that one, all that should run runs, and a newer version is complete in
-        these tiers."""
+        """What is not well yet; empty if every rank has made a step beyond that one, all that should run
+        runs, and a newer version is complete in these tiers."""
         status = self.status
         if status.get("phase") != "Running" or status.get("recovery"):
             return f"the job is {status.get('phase')}"
@@ -135,7 +139,9 @@ class Stage:
         return f"{self._job.pod_of(injection.worker)}.{container}"
 
     def arm(self, whose: str, injection: Injection) -> None:
-        self.cluster.faults.arm(whose, Arming(injection.name, injection.action, skip=injection.skip, seconds=2.0))
+        self.cluster.faults.arm(
+            whose, Arming(injection.name, injection.action, skip=injection.skip, seconds=2.0)
+        )
 
     def struck(self, whose: str, seconds: float) -> Strike | None:
         """The strike, if the point is passed within that time. Nothing is armed afterwards."""
@@ -264,7 +270,8 @@ def _manifest(workers: int, stop: Path, endpoint: str, pace: float) -> Object:
 
 @contextlib.contextmanager
 def staged(folder: Path, workers: int, seed: int, pace: float) -> Iterator[Stage]:
-    """Three racks of two nodes that have room for one worker each, the operator, the store, and the job, which has just been applied."""
+    """Three racks of two nodes that have room for one worker each, the operator, the store, and the job,
+    which has just been applied."""
     nodes = [replace(node, pods=1) for node in NodeSpec.racks(2 * RACKS, RACKS)]
     stop = folder / "stop"
     with LocalCluster(

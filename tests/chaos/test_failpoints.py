@@ -1,4 +1,5 @@
-"""Failpoints: what is armed strikes as often as it shall and not more, whoever passes; what nobody armed from outside does nothing."""
+"""Failpoints: what is armed strikes as often as it shall and not more, whoever passes; what nobody armed from
+outside does nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def passing(path: Path | None) -> subprocess.Popen[str]:
     """Another process that passes a point once."""
     environment = {key: value for key, value in os.environ.items() if key != ENV_FAILPOINTS}
     environment |= {} if path is None else {ENV_FAILPOINTS: str(path)}
-    return subprocess.Popen([sys.executable, "-c", PASS], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", PASS], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_process_whose_environment_names_no_file_cannot_be_armed(path: Path) -> None:
@@ -66,7 +69,9 @@ def test_stopped_process_goes_on_when_it_is_told_to(path: Path) -> None:
     assert process.communicate()[0] == "passed\n"
 
 
-@pytest.mark.parametrize(("action", "code"), [("enospc", errno.ENOSPC), ("emfile", errno.EMFILE), ("eio", errno.EIO)])
+@pytest.mark.parametrize(
+    ("action", "code"), [("enospc", errno.ENOSPC), ("emfile", errno.EMFILE), ("eio", errno.EIO)]
+)
 def test_errors_are_those_of_the_system(path: Path, action: str, code: int) -> None:
     points = arm(path, f"here {action}")
     with pytest.raises(OSError, match="here") as raised:
@@ -149,9 +154,9 @@ def test_every_failpoint_of_the_product_is_known_to_the_campaign() -> None:
 def test_nothing_but_the_environment_arms() -> None:
     """No message, file of a volume, or setting of a job leads there."""
     text = {file: file.read_text() for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")}
-    assert [file.name for file, code in text.items() if ENV_FAILPOINTS in code or "ENV_FAILPOINTS" in code] == [
-        "failpoints.py"
-    ]
+    assert [
+        file.name for file, code in text.items() if ENV_FAILPOINTS in code or "ENV_FAILPOINTS" in code
+    ] == ["failpoints.py"]
 
 
 def test_same_seed_draws_the_same_strikes() -> None:

@@ -33,13 +33,17 @@ def test_mark_that_falls_within_an_attempt_is_a_broken_promise_and_silence_is_no
             (1.0, "attempt", {"number": 1, "version": None, "heard": ()}),
         ]
     )
-    checker.read([(2.0, "verdict", verdict(7)), (3.0, "verdict", verdict(None)), (4.0, "verdict", verdict(7))])
+    checker.read(
+        [(2.0, "verdict", verdict(7)), (3.0, "verdict", verdict(None)), (4.0, "verdict", verdict(7))]
+    )
     assert not checker.broken
     checker.read([(5.0, "verdict", verdict(6))])
     assert [each.promise for each in checker.broken] == ["watermarks never fall"] * 2
 
 
-def test_version_that_newer_ones_have_taken_the_place_of_may_be_told_by_an_operator_that_was_stopped() -> None:
+def test_version_that_newer_ones_have_taken_the_place_of_may_be_told_by_an_operator_that_was_stopped() -> (
+    None
+):
     checker = LifeChecker()
     begin = {"workers": 1, "copies": 1, "keep": 1}
     checker.read([(0.0, "begins", begin), (1.0, "attempt", {"number": 1, "version": None, "heard": ()})])

@@ -1,6 +1,8 @@
-"""What the chaos campaign trains: tiny, coupled over all ranks, and the same bits at every step whatever happened before.
+"""What the chaos campaign trains: tiny, coupled over all ranks, and the same bits at every step whatever
+happened before.
 
-Trains until the file STOP exists; then all ranks end after the same step. PACE: seconds per step. Each line tells what a rank is in before it is
+Trains until the file STOP exists; then all ranks end after the same step. PACE: seconds per step. Each line
+tells what a rank is in before it is
 saved: who comes back to a step, and was not told of it, could compare nothing.
 """
 

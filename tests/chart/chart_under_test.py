@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-helm = pytest.importorskip("helm_python", reason="the Helm SDK (helm-python-sdk) has no wheel for this machine")
+helm = pytest.importorskip(
+    "helm_python", reason="the Helm SDK (helm-python-sdk) has no wheel for this machine"
+)
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "tiercheck"
@@ -41,7 +43,9 @@ def objects(
         document
         for path, text in sorted(texts.items())
         if path.endswith(".yaml")
-        for document in yaml.load_all(text, yaml.CSafeLoader)  # ten times as fast, with definitions as long as ours
+        for document in yaml.load_all(
+            text, yaml.CSafeLoader
+        )  # ten times as fast, with definitions as long as ours
         if document
     ]
 

@@ -1,4 +1,5 @@
-"""One real API server for all tests of the chart that need one; helpers for it are shared with the operator's tests."""
+"""One real API server for all tests of the chart that need one; helpers for it are shared with the operator's
+tests."""
 
 from __future__ import annotations
 
@@ -17,19 +18,24 @@ from tiercheck_local.nodespec import NodeSpec
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path_factory.mktemp("cluster"), [NodeSpec("n1"), NodeSpec("n2")], "real") as started:
+    with LocalCluster(
+        tmp_path_factory.mktemp("cluster"), [NodeSpec("n1"), NodeSpec("n2")], "real"
+    ) as started:
         for name, labels in (
             ("training", {}),
             ("elsewhere", {}),
             ("strict", {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}),
         ):
-            started.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+            started.apply(
+                {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+            )
         yield started
 
 
 @pytest.fixture
 def helm_config(cluster: LocalCluster) -> Iterator[Any]:
-    """Helm on that cluster. Whatever a test leaves installed is removed, the definition and its jobs included."""
+    """Helm on that cluster. Whatever a test leaves installed is removed, the definition and its jobs
+    included."""
     from chart_under_test import NAMESPACE, RELEASE, helm
     from releases import DEADLINE, DEFINITIONS, exists
 
@@ -44,4 +50,6 @@ def helm_config(cluster: LocalCluster) -> Iterator[Any]:
             if exists(cluster, definition):
                 cluster.api.request("DELETE", definition)
         for definition in DEFINITIONS:
-            cluster.wait_for(lambda path=definition: not exists(cluster, path), DEADLINE, "the definition to go")
+            cluster.wait_for(
+                lambda path=definition: not exists(cluster, path), DEADLINE, "the definition to go"
+            )

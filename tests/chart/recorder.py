@@ -67,7 +67,9 @@ async def _serving(kubeconfig: Path, record: Recording) -> AsyncIterator[None]:
     async with aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(None)) as session:
 
         async def forward(request: web.Request) -> web.StreamResponse:
-            headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
+            headers = {
+                name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP
+            }
             headers["Accept-Encoding"] = "identity"
             async with session.request(
                 request.method, access.server + str(request.rel_url), headers=headers, data=await request.read() or None,
@@ -77,8 +79,12 @@ async def _serving(kubeconfig: Path, record: Recording) -> AsyncIterator[None]:
                 if right is not None:
                     record.used.add(right)
                 if answer.status in (401, 403):
-                    record.refused.append(f"{request.method} {request.rel_url}: {(await answer.text())[:300]}")
-                passed = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
+                    record.refused.append(
+                        f"{request.method} {request.rel_url}: {(await answer.text())[:300]}"
+                    )
+                passed = {
+                    name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP
+                }
                 response = web.StreamResponse(status=answer.status, headers=passed)
                 # Whoever ends a watch hangs up, at any moment.
                 with contextlib.suppress(ConnectionResetError):
@@ -95,7 +101,9 @@ async def _serving(kubeconfig: Path, record: Recording) -> AsyncIterator[None]:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         host, port = runner.addresses[0][:2]
-        write_kubeconfig(record.kubeconfig, f"http://{host}:{port}", access.headers["Authorization"].split()[1])
+        write_kubeconfig(
+            record.kubeconfig, f"http://{host}:{port}", access.headers["Authorization"].split()[1]
+        )
         try:
             yield
         finally:

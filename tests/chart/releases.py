@@ -1,7 +1,7 @@
 """A release on a real API server, and the operator as its Deployment would run it.
 
-There are no controllers for Deployments here, so the operator's process is started by the test, with the environment of the
-Deployment and the token of the chart's service account.
+There are no controllers for Deployments here, so the operator's process is started by the test, with the
+environment of the Deployment and the token of the chart's service account.
 """
 
 from __future__ import annotations
@@ -70,7 +70,12 @@ def job(name: str, namespace: str, command: str = "exit 0", **changes: Any) -> d
         "apiVersion": "tiercheck.io/v1alpha1",
         "kind": "TierCheckJob",
         "metadata": {"name": name, "namespace": namespace},
-        "spec": {"workers": 2, "tiers": {"local": {"sizeLimit": "16Mi"}}, "template": {"spec": pod}, **changes},
+        "spec": {
+            "workers": 2,
+            "tiers": {"local": {"sizeLimit": "16Mi"}},
+            "template": {"spec": pod},
+            **changes,
+        },
     }
 
 
@@ -80,7 +85,9 @@ def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
 
 
 def in_phase(cluster: LocalCluster, name: str, namespace: str, phase: str) -> None:
-    cluster.wait_for(lambda: status(cluster, name, namespace).get("phase") == phase, DEADLINE, f"{name} to be {phase}")
+    cluster.wait_for(
+        lambda: status(cluster, name, namespace).get("phase") == phase, DEADLINE, f"{name} to be {phase}"
+    )
 
 
 def pods(cluster: LocalCluster, namespace: str) -> dict[str, str]:
@@ -99,7 +106,9 @@ def operator(cluster: LocalCluster, folder: Path) -> Iterator[Recording]:
     spec = deployment["spec"]["template"]["spec"]
     env = {entry["name"]: entry["value"] for entry in spec["containers"][0]["env"] if "value" in entry}
     del env["TIERCHECK_METRICS_ADDRESS"]  # has the pod's address in it
-    own = service_account_kubeconfig(cluster.kubeconfig, NAMESPACE, spec["serviceAccountName"], folder / "own")
+    own = service_account_kubeconfig(
+        cluster.kubeconfig, NAMESPACE, spec["serviceAccountName"], folder / "own"
+    )
     with recording(own, folder / "recorded") as record:
         process = cluster.start_operator({"KUBECONFIG": str(record.kubeconfig), **env})
         try:

@@ -1,6 +1,7 @@
 """Alerts fire when they should and not when they should not, by Prometheus' own `promtool test rules`.
 
-promtool comes with Debian's package `prometheus`, or from PROMTOOL; without it these tests are skipped, and say so.
+promtool comes with Debian's package `prometheus`, or from PROMTOOL; without it these tests are skipped, and
+say so.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from chart_under_test import only
 
 STORIES = Path(__file__).with_name("alerts_test.yaml")
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(not PROMTOOL, reason="no promtool on PATH or in PROMTOOL (Debian: prometheus)")
+needs_promtool = pytest.mark.skipif(
+    not PROMTOOL, reason="no promtool on PATH or in PROMTOOL (Debian: prometheus)"
+)
 
 
 def groups() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = only("PrometheusRule", {"metrics": {"prometheusRule": {"enabled": True}}})["spec"][
-        "groups"
-    ]
+    found: list[dict[str, Any]] = only("PrometheusRule", {"metrics": {"prometheusRule": {"enabled": True}}})[
+        "spec"
+    ]["groups"]
     return found
 
 
 def promtool(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     assert PROMTOOL is not None
-    return subprocess.run([PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.fixture

@@ -14,13 +14,17 @@ ON: dict[str, Any] = {"attach": {"enabled": True}}
 
 def environment(values: dict[str, Any]) -> dict[str, str]:
     (container,) = only("Deployment", values)["spec"]["template"]["spec"]["containers"]
-    return {entry["name"]: entry.get("value", "").replace("$(POD_IP)", "192.0.2.7") for entry in container["env"]}
+    return {
+        entry["name"]: entry.get("value", "").replace("$(POD_IP)", "192.0.2.7") for entry in container["env"]
+    }
 
 
 def test_by_default_no_webhook_is_installed_and_no_right_granted_for_one() -> None:
     assert of_kind("MutatingWebhookConfiguration") == []
     assert not [
-        role for role in (*of_kind("ClusterRole"), *of_kind("Role")) if role["metadata"]["name"].endswith("-attach")
+        role
+        for role in (*of_kind("ClusterRole"), *of_kind("Role"))
+        if role["metadata"]["name"].endswith("-attach")
     ]
     assert Config.from_env(environment({})).webhook is None
 
@@ -32,7 +36,9 @@ def test_operator_serves_what_the_api_server_calls() -> None:
     (hook,) = configuration["webhooks"]
     target = hook["clientConfig"]["service"]
     assert settings.configuration == configuration["metadata"]["name"]
-    assert settings.hosts == (f"{target['name']}.{target['namespace']}.svc",), "as the API server will call it"
+    assert settings.hosts == (f"{target['name']}.{target['namespace']}.svc",), (
+        "as the API server will call it"
+    )
     assert target["path"] == PATH
     (service,) = [entry for entry in of_kind("Service", ON) if entry["metadata"]["name"] == target["name"]]
     (port,) = service["spec"]["ports"]
@@ -45,7 +51,9 @@ def test_webhook_can_never_keep_a_pod_from_being_created_and_sees_labelled_pods_
     (hook,) = only("MutatingWebhookConfiguration", ON)["webhooks"]
     assert (hook["failurePolicy"], hook["sideEffects"]) == ("Ignore", "None")
     assert hook["timeoutSeconds"] <= 5
-    assert hook["objectSelector"] == {"matchExpressions": [{"key": "tiercheck.io/inject", "operator": "Exists"}]}
+    assert hook["objectSelector"] == {
+        "matchExpressions": [{"key": "tiercheck.io/inject", "operator": "Exists"}]
+    }
     (rule,) = hook["rules"]
     assert (rule["operations"], rule["resources"]) == (["CREATE"], ["pods"])
     assert "caBundle" not in hook["clientConfig"], "an upgrade must not take it away"
@@ -67,7 +75,9 @@ def test_operator_of_some_namespaces_is_asked_about_pods_of_these_only() -> None
 def test_rights_are_for_one_configuration_one_secret_and_reading_owners() -> None:
     before = {role["metadata"]["name"] for role in of_kind("ClusterRole")}
     added = {
-        role["metadata"]["name"]: role for role in of_kind("ClusterRole", ON) if role["metadata"]["name"] not in before
+        role["metadata"]["name"]: role
+        for role in of_kind("ClusterRole", ON)
+        if role["metadata"]["name"] not in before
     }
     configuration, jobs = added["tiercheck-attach"], added["tiercheck-attach-jobs"]
     (rule,) = configuration["rules"]

@@ -1,4 +1,5 @@
-"""What `helm test` runs, run: it passes on an operator that is up, and says what is wrong with one that is not."""
+"""What `helm test` runs, run: it passes on an operator that is up, and says what is wrong with one that is
+not."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def run(url: str, seconds: float = 0) -> subprocess.CompletedProcess[str]:
     *script, address, patience = command()
     assert address.startswith("http://")
     assert float(patience) > 0
-    return subprocess.run([*script, url, str(seconds)], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        [*script, url, str(seconds)], capture_output=True, text=True, check=False, timeout=60
+    )
 
 
 @contextmanager
@@ -54,7 +57,12 @@ def serving(pages: dict[str, tuple[int, bytes]]) -> Iterator[str]:
 def operators_pages(**changes: tuple[int, bytes]) -> dict[str, tuple[int, bytes]]:
     metrics = Metrics()
     metrics.watched("Node")
-    pages = {"healthz": (200, b"ok\n"), "readyz": (200, b"ready\n"), "metrics": (200, metrics.text()), **changes}
+    pages = {
+        "healthz": (200, b"ok\n"),
+        "readyz": (200, b"ready\n"),
+        "metrics": (200, metrics.text()),
+        **changes,
+    }
     return {f"/{name}": page for name, page in pages.items()}
 
 
@@ -103,6 +111,8 @@ def test_it_is_a_hook_that_asks_the_service_that_is_installed() -> None:
 def test_it_needs_nothing_that_the_operators_image_lacks() -> None:
     """Only the standard library, and the `python3` that the image has on its PATH."""
     script = (ROOT / "charts" / "tiercheck" / "files" / "check.py").read_text()
-    imported = {line.split()[1].partition(".")[0] for line in script.splitlines() if line.startswith("import ")}
+    imported = {
+        line.split()[1].partition(".")[0] for line in script.splitlines() if line.startswith("import ")
+    }
     assert imported <= set(sys.stdlib_module_names)
     assert command()[2].strip() == script.strip()

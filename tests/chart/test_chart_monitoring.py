@@ -116,14 +116,18 @@ def test_expression_asks_for_what_is_exposed(name: str) -> None:
     for selector in asked:
         assert selector.name in known, f"{selector.name} is exposed by nobody"
         for matcher in selector.matchers.matchers:
-            assert matcher.name in known[selector.name] | OF_THE_TARGET, f"{selector.name} has no label {matcher.name}"
+            assert matcher.name in known[selector.name] | OF_THE_TARGET, (
+                f"{selector.name} has no label {matcher.name}"
+            )
 
 
 def test_labels_that_alerts_speak_of_are_labels_of_their_series() -> None:
     known = exposed()
     for rule in rules():
         spoken = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
-        had = set().union(*(known[selector.name] for selector in selectors(promql_parser.parse(rule["expr"]))))
+        had = set().union(
+            *(known[selector.name] for selector in selectors(promql_parser.parse(rule["expr"])))
+        )
         assert spoken <= had | OF_THE_TARGET, rule["alert"]
 
 
@@ -158,7 +162,9 @@ def test_thresholds_labels_and_unwanted_alerts_are_the_users() -> None:
         }
     }
     found = {
-        rule["alert"]: rule for group in only("PrometheusRule", values)["spec"]["groups"] for rule in group["rules"]
+        rule["alert"]: rule
+        for group in only("PrometheusRule", values)["spec"]["groups"]
+        for rule in group["rules"]
     }
     assert set(found) == {rule["alert"] for rule in rules()} - {"TierCheckReconcileSlow"}
     assert "> 77" in found["TierCheckPeerCopiesStale"]["expr"]
@@ -166,7 +172,9 @@ def test_thresholds_labels_and_unwanted_alerts_are_the_users() -> None:
 
 
 def test_group_without_alerts_is_left_out() -> None:
-    disabled = [rule["alert"] for rule in rules() if "Operator" in rule["alert"] or "Reconcile" in rule["alert"]]
+    disabled = [
+        rule["alert"] for rule in rules() if "Operator" in rule["alert"] or "Reconcile" in rule["alert"]
+    ]
     values = {"metrics": {"prometheusRule": {"enabled": True, "disabled": disabled}}}
     groups = only("PrometheusRule", values)["spec"]["groups"]
     assert [group["name"] for group in groups] == ["tiercheck-jobs", "tiercheck-sidecars"]
@@ -187,7 +195,9 @@ def test_monitors_find_ports_that_exist() -> None:
         port["name"] for port in service["spec"]["ports"]
     ]
     (endpoint,) = only("PodMonitor", MONITORED)["spec"]["podMetricsEndpoints"]
-    assert f'"name": "{endpoint["port"]}"' in (ROOT / "operator/tiercheck_operator/manifests/pod.py").read_text()
+    assert (
+        f'"name": "{endpoint["port"]}"' in (ROOT / "operator/tiercheck_operator/manifests/pod.py").read_text()
+    )
     (label,) = only("PodMonitor", MONITORED)["spec"]["selector"]["matchExpressions"]
     assert label["key"] == names.LABEL_JOB_UID
 
@@ -196,7 +206,9 @@ def test_dashboard_is_found_by_grafana_and_reads_from_the_data_source_that_is_ch
     (config,) = of_kind("ConfigMap", MONITORED)
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
     board = dashboard()
-    assert {panel["datasource"]["uid"] for panel in panels_of(board) if "datasource" in panel} == {"${datasource}"}
+    assert {panel["datasource"]["uid"] for panel in panels_of(board) if "datasource" in panel} == {
+        "${datasource}"
+    }
     variables = {variable["name"] for variable in board["templating"]["list"]}
     used = set(re.findall(r"\$\{?([a-z]\w*)", " ".join(strings([board["panels"], board["templating"]]))))
     assert used <= variables

@@ -9,14 +9,17 @@ from chart_under_test import CHART, helm, rendered
 
 BY_THE_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt value": ({"watchNamespace": "a"}, "additional properties 'watchNamespace' not allowed"),
-    "a misspelt setting": ({"settings": {"resync": 1}}, "at '/settings': additional properties 'resync' not allowed"),
+    "a misspelt setting": ({"settings": {"resync": 1}}, ("at '/settings': additional properties 'resync' "
+                                                         "not allowed")),
     "a string for a list": ({"watchNamespaces": "training"}, "at '/watchNamespaces': got string, want array"),
-    "no name of a namespace": ({"watchNamespaces": ["Training"]}, "at '/watchNamespaces/0': 'Training' does not match"),
+    "no name of a namespace": ({"watchNamespaces": ["Training"]}, ("at '/watchNamespaces/0': 'Training' "
+                                                                   "does not match")),
     "a namespace twice": ({"watchNamespaces": ["a", "a"]}, "at '/watchNamespaces'"),
     "a tag in the repository": ({"image": {"repository": "me/operator:1"}}, "at '/image/repository'"),
     "a digest without its algorithm": ({"image": {"digest": "a" * 64}}, "at '/image/digest'"),
     "a pull policy that is none": ({"image": {"pullPolicy": "Sometimes"}}, "'Always', 'IfNotPresent', 'Never'"),
-    "a number that was quoted": ({"metrics": {"port": "8080"}}, "at '/metrics/port': got string, want integer"),
+    "a number that was quoted": ({"metrics": {"port": "8080"}}, ("at '/metrics/port': got string, want "
+                                                                 "integer")),
     "a privileged port": ({"metrics": {"port": 80}}, "at '/metrics/port': minimum: got 80, want 1,024"),
     "no patience": ({"settings": {"silentSeconds": 0}}, "at '/settings/silentSeconds'"),
     "a log level that is none": ({"settings": {"logLevel": "LOUD"}}, "at '/settings/logLevel'"),
@@ -68,7 +71,10 @@ def test_templates_refuse(case: str) -> None:
 
 
 def test_variable_of_ones_own_is_welcome() -> None:
-    assert "HTTPS_PROXY" in rendered({"extraEnv": [{"name": "HTTPS_PROXY", "value": "http://p"}]})["deployment.yaml"]
+    assert (
+        "HTTPS_PROXY"
+        in rendered({"extraEnv": [{"name": "HTTPS_PROXY", "value": "http://p"}]})["deployment.yaml"]
+    )
 
 
 def test_cluster_without_stable_native_sidecars_is_refused() -> None:

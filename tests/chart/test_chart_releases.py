@@ -45,14 +45,18 @@ def objects_of_the_release(cluster: LocalCluster) -> set[str]:
     return {
         f"{path}/{entry['metadata']['name']}"
         for path in kinds
-        for entry in cluster.api.request("GET", f"{path}?labelSelector=app.kubernetes.io/instance%3D{RELEASE}")["items"]
+        for entry in cluster.api.request(
+            "GET", f"{path}?labelSelector=app.kubernetes.io/instance%3D{RELEASE}"
+        )["items"]
     }
 
 
 def test_uninstalling_leaves_the_definition_and_the_jobs_and_nothing_else(
     cluster: LocalCluster, helm_config: Any
 ) -> None:
-    install(helm_config, cluster, {"networkPolicy": {"enabled": True}, "podDisruptionBudget": {"enabled": True}})
+    install(
+        helm_config, cluster, {"networkPolicy": {"enabled": True}, "podDisruptionBudget": {"enabled": True}}
+    )
     assert len(objects_of_the_release(cluster)) >= 10
     cluster.apply(job("kept", "training", suspend=True))
     helm_config.uninstall(RELEASE)
@@ -74,7 +78,9 @@ def test_uninstalling_leaves_nothing_of_what_the_operator_made_for_itself(
     cluster.wait_for(lambda: not exists(cluster, lease), DEADLINE, "the lease to go with its Deployment")
 
 
-def test_uninstalling_without_keep_takes_definition_and_jobs_along(cluster: LocalCluster, helm_config: Any) -> None:
+def test_uninstalling_without_keep_takes_definition_and_jobs_along(
+    cluster: LocalCluster, helm_config: Any
+) -> None:
     install(helm_config, cluster, {"crds": {"keep": False}})
     cluster.apply(job("taken", "training", suspend=True))
     helm_config.uninstall(RELEASE)
@@ -86,7 +92,8 @@ def test_uninstalling_without_keep_takes_definition_and_jobs_along(cluster: Loca
 def test_definition_that_is_kept_already_can_be_turned_over_to_a_release(
     cluster: LocalCluster, helm_config: Any
 ) -> None:
-    """As docs/start/install.md says: after `kubectl apply -f crds/`, Helm wants to be told that the definition is its own now."""
+    """As docs/start/install.md says: after `kubectl apply -f crds/`, Helm wants to be told that the
+    definition is its own now."""
     cluster.apply_crds(ROOT / "crds")
     with pytest.raises(helm.HelmError, match="invalid ownership metadata"):
         install(helm_config, cluster)
@@ -154,7 +161,8 @@ def test_rollback_goes_back(cluster: LocalCluster, helm_config: Any) -> None:
 
 @pytest.mark.parametrize("case", ["namespaced", "everything"])
 def test_api_server_takes_every_object_as_it_is(cluster: LocalCluster, case: str) -> None:
-    """No field is unknown to it, and it warns of nothing but the janitor, which needs the node's memory (off unless asked for)."""
+    """No field is unknown to it, and it warns of nothing but the janitor, which needs the node's memory (off
+    unless asked for)."""
     sent = 0
     for entry in objects(values_of(case), namespace="strict"):
         if entry["apiVersion"].startswith("monitoring.coreos.com"):

@@ -78,7 +78,9 @@ def _abridged(entry: dict[str, Any]) -> dict[str, Any]:
 def test_every_object_has_the_labels_and_annotations_that_are_asked_for() -> None:
     for entry in objects(values_of("everything")):
         assert entry["metadata"]["labels"]["example.com/owner"] == "platform", entry["kind"]
-        assert entry["metadata"]["annotations"]["example.com/contact"] == "platform@example.com", entry["kind"]
+        assert entry["metadata"]["annotations"]["example.com/contact"] == "platform@example.com", entry[
+            "kind"
+        ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,7 +103,9 @@ def test_two_releases_for_their_own_namespaces_share_no_object() -> None:
     one, other = (
         {
             (entry["kind"], entry["metadata"].get("namespace"), entry["metadata"]["name"])
-            for entry in objects({"watchNamespaces": [team], "crds": {"enabled": False}}, "tiercheck", f"{team}-system")
+            for entry in objects(
+                {"watchNamespaces": [team], "crds": {"enabled": False}}, "tiercheck", f"{team}-system"
+            )
         }
         for team in ("red", "blue")
     )
@@ -115,7 +119,11 @@ def test_long_release_name_leaves_every_name_usable() -> None:
 
 
 def test_selectors_find_the_operators_pod_and_not_the_test_pod() -> None:
-    values = {"networkPolicy": {"enabled": True}, "podDisruptionBudget": {"enabled": True}, "podLabels": {"a": "b"}}
+    values = {
+        "networkPolicy": {"enabled": True},
+        "podDisruptionBudget": {"enabled": True},
+        "podLabels": {"a": "b"},
+    }
     labels = only("Deployment", values)["spec"]["template"]["metadata"]["labels"].items()
     test = only("Pod", values)["metadata"]["labels"].items()
     selectors = [
@@ -159,18 +167,24 @@ def test_notes_warn_of_what_would_surprise_later() -> None:
     assert "NOTE" not in notes(**named)
     assert "WARNING" not in notes(**named)
     assert (
-        f"tiercheck-operator:{__version__} and tiercheck-sidecar:{__version__} must be on your nodes already" in notes()
+        f"tiercheck-operator:{__version__} and tiercheck-sidecar:{__version__} must be on your nodes already"
+        in notes()
     )
     assert "delete the definition, and with it every TierCheckJob" in notes(crds={"keep": False}, **named)
     assert "waits until somebody installs the definition" in notes(crds={"enabled": False}, **named)
     assert "needs the rights" in notes(rbac={"create": False}, **named)
-    assert "`kubectl drain` of the operator's node waits" in notes(podDisruptionBudget={"maxUnavailable": 0}, **named)
+    assert "`kubectl drain` of the operator's node waits" in notes(
+        podDisruptionBudget={"maxUnavailable": 0}, **named
+    )
     assert "only TierCheckOperatorDown" in notes(metrics={"prometheusRule": {"enabled": True}}, **named)
 
 
 def test_definition_is_kept_unless_told_otherwise() -> None:
     keep = "helm.sh/resource-policy"
-    kept, not_kept = of_kind("CustomResourceDefinition"), of_kind("CustomResourceDefinition", {"crds": {"keep": False}})
+    kept, not_kept = (
+        of_kind("CustomResourceDefinition"),
+        of_kind("CustomResourceDefinition", {"crds": {"keep": False}}),
+    )
     assert [crd["metadata"]["annotations"][keep] for crd in kept] == ["keep", "keep"]
     assert not [crd for crd in not_kept if keep in crd["metadata"].get("annotations", {})]
     assert of_kind("CustomResourceDefinition", {"crds": {"enabled": False}}) == []

@@ -1,4 +1,5 @@
-"""What makes a pod a worker, and a job that of a workload, is written by the operator alone: a real API server refuses it to all others."""
+"""What makes a pod a worker, and a job that of a workload, is written by the operator alone: a real API
+server refuses it to all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The operator under the chart's own service account is refused nothing that it needs and granted nothing more."""
+"""The operator under the chart's own service account is refused nothing that it needs and granted nothing
+more."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from tiercheck_local.cluster import LocalCluster
 pytestmark = real
 
 UNSEEN = {
-    # Checked by an admission plug-in that is off here (OwnerReferencesPermissionEnforcement), without a request of its own.
+    # Checked by an admission plug-in that is off here (OwnerReferencesPermissionEnforcement), without a
+    # request of its own.
     ("tiercheck.io", "tiercheckjobs/finalizers", "update"),
-    # The count of an Event that comes again, at most every ten seconds: nothing in the story happens twice so far apart.
+    # The count of an Event that comes again, at most every ten seconds: nothing in the story happens twice so
+    # far apart.
     ("", "events", "patch"),
 }
 """Rights that the operator needs without the story showing it."""
@@ -42,11 +45,14 @@ def rights(cluster: LocalCluster, account: str, namespace: str, tmp_path: Path) 
         assert code == 201, answer
         assert not answer["status"]["incomplete"]
         rules = answer["status"]["resourceRules"]
-        named = sorted((rule["resources"], rule["resourceNames"]) for rule in rules if rule.get("resourceNames"))
+        named = sorted(
+            (rule["resources"], rule["resourceNames"]) for rule in rules if rule.get("resourceNames")
+        )
         cluster_itself = (["namespaces"], ["kube-system"])
         single = [(["deployments"], [ACCOUNT]), (["leases"], [ACCOUNT]), cluster_itself]
         assert named in ([], [cluster_itself], single), (
-            "rights to single objects: only to the lease, the Deployment that owns it, and what names the cluster"
+            "rights to single objects: only to the lease, the Deployment that owns it, and what names "
+            "the cluster"
         )
         return granted([{"rules": rules}])
 
@@ -57,7 +63,8 @@ def rights(cluster: LocalCluster, account: str, namespace: str, tmp_path: Path) 
 
 
 def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
-    """A job that runs, loses a worker to a spare, is suspended and resumed twice (one Event tells both), ends, and is removed in time.
+    """A job that runs, loses a worker to a spare, is suspended and resumed twice (one Event tells both),
+    ends, and is removed in time.
 
     Whoever gives the operator a new right gives this story, or one of the others, the turn that uses it.
     """
@@ -87,7 +94,9 @@ def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
         in_phase(cluster, "story", namespace, phase)
     end.touch()
     cluster.wait_for(
-        lambda: not exists(cluster, f"{JOBS.format(namespace)}/story"), DEADLINE, "the job to be removed after its time"
+        lambda: not exists(cluster, f"{JOBS.format(namespace)}/story"),
+        DEADLINE,
+        "the job to be removed after its time",
     )
 
 
@@ -128,7 +137,11 @@ def test_operator_of_one_namespace_is_refused_nothing_and_granted_nothing_elsewh
 @pytest.mark.parametrize(
     ("role", "allowed", "denied"),
     [
-        ("editor", ["create", "patch", "delete", "list"], ["create status", "patch status", "update finalizers"]),
+        (
+            "editor",
+            ["create", "patch", "delete", "list"],
+            ["create status", "patch status", "update finalizers"],
+        ),
         ("viewer", ["get", "list", "watch", "get status"], ["create", "patch", "delete", "patch status"]),
     ],
 )
@@ -141,7 +154,11 @@ def test_people_may_do_with_jobs_what_their_role_says(
             "apiVersion": "rbac.authorization.k8s.io/v1",
             "kind": "RoleBinding",
             "metadata": {"name": role, "namespace": "training"},
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": f"{RELEASE}-{role}"},
+            "roleRef": {
+                "apiGroup": "rbac.authorization.k8s.io",
+                "kind": "ClusterRole",
+                "name": f"{RELEASE}-{role}",
+            },
             "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": role}],
         }
     )

@@ -1,4 +1,5 @@
-"""Pods of the chart pass the restricted Pod Security Standard, hold a token only where it is needed, and talk to few."""
+"""Pods of the chart pass the restricted Pod Security Standard, hold a token only where it is needed, and talk
+to few."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def test_every_pod_is_restricted_and_writes_nowhere_but_into_volumes(case: str) 
 
 @pytest.mark.parametrize("case", CASES)
 def test_only_the_operators_pod_holds_a_token(case: str) -> None:
-    assert only("Deployment", values_of(case))["spec"]["template"]["spec"]["automountServiceAccountToken"] is True
+    assert (
+        only("Deployment", values_of(case))["spec"]["template"]["spec"]["automountServiceAccountToken"]
+        is True
+    )
     for account in of_kind("ServiceAccount", values_of(case)):
         assert account["automountServiceAccountToken"] is False
     for pod in of_kind("Pod", values_of(case)):
@@ -75,7 +79,10 @@ def test_both_directions_are_closed_but_for_what_is_listed() -> None:
 
 def test_api_server_can_be_pinned_to_addresses() -> None:
     api_server = policy(apiServer={"cidrs": ["10.0.0.1/32", "2001:db8::1/128"]})["egress"][0]
-    assert api_server["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}, {"ipBlock": {"cidr": "2001:db8::1/128"}}]
+    assert api_server["to"] == [
+        {"ipBlock": {"cidr": "10.0.0.1/32"}},
+        {"ipBlock": {"cidr": "2001:db8::1/128"}},
+    ]
 
 
 def test_helm_test_gets_through_whoever_else_may_read_metrics() -> None:
@@ -84,7 +91,9 @@ def test_helm_test_gets_through_whoever_else_may_read_metrics() -> None:
     peers = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
     (test,) = of_kind("Pod", values)
     assert [peer for peer in peers if peer.items() <= test["metadata"]["labels"].items()]
-    assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule["from"]
+    assert {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule[
+        "from"
+    ]
 
 
 def test_sidecars_are_called_only_where_jobs_may_be() -> None:
@@ -110,15 +119,19 @@ JOBS = {"networkPolicy": {"jobs": {"namespaces": ["training", "research"]}}}
 MONITORING = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 
 
-def may_reach(spec: dict[str, Any], caller: dict[str, str] | None, namespace: str, port: int, protocol: str) -> bool:
-    """Whether a pod with these labels (None: somebody who is no pod) gets through to a job's pod in `training`."""
+def may_reach(
+    spec: dict[str, Any], caller: dict[str, str] | None, namespace: str, port: int, protocol: str
+) -> bool:
+    """Whether a pod with these labels (None: somebody who is no pod) gets through to a job's pod in
+    `training`."""
     return any(
         any(
             one["protocol"] == protocol and one["port"] <= port <= one.get("endPort", one["port"])
             for one in rule["ports"]
         )
         and (
-            "from" not in rule or (caller is not None and any(is_it(peer, caller, namespace) for peer in rule["from"]))
+            "from" not in rule
+            or (caller is not None and any(is_it(peer, caller, namespace) for peer in rule["from"]))
         )
         for rule in spec["ingress"]
     )
@@ -164,7 +177,11 @@ def test_sidecars_hear_the_operator_each_other_and_monitoring_and_training_hears
             (other, "monitoring", {metrics}),
             (nobody, "", set()),
         ):
-            through = {port for port in (control, exchange, metrics) if may_reach(spec, caller, namespace, port, "TCP")}
+            through = {
+                port
+                for port in (control, exchange, metrics)
+                if may_reach(spec, caller, namespace, port, "TCP")
+            }
             assert through == allowed, (caller, namespace)
         for port in (1, 22, 8469, 8473, 29500, 65535):
             assert may_reach(spec, nobody, "", port, "TCP"), "what training listens on is its owner's affair"
@@ -185,11 +202,15 @@ def test_janitor_has_nothing_but_the_folder_that_it_clears() -> None:
     janitor = only("DaemonSet", values)
     spec = janitor["spec"]["template"]["spec"]
     assert spec["automountServiceAccountToken"] is False
-    assert spec["volumes"] == [{"name": "memory", "hostPath": {"path": "/run/tiercheck", "type": "DirectoryOrCreate"}}]
+    assert spec["volumes"] == [
+        {"name": "memory", "hostPath": {"path": "/run/tiercheck", "type": "DirectoryOrCreate"}}
+    ]
     (container,) = spec["containers"]
     assert container["command"][-3:] == ["/tiercheck/node", "--watch", "1800"]
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
     operator = only("Deployment", values)["spec"]["selector"]["matchLabels"]
-    assert not operator.items() <= janitor["spec"]["template"]["metadata"]["labels"].items(), "no Service finds it"
+    assert not operator.items() <= janitor["spec"]["template"]["metadata"]["labels"].items(), (
+        "no Service finds it"
+    )

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_under_test import CASES, CHART, ROOT, granted, of_kind, only, operators_environment, rendered, values_of
+from chart_under_test import (
+    CASES,
+    CHART,
+    ROOT,
+    granted,
+    of_kind,
+    only,
+    operators_environment,
+    rendered,
+    values_of,
+)
 
 from tiercheck.about import __version__
 from tiercheck.protocol import names
@@ -66,7 +76,9 @@ def shipped_roles() -> dict[str, list[dict[str, Any]]]:
     return {kind: [role for role in roles if role["kind"] == kind] for kind in ("Role", "ClusterRole")}
 
 
-def operators_roles(values: Mapping[str, Any] | None = None, kind: str = "ClusterRole") -> list[dict[str, Any]]:
+def operators_roles(
+    values: Mapping[str, Any] | None = None, kind: str = "ClusterRole"
+) -> list[dict[str, Any]]:
     return [role for role in of_kind(kind, values) if "-operator" in role["metadata"]["name"]]
 
 
@@ -85,7 +97,9 @@ def test_every_role_is_bound_to_the_operators_account_and_to_nobody_else() -> No
             (subject,) = binding["subjects"]
             assert subject == {"kind": "ServiceAccount", "name": account, "namespace": "tiercheck-system"}
         bound = {binding["roleRef"]["name"] for binding in bindings}
-        assert bound == {role["metadata"]["name"] for role in operators_roles(values) + operators_roles(values, "Role")}
+        assert bound == {
+            role["metadata"]["name"] for role in operators_roles(values) + operators_roles(values, "Role")
+        }
 
 
 def test_operator_of_some_namespaces_may_only_look_at_nodes_and_at_what_names_the_cluster_elsewhere() -> None:
@@ -94,7 +108,9 @@ def test_operator_of_some_namespaces_may_only_look_at_nodes_and_at_what_names_th
     (everywhere,) = [binding["roleRef"]["name"] for binding in of_kind("ClusterRoleBinding", values)]
     nodes = {("", "nodes", "list"), ("", "nodes", "watch")}
     assert granted([roles[everywhere]]) == nodes | {("", "namespaces", "get")}
-    named = [rule["resourceNames"] for rule in roles[everywhere]["rules"] if rule["resources"] == ["namespaces"]]
+    named = [
+        rule["resourceNames"] for rule in roles[everywhere]["rules"] if rule["resources"] == ["namespaces"]
+    ]
     assert named == [["kube-system"]]
     there = {
         binding["metadata"]["namespace"]: granted([roles[binding["roleRef"]["name"]]])
@@ -125,7 +141,9 @@ def test_people_who_may_edit_get_jobs_and_people_who_may_view_can_look() -> None
     assert {verb for _, resource, verb in granted([editor]) if "/" in resource} == {"get"}
     ours = {(names.API_GROUP, names.PLURAL), (names.API_GROUP, names.POLICY_PLURAL)}
     # What `tiercheck status`, `plan`, `explain` and `events` read, and no Secret among it.
-    looking = {("", kind, verb) for kind in ("pods", "configmaps", "events") for verb in ("get", "list", "watch")}
+    looking = {
+        ("", kind, verb) for kind in ("pods", "configmaps", "events") for verb in ("get", "list", "watch")
+    }
     looking |= {("", "pods/log", "get")}
     for role in (editor, viewer):
         everything = granted([role])
@@ -157,11 +175,14 @@ class Asked(Mapping[str, str]):
 def test_every_setting_of_the_operator_can_be_set_and_no_other() -> None:
     asked = Asked()
     Config.from_env(asked)
-    set_by_the_chart = {name for name in operators_environment(values_of("everything")) if name != "HTTPS_PROXY"} | {
+    set_by_the_chart = {
+        name for name in operators_environment(values_of("everything")) if name != "HTTPS_PROXY"
+    } | {
         "TIERCHECK_IDENTITY"  # the pod's name
     }
     assert set_by_the_chart == asked.names, (
-        "operator/tiercheck_operator/config.py and the chart differ: add the setting to values.schema.json, values.yaml "
+        "operator/tiercheck_operator/config.py and the chart differ: add the setting to "
+        "values.schema.json, values.yaml "
         "and ci/everything-values.yaml"
     )
 
@@ -182,7 +203,9 @@ def flattened(config: Config) -> dict[str, Any]:
 
 
 def test_settings_reach_the_operator_as_they_are_written() -> None:
-    config = Config.from_env({**operators_environment(values_of("everything")), "TIERCHECK_METRICS_ADDRESS": ""})
+    config = Config.from_env(
+        {**operators_environment(values_of("everything")), "TIERCHECK_METRICS_ADDRESS": ""}
+    )
     written = dict(values_of("everything")["settings"])
     flat = flattened(config)
     taints, conditions, cordon = (written.pop(key) for key in SIGNS)
@@ -278,7 +301,9 @@ def test_network_policy_names_the_port_that_sidecars_listen_on(case: str) -> Non
     for policy in of_kind("NetworkPolicy", values_of(case)):
         if "egress" not in policy["spec"]:
             continue
-        (sidecars,) = [rule for rule in policy["spec"]["egress"] if "podSelector" in (rule.get("to") or [{}])[0]]
+        (sidecars,) = [
+            rule for rule in policy["spec"]["egress"] if "podSelector" in (rule.get("to") or [{}])[0]
+        ]
         assert [port["port"] for port in sidecars["ports"]] == [names.CONTROL_PORT]
         (peer,) = sidecars["to"]
         assert peer["podSelector"]["matchExpressions"][0]["key"] == names.LABEL_JOB_UID
@@ -289,7 +314,11 @@ def test_replicas_of_one_deployment_share_a_lease_that_they_may_hold() -> None:
         deployment, environment = only("Deployment", values_of(case)), operators_environment(values_of(case))
         namespace, name = environment["TIERCHECK_LEASE"].split("/")
         assert (namespace, name) == (deployment["metadata"]["namespace"], deployment["metadata"]["name"])
-        (role,) = [role for role in operators_roles_in(namespace, values_of(case)) if role["metadata"]["name"] == name]
+        (role,) = [
+            role
+            for role in operators_roles_in(namespace, values_of(case))
+            if role["metadata"]["name"] == name
+        ]
         named = [rule["resourceNames"] for rule in role["rules"] if rule.get("resourceNames")]
         assert named == [[name], [name]], "the lease, and the Deployment that it belongs to"
         assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}

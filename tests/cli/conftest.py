@@ -58,7 +58,9 @@ def filled(plane: ControlPlane) -> Path:
         for pod in recorded.pods():
             made = pod.pop("status")
             _created(api, PODS, pod)
-            api.patch(PODS, recorded.NAMESPACE, pod["metadata"]["name"], {"status": made}, subresource="status")
+            api.patch(
+                PODS, recorded.NAMESPACE, pod["metadata"]["name"], {"status": made}, subresource="status"
+            )
         api.create(CONFIG_MAPS, recorded.NAMESPACE, recorded.placement())
         for event in recorded.events():
             api.create(EVENTS, recorded.NAMESPACE, event)

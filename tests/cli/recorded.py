@@ -190,7 +190,8 @@ def status() -> Object:
                 "Protected",
                 "False",
                 "RemoteForbidden",
-                "worker 3: the bucket checkpoints refuses s3:PutObject for team-a/gpt-large/artifacts (AccessDenied)",
+                "worker 3: the bucket checkpoints refuses s3:PutObject for team-a/gpt-large/artifacts "
+                "(AccessDenied)",
                 1100,
             ),
             condition("DeltasActive", "True", "EveryStep", "a delta is taken at every step", 9000),

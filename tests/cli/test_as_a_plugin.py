@@ -11,7 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def start(*words: str, name: str = "tiercheck", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def start(
+    *words: str, name: str = "tiercheck", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """As the installed script called `name` does."""
     code = f"import sys; sys.argv[0] = {name!r}; from tiercheck_cli.main import main; sys.exit(main())"
     return subprocess.run(

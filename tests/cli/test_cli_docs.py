@@ -42,7 +42,9 @@ def _filled(block: re.Match[str]) -> str:
 
 def test_every_command_is_on_the_page() -> None:
     commands = {
-        command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None
+        command.name or command.callback.__name__
+        for command in app.registered_commands
+        if command.callback is not None
     }
     page = PAGE.read_text()
     for name in commands - {"version", "launch", "demo"}:

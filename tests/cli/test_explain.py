@@ -30,7 +30,10 @@ def answers(*asked: str, job: dict[str, Any] | None = None) -> list[WhatIf]:
     job = job or recorded.job()
     layout = layout_of(FakeCluster(), job)
     scenario, step = scenario_of(layout, job)
-    pods = {pod["metadata"]["name"]: int(pod["metadata"]["labels"]["tiercheck.io/worker"]) for pod in recorded.pods()}
+    pods = {
+        pod["metadata"]["name"]: int(pod["metadata"]["labels"]["tiercheck.io/worker"])
+        for pod in recorded.pods()
+    }
     found = losses(asked, layout, pods)
     return [answer(loss, layout, scenario, step=step, past=recoveries(job)) for loss in found]
 
@@ -46,7 +49,9 @@ def test_why_the_last_recovery_took_that_version_from_there(width: int) -> None:
 def test_a_job_that_never_had_to_come_back_says_so() -> None:
     job = recorded.job()
     del job["status"]["lastRecovery"]
-    assert "has not had to come back from anything" in rendered(why(job, recoveries(job), recorded.NOW, 80), 80)
+    assert "has not had to come back from anything" in rendered(
+        why(job, recoveries(job), recorded.NOW, 80), 80
+    )
 
 
 def test_a_recovery_under_way_is_told_before_the_last_one() -> None:
@@ -124,7 +129,9 @@ def test_a_job_that_is_only_a_file_is_asked_about_in_the_midst_of_its_life() -> 
     assert {entry.consequence.farthest for entry in found} == {Tier.PEER}
     matches("explain-if-planned", rendered(what_if_screen(found, layout), 80))
     (one,) = losses(["rack=rack-2"], layout)
-    assert "rebuilt from" in rendered(what_if_screen([answer(one, layout, scenario, step=None, past=())], layout), 80)
+    assert "rebuilt from" in rendered(
+        what_if_screen([answer(one, layout, scenario, step=None, past=())], layout), 80
+    )
 
 
 # How long it would take.
@@ -175,7 +182,10 @@ def test_recoveries_of_the_same_kind_answer_by_their_median() -> None:
         40, True, "the median of its last 3 recoveries like that"
     )
     assert estimate(known, AssumedFailure(Tier.LOCAL, pods_lost=False)).seconds == 17
-    assert estimate(known, AssumedFailure(Tier.REMOTE, pods_lost=True)).source == "as after AllPodsLost in attempt 2"
+    assert (
+        estimate(known, AssumedFailure(Tier.REMOTE, pods_lost=True)).source
+        == "as after AllPodsLost in attempt 2"
+    )
 
 
 def test_what_never_happened_is_put_together_from_the_parts_of_what_did() -> None:

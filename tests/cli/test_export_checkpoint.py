@@ -61,7 +61,9 @@ def sharded(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def restored(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, torch.optim.Optimizer]:
+def restored(
+    sharded: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same version, as one rank restores it."""
     model = model_of_the_run()
     optimizer = optimizer_of_the_run(model)
@@ -177,7 +179,9 @@ def test_what_cannot_be_done_is_a_sentence(sharded: Path, tmp_path: Path) -> Non
     assert "give --prefix one of model, optimizer0" in said(
         "--folder", str(sharded), "--format", "safetensors", "--prefix", "ema", *to
     )
-    assert "is no size" in said("--folder", str(sharded), "--format", "safetensors", "--shard-size", "big", *to)
+    assert "is no size" in said(
+        "--folder", str(sharded), "--format", "safetensors", "--shard-size", "big", *to
+    )
     assert "--remote needs --job" in said("--remote", "s3://bucket/x", "--format", "dcp", *to)
     assert "which job?" in said()
     assert not (tmp_path / "new").exists()
@@ -187,7 +191,9 @@ def test_what_torch_saved_through_us_is_exported_as_torch_would_have_saved_it(tm
     state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "epoch": 3, "list": [torch.ones(2), "text"]}
     with Storage(tmp_path / "checkpoints") as storage:
         assert storage.save(state, 5)
-    ran = run("export", "--folder", str(tmp_path / "checkpoints"), "--format", "dcp", "--to", str(tmp_path / "ours"))
+    ran = run(
+        "export", "--folder", str(tmp_path / "checkpoints"), "--format", "dcp", "--to", str(tmp_path / "ours")
+    )
     assert ran.status == 0, ran.err
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     ours, theirs = (dcp.FileSystemReader(tmp_path / each).read_metadata() for each in ("ours", "theirs"))
@@ -228,12 +234,15 @@ def test_safetensors_are_written_where_torch_is_not_installed(sharded: Path, tmp
 
 
 def test_assembling_by_slabs_gives_what_reading_at_once_gives() -> None:
-    tensor = WholeTensor("F32", (10, 3), (Chunk(0, Box((0, 0), (10, 1)), 0, 40), Chunk(1, Box((0, 1), (10, 2)), 0, 80)))
+    tensor = WholeTensor(
+        "F32", (10, 3), (Chunk(0, Box((0, 0), (10, 1)), 0, 40), Chunk(1, Box((0, 1), (10, 2)), 0, 80))
+    )
     content = [bytes(range(40)), bytes(range(100, 180))]
 
     class Fake:
         slots = tuple(
-            SavedArtifact("", len(each), 16, lambda i, n, each=each: each[16 * i : 16 * i + n]) for each in content
+            SavedArtifact("", len(each), 16, lambda i, n, each=each: each[16 * i : 16 * i + n])
+            for each in content
         )
 
     parts = [bytes(read_box(Fake, tensor, box)) for box in slabs(tensor, 40)]  # type: ignore[arg-type]
@@ -251,7 +260,10 @@ def begun(folder: Path, state: dict[str, Any] | None = None) -> tuple[nn.Module,
         step = checkpointer.restore()
         optimizer.zero_grad()
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        kept = {name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()}
+        kept = {
+            name: {k: v.clone() for k, v in optimizer.state[p].items()}
+            for name, p in model.named_parameters()
+        }
         model(torch.ones(2, 9)).sum().backward()
         optimizer.step()  # what was imported can be trained, and saved again
         checkpointer.step()
@@ -284,16 +296,24 @@ def test_weights_from_safetensors_begin_a_run_with_a_fresh_optimizer(tmp_path: P
     weights = model_of_the_run().state_dict()
     (tmp_path / "hf").mkdir()
     names = list(weights)
-    save_file({name: weights[name] for name in names[:3]}, tmp_path / "hf" / "model-00001-of-00002.safetensors")
-    save_file({name: weights[name] for name in names[3:]}, tmp_path / "hf" / "model-00002-of-00002.safetensors")
-    ran = run("import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded"))
+    save_file(
+        {name: weights[name] for name in names[:3]}, tmp_path / "hf" / "model-00001-of-00002.safetensors"
+    )
+    save_file(
+        {name: weights[name] for name in names[3:]}, tmp_path / "hf" / "model-00002-of-00002.safetensors"
+    )
+    ran = run(
+        "import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded")
+    )
     assert ran.status == 0, ran.err
     position = {"samples": 5}
     model, optimizer, step = begun(tmp_path / "seeded", {"position": position})
     assert (step, position) == (1, {"samples": 5})
     equal(dict(model.state_dict()), dict(weights))
     assert all(not optimizer.state[parameter] for parameter in model.parameters())
-    again = run("import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded"))
+    again = run(
+        "import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded")
+    )
     assert "holds versions already" in again.err
 
 
@@ -431,7 +451,9 @@ def test_metadata_that_is_none_is_a_sentence(tmp_path: Path, state: Any) -> None
 def test_weights_with_a_header_of_nonsense_are_a_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(content)
-    ran = run("import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded"))
+    ran = run(
+        "import", "--from", str(tmp_path / "hf"), "--format", "safetensors", "--to", str(tmp_path / "seeded")
+    )
     assert (ran.status, "cannot be read" in ran.err) == (1, True)
 
 

@@ -22,7 +22,9 @@ def defined() -> set[str]:
     """The names of all tests."""
     paths = (ROOT / "tests").rglob("test_*.py")
     return {
-        name for path in paths for name in re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.MULTILINE)
+        name
+        for path in paths
+        for name in re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.MULTILINE)
     }
 
 
@@ -53,7 +55,9 @@ def test_every_reason_that_a_rank_gives_is_offered_to_rules() -> None:
 
 
 def test_example_is_what_the_api_takes() -> None:
-    rules = yaml.safe_load(FAILURES.partition("```yaml\n")[2].partition("```")[0])["spec"]["failurePolicy"]["rules"]
+    rules = yaml.safe_load(FAILURES.partition("```yaml\n")[2].partition("```")[0])["spec"]["failurePolicy"][
+        "rules"
+    ]
     assert len({rule["name"] for rule in rules}) == len(rules)
     for rule in rules:
         assert sum(key.startswith("on") for key in rule) == 1

@@ -72,7 +72,9 @@ def test_certificate_that_is_not_checked_is_mentioned_once_however_many_requests
     kubeconfig: Path,
 ) -> None:
     Answers.asked.clear()
-    ran = start("status", recorded.NAME, "-n", recorded.NAMESPACE, "--wide", env={"KUBECONFIG": str(kubeconfig)})
+    ran = start(
+        "status", recorded.NAME, "-n", recorded.NAMESPACE, "--wide", env={"KUBECONFIG": str(kubeconfig)}
+    )
     assert ran.returncode == 0, ran.stderr
     assert len(Answers.asked) > 2
     assert "InsecureRequestWarning" not in ran.stderr

@@ -23,7 +23,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(job: str, nodes: str) -> JobLayout:
-    found = read_nodes(str(EXAMPLES / "clusters" / nodes)) if nodes.endswith(".yaml") else made_up_nodes(nodes)
+    found = (
+        read_nodes(str(EXAMPLES / "clusters" / nodes)) if nodes.endswith(".yaml") else made_up_nodes(nodes)
+    )
     return planned(read_job(str(EXAMPLES / job)), found)
 
 
@@ -155,7 +157,9 @@ def test_nodes_without_the_accelerator_are_left_out_and_it_is_said(tmp_path: Pat
         ('{"items": [', "is not JSON"),
     ],
 )
-def test_files_that_list_no_nodes_are_refused_in_a_sentence(tmp_path: Path, text: str, complaint: str) -> None:
+def test_files_that_list_no_nodes_are_refused_in_a_sentence(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     (tmp_path / "nodes").write_text(text)
     with pytest.raises(CannotDo, match=re.escape(complaint)) as refusal:
         read_nodes(str(tmp_path / "nodes"))

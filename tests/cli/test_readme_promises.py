@@ -13,7 +13,10 @@ README = (ROOT / "README.md").read_text()
 PROMISES = README.partition("\n## What it promises\n")[2].partition("\n## ")[0]
 NAMED = re.findall(r"\(`(test_\w+)`\)", PROMISES)
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
+    ),
     *(ROOT / "docs").rglob("*.md"),
     ROOT / "local" / "tiercheck_local" / "README.md",
 ]

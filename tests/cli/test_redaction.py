@@ -46,7 +46,8 @@ def test_keys_are_known_by_their_looks(secret: str) -> None:
     "line",
     [
         "2026-11-21T12:00:00Z worker 3: step 12480, loss 2.31, 1.91 s",
-        "attempt 5: step 12214: newest version that every rank can rebuild; 56 ranks from own memory, 8 from a peer",
+        "attempt 5: step 12214: newest version that every rank can rebuild; 56 ranks from own memory, 8 "
+        "from a peer",
         "https://minio.storage.svc:9000/checkpoints/team-a/gpt-large: 503 Slow Down",
     ],
 )

@@ -38,7 +38,9 @@ class _Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")
+        ]
         if tag not in _VOID:
             self.open.append(tag)
 
@@ -161,7 +163,9 @@ class NastyNumber(int):
 def poisoned(value: Any, *, numbers: bool) -> Any:
     """Every text, and if wanted every whole number, within `value` is nasty, in keys as well."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: poisoned(getattr(value, f.name), numbers=numbers) for f in dataclasses.fields(value)}
+        fields = {
+            f.name: poisoned(getattr(value, f.name), numbers=numbers) for f in dataclasses.fields(value)
+        }
         return dataclasses.replace(value, **fields)
     if isinstance(value, list):
         return [poisoned(entry, numbers=numbers) for entry in value]
@@ -233,7 +237,9 @@ def test_terminal_table_keeps_every_number_whole(width: int) -> None:
 
 def test_name_in_square_brackets_is_shown_and_not_interpreted() -> None:
     record = made_up_run()
-    record = dataclasses.replace(record, faults=[dataclasses.replace(record.faults[0], target="[red]pod[/red]")])
+    record = dataclasses.replace(
+        record, faults=[dataclasses.replace(record.faults[0], target="[red]pod[/red]")]
+    )
     assert "[red]pod[/red]" in in_terminal(record, 120)
 
 
@@ -262,7 +268,9 @@ def test_a_million_step_record_does_not_become_a_huge_page() -> None:
     assert len(page(dataclasses.replace(record, steps=steps))) < 400_000
 
 
-def test_command_draws_a_saved_record_and_refuses_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_draws_a_saved_record_and_refuses_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made_up_run().write(tmp_path / "run.json")
     assert main([str(tmp_path / "run.json"), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "index.html").exists()

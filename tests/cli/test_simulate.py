@@ -64,7 +64,9 @@ def test_without_failures_a_job_trains_all_the_time() -> None:
 
 
 def test_failures_a_day_are_the_sum_of_what_is_told() -> None:
-    told = answers(*QUICK, "--node-failures", "10", "--process-failures", "30", "--domain-failures", "rack=100")
+    told = answers(
+        *QUICK, "--node-failures", "10", "--process-failures", "30", "--domain-failures", "rack=100"
+    )
     assert told["failuresPerDay"] == pytest.approx((64 * 10 + 64 * 30 + 8 * 100) / 1000)
 
 

@@ -76,7 +76,9 @@ def test_restore_under_way_shows_how_much_is_back_and_how_fast() -> None:
 def test_pods_that_are_pulled_for_a_minute_alarm_nobody_and_after_two_they_do() -> None:
     job = recorded.job()
     for ago, expected in ((30, 0), (180, 1)):
-        job["status"]["conditions"] = [recorded.condition("Placed", "False", "WaitingForPods", "pulling", ago)]
+        job["status"]["conditions"] = [
+            recorded.condition("Placed", "False", "WaitingForPods", "pulling", ago)
+        ]
         attention = status_view(job, recorded.NOW).attention
         assert len(attention) == expected
     assert attention[0].advice.startswith("kubectl describe pod")
@@ -105,7 +107,9 @@ def test_all_jobs_in_a_table(width: int) -> None:
 
 def test_names_in_square_brackets_are_shown_and_not_interpreted() -> None:
     job = recorded.job()
-    job["status"]["conditions"] = [recorded.condition("Placed", "False", "Unschedulable", "0/8 [red]nodes[/red]", 200)]
+    job["status"]["conditions"] = [
+        recorded.condition("Placed", "False", "Unschedulable", "0/8 [red]nodes[/red]", 200)
+    ]
     assert "0/8 [red]nodes[/red]" in rendered(screen(status_view(job, recorded.NOW), 80), 80)
 
 

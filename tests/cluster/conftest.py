@@ -40,7 +40,9 @@ def _control_planes() -> list[object]:
 
 
 @pytest.fixture(scope="session", params=_control_planes())
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
     """Four nodes in two racks. Nodes that a test has killed are brought back after it."""
     nodes = NodeSpec.load(ROOT / "examples" / "clusters" / "two-racks.yaml")
     folder = tmp_path_factory.mktemp("cluster")

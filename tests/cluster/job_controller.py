@@ -1,7 +1,8 @@
-"""A stand-in for Kubernetes' Job controller, which neither control plane of the tests has: as much of it as one Indexed Job needs.
+"""A stand-in for Kubernetes' Job controller, which neither control plane of the tests has: as much of it as
+one Indexed Job needs.
 
-It makes the pods with the names, labels and owner references of the real one, makes another for every index whose pod is gone, being
-deleted or failed, and counts what succeeded. It knows nothing of TierCheck.
+It makes the pods with the names, labels and owner references of the real one, makes another for every index
+whose pod is gone, being deleted or failed, and counts what succeeded. It knows nothing of TierCheck.
 """
 
 from __future__ import annotations

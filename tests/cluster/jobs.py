@@ -21,9 +21,11 @@ from tiercheck_local.demo.stage import JOBS, LaptopStage
 
 TRAINER = Path(__file__).with_name("trainer.py")
 PATIENCE = 90.0
-"""Seconds; how long something may take on a slow machine before a test gives up. Nothing is measured against it."""
+"""Seconds; how long something may take on a slow machine before a test gives up. Nothing is measured against
+it."""
 PREPARE_LATE = {"TIERCHECK_WARM_AFTER_SECONDS": "600"}
-"""An interpreter for the next attempt is made when one is needed: to import torch costs as much as all else that a test does."""
+"""An interpreter for the next attempt is made when one is needed: to import torch costs as much as all else
+that a test does."""
 
 
 @dataclass
@@ -56,10 +58,13 @@ class Job:
         try:
             return self.cluster.wait_for(look, PATIENCE, f"{self.name}: {what}")
         except AssertionError as error:
-            raise AssertionError(f"{in_words(self.status)}\n{json.dumps(self.status, indent=1)}\n{error}") from error
+            raise AssertionError(
+                f"{in_words(self.status)}\n{json.dumps(self.status, indent=1)}\n{error}"
+            ) from error
 
     def wait_trained(self, step: int, tier: str = "peer") -> Mapping[str, Any]:
-        """Running, `step` reached, and `tier` complete at some version of the current attempt's making or earlier."""
+        """Running, `step` reached, and `tier` complete at some version of the current attempt's making or
+        earlier."""
         return self.wait(
             f"step {step} and a version complete in {tier}",
             lambda status: (
@@ -88,7 +93,11 @@ class Job:
 
         def found(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
             for condition in status.get("conditions") or ():
-                if condition["type"] == kind and condition["status"] == value and reason in (None, condition["reason"]):
+                if (
+                    condition["type"] == kind
+                    and condition["status"] == value
+                    and reason in (None, condition["reason"])
+                ):
                     return condition
             return None
 
@@ -170,7 +179,8 @@ class Jobs:
         env: Mapping[str, str] | None = None,
         **spec: Any,
     ) -> Job:
-        """Apply a job that trains `steps` steps (0: until it is hit, and then a few more). `spec` overrides the spec."""
+        """Apply a job that trains `steps` steps (0: until it is hit, and then a few more). `spec` overrides
+        the spec."""
         return self.apply(self.manifest(workers, steps=steps, pace=pace, env=env, **spec))
 
     def manifest(
@@ -185,7 +195,8 @@ class Jobs:
         bucket: ObjectStore | None = None,
         **spec: Any,
     ) -> Object:
-        """A job that snapshots every 5 steps, copies to the other rack, and has `bucket` or a folder as its remote tier."""
+        """A job that snapshots every 5 steps, copies to the other rack, and has `bucket` or a folder as its
+        remote tier."""
         settings = {"STEPS": str(steps), "PACE": str(pace), **PREPARE_LATE, **(env or {})}
         container = {
             "name": "trainer",
@@ -201,7 +212,10 @@ class Jobs:
         elif remote_every is not None:
             remote = self.folder / "remote"
             remote.mkdir(exist_ok=True)
-            tiers["remote"] = {"directory": {"volume": {"hostPath": {"path": str(remote)}}}, "everySteps": remote_every}
+            tiers["remote"] = {
+                "directory": {"volume": {"hostPath": {"path": str(remote)}}},
+                "everySteps": remote_every,
+            }
         return {
             "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
             "kind": names.KIND,

@@ -1,6 +1,8 @@
-"""A model sharded over all ranks by FSDP2, whose whole state is told at every step and after every restore, and which samples it drew.
+"""A model sharded over all ranks by FSDP2, whose whole state is told at every step and after every restore,
+and which samples it drew.
 
-The first LIVES attempts (1 if not given) train until they are hit, later ones some steps beyond where they came back to.
+The first LIVES attempts (1 if not given) train until they are hit, later ones some steps beyond where they
+came back to.
 """
 
 from __future__ import annotations
@@ -64,7 +66,13 @@ def main() -> None:
     with Checkpointer(model, optimizer, state={"order": order}) as checkpointer:
         start = checkpointer.restore()
         if start:
-            say(restored=start, attempt=attempt, world=world, whole=whole(model, optimizer), samples=order.position)
+            say(
+                restored=start,
+                attempt=attempt,
+                world=world,
+                whole=whole(model, optimizer),
+                samples=order.position,
+            )
         last = start + TAIL if attempt > int(os.environ.get("LIVES", "1")) else 10**9
         for step, drawn in zip(range(start + 1, last + 1), order.follow(order), strict=False):
             data = torch.stack([sample(index) for index in drawn])
@@ -73,7 +81,14 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             # Before it is saved: who comes back to it, and was not told of it, could compare nothing.
-            say(step=step, attempt=attempt, world=world, loss=float(loss), whole=whole(model, optimizer), drawn=drawn)
+            say(
+                step=step,
+                attempt=attempt,
+                world=world,
+                loss=float(loss),
+                whole=whole(model, optimizer),
+                drawn=drawn,
+            )
             checkpointer.step(loss=float(loss))
             time.sleep(0.05)
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Runs somebody's training script, unchanged, as `python SCRIPT ARGUMENT...` would; but in the first attempt it stands still after the end of
-step AT, until it is hit: so no test that hits it depends on speed.
+"""Runs somebody's training script, unchanged, as `python SCRIPT ARGUMENT...` would; but in the first attempt
+it stands still after the end of step AT, until it is hit: so no test that hits it depends on speed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A plain Indexed Job keeps its own controller and gets TierCheck by one label: the API server asks the operator's webhook."""
+"""A plain Indexed Job keeps its own controller and gets TierCheck by one label: the API server asks the
+operator's webhook."""
 
 from __future__ import annotations
 
@@ -75,12 +76,19 @@ class Attaching:
             },
             **policy,
         }
-        self.cluster.api.create(POLICIES, "default", _object("tiercheck.io/v1alpha1", "TierCheckPolicy", name, spec))
+        self.cluster.api.create(
+            POLICIES, "default", _object("tiercheck.io/v1alpha1", "TierCheckPolicy", name, spec)
+        )
         template = {
             "metadata": {"labels": {names.LABEL_INJECT: name}},
             "spec": {"restartPolicy": "Never", "terminationGracePeriodSeconds": 3, "containers": [container]},
         }
-        job = {"completionMode": "Indexed", "parallelism": workers, "completions": workers, "template": template}
+        job = {
+            "completionMode": "Indexed",
+            "parallelism": workers,
+            "completions": workers,
+            "template": template,
+        }
         owner = IndexedJob(self.cluster, _object("batch/v1", "Job", name, {**job, "backoffLimit": 6}))
         made = AttachedJob(self.cluster, f"job-{name}", workers, owner)
         self.made.append(made)
@@ -97,7 +105,12 @@ class Attaching:
 
 
 def _object(version: str, kind: str, name: str, spec: Object) -> Object:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": "default"}, "spec": spec}
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": spec,
+    }
 
 
 @pytest.fixture
@@ -113,7 +126,9 @@ def attaching(cluster: LocalCluster, jobs: Jobs) -> Iterator[Attaching]:
         "timeoutSeconds": 10,
         "reinvocationPolicy": "IfNeeded",
         "objectSelector": {"matchExpressions": [{"key": names.LABEL_INJECT, "operator": "Exists"}]},
-        "rules": [{"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"]}],
+        "rules": [
+            {"operations": ["CREATE"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"]}
+        ],
     }
     manifest = {
         "apiVersion": "admissionregistration.k8s.io/v1", "kind": "MutatingWebhookConfiguration",
@@ -150,7 +165,9 @@ def _trusted(cluster: LocalCluster) -> bool:
     return names.ANNOTATION_NOT_ATTACHED in (answer["metadata"].get("annotations") or {})
 
 
-def test_indexed_job_survives_a_crash_and_the_loss_of_a_pod(attaching: Attaching, cluster: LocalCluster) -> None:
+def test_indexed_job_survives_a_crash_and_the_loss_of_a_pod(
+    attaching: Attaching, cluster: LocalCluster
+) -> None:
     job = attaching.start(workers=2, env={"FAILURES": "2"})
     before = job.wait_trained(13)
     uids = job.uids()

@@ -45,13 +45,16 @@ def remote(status: Mapping[str, Any]) -> int:
 
 
 def at_rest(job: Job, status: Mapping[str, Any]) -> bool:
-    """The trainers stand still, nothing is being copied or uploaded, and the status knows it: all watermarks are what the sidecars hold."""
+    """The trainers stand still, nothing is being copied or uploaded, and the status knows it: all watermarks
+    are what the sidecars hold."""
     reports = job.reports().values()
     steps = {report.trainer.step or 0 for report in reports}
     if steps != {remote(status) + 17}:
         return False
     marks = {report.watermarks for report in reports}
-    if {(m.peer.step, m.remote.step) for m in marks if m.peer and m.remote} != {(peer(status), remote(status))}:
+    if {(m.peer.step, m.remote.step) for m in marks if m.peer and m.remote} != {
+        (peer(status), remote(status))
+    }:
         return False
     held = {max(h.version for h in report.holdings if h.tier is Tier.LOCAL) for report in reports}
     return len(marks) == 1 and held == {mark.peer for mark in marks} == {mark.local for mark in marks}
@@ -63,13 +66,19 @@ def test_partitioned_old_worker_keeps_sending_and_nobody_listens(jobs: Jobs, clu
     before = job.wait_trained(13)
     node, uid = job.stage.node_of(1), job.uids()[1]
     cluster.faults.partition_node(node)
-    cluster.api.delete(PODS, "default", job.stage.pod_of(1))  # as Kubernetes does in time; nobody is there to end it
+    cluster.api.delete(
+        PODS, "default", job.stage.pod_of(1)
+    )  # as Kubernetes does in time; nobody is there to end it
     recovery = job.wait_recovered(before["attempt"])
     assert cluster.faults.processes_of(node, uid, "trainer"), "the old worker must still be training"
     cluster.wait_for(
-        lambda: job.reports()[0].counters.refused_stale > 0, 60, "worker 0 to refuse something of the old attempt"
+        lambda: job.reports()[0].counters.refused_stale > 0,
+        60,
+        "worker 0 to refuse something of the old attempt",
     )
     assert recovery["tiers"]["peer"] == 1
     cluster.faults.heal_node(node)
-    cluster.wait_for(lambda: not cluster.faults.processes_of(node, uid, "trainer"), 60, "the old pod to be ended")
+    cluster.wait_for(
+        lambda: not cluster.faults.processes_of(node, uid, "trainer"), 60, "the old pod to be ended"
+    )
     assert_same_as_undisturbed(job)

@@ -1,4 +1,5 @@
-"""A script that saves with torch.distributed.checkpoint is a job like any other: memory first, then the bucket, on any number of ranks."""
+"""A script that saves with torch.distributed.checkpoint is a job like any other: memory first, then the
+bucket, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -78,4 +79,6 @@ def test_suspended_job_of_two_goes_on_with_one_that_reads_what_both_saved(
     wanted = undisturbed(lives, max(line["step"] for line in lines), tmp_path / "alone")
     first = [line["loss"] for line in lines if line["step"] == recovery["step"] + 1]
     assert set(first) == {wanted[recovery["step"] + 1]}, "the same weights to the last bit"
-    assert [line["loss"] for line in lines] == pytest.approx([wanted[line["step"]] for line in lines], rel=1e-5)
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [wanted[line["step"]] for line in lines], rel=1e-5
+    )

@@ -1,4 +1,5 @@
-"""With a delta of every step a failure costs nothing that had reached its holders; parity does the same for less memory."""
+"""With a delta of every step a failure costs nothing that had reached its holders; parity does the same for
+less memory."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from tiercheck_local.demo.stage import JOBS
 pytestmark = pytest.mark.cluster
 
 ROOMY = {"snapshot": {"everySteps": 10}}
-"""Chains so long that a busy machine skips no delta: steps take a tenth of a second here, and the news that something has arrived as well."""
+"""Chains so long that a busy machine skips no delta: steps take a tenth of a second here, and the news that
+something has arrived as well."""
 PARITY = {"local": {"sizeLimit": "64Mi"}, "peer": {"parity": {"data": 2, "parity": 1}}}
 
 
 def standing_still(job: Job, gate: Path, after: int) -> tuple[int, int]:
-    """(attempt, step) once training stands still after step `after` and its last step has reached the holders."""
+    """(attempt, step) once training stands still after step `after` and its last step has reached the
+    holders."""
     job.wait_trained(after)
     gate.touch()
 
@@ -41,7 +44,9 @@ def standing_still(job: Job, gate: Path, after: int) -> tuple[int, int]:
 
 
 @pytest.mark.extended
-def test_lost_node_costs_no_step_that_its_peers_had_heard_of(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
+def test_lost_node_costs_no_step_that_its_peers_had_heard_of(
+    jobs: Jobs, cluster: LocalCluster, tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY)
     attempt, step = standing_still(job, gate, after=13)
@@ -54,7 +59,9 @@ def test_lost_node_costs_no_step_that_its_peers_had_heard_of(jobs: Jobs, cluster
 
 
 @pytest.mark.extended
-def test_killed_process_costs_no_step_that_its_memory_holds(jobs: Jobs, cluster: LocalCluster, tmp_path: Path) -> None:
+def test_killed_process_costs_no_step_that_its_memory_holds(
+    jobs: Jobs, cluster: LocalCluster, tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     job = jobs.start(workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY, remote_every=None)
     attempt, step = standing_still(job, gate, after=13)

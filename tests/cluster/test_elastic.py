@@ -38,7 +38,9 @@ def test_suspended_job_of_four_goes_on_with_two_from_the_store(jobs: Jobs, clust
     assert job.status["history"][-1]["ranks"] == 2
     later = [line["step"] for line in said if "step" in line and line["world"] == 2]
     assert min(later) == recovery["step"] + 1
-    assert job.status["tiers"]["remote"]["step"] > recovery["step"], "the new ranks' versions are complete, too"
+    assert job.status["tiers"]["remote"]["step"] > recovery["step"], (
+        "the new ranks' versions are complete, too"
+    )
 
 
 def test_job_goes_on_smaller_by_itself_and_grows_back(jobs: Jobs, cluster: LocalCluster) -> None:
@@ -82,7 +84,9 @@ def assert_shrinks_and_grows(jobs: Jobs, cluster: LocalCluster, *, workers: int,
         assert smaller["step"] % 20 == 0, "deltas lead nowhere on fewer ranks"
         assert smaller["step"] >= complete - complete % 20
         assert smaller["deltas"] == 0
-        assert {job.stage.pod_of(worker) for worker in range(workers - 1)} == survivors, "the last one is worker 1 now"
+        assert {job.stage.pod_of(worker) for worker in range(workers - 1)} == survivors, (
+            "the last one is worker 1 now"
+        )
         shrunk = job.wait_condition("FullSize", "False", "Shrunk")
         assert f"{workers - 1} of {workers} workers" in shrunk["message"]
     finally:
@@ -109,7 +113,8 @@ def assert_every_sample_once(job: Job) -> None:
     branches = job.status["history"]
     ends = [branch["baseStep"] for branch in branches[1:]] + [10**9]
     accepted = {
-        branch["attempt"]: range(branch["baseStep"] + 1, end + 1) for branch, end in zip(branches, ends, strict=True)
+        branch["attempt"]: range(branch["baseStep"] + 1, end + 1)
+        for branch, end in zip(branches, ends, strict=True)
     }
     steps = [line for line in job.printed() if "drawn" in line and line["step"] in accepted[line["attempt"]]]
     drawn = sorted(index for line in steps for index in line["drawn"])

@@ -1,4 +1,5 @@
-"""Every class of failure that is not a loss of pods, with the real operator: what it is called, what it costs, what the user can rule."""
+"""Every class of failure that is not a loss of pods, with the real operator: what it is called, what it
+costs, what the user can rule."""
 
 from __future__ import annotations
 

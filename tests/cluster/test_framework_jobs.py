@@ -1,4 +1,5 @@
-"""The frameworks' examples as jobs: unchanged scripts, whose ranks find each other, save to memory and come back, by what the launcher tells them."""
+"""The frameworks' examples as jobs: unchanged scripts, whose ranks find each other, save to memory and come
+back, by what the launcher tells them."""
 
 from __future__ import annotations
 
@@ -26,8 +27,13 @@ def test_lost_worker_of_an_example_comes_back_to_equal_losses(
 ) -> None:
     modules, argv = needed(name), command(name, "torchrun --nproc-per-node 2")
     script = [sys.executable, str(WRAPPER), *argv, "--folder", str(tmp_path / "job")]
-    job = jobs.start(workers=2, command=script, env={"AT": str(AT), "OMP_NUM_THREADS": "1"}, remote_every=None)
-    job.wait("a snapshot at its holders", lambda status: status.get("tiers", {}).get("peer", {}).get("step", 0) >= 5)
+    job = jobs.start(
+        workers=2, command=script, env={"AT": str(AT), "OMP_NUM_THREADS": "1"}, remote_every=None
+    )
+    job.wait(
+        "a snapshot at its holders",
+        lambda status: status.get("tiers", {}).get("peer", {}).get("step", 0) >= 5,
+    )
     cluster.api.delete(PODS, "default", job.stage.pod_of(1), grace=0)
     recovery = job.wait_recovered(1)
     assert recovery["tiers"] == {"local": 1, "peer": 1, "remote": 0}

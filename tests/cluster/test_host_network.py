@@ -1,4 +1,5 @@
-"""A job whose pods are in their nodes' network, two on each node: they train, and come back, as anywhere else."""
+"""A job whose pods are in their nodes' network, two on each node: they train, and come back, as anywhere
+else."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def test_two_workers_on_one_node_in_its_network_train_and_come_back_from_each_ot
     terms = {"nodeSelectorTerms": [{"matchExpressions": [only]}]}
     spec["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     cluster.faults.kill_operator()
-    jobs.restart_operator()  # it has forgotten nodes that other tests gave it reason to shun, so both are used
+    # it has forgotten nodes that other tests gave it reason to shun, so both are used
+    jobs.restart_operator()
     job = jobs.apply(manifest)
     before = job.wait_trained(13)
     assert len({pod["status"]["podIP"] for pod in job.pods()}) == 2, "two addresses for four pods"

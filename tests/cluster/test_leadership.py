@@ -1,4 +1,5 @@
-"""Two operators, one of which leads: whatever happens to it, the other one goes on where it was, and no attempt is spent."""
+"""Two operators, one of which leads: whatever happens to it, the other one goes on where it was, and no
+attempt is spent."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def test_leader_killed_in_the_middle_of_a_recovery_is_replaced_and_no_attempt_is
     before = job.wait_trained(13)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
-    job.wait("the recovery to begin", lambda status: status.get("recovery") or status["attempt"] > before["attempt"])
+    job.wait(
+        "the recovery to begin",
+        lambda status: status.get("recovery") or status["attempt"] > before["attempt"],
+    )
     replicas.kill(leader)
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["attempt"] == before["attempt"] + 1
@@ -61,13 +65,18 @@ def test_leader_that_was_paused_finds_a_successor_when_it_wakes_up_and_does_no_h
     before = job.wait_trained(13)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
-    job.wait("the recovery to begin", lambda status: status.get("recovery") or status["attempt"] > before["attempt"])
+    job.wait(
+        "the recovery to begin",
+        lambda status: status.get("recovery") or status["attempt"] > before["attempt"],
+    )
     leader.process.send_signal(signal.SIGSTOP)
     recovery = job.wait_recovered(before["attempt"])
     assert replicas.other(leader).leads
     leader.process.send_signal(signal.SIGCONT)
     cluster.wait_for(
-        lambda: "\ntiercheck_leader 0.0" in leader.page("/metrics"), PATIENCE, "the old leader to know its place"
+        lambda: "\ntiercheck_leader 0.0" in leader.page("/metrics"),
+        PATIENCE,
+        "the old leader to know its place",
     )
     assert replicas.leader() is replicas.other(leader)
     assert job.status["attempt"] == recovery["attempt"] == before["attempt"] + 1

@@ -74,7 +74,9 @@ def test_all_kubelets_silent_while_sidecars_answer_costs_nothing(jobs: Jobs, clu
         told = job.wait_condition("Placed", "True", "NodeNotReady")["message"]
         assert "trains on" in told
         cluster.wait_for(
-            lambda: not any(kubernetes_trusts(cluster, node) for node in cluster.nodes), 60, "no node to be ready"
+            lambda: not any(kubernetes_trusts(cluster, node) for node in cluster.nodes),
+            60,
+            "no node to be ready",
         )
         here = step(job.status)
         job.wait("a hundred steps more", lambda status: step(status) > here + 100)
@@ -87,7 +89,9 @@ def test_all_kubelets_silent_while_sidecars_answer_costs_nothing(jobs: Jobs, clu
 
 
 @pytest.mark.extended
-def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
     old = job.uids()
@@ -98,7 +102,8 @@ def test_replacement_whose_sidecar_takes_long_to_listen_is_waited_for(jobs: Jobs
             lambda: "running" in _replaced(job, cluster, old).get("state", {}), 60, "its replacement to run"
         )
         new = job.uids()[1]
-        # Its peer's trainer has failed, and a silent sidecar is given up after TIERCHECK_SUSPECT_SECONDS then.
+        # Its peer's trainer has failed, and a silent sidecar is given up after TIERCHECK_SUSPECT_SECONDS
+        # then.
         passed = time.monotonic() + 2 * float(OPERATOR_ENV["TIERCHECK_SUSPECT_SECONDS"])
         cluster.wait_for(lambda: time.monotonic() > passed, 60, "that limit to pass twice")
         assert job.uids()[1] == new
@@ -143,7 +148,11 @@ def test_node_whose_processes_are_dead_is_left_although_its_kernel_refuses_and_k
 def _protected(status: Mapping[str, Any]) -> dict[str, Any]:
     """Its condition, with the status as a bool."""
     found = next((c for c in status.get("conditions") or () if c["type"] == "Protected"), None)
-    return {**found, "status": found["status"] == "True"} if found else {"status": False, "reason": "", "message": ""}
+    return (
+        {**found, "status": found["status"] == "True"}
+        if found
+        else {"status": False, "reason": "", "message": ""}
+    )
 
 
 def _replaced(job: Job, cluster: LocalCluster, old: Mapping[int, str]) -> Mapping[str, Any]:

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.extended
-def test_suspended_job_gives_its_pods_back_and_goes_on_from_the_remote_tier(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_suspended_job_gives_its_pods_back_and_goes_on_from_the_remote_tier(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
     cluster.api.patch(JOBS, "default", job.name, {"spec": {"suspend": True}})
@@ -28,7 +30,9 @@ def test_suspended_job_gives_its_pods_back_and_goes_on_from_the_remote_tier(jobs
     assert_same_as_undisturbed(job)
 
 
-def test_deleted_job_leaves_nothing_behind_even_without_an_operator(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_deleted_job_leaves_nothing_behind_even_without_an_operator(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
     job = jobs.start(workers=2)
     job.wait_trained(6)
     assert job.belongings()
@@ -52,8 +56,15 @@ def test_status_and_events_tell_the_story(jobs: Jobs, cluster: LocalCluster) -> 
     assert "step" in recovery["reason"]
     job.wait_condition("Completed")
     assert job.status["phase"] == "Completed"
-    wanted = {"AttemptStarted", "PodEvicted", "Recovered", "Completed"}  # an Event follows the status that it tells of
-    cluster.wait_for(lambda: wanted <= {event["reason"] for event in job.events()}, PATIENCE, f"Events {wanted}")
+    wanted = {
+        "AttemptStarted",
+        "PodEvicted",
+        "Recovered",
+        "Completed",
+    }  # an Event follows the status that it tells of
+    cluster.wait_for(
+        lambda: wanted <= {event["reason"] for event in job.events()}, PATIENCE, f"Events {wanted}"
+    )
     assert [event["reason"] for event in job.events()].count("Completed") == 1, "an Event is posted once"
 
 

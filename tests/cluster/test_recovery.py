@@ -104,7 +104,10 @@ def test_operator_killed_in_the_middle_of_a_recovery_continues_it(jobs: Jobs, cl
     before = job.wait_trained(13)
     uids = job.uids()
     cluster.faults.kill_container_process(job.stage.pod_of(1))
-    job.wait("the recovery to begin", lambda status: status.get("recovery") or status["attempt"] > before["attempt"])
+    job.wait(
+        "the recovery to begin",
+        lambda status: status.get("recovery") or status["attempt"] > before["attempt"],
+    )
     cluster.faults.kill_operator()
     jobs.restart_operator()
     recovery = job.wait_recovered(before["attempt"])
@@ -114,7 +117,9 @@ def test_operator_killed_in_the_middle_of_a_recovery_continues_it(jobs: Jobs, cl
 
 
 @pytest.mark.extended
-def test_failure_while_the_operator_is_down_is_mended_when_it_is_back(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_failure_while_the_operator_is_down_is_mended_when_it_is_back(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
     cluster.faults.kill_operator()

@@ -1,4 +1,5 @@
-"""Nodes get other labels under a job that trains: its copies move, in the same attempt, and are worth something where they are."""
+"""Nodes get other labels under a job that trains: its copies move, in the same attempt, and are worth
+something where they are."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_copies_follow_the_labels_while_training_goes_on(jobs: Jobs, cluster: Lo
 
     def apart() -> bool:
         kept = copied(job)
-        assert all(kept.get(rank, 0) >= mark // 5 * 5 for rank in range(4)), f"a promised copy is gone: {kept}"
+        assert all(kept.get(rank, 0) >= mark // 5 * 5 for rank in range(4)), (
+            f"a promised copy is gone: {kept}"
+        )
         now = placement(job)
         return not now.leaving and all(
             pdu[job.stage.node_of(worker)] != pdu[job.stage.node_of(holder)]
@@ -69,7 +72,9 @@ def test_copies_follow_the_labels_while_training_goes_on(jobs: Jobs, cluster: Lo
         )
 
     cluster.wait_for(apart, PATIENCE, "every copy to be on another pdu")
-    moved = job.wait("the new placement to be told", lambda status: "any one pdu" in status["placement"]["tolerates"])
+    moved = job.wait(
+        "the new placement to be told", lambda status: "any one pdu" in status["placement"]["tolerates"]
+    )
     assert (moved["attempt"], job.uids()) == (before["attempt"], uids), json.dumps(moved.get("lastRecovery"))
     job.wait_trained(moved["progress"]["step"] + 10)
     cluster.faults.kill_node(job.stage.node_of(1))

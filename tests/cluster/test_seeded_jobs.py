@@ -1,4 +1,5 @@
-"""What other tools wrote begins a job, and a job's newest version leaves it for other tools, asked for by the job's name."""
+"""What other tools wrote begins a job, and a job's newest version leaves it for other tools, asked for by the
+job's name."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def fresh(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def written_elsewhere(form: str, folder: Path) -> str:
-    """Three steps of training without us, saved by torch or as Hugging Face does it; a digest of what there is to come back."""
+    """Three steps of training without us, saved by torch or as Hugging Face does it; a digest of what there
+    is to come back."""
     model, optimizer = fresh(5)
     for _ in range(3):
         optimizer.zero_grad()
@@ -55,7 +57,16 @@ def written_elsewhere(form: str, folder: Path) -> str:
 
 def exported(job: Job, form: str, to: Path) -> int:
     """The step of the version that `tiercheck export JOB` has found."""
-    words = ("export", job.name, "--kubeconfig", str(job.cluster.kubeconfig), "--format", form, "--to", str(to))
+    words = (
+        "export",
+        job.name,
+        "--kubeconfig",
+        str(job.cluster.kubeconfig),
+        "--format",
+        form,
+        "--to",
+        str(to),
+    )
     ran = run(*words, env=CREDENTIALS)
     assert ran.status == 0, ran.err
     found = re.search(r"step (\d+)", ran.err)

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.cluster
 
 def spares(job: Job) -> list[str]:
     """Names of the pods that are no worker's."""
-    return [pod["metadata"]["name"] for pod in job.pods() if names.LABEL_WORKER not in pod["metadata"]["labels"]]
+    return [
+        pod["metadata"]["name"] for pod in job.pods() if names.LABEL_WORKER not in pod["metadata"]["labels"]
+    ]
 
 
 def wait_spares(job: Job, ready: int) -> None:
@@ -46,7 +48,9 @@ def test_spare_takes_the_place_of_a_worker_whose_node_died(jobs: Jobs, cluster: 
 
 
 @pytest.mark.extended
-def test_job_without_capacity_waits_with_a_reason_and_goes_on_from_memory(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_job_without_capacity_waits_with_a_reason_and_goes_on_from_memory(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
     job = jobs.start(workers=2, failurePolicy={"capacityTimeoutSeconds": 2})
     before = job.wait_trained(13)
     lost = job.stage.node_of(1)
@@ -58,7 +62,9 @@ def test_job_without_capacity_waits_with_a_reason_and_goes_on_from_memory(jobs: 
         placed = job.wait_condition("Placed", "False", "NoCapacity")
         assert "unschedulable" in placed["message"], "what the scheduler says"
         held = job.reports()[0].holdings
-        assert {holding.rank for holding in held} == {0, 1}, "the survivor keeps its own and the lost worker's copies"
+        assert {holding.rank for holding in held} == {0, 1}, (
+            "the survivor keeps its own and the lost worker's copies"
+        )
     finally:
         for name in others:
             cluster.faults.cordon_node(name, cordoned=False)
@@ -74,7 +80,9 @@ def node_memory(cluster: LocalCluster, node: str) -> Path:
 
 
 @pytest.mark.extended
-def test_node_memory_outlives_a_pod_and_is_cleared_when_its_job_is_gone(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_node_memory_outlives_a_pod_and_is_cleared_when_its_job_is_gone(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
     manifest = jobs.manifest(2)
     manifest["spec"]["tiers"]["local"]["medium"] = "NodeMemory"
     job = jobs.apply(manifest)
@@ -110,7 +118,14 @@ def janitor(cluster: LocalCluster, node: str) -> Iterator[None]:
     container = {
         "name": "janitor",
         "image": "tiercheck-sidecar",
-        "command": [sys.executable, "-m", "tiercheck_sidecar.vault.node_memory", names.NODE_MEMORY_DIR, "--watch", "0"],
+        "command": [
+            sys.executable,
+            "-m",
+            "tiercheck_sidecar.vault.node_memory",
+            names.NODE_MEMORY_DIR,
+            "--watch",
+            "0",
+        ],
         "volumeMounts": [{"name": "memory", "mountPath": names.NODE_MEMORY_DIR}],
     }
     volume = {"name": "memory", "hostPath": {"path": base, "type": "DirectoryOrCreate"}}

@@ -1,4 +1,5 @@
-"""Nodes that die, are cut off or will be emptied: left in time, and whoever is left behind is never believed again."""
+"""Nodes that die, are cut off or will be emptied: left in time, and whoever is left behind is never believed
+again."""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ pytestmark = pytest.mark.cluster
 
 
 def trains(cluster: LocalCluster, node: str, uid: str) -> bool:
-    """Whether a training command runs in a pod that the API may know no more. Its launcher stays, and what that keeps ready."""
+    """Whether a training command runs in a pod that the API may know no more. Its launcher stays, and what
+    that keeps ready."""
     return sum(not waits_warm(pid) for pid in cluster.faults.processes_of(node, uid, "trainer")) > 1
 
 
 def newest_step(cluster: LocalCluster, pod: str) -> int:
     """The last that the pod's trainer has printed."""
     lines = (cluster.logs / pod / "trainer.log").read_text().splitlines()
-    return max(json.loads(line).get("step", 0) for line in lines if line.startswith("{") and line.endswith("}"))
+    return max(
+        json.loads(line).get("step", 0) for line in lines if line.startswith("{") and line.endswith("}")
+    )
 
 
 def kubernetes_trusts(cluster: LocalCluster, node: str) -> bool:
@@ -41,7 +45,8 @@ def test_silent_node_is_left_while_kubernetes_still_believes_in_it(
     job = jobs.start(workers=2, env={"GATE": str(gate)})
     before = job.wait_trained(13)
     node = job.stage.node_of(1)
-    gate.touch()  # ranks whose network is cut wait for each other; the cut of the sidecars' links does not reach theirs
+    # ranks whose network is cut wait for each other; the cut of the sidecars' links does not reach theirs
+    gate.touch()
     cluster.faults.cut_links(job.stage.pod_of(1), [job.stage.pod_of(0)], operator=True)
     recovery = job.wait_recovered(before["attempt"])
     assert kubernetes_trusts(cluster, node)
@@ -68,11 +73,14 @@ def test_worker_cut_off_from_everybody_trains_on_for_nobody_and_stops_when_it_he
     assert trains(cluster, node, uid), "the dead worker is alive"
     cluster.wait_for(lambda: newest_step(cluster, pod) > here, PATIENCE, "the old worker to go on stepping")
     assert recovery["tiers"]["peer"] == 1, "its replacement came back from the other worker's memory"
-    cluster.faults.mend_links()  # it reaches its peers again; neither the controller nor Kubernetes can tell it anything
+    # it reaches its peers again; neither the controller nor Kubernetes can tell it anything
+    cluster.faults.mend_links()
     cluster.wait_for(lambda: not trains(cluster, node, uid), PATIENCE, "the old worker to stop itself")
     versions = {holding.version for report in job.reports().values() for holding in report.holdings}
     stale = {
-        version for version in versions if version.attempt == before["attempt"] and version.step > recovery["step"]
+        version
+        for version in versions
+        if version.attempt == before["attempt"] and version.step > recovery["step"]
     }
     assert not stale, "nothing that it did after the split is kept by anybody"
     cluster.faults.heal_node(node)
@@ -86,7 +94,12 @@ def test_workers_that_only_the_store_can_tell_stop_and_leave_its_versions_alone(
     manifest = jobs.manifest(workers=2, env={"ALONE": "1", "TAIL": "30"})
     # Nobody answers, so it might be us: Kubernetes has the word, here sooner than after its 300 s.
     manifest["spec"]["template"]["spec"]["tolerations"] = [
-        {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 3}
+        {
+            "key": "node.kubernetes.io/unreachable",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": 3,
+        }
     ]
     job = jobs.apply(manifest)
     before = job.wait_trained(22, tier="remote")
@@ -97,18 +110,24 @@ def test_workers_that_only_the_store_can_tell_stop_and_leave_its_versions_alone(
     recovery = job.wait_recovered(before["attempt"])
     assert recovery["tiers"]["remote"] == 2
     for node, uid in old.values():
-        cluster.wait_for(lambda node=node, uid=uid: not trains(cluster, node, uid), PATIENCE, "the old ones to stop")
+        cluster.wait_for(
+            lambda node=node, uid=uid: not trains(cluster, node, uid), PATIENCE, "the old ones to stop"
+        )
     assert_same_as_undisturbed(job)
 
 
 @pytest.mark.extended
-def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(jobs: Jobs, cluster: LocalCluster) -> None:
+def test_drained_node_gives_its_pod_away_with_the_work_of_its_last_steps(
+    jobs: Jobs, cluster: LocalCluster
+) -> None:
     job = jobs.start(workers=2)
     before = job.wait_trained(13)
     node, uids = job.stage.node_of(1), job.uids()
     cluster.faults.cordon_node(node)
     try:
-        job.wait("training to go on", lambda status: status["progress"]["step"] > before["progress"]["step"] + 5)
+        job.wait(
+            "training to go on", lambda status: status["progress"]["step"] > before["progress"]["step"] + 5
+        )
         assert job.uids() == uids, "a cordon alone moves nobody"
         for pod in job.pods():
             if pod["spec"].get("nodeName") == node:

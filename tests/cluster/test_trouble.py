@@ -1,4 +1,5 @@
-"""Bad input and trouble: a condition says what is wrong and what to do; the job waits or degrades, the operator lives."""
+"""Bad input and trouble: a condition says what is wrong and what to do; the job waits or degrades, the
+operator lives."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ def test_too_few_nodes_is_said_in_the_schedulers_words(jobs: Jobs) -> None:
 
 
 def test_unlabelled_nodes_are_named_and_the_job_runs_with_less(jobs: Jobs) -> None:
-    levels = [{"name": "pdu", "label": "example.com/pdu"}, {"name": "host", "label": "kubernetes.io/hostname"}]
+    levels = [
+        {"name": "pdu", "label": "example.com/pdu"},
+        {"name": "host", "label": "kubernetes.io/hostname"},
+    ]
     manifest = jobs.manifest(workers=2, steps=30, topology={"levels": levels})
     manifest["spec"]["tiers"]["peer"]["spread"] = {"level": "pdu"}
     job = jobs.apply(manifest)
@@ -95,7 +99,9 @@ def test_bucket_that_breaks_later_never_stops_training(
     assert job.status["attempt"] == 1
     problem = job.wait(
         "a message about the bucket",
-        lambda status: any(store.endpoint.removeprefix("http://") in c["message"] for c in status["conditions"]),
+        lambda status: any(
+            store.endpoint.removeprefix("http://") in c["message"] for c in status["conditions"]
+        ),
     )
     assert problem["phase"] == "Running"
 
@@ -107,7 +113,9 @@ def test_memory_for_less_than_two_snapshots_is_said_with_numbers_and_training_go
     job.wait_condition("Completed")
 
 
-def test_state_that_cannot_be_captured_is_told_with_its_name_and_training_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+def test_state_that_cannot_be_captured_is_told_with_its_name_and_training_goes_on(
+    jobs: Jobs, tmp_path: Path
+) -> None:
     strange = tmp_path / "strange"
     job = jobs.start(workers=2, env={"OBJECT": str(strange), "TAIL": "10000"}, remote_every=None)
     before = job.wait_trained(6)

@@ -1,11 +1,14 @@
-"""What the cluster tests train: a tiny model whose every step couples all ranks, so that survivors notice a loss.
+"""What the cluster tests train: a tiny model whose every step couples all ranks, so that survivors notice a
+loss.
 
-Deterministic: the same step gives the same bits on any attempt. Without STEPS the first attempt trains until it is hit,
-and a later one TAIL steps beyond where it came back to, so that no test depends on speed. PACE is in seconds per step,
-FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt only; GATE_RANK=n: only this rank; GATE_AT=n: only n steps
-after a multiple of 20, at which jobs upload), ALONE=1 uncouples the ranks, FAILURES=n makes the first n
-attempts go on until they are hit, DIVERGE_AT=n makes the loss infinite from step n on (first attempt only), NOISY=1 takes an optimizer that draws random numbers of its own.
-OBJECT=file: while it exists, the optimizer of rank 1 keeps an object that no checkpoint can hold. SWAP=1 writes the weights through `.data` after each step.
+Deterministic: the same step gives the same bits on any attempt. Without STEPS the first attempt trains until
+it is hit, and a later one TAIL steps beyond where it came back to, so that no test depends on speed. PACE is
+in seconds per step, FAIL_AT=n exits at step n, GATE=file stands still once the file exists (first attempt
+only; GATE_RANK=n: only this rank; GATE_AT=n: only n steps after a multiple of 20, at which jobs upload),
+ALONE=1 uncouples the ranks, FAILURES=n makes the first n attempts go on until they are hit, DIVERGE_AT=n
+makes the loss infinite from step n on (first attempt only), NOISY=1 takes an optimizer that draws random
+numbers of its own. OBJECT=file: while it exists, the optimizer of rank 1 keeps an object that no checkpoint
+can hold. SWAP=1 writes the weights through `.data` after each step.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def undisturbed(rank: int, steps: int) -> str:
-    """The digest of a rank that trained `steps` steps without failure, cluster or checkpoint. Ranks mix no gradients."""
+    """The digest of a rank that trained `steps` steps without failure, cluster or checkpoint. Ranks mix no
+    gradients."""
     model, optimizer = build(rank)
     for _ in range(steps):
         train_one_step(model, optimizer, rank, together=False)

@@ -21,7 +21,9 @@ from tiercheck_local.controlplane import open_control_plane
                 pytest.mark.real,
                 pytest.mark.skipif(
                     "KUBEBUILDER_ASSETS" not in os.environ,
-                    reason="no real API server: set KUBEBUILDER_ASSETS to a folder with etcd and kube-apiserver",
+                    reason=(
+                        "no real API server: set KUBEBUILDER_ASSETS to a folder with etcd and kube-apiserver"
+                    ),
                 ),
             ],
         ),

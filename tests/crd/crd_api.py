@@ -1,4 +1,5 @@
-"""What the CRD's tests say to an API server, and what it answers: plain HTTP, so that nothing stands between them and its words."""
+"""What the CRD's tests say to an API server, and what it answers: plain HTTP, so that nothing stands between
+them and its words."""
 
 from __future__ import annotations
 
@@ -82,7 +83,12 @@ class Api:
                 time.sleep(0.05)
 
     def call(
-        self, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None, accept: str = ""
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        query: Mapping[str, str] | None = None,
+        accept: str = "",
     ) -> dict[str, Any]:
         request = self._request(method, path, body, query or {}, accept or "application/json")
         try:
@@ -117,7 +123,9 @@ class Api:
 def open_api(kubeconfig: Path) -> Api:
     settings = kubernetes.client.Configuration()
     kubernetes.config.load_kube_config(str(kubeconfig), client_configuration=settings)
-    token = settings.get_api_key_with_prefix("BearerToken") or settings.get_api_key_with_prefix("authorization")
+    token = settings.get_api_key_with_prefix("BearerToken") or settings.get_api_key_with_prefix(
+        "authorization"
+    )
     tls = None
     if settings.host.startswith("https"):
         tls = ssl.create_default_context(cafile=settings.ssl_ca_cert)

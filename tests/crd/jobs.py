@@ -1,4 +1,5 @@
-"""Jobs for the CRD's tests: a valid one, and the ways to make it wrong with the sentence that the user then reads."""
+"""Jobs for the CRD's tests: a valid one, and the ways to make it wrong with the sentence that the user then
+reads."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def job(name: str = "job", **spec: Any) -> dict[str, Any]:
 def template(**trainer: Any) -> dict[str, Any]:
     """A pod template; `trainer` replaces fields of its container."""
     return {
-        "spec": {"containers": [{"name": "trainer", "image": "trainer", "command": ["torchrun", "t.py"], **trainer}]}
+        "spec": {
+            "containers": [
+                {"name": "trainer", "image": "trainer", "command": ["torchrun", "t.py"], **trainer}
+            ]
+        }
     }
 
 
@@ -78,28 +83,68 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     (f"{_TRAINER}.image", REMOVED, "the container trainer needs an image"),
     (f"{_TRAINER}.command", REMOVED, "the container trainer needs a command"),
     (f"{_TRAINER}.command", [], "the container trainer needs a command"),
-    (f"{_TRAINER}.livenessProbe", {"exec": {"command": ["true"]}}, "must have no livenessProbe and no startupProbe"),
-    (f"{_TRAINER}.startupProbe", {"tcpSocket": {"port": 1}}, "must have no livenessProbe and no startupProbe"),
+    (
+        f"{_TRAINER}.livenessProbe",
+        {"exec": {"command": ["true"]}},
+        "must have no livenessProbe and no startupProbe",
+    ),
+    (
+        f"{_TRAINER}.startupProbe",
+        {"tcpSocket": {"port": 1}},
+        "must have no livenessProbe and no startupProbe",
+    ),
     ("spec.template.spec.activeDeadlineSeconds", 60, "use spec.activeDeadlineSeconds, which is for the job"),
     (f"{_TRAINER}.env", [{"name": "PET_NNODES", "value": "2"}], "must not set PET_*"),
-    (f"{_TRAINER}.env", [{"name": "A", "value": "1"}, {"name": "MASTER_ADDR", "value": "h"}], "must not set PET_*"),
-    (f"{_TRAINER}.env", [{"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}], "must not set"),
+    (
+        f"{_TRAINER}.env",
+        [{"name": "A", "value": "1"}, {"name": "MASTER_ADDR", "value": "h"}],
+        "must not set PET_*",
+    ),
+    (
+        f"{_TRAINER}.env",
+        [{"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
+        "must not set",
+    ),
     (f"{_TRAINER}.env", [{"name": "TIERCHECK_WORKER", "value": "0"}], "must not set PET_*, TIERCHECK_*"),
-    ("spec.template.spec.initContainers", [{"name": "tiercheck-library", "image": "i"}], "are taken by TierCheck"),
-    ("spec.template.spec.volumes", [{"name": "tiercheck-memory", "emptyDir": {}}], "names of volumes that begin with"),
+    (
+        "spec.template.spec.initContainers",
+        [{"name": "tiercheck-library", "image": "i"}],
+        "are taken by TierCheck",
+    ),
+    (
+        "spec.template.spec.volumes",
+        [{"name": "tiercheck-memory", "emptyDir": {}}],
+        "names of volumes that begin with",
+    ),
     ("spec.topology", {"preset": "azure"}, "generic"),
     ("spec.topology", {}, "either preset or levels"),
-    ("spec.topology", {"preset": "gke", "kueueTopology": "fabric"}, "either preset or levels or kueueTopology"),
+    (
+        "spec.topology",
+        {"preset": "gke", "kueueTopology": "fabric"},
+        "either preset or levels or kueueTopology",
+    ),
     ("spec.topology", {"kueueTopology": "fabric", "levels": _LEVELS}, "only one of them"),
     ("spec.topology", {"preset": "gke", "levels": _LEVELS}, "either preset or levels"),
     ("spec.topology", {"levels": []}, "at least 1 items"),
     ("spec.topology", {"levels": [*_LEVELS[:1], *_LEVELS[:1]]}, "names of topology.levels must differ"),
-    ("spec.topology", {"levels": [{"name": "a", "label": "x/y"}, {"name": "b", "label": "x/y"}]}, "labels of topology"),
+    (
+        "spec.topology",
+        {"levels": [{"name": "a", "label": "x/y"}, {"name": "b", "label": "x/y"}]},
+        "labels of topology",
+    ),
     ("spec.topology", {"levels": _LEVELS[::-1]}, "can only be the last of topology.levels"),
-    ("spec.topology", {"levels": [{"name": "host", "label": "x/y"}]}, "belongs to the label kubernetes.io/hostname"),
+    (
+        "spec.topology",
+        {"levels": [{"name": "host", "label": "x/y"}]},
+        "belongs to the label kubernetes.io/hostname",
+    ),
     ("spec.topology", {"levels": [{"name": "Rack 1", "label": "x/y"}]}, "the name of a level must be"),
     ("spec.topology", {"levels": [{"name": "rack", "label": "not a label"}]}, "must be a label's key"),
-    ("spec.topology", {"levels": [{"name": f"l{n}", "label": f"x/l{n}"} for n in range(9)]}, "at most 8 items"),
+    (
+        "spec.topology",
+        {"levels": [{"name": f"l{n}", "label": f"x/l{n}"} for n in range(9)]},
+        "at most 8 items",
+    ),
     ("spec.checkpoint.snapshot.everySteps", 0, "greater than or equal to 1"),
     ("spec.tiers.local.sizeLimit", "64 GB", "sizeLimit must be a quantity above zero"),
     ("spec.tiers.local.sizeLimit", "0", "sizeLimit must be a quantity above zero"),
@@ -117,7 +162,11 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.tiers.peer", {"copies": 1, "parity": {"data": 2, "parity": 1}}, "copies or parity, not both"),
     ("spec.tiers.peer.parity", {"data": 4, "parity": 1}, "needs at least data + parity workers"),
     ("spec.tiers.peer.spread.mode", "Strict", "Required"),
-    ("spec.tiers.peer.spread.level", "leaf", "must be the name of a level in topology.levels, or of the preset"),
+    (
+        "spec.tiers.peer.spread.level",
+        "leaf",
+        "must be the name of a level in topology.levels, or of the preset",
+    ),
     ("spec.tiers.remote", {}, "needs either s3 or directory"),
     ("spec.tiers.remote", {"s3": _S3, "directory": _DIRECTORY}, "needs either s3 or directory, and not both"),
     ("spec.tiers.remote", {"s3": {}}, "bucket"),
@@ -126,7 +175,11 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.tiers.remote", {"s3": {**_S3, "prefix": "/a"}}, "prefix must not begin or end with"),
     ("spec.tiers.remote", {"s3": {**_S3, "credentialsSecretName": "A_B"}}, "must be the name of a Secret"),
     ("spec.tiers.remote", {"directory": {"volume": {}}}, "at least 1 properties"),
-    ("spec.tiers.remote", {"directory": {**_DIRECTORY, "subPath": "a/../b"}}, "subPath must be a relative path"),
+    (
+        "spec.tiers.remote",
+        {"directory": {**_DIRECTORY, "subPath": "a/../b"}},
+        "subPath must be a relative path",
+    ),
     ("spec.tiers.remote", {"directory": {**_DIRECTORY, "subPath": "/a"}}, "subPath must be a relative path"),
     ("spec.tiers.remote", {"s3": _S3, "keepFor": "3 days"}, "keepFor must be a duration"),
     ("spec.tiers.remote", {"s3": _S3, "keepFor": "0h"}, "keepFor must be a duration"),
@@ -146,15 +199,31 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.failurePolicy.healthCheck", {"timeoutSeconds": 5}, "command"),
     ("spec.failurePolicy.healthCheck", {"command": []}, "at least 1 items"),
     ("spec.failurePolicy.healthCheck", {"command": [""]}, "command must begin with the program to run"),
-    ("spec.failurePolicy.healthCheck", {"command": ["true"], "timeoutSeconds": 0}, "greater than or equal to 1"),
-    ("spec.failurePolicy.healthCheck", {"command": ["true"], "timeoutSeconds": 3601}, "less than or equal to 3600"),
+    (
+        "spec.failurePolicy.healthCheck",
+        {"command": ["true"], "timeoutSeconds": 0},
+        "greater than or equal to 1",
+    ),
+    (
+        "spec.failurePolicy.healthCheck",
+        {"command": ["true"], "timeoutSeconds": 3601},
+        "less than or equal to 3600",
+    ),
     ("spec.failurePolicy.rules", [_RULE, _RULE], "names of failurePolicy.rules must differ"),
     ("spec.failurePolicy.rules", [{**_RULE, "name": f"r{n}"} for n in range(21)], "at most 20 items"),
     ("spec.failurePolicy.rules", [{**_RULE, "name": "1st"}], "the name of a rule must be"),
     ("spec.failurePolicy.rules", [{**_RULE, "action": "Ignore"}], "RestartIgnoringLimit"),
     ("spec.failurePolicy.rules", [{"name": "a", "action": "Fail"}], "exactly one of onExitCodes, onReasons"),
-    ("spec.failurePolicy.rules", [{**_RULE, "onReasons": ["PodEvicted"]}], "exactly one of onExitCodes, onReasons"),
-    ("spec.failurePolicy.rules", [{**_RULE, "onExitCodes": {"operator": "In", "values": []}}], "at least 1 items"),
+    (
+        "spec.failurePolicy.rules",
+        [{**_RULE, "onReasons": ["PodEvicted"]}],
+        "exactly one of onExitCodes, onReasons",
+    ),
+    (
+        "spec.failurePolicy.rules",
+        [{**_RULE, "onExitCodes": {"operator": "In", "values": []}}],
+        "at least 1 items",
+    ),
     (
         "spec.failurePolicy.rules",
         [{**_RULE, "onExitCodes": {"operator": "In", "values": [0]}}],
@@ -226,7 +295,11 @@ ACCEPTED: list[tuple[str, Any]] = [
         [
             _RULE,
             {"name": "memory", "action": "Restart", "onReasons": ["OOMKilled", "PodEvicted"]},
-            {"name": "gpu", "action": "RestartIgnoringLimit", "onNodeConditions": [{"type": "example.com/Xid"}]},
+            {
+                "name": "gpu",
+                "action": "RestartIgnoringLimit",
+                "onNodeConditions": [{"type": "example.com/Xid"}],
+            },
             {"name": "rest", "action": "Restart", "onExitCodes": {"operator": "NotIn", "values": [1, 255]}},
         ],
     ),
@@ -253,7 +326,10 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.tiers.local.sizeLimit", "0.5Gi"),
     ("spec.tiers.local.sizeLimit", "1073741824"),
     ("spec.tiers.remote", {"s3": {**_S3, "endpoint": "http://127.0.0.1:9000/path"}}),
-    ("spec.tiers.remote", {"directory": {**_DIRECTORY, "subPath": "a/..b/c"}, "everySteps": 50, "bandwidth": "1.5Gi"}),
+    (
+        "spec.tiers.remote",
+        {"directory": {**_DIRECTORY, "subPath": "a/..b/c"}, "everySteps": 50, "bandwidth": "1.5Gi"},
+    ),
     ("spec.restore.from.step", 1200),
     ("spec.restore.rehearseEvery", "1h30m"),
     ("spec.restore.rehearseEvery", "0"),
@@ -267,7 +343,11 @@ ACCEPTED: list[tuple[str, Any]] = [
 REFUSED_AS_CHANGE: list[tuple[str, Any, str]] = [
     ("spec.gang", {"scheduler": "Volcano"}, "gang cannot change while the job runs"),
     ("spec.workers", 5, "workers cannot change while the job runs; set spec.suspend to true first"),
-    ("spec.procsPerWorker", 2, "procsPerWorker cannot change while the job runs; set spec.suspend to true first"),
+    (
+        "spec.procsPerWorker",
+        2,
+        "procsPerWorker cannot change while the job runs; set spec.suspend to true first",
+    ),
     ("spec.managedBy", "example.com/other", "managedBy cannot change; delete the job and create it again"),
 ]
 """Changes of a job that is not suspended."""

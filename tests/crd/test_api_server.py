@@ -1,4 +1,5 @@
-"""What a user meets at the API: examples are accepted, defaults filled in, and every mistake is refused with a sentence."""
+"""What a user meets at the API: examples are accepted, defaults filled in, and every mistake is refused with
+a sentence."""
 
 from __future__ import annotations
 
@@ -61,7 +62,12 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         "disruptionBudget": {"mode": "OneAtATime", "holdSeconds": 600},
         "spares": 0,
         "topology": {"preset": "generic"},
-        "checkpoint": {"snapshot": {}, "delta": {"mode": "Auto"}, "sanityGate": "Finite", "verify": "Sampled"},
+        "checkpoint": {
+            "snapshot": {},
+            "delta": {"mode": "Auto"},
+            "sanityGate": "Finite",
+            "verify": "Sampled",
+        },
         "tiers": {
             "local": {"medium": "PodMemory", "sizeLimit": "8Gi"},
             "peer": {"encryption": "Authenticated", "spread": {"mode": "Preferred"}},
@@ -100,7 +106,9 @@ def test_mistake_is_refused_with_a_sentence(api: Api, case: tuple[str, Any, str]
 
 
 @pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case[1][:40])
-def test_fields_that_do_not_go_together_are_refused_with_a_sentence(api: Api, case: tuple[dict[str, Any], str]) -> None:
+def test_fields_that_do_not_go_together_are_refused_with_a_sentence(
+    api: Api, case: tuple[dict[str, Any], str]
+) -> None:
     spec, sentence = case
     with pytest.raises(Refused) as refused:
         api.create(job(**spec), dryRun="All")
@@ -108,7 +116,9 @@ def test_fields_that_do_not_go_together_are_refused_with_a_sentence(api: Api, ca
     assert sentence in refused.value.message
 
 
-@pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: f"{case[0].rpartition('.')[2]}={str(case[1])[:30]}")
+@pytest.mark.parametrize(
+    "case", ACCEPTED, ids=lambda case: f"{case[0].rpartition('.')[2]}={str(case[1])[:30]}"
+)
 def test_unusual_but_right_job_is_accepted(api: Api, case: tuple[str, Any]) -> None:
     api.create(changed(job(), *case), dryRun="All", fieldValidation="Strict")
 
@@ -119,7 +129,9 @@ def test_host_is_a_level_of_every_preset(api: Api, preset: str) -> None:
     api.create(raw, dryRun="All")
 
 
-@pytest.mark.parametrize("path", ["spec.spare", "spec.checkpoint.deltas", "spec.tiers.local.mode", "spec.worker"])
+@pytest.mark.parametrize(
+    "path", ["spec.spare", "spec.checkpoint.deltas", "spec.tiers.local.mode", "spec.worker"]
+)
 def test_unknown_field_is_named_and_refused_by_kubectls_validation(api: Api, path: str) -> None:
     with pytest.raises(Refused) as refused:
         api.create(changed(job(), path, {}), dryRun="All", fieldValidation="Strict")
@@ -195,7 +207,10 @@ def test_everything_the_controller_writes_is_kept(api: Api) -> None:
 def test_status_changes_neither_spec_nor_generation(api: Api) -> None:
     before = api.read(new_job(api))
     after = api.patch_status(before["metadata"]["name"], {"attempt": 2})
-    assert (after["spec"], after["metadata"]["generation"]) == (before["spec"], before["metadata"]["generation"])
+    assert (after["spec"], after["metadata"]["generation"]) == (
+        before["spec"],
+        before["metadata"]["generation"],
+    )
     ignored = api.patch(before["metadata"]["name"], {"status": {"attempt": 9}})
     assert ignored["status"]["attempt"] == 2
 

@@ -1,4 +1,5 @@
-"""Attached jobs and the policies that they are made by: what the API server accepts, and what it says about the rest."""
+"""Attached jobs and the policies that they are made by: what the API server accepts, and what it says about
+the rest."""
 
 from __future__ import annotations
 
@@ -61,7 +62,15 @@ def spec_of(definition: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def test_policy_has_the_jobs_own_fields() -> None:
     ours, theirs = spec_of(DEFINITION)["properties"], spec_of(JOBS)["properties"]
-    assert set(ours) == {"procsPerWorker", "topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar"}
+    assert set(ours) == {
+        "procsPerWorker",
+        "topology",
+        "checkpoint",
+        "tiers",
+        "restore",
+        "failurePolicy",
+        "sidecar",
+    }
     assert all(ours[name] == theirs[name] for name in ours if name != "procsPerWorker")
     assert len(spec_of(DEFINITION)["x-kubernetes-validations"]) >= 3
 
@@ -88,7 +97,9 @@ def test_example_is_accepted(policies: Api) -> None:
         ("spec.tiers.peer", {"copies": 1, "parity": {"data": 2, "parity": 1}}, "copies or parity, not both"),
     ],
 )
-def test_mistake_in_a_policy_is_refused_with_the_jobs_sentence(policies: Api, path: str, value: Any, said: str) -> None:
+def test_mistake_in_a_policy_is_refused_with_the_jobs_sentence(
+    policies: Api, path: str, value: Any, said: str
+) -> None:
     raw = policy(checkpoint={"snapshot": {"everySteps": 5}, "sanityGate": "Off"})
     with pytest.raises(Refused) as refused:
         create(policies, changed(raw, path, value))

@@ -1,4 +1,5 @@
-"""The guide for new users is true: its script runs and goes on after a stop, and its job is accepted as it stands."""
+"""The guide for new users is true: its script runs and goes on after a stop, and its job is accepted as it
+stands."""
 
 from __future__ import annotations
 
@@ -23,9 +24,16 @@ def block(language: str) -> str:
 def run(script: Path, steps: int) -> str:
     """Runs the guide's script up to `steps`, and has it print where it started and where its weights ended."""
     text = block("python").replace("range(start, 200)", f"range(start, {steps})")
-    script.write_text(text + "\nprint(start, sum(p.double().sum().item() for p in model.parameters()).hex())\n")
+    script.write_text(
+        text + "\nprint(start, sum(p.double().sum().item() for p in model.parameters()).hex())\n"
+    )
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=script.parent, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(script)],
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -51,7 +59,11 @@ def test_job_of_the_guide_is_accepted_as_it_stands(api: Api) -> None:
 def test_sentences_of_the_guide_are_those_of_the_api() -> None:
     crd = re.sub(r"\s+", " ", (ROOT / "crds" / "tiercheckjobs.yaml").read_text())
     table = GUIDE.partition("| it says | do |")[2].partition("Trouble while it runs")[0]
-    said = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ") and "---" not in line]
+    said = [
+        line.split("|")[1].strip()
+        for line in table.splitlines()
+        if line.startswith("| ") and "---" not in line
+    ]
     assert len(said) > 5
     for sentence in said:
         for part in sentence.split("..."):

@@ -1,4 +1,5 @@
-"""The CRD keeps the promises that need no API server: every field is described, every list bounded, presets agree."""
+"""The CRD keeps the promises that need no API server: every field is described, every list bounded, presets
+agree."""
 
 from __future__ import annotations
 
@@ -77,23 +78,31 @@ def test_descriptions_are_sentences() -> None:
 
 
 def test_every_list_and_every_string_that_a_rule_reads_is_bounded() -> None:
-    lists = [path for path, schema in fields(SCHEMA) if schema.get("type") == "array" and "maxItems" not in schema]
+    lists = [
+        path for path, schema in fields(SCHEMA) if schema.get("type") == "array" and "maxItems" not in schema
+    ]
     assert lists == []
     strings = [
         path
         for path, schema in fields(SCHEMA["properties"]["spec"])
-        if "x-kubernetes-validations" in schema and schema.get("type") == "string" and "maxLength" not in schema
+        if "x-kubernetes-validations" in schema
+        and schema.get("type") == "string"
+        and "maxLength" not in schema
     ]
     assert strings == []
 
 
 def test_unknown_fields_are_kept_only_where_they_belong_to_kubernetes() -> None:
     kept = [path for path, schema in fields(SCHEMA) if schema.get("x-kubernetes-preserve-unknown-fields")]
-    assert all(path.startswith((".spec.template.spec", ".spec.tiers.remote.directory.volume")) for path in kept), kept
+    assert all(
+        path.startswith((".spec.template.spec", ".spec.tiers.remote.directory.volume")) for path in kept
+    ), kept
 
 
 def test_every_rule_has_a_sentence() -> None:
-    rules = [(path, rule) for path, schema in fields(SCHEMA) for rule in schema.get("x-kubernetes-validations", ())]
+    rules = [
+        (path, rule) for path, schema in fields(SCHEMA) for rule in schema.get("x-kubernetes-validations", ())
+    ]
     assert len(rules) > 25
     for path, rule in rules:
         assert len(rule["message"].split()) >= 5, (path, rule)
@@ -102,7 +111,9 @@ def test_every_rule_has_a_sentence() -> None:
 def test_presets_have_the_levels_that_the_planner_knows() -> None:
     assert set(field(".spec.topology.preset")["enum"]) == set(PRESETS)
     rule = next(
-        rule for rule in field(".spec")["x-kubernetes-validations"] if "spread.level" in rule.get("fieldPath", "")
+        rule
+        for rule in field(".spec")["x-kubernetes-validations"]
+        if "spread.level" in rule.get("fieldPath", "")
     )
     listed = {
         preset: re.findall(r"'([^']+)'", levels)
@@ -185,10 +196,18 @@ def test_controller_writes_no_field_that_would_be_pruned(name: str) -> None:
 
 def test_every_moment_that_the_controller_writes_is_a_time_for_the_api() -> None:
     """And a number only where it is a duration, a count or a size."""
-    moments = [path for path, kind in leaves(SCHEMA["properties"]["status"]) if kind.get("format") == "date-time"]
+    moments = [
+        path for path, kind in leaves(SCHEMA["properties"]["status"]) if kind.get("format") == "date-time"
+    ]
     numbers = [path for path, kind in leaves(SCHEMA["properties"]["status"]) if kind.get("type") == "number"]
     assert [path for path in numbers if not path.endswith("Seconds")] == []
-    for name in ("recovery.failedAt", "recovery.releasedAt", "size.roomSince", "lastRecovery.time", "startTime"):
+    for name in (
+        "recovery.failedAt",
+        "recovery.releasedAt",
+        "size.roomSince",
+        "lastRecovery.time",
+        "startTime",
+    ):
         assert name in moments
 
 

@@ -8,7 +8,9 @@ from tiercheck_local.demo.training_log import Digest, Step, TrainingLog, compare
 
 
 def a_run(*losses: tuple[int, int, str]) -> list[Step]:
-    return [Step(step, attempt, 1.0, loss, float(index)) for index, (step, attempt, loss) in enumerate(losses)]
+    return [
+        Step(step, attempt, 1.0, loss, float(index)) for index, (step, attempt, loss) in enumerate(losses)
+    ]
 
 
 REFERENCE = a_run((1, 0, "0x1p+0"), (2, 0, "0x1p-1"), (3, 0, "0x1p-2"))
@@ -30,7 +32,10 @@ def test_steps_trained_again_must_agree_too() -> None:
 
 
 def test_a_missing_step_is_no_equality() -> None:
-    assert "step 2 was never trained" in compare([REFERENCE[0], REFERENCE[2]], DIGEST, REFERENCE, DIGEST).sentence
+    assert (
+        "step 2 was never trained"
+        in compare([REFERENCE[0], REFERENCE[2]], DIGEST, REFERENCE, DIGEST).sentence
+    )
 
 
 def test_a_missing_or_other_digest_is_no_equality() -> None:

@@ -2,7 +2,8 @@
 
     python evaluating_huggingface.py FOLDER [CHECKPOINT]
 
-CHECKPOINT is one of the Trainer's own that it is told to begin from; without one it writes them: FOLDER/trainer/checkpoint-4 and others.
+CHECKPOINT is one of the Trainer's own that it is told to begin from; without one it writes them:
+FOLDER/trainer/checkpoint-4 and others.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Say(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **named) -> None:
         if "loss" in logs:
             patience = next(
-                each for each in self.trainer.callback_handler.callbacks if hasattr(each, "early_stopping_patience")
+                each
+                for each in self.trainer.callback_handler.callbacks
+                if hasattr(each, "early_stopping_patience")
             )
             line = {
                 "step": state.global_step, "loss": logs["loss"].hex(), "rate": logs["learning_rate"],

@@ -1,8 +1,10 @@
-"""A Lightning Trainer that validates in mid-epoch: the metric moves its learning rate, and a patience runs out.
+"""A Lightning Trainer that validates in mid-epoch: the metric moves its learning rate, and a patience runs
+out.
 
     python evaluating_lightning.py FOLDER [CHECKPOINT]
 
-CHECKPOINT is one of Lightning's own that it is told to begin from; it writes some too: FOLDER/own.ckpt is that of the third update.
+CHECKPOINT is one of Lightning's own that it is told to begin from; it writes some too: FOLDER/own.ckpt is
+that of the third update.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def main(folder: str, begin_from: str | None = None) -> None:
     L.seed_everything(0, verbose=False)
     data = TensorDataset(torch.randn(48, 8))
     own = TierCheck(every=1, folder=folder)
-    patience = EarlyStopping("validation", patience=3, min_delta=50.0)  # no validation is so much better than the first
+    patience = EarlyStopping(
+        "validation", patience=3, min_delta=50.0
+    )  # no validation is so much better than the first
     trainer = L.Trainer(
         max_epochs=3,
         accumulate_grad_batches=2,
@@ -91,9 +95,14 @@ def main(folder: str, begin_from: str | None = None) -> None:
         enable_model_summary=False,
     )
     loader = StatefulDataLoader(
-        data, batch_size=4, sampler=StatefulDistributedSampler(data, 1, 0, seed=1), generator=torch.Generator()
+        data,
+        batch_size=4,
+        sampler=StatefulDistributedSampler(data, 1, 0, seed=1),
+        generator=torch.Generator(),
     )
-    trainer.fit(Small(), loader, DataLoader(data, batch_size=16, generator=torch.Generator()), ckpt_path=begin_from)
+    trainer.fit(
+        Small(), loader, DataLoader(data, batch_size=16, generator=torch.Generator()), ckpt_path=begin_from
+    )
 
 
 if __name__ == "__main__":

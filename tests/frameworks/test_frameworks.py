@@ -1,6 +1,8 @@
-"""Promise: each framework's example comes back from SIGKILL, wherever in an epoch, with the same losses bit for bit.
+"""Promise: each framework's example comes back from SIGKILL, wherever in an epoch, with the same losses bit
+for bit.
 
-The command is the one of its README. Alone, on two ranks, and under a sidecar that takes a delta of every step.
+The command is the one of its README. Alone, on two ranks, and under a sidecar that takes a delta of every
+step.
 """
 
 from __future__ import annotations
@@ -90,12 +92,17 @@ def test_killed_ranks_go_on_with_equal_losses(name: str, lives: Lives, tmp_path:
     whole = steps(lives, modules, [*argv, "--folder", tmp_path / "whole"], ranks=2)
     assert [line["step"] for line in whole] == list(range(1, last + 1))
     cut = [*argv, "--folder", tmp_path / "cut", "--every", "1"]
-    assert_continues(whole, [(steps(lives, modules, cut, kill_at=kill, ranks=2), kill) for kill in (kill, None)])
+    assert_continues(
+        whole, [(steps(lives, modules, cut, kill_at=kill, ranks=2), kill) for kill in (kill, None)]
+    )
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "lightning"])
-def test_evaluations_and_all_that_follows_from_them_go_on_too(kind: str, lives: Lives, tmp_path: Path) -> None:
-    """Killed after the steps that ended with an evaluation in mid-epoch: its metrics move the learning rate and stop the training."""
+def test_evaluations_and_all_that_follows_from_them_go_on_too(
+    kind: str, lives: Lives, tmp_path: Path
+) -> None:
+    """Killed after the steps that ended with an evaluation in mid-epoch: its metrics move the learning rate
+    and stop the training."""
     modules, script = needed(kind), Path(__file__).with_name(f"evaluating_{kind}.py")
     whole = steps(lives, modules, [script, tmp_path / "whole"])
     parts = [(steps(lives, modules, [script, tmp_path / "cut"], kill_at=kill), kill) for kill in (5, 9, None)]
@@ -106,7 +113,9 @@ def test_evaluations_and_all_that_follows_from_them_go_on_too(kind: str, lives: 
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("kind", "own"), [("huggingface", "trainer/checkpoint-4"), ("lightning", "own.ckpt")])
+@pytest.mark.parametrize(
+    ("kind", "own"), [("huggingface", "trainer/checkpoint-4"), ("lightning", "own.ckpt")]
+)
 def test_training_that_began_from_a_checkpoint_of_the_frameworks_own_goes_on_from_ours(
     kind: str, own: str, lives: Lives, tmp_path: Path
 ) -> None:
@@ -116,12 +125,16 @@ def test_training_that_began_from_a_checkpoint_of_the_frameworks_own_goes_on_fro
     old = tmp_path / "before" / own
     whole = steps(lives, modules, [script, tmp_path / "whole", old])
     assert whole[0]["step"] in (5, 7), "it began from the old checkpoint"
-    parts = [(steps(lives, modules, [script, tmp_path / "cut", old], kill_at=kill), kill) for kill in (9, 14, None)]
+    parts = [
+        (steps(lives, modules, [script, tmp_path / "cut", old], kill_at=kill), kill) for kill in (9, 14, None)
+    ]
     assert [said[0]["step"] for said, _ in parts] == [whole[0]["step"], 9, 13 if kind == "lightning" else 14]
     assert_continues(whole, parts)
 
 
-@pytest.mark.parametrize("name", ["huggingface", "lightning", "accelerate"])  # averaged weights have no deltas
+@pytest.mark.parametrize(
+    "name", ["huggingface", "lightning", "accelerate"]
+)  # averaged weights have no deltas
 def test_killed_example_under_a_sidecar_goes_on_from_deltas(name: str, lives: Lives, tmp_path: Path) -> None:
     modules, argv = needed(name), command(name, "python")
     kills = KILLS[name][1]
@@ -140,7 +153,8 @@ def test_killed_example_under_a_sidecar_goes_on_from_deltas(name: str, lives: Li
 
 
 def longest_chain(sidecar: ScriptedSidecar) -> tuple[int, int]:
-    """A snapshot, and the last of most deltas that follow it: one may be missing, which a busy machine had no time for."""
+    """A snapshot, and the last of most deltas that follow it: one may be missing, which a busy machine had no
+    time for."""
     snapshots, deltas = sidecar.completed(Kind.SNAPSHOT), sidecar.completed(Kind.DELTA)
 
     def end(base: int) -> int:

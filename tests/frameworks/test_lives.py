@@ -1,4 +1,5 @@
-"""What the tests of training scripts rest on: a rank that ends as it should not is told of, and nobody waits for it."""
+"""What the tests of training scripts rest on: a rank that ends as it should not is told of, and nobody waits
+for it."""
 
 from __future__ import annotations
 

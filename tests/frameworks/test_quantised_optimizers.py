@@ -1,4 +1,5 @@
-"""Optimizers of torchao and bitsandbytes, whose states are quantised: a run that is left and resumed makes the same losses."""
+"""Optimizers of torchao and bitsandbytes, whose states are quantised: a run that is left and resumed makes
+the same losses."""
 
 from __future__ import annotations
 

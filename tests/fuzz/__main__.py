@@ -1,7 +1,9 @@
-"""`python -m tests.fuzz SECONDS [TARGET ...]`: every target for its part of the time, longer than the suite has; `make fuzz` runs it.
+"""`python -m tests.fuzz SECONDS [TARGET ...]`: every target for its part of the time, longer than the suite
+has; `make fuzz` runs it.
 
-With atheris (https://github.com/google/atheris), if it is installed, coverage leads the mutations, and a target runs in a process
-of its own; else they are random. What fails is written into a file, and its name said.
+With atheris (https://github.com/google/atheris), if it is installed, coverage leads the mutations, and a
+target runs in a process of its own; else they are random. What fails is written into a file, and its name
+said.
 """
 
 from __future__ import annotations
@@ -59,7 +61,13 @@ def fuzz_by_coverage(name: str, seconds: float) -> None:
     for number, sample in enumerate(TARGETS[name].samples):
         (folder / str(number)).write_bytes(sample)
     atheris.Setup(
-        [sys.argv[0], f"-max_total_time={max(1, int(seconds))}", "-rss_limit_mb=4096", "-timeout=10", str(folder)],
+        [
+            sys.argv[0],
+            f"-max_total_time={max(1, int(seconds))}",
+            "-rss_limit_mb=4096",
+            "-timeout=10",
+            str(folder),
+        ],
         TARGETS[name].run,
     )
     atheris.Fuzz()
@@ -73,7 +81,10 @@ def main(arguments: list[str]) -> int:
         names = arguments[by_coverage + 1 :] or list(TARGETS)
         each = seconds / len([TARGETS[name] for name in names])
     except (IndexError, ValueError, KeyError):
-        print(f"usage: python -m tests.fuzz SECONDS [TARGET ...]\ntargets: {', '.join(TARGETS)}", file=sys.stderr)
+        print(
+            f"usage: python -m tests.fuzz SECONDS [TARGET ...]\ntargets: {', '.join(TARGETS)}",
+            file=sys.stderr,
+        )
         return 2
     if by_coverage:
         fuzz_by_coverage(names[0], each)

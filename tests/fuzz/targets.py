@@ -1,4 +1,5 @@
-"""What comes from others, and what is done with it: each target takes any bytes, and may end with its declared error only.
+"""What comes from others, and what is done with it: each target takes any bytes, and may end with its
+declared error only.
 
 A target does not stop at decoding: what was let in is used as the product uses it.
 """
@@ -17,7 +18,14 @@ from typing import Any
 
 from tiercheck.protocol.artifacts.contents import Incomplete, check_complete, contents
 from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, cover, pieces_table, read_pieces
-from tiercheck.protocol.artifacts.slot import PIECES, NotASlot, SlotLayout, beginning, read_header, read_tensors
+from tiercheck.protocol.artifacts.slot import (
+    PIECES,
+    NotASlot,
+    SlotLayout,
+    beginning,
+    read_header,
+    read_tensors,
+)
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome

@@ -1,5 +1,5 @@
-"""The real operator process beside neighbours who mean harm: pods, annotations, jobs, Services and ConfigMaps. Nothing of mine changes,
-and the operator stays well."""
+"""The real operator process beside neighbours who mean harm: pods, annotations, jobs, Services and
+ConfigMaps. Nothing of mine changes, and the operator stays well."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Object = dict[str, Any]
 
 
 def job(name: str, namespace: str = "default", **spec: Any) -> Object:
-    template = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": [sys.executable, "-c", "pass"]}]}}
+    template = {
+        "spec": {"containers": [{"name": "trainer", "image": "i", "command": [sys.executable, "-c", "pass"]}]}
+    }
     return {
         "apiVersion": "tiercheck.io/v1alpha1",
         "kind": "TierCheckJob",
@@ -154,7 +156,11 @@ def test_namesake_of_what_a_job_owns_is_left_as_it_is_and_the_job_says_so(
     cluster: LocalCluster, kind: str, path: str, suffix: str
 ) -> None:
     name = f"named-{kind.lower()}"
-    theirs: Object = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name + suffix, "namespace": "default"}}
+    theirs: Object = {
+        "apiVersion": "v1",
+        "kind": kind,
+        "metadata": {"name": name + suffix, "namespace": "default"},
+    }
     theirs |= {"spec": {"ports": [{"port": 80}]}} if kind == "Service" else {"data": {}}
     cluster.apply(copy.deepcopy(theirs))
     where = f"{CORE.format('default')}/{path}/{name}{suffix}"

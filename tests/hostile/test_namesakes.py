@@ -12,7 +12,10 @@ from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 JOB = parse_job(
-    {"metadata": {"name": "j", "namespace": "default", "uid": "u"}, "spec": {"workers": 1, "template": {"spec": {}}}}
+    {
+        "metadata": {"name": "j", "namespace": "default", "uid": "u"},
+        "spec": {"workers": 1, "template": {"spec": {}}},
+    }
 )
 
 

@@ -1,4 +1,5 @@
-"""Whatever a stranger writes on his objects, nothing of mine is decided by it: from the API server's objects to what a decision sees."""
+"""Whatever a stranger writes on his objects, nothing of mine is decided by it: from the API server's objects
+to what a decision sees."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ Object = dict[str, Any]
 MINE = pod(up(0))
 VICTIM = MINE["metadata"]["ownerReferences"][0]["uid"]
 
-texts = st.one_of(st.text(max_size=12), st.sampled_from([VICTIM, "0", "1", "-1", "999999999", "٣", "x" * 300]))
+texts = st.one_of(
+    st.text(max_size=12), st.sampled_from([VICTIM, "0", "1", "-1", "999999999", "٣", "x" * 300])
+)
 trees = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
@@ -40,7 +43,9 @@ annotations = st.dictionaries(
 )
 owners = st.one_of(
     st.just(made_by(VICTIM)),
-    st.lists(st.fixed_dictionaries({"apiVersion": texts, "kind": texts, "uid": texts, "controller": st.booleans()})),
+    st.lists(
+        st.fixed_dictionaries({"apiVersion": texts, "kind": texts, "uid": texts, "controller": st.booleans()})
+    ),
 )
 
 
@@ -82,7 +87,8 @@ def test_pod_is_a_worker_only_if_the_job_or_its_workload_controls_it(controllers
 
 
 def test_pod_of_a_neighbours_job_is_no_worker_of_mine_whichever_labels_its_template_has() -> None:
-    """Whoever may make Jobs chooses their pods' labels, that of a JobSet among them; and these pods were not attached."""
+    """Whoever may make Jobs chooses their pods' labels, that of a JobSet among them; and these pods were not
+    attached."""
     raw = pod(up(0))
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "x", "uid": "another", "controller": True}
     marks = {**raw["metadata"]["labels"], names.LABEL_JOBSET_UID: VICTIM}
@@ -111,7 +117,10 @@ def strange(base: Object) -> st.SearchStrategy[Object]:
 NODE: Object = {
     "metadata": {"name": "n", "uid": "n", "labels": {}},
     "spec": {"taints": []},
-    "status": {"conditions": [{"type": "Ready", "status": "True"}], "nodeInfo": {"kubeletVersion": "v1.36.1"}},
+    "status": {
+        "conditions": [{"type": "Ready", "status": "True"}],
+        "nodeInfo": {"kubeletVersion": "v1.36.1"},
+    },
 }
 
 
@@ -143,7 +152,12 @@ def test_deep_annotation_is_no_attachment() -> None:
 
 def new_job(uid: str = "u") -> Object:
     metadata = {"name": "j", "namespace": "default", "uid": uid, "resourceVersion": "1", "generation": 1}
-    return {"apiVersion": "tiercheck.io/v1alpha1", "kind": names.KIND, "metadata": metadata, "spec": {"workers": 1}}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": names.KIND,
+        "metadata": metadata,
+        "spec": {"workers": 1},
+    }
 
 
 class Woken:
@@ -194,7 +208,9 @@ def test_workload_gets_a_job_of_its_own_whoever_else_claims_it_elsewhere(operato
     assert operator._known_as["ns", "workload"] == "real"
 
 
-@pytest.mark.parametrize("spec", [None, 7, [], {}, {"attach": 7}, {"attach": {"owner": []}}, {"workers": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "spec", [None, 7, [], {}, {"attach": 7}, {"attach": {"owner": []}}, {"workers": "x"}], ids=str
+)
 def test_job_whose_spec_makes_no_sense_ends_no_watch(operator: Operator, spec: Any) -> None:
     job = new_job()
     job["spec"] = spec

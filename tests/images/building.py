@@ -32,7 +32,15 @@ TARGETS = ("operator", "sidecar", "example-trainer")
 
 _MOST_KEPT = 12 * 2**30
 """Bytes of old layers, after which the store begins anew."""
-_PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "cert", "trusted-host", "proxy", "default-timeout")
+_PIP_SETTINGS = (
+    "index-url",
+    "extra-index-url",
+    "find-links",
+    "cert",
+    "trusted-host",
+    "proxy",
+    "default-timeout",
+)
 
 Say = Callable[[str], None]
 
@@ -74,7 +82,9 @@ class Store:
         return self._run("inspect", "--type", "image", image).returncode == 0
 
     def config(self, image: str) -> Config:
-        found: dict[str, Any] = json.loads(self.buildah("inspect", "--type", "image", image))["OCIv1"]["config"]
+        found: dict[str, Any] = json.loads(self.buildah("inspect", "--type", "image", image))["OCIv1"][
+            "config"
+        ]
         return Config(
             tuple(found.get("Entrypoint") or found.get("Cmd") or ()),
             dict(pair.split("=", 1) for pair in found.get("Env") or ()),
@@ -122,7 +132,13 @@ def make_base(store: Store, say: Say) -> None:
             str(folder / "base"),
         ]
         _logged(debootstrap, store.folder / "base.log")
-        for rest in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale"):
+        for rest in (
+            "var/cache/apt",
+            "var/lib/apt/lists",
+            "usr/share/doc",
+            "usr/share/man",
+            "usr/share/locale",
+        ):
             shutil.rmtree(folder / "base" / rest, ignore_errors=True)
         (folder / "Containerfile").write_text(
             'FROM scratch\nCOPY base /\nENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nCMD ["python3"]\n'
@@ -141,7 +157,8 @@ def build_images(store: Store, say: Say) -> None:
 
 
 def builder_environment(store: Store, folder: Path) -> dict[str, str]:
-    """Of a person whose `make images` takes our base, and gets its packages as this machine does. `folder`: there as long as it is used."""
+    """Of a person whose `make images` takes our base, and gets its packages as this machine does. `folder`:
+    there as long as it is used."""
     settings = folder / "pip.conf"
     lines, places = pip_settings()
     settings.write_text("[global]\n" + "".join(f"{line}\n" for line in lines))
@@ -192,7 +209,9 @@ def _logged(command: Sequence[str], log: Path, environment: dict[str, str] | Non
     """Raises AssertionError with the end of the log."""
     began = time.monotonic()
     with log.open("w") as output:
-        code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
         output.write(f"\n{time.monotonic() - began:.0f} s\n")
     if code != 0:
         lines = [line for line in log.read_text().splitlines() if not re.match(r"^(warning|level=)", line)]

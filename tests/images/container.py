@@ -62,7 +62,9 @@ class Container:
         file.write_text(json.dumps(_configured(json.loads(file.read_text()), self.settings, self.root)))
         run = [*self._runc, "run", "--bundle", str(self.folder), "--pid-file", str(self._pid), self.name]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(run, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                run, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
 
     @property
     def _runc(self) -> list[str]:
@@ -93,7 +95,8 @@ class Container:
     def hears(self, number: int) -> bool:
         """Whether the first process catches the signal; PID 1 does not even notice any other one.
 
-        runc's own process, which becomes the first one, catches every signal: also SIGHUP, as nothing of ours does.
+        runc's own process, which becomes the first one, catches every signal: also SIGHUP, as nothing of ours
+        does.
         """
         caught = int(self.status().get("SigCgt", "0"), 16)
         return bool(caught >> (number - 1) & 1) and not caught >> (signal.SIGHUP - 1) & 1

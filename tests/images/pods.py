@@ -115,10 +115,16 @@ class Pod:
         )
 
     def _mounts(self, container: Object) -> list[Mount]:
-        read_only = {entry["mountPath"]: bool(entry.get("readOnly")) for entry in container.get("volumeMounts") or ()}
+        read_only = {
+            entry["mountPath"]: bool(entry.get("readOnly")) for entry in container.get("volumeMounts") or ()
+        }
         found = volumes.mounts(container, self._volumes)
         mounts = [Mount(Path(folder), path, read_only[path]) for path, folder in found.items()]
-        return mounts if self.account is None else [*mounts, Mount(self.account, SERVICE_ACCOUNT, read_only=True)]
+        return (
+            mounts
+            if self.account is None
+            else [*mounts, Mount(self.account, SERVICE_ACCOUNT, read_only=True)]
+        )
 
     def _lookup(self, kind: str, name: str) -> dict[str, str] | None:
         """As the laptop cluster's node asks for Secrets: as text, or in base64."""

@@ -61,4 +61,6 @@ def test_operator_brings_a_job_to_its_end_and_helm_test_passes(
         lease = cluster.api.request(
             "GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/tiercheck-operator"
         )
-        assert not lease["spec"].get("holderIdentity"), "it was given back, so that another replica leads at once"
+        assert not lease["spec"].get("holderIdentity"), (
+            "it was given back, so that another replica leads at once"
+        )

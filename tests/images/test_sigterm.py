@@ -1,7 +1,7 @@
 """SIGTERM ends the first process of every container, at any moment of its first seconds.
 
-As PID 1 it ends by no signal that it does not catch. Moments are counted from the first line of the program, which
-sets the handler: before, Python itself is starting.
+As PID 1 it ends by no signal that it does not catch. Moments are counted from the first line of the program,
+which sets the handler: before, Python itself is starting.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ ALL = [operator, library, sidecar, launcher, trainer_alone, node_memory, janitor
 
 
 @pytest.mark.parametrize("which", ALL, ids=lambda which: which.__name__)
-def test_sigterm_in_the_first_seconds_ends_it_within_two(which: Any, start_pod: StartPod, tmp_path: Path) -> None:
+def test_sigterm_in_the_first_seconds_ends_it_within_two(
+    which: Any, start_pod: StartPod, tmp_path: Path
+) -> None:
     pod, name = which(start_pod, tmp_path)
     for moment in MOMENTS:
         ends_soon(lambda after: seconds_to_end(pod.start(name), after), moment)
@@ -113,7 +115,9 @@ def ends_soon(once: Callable[[float], float], moment: float) -> None:
 
 def seconds_to_end(container: Container, moment: float, codes: Collection[int] = ORDERLY) -> float:
     """From SIGTERM, `moment` seconds after it began to listen. 0 if it had done its work before."""
-    container.wait_for(lambda: container.hears(signal.SIGTERM) or container.ended, "sign that it hears SIGTERM")
+    container.wait_for(
+        lambda: container.hears(signal.SIGTERM) or container.ended, "sign that it hears SIGTERM"
+    )
     if container.ends_within(moment):
         assert container.wait() == 0, container.log
         return 0.0

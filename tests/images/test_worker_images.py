@@ -18,9 +18,14 @@ from tiercheck_local.demo.object_store import ObjectStore
 STEPS = 6
 
 
-def test_worker_trains_to_its_end_and_its_state_reaches_the_bucket(start_pod: StartPod, tmp_path: Path) -> None:
+def test_worker_trains_to_its_end_and_its_state_reaches_the_bucket(
+    start_pod: StartPod, tmp_path: Path
+) -> None:
     with ObjectStore(tmp_path / "s3.log", "checkpoints") as bucket:
-        opened = {key: base64.b64encode(value.encode()).decode() for key, value in credentials()["stringData"].items()}
+        opened = {
+            key: base64.b64encode(value.encode()).decode()
+            for key, value in credentials()["stringData"].items()
+        }
         tiers = {"remote": {"s3": in_bucket(bucket), "everySteps": STEPS}}
         arguments = ["--steps", str(STEPS), "--every", "2"]
         worker = Worker(start_pod, arguments, secrets={CREDENTIALS: opened}, tiers=tiers)

@@ -60,7 +60,9 @@ class Worker:
         self.credentials = issue(self.job.identity)
         secret = build_secret(self.job, self.credentials)
         pod = build_pod(self.job, 0, 0, [], f"tiercheck-sidecar:{tag_of(trainer['image'])}")
-        self.pod: Pod = start_pod(pod, secrets={secret["metadata"]["name"]: secret["data"], **(secrets or {})})
+        self.pod: Pod = start_pod(
+            pod, secrets={secret["metadata"]["name"]: secret["data"], **(secrets or {})}
+        )
 
     def train(self) -> tuple[Container, Container]:
         """Its sidecar and its trainer, released for the first attempt, after the library was installed."""

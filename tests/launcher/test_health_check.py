@@ -1,4 +1,5 @@
-"""Promise: training starts in a place only once the user's own check has passed there, and what the check said is told."""
+"""Promise: training starts in a place only once the user's own check has passed there, and what the check
+said is told."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_launcher_waits_for_the_release_once_its_place_has_passed_and_checks_it_
     assert said(launched) == [("idle", 0), ("checking", 1), ("idle", 1)]
     launched.sidecar.say(checked(1, script, Phase.RELEASE))
     launched.sidecar.hears("started", 1)
-    assert [launched.line(), launched.line()] == ["attempt 1 of worker 1", "trains"], "its words are in the log as well"
+    assert [launched.line(), launched.line()] == ["attempt 1 of worker 1", "trains"], (
+        "its words are in the log as well"
+    )
     launched.sidecar.say(checked(2, script))
     launched.sidecar.hears("idle", 2)
     assert log.read_text().splitlines() == ["attempt 1 of worker 1", "attempt 2 of worker 1"]
@@ -63,7 +66,10 @@ def test_check_that_fails_is_told_with_its_last_lines_and_the_launcher_does_not_
     launched = launch(["sleep", "600"])
     launched.sidecar.say(checked(1, script))
     found = launched.sidecar.hears("unhealthy", 1)
-    assert found.message == "failurePolicy.healthCheck (sh) ended with exit code 3: 6 / 7 / 8 / 9 / GPU 3 is not there"
+    assert (
+        found.message
+        == "failurePolicy.healthCheck (sh) ended with exit code 3: 6 / 7 / 8 / 9 / GPU 3 is not there"
+    )
     assert found.exit_code == 3
     launched.sidecar.say(checked(2, script))  # for whatever reason the worker is still here
     launched.sidecar.hears("unhealthy", 2)
@@ -73,7 +79,9 @@ def test_check_that_fails_is_told_with_its_last_lines_and_the_launcher_does_not_
     assert not {("idle", 1), ("idle", 2)} & set(said(launched))
 
 
-def test_check_that_takes_too_long_has_failed_and_leaves_nothing_behind(launch: Launch, tmp_path: Path) -> None:
+def test_check_that_takes_too_long_has_failed_and_leaves_nothing_behind(
+    launch: Launch, tmp_path: Path
+) -> None:
     pid = tmp_path / "pid"
     launched = launch(["sleep", "600"])
     launched.sidecar.say(checked(1, f"setsid sleep 600 & echo $! > {pid}; echo asks; wait", seconds=0.5))
@@ -120,7 +128,9 @@ def test_changed_check_is_run_at_once_and_one_that_is_taken_back_holds_nobody(la
     launched.sidecar.hears("idle", 2)
 
 
-def test_newer_attempt_the_end_of_the_job_and_a_signal_end_a_running_check(launch: Launch, tmp_path: Path) -> None:
+def test_newer_attempt_the_end_of_the_job_and_a_signal_end_a_running_check(
+    launch: Launch, tmp_path: Path
+) -> None:
     for way in ("attempt", "finish", "signal"):
         pid = tmp_path / way
         launched = launch(["sleep", "600"])

@@ -1,4 +1,5 @@
-"""Promise: the user's command runs exactly when the sidecar says so, leaves nothing behind, and its end is told."""
+"""Promise: the user's command runs exactly when the sidecar says so, leaves nothing behind, and its end is
+told."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_newer_attempt_stops_the_command_and_starts_it_again_in_place(launch: La
     assert said == "attempt 2"
     assert int(pid) != first
     assert launched.process.poll() is None
-    assert not any(event.event == "exited" for event in launched.sidecar.events)  # it was told to stop, it did not fail
+    assert not any(
+        event.event == "exited" for event in launched.sidecar.events
+    )  # it was told to stop, it did not fail
 
 
 def test_order_of_an_older_attempt_is_ignored(launch: Launch) -> None:
@@ -94,7 +97,9 @@ def test_command_that_ignores_the_signal_is_killed(launch: Launch) -> None:
     assert not alive(pid)
 
 
-def test_restart_costs_no_second_to_a_command_that_would_save_at_sigterm(launch: Launch, tmp_path: Path) -> None:
+def test_restart_costs_no_second_to_a_command_that_would_save_at_sigterm(
+    launch: Launch, tmp_path: Path
+) -> None:
     """Where the next attempt begins is decided by then, so nothing that it could still save would be used."""
     saved = tmp_path / "saved"
     script = f'trap "touch {saved}; sleep 600" TERM; echo $$; while :; do sleep 0.05; done'
@@ -107,7 +112,9 @@ def test_restart_costs_no_second_to_a_command_that_would_save_at_sigterm(launch:
     assert not saved.exists()
 
 
-def test_command_that_saves_at_the_end_of_the_pod_or_the_job_has_its_time(launch: Launch, tmp_path: Path) -> None:
+def test_command_that_saves_at_the_end_of_the_pod_or_the_job_has_its_time(
+    launch: Launch, tmp_path: Path
+) -> None:
     for way in ("signal", "finish"):
         saved = tmp_path / way
         script = f'trap "touch {saved}; exit 0" TERM; echo $$; while :; do sleep 0.05; done'
@@ -180,7 +187,9 @@ def test_finish_stops_a_running_command_and_the_container_succeeds(launch: Launc
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_reaches_the_command_and_its_exit_code_is_the_containers(launch: Launch, number: signal.Signals) -> None:
+def test_signal_reaches_the_command_and_its_exit_code_is_the_containers(
+    launch: Launch, number: signal.Signals
+) -> None:
     launched = launch(shell('trap "exit 23" TERM INT; echo ready; while :; do sleep 0.05; done'))
     launched.sidecar.say(order(1, Phase.RELEASE))
     assert launched.line() == "ready"
@@ -197,7 +206,9 @@ def test_signal_before_release_ends_the_launcher(launch: Launch) -> None:
 
 def test_signal_that_comes_while_the_loop_takes_over_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then, the handler of the first line would have ended the process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+    }
     replace = signal.signal
 
     def replace_and_receive(number: signal.Signals, handler: Callable[..., object]) -> None:
@@ -296,7 +307,9 @@ def test_fault_of_its_own_ends_no_running_command(launch: Launch) -> None:
     assert printed.count("KeyError: 'a fault of ours'") == 1, "it was met twice, and is told once"
 
 
-def test_command_that_ends_while_the_sidecar_is_away_is_told_afterwards(launch: Launch, tmp_path: Path) -> None:
+def test_command_that_ends_while_the_sidecar_is_away_is_told_afterwards(
+    launch: Launch, tmp_path: Path
+) -> None:
     launched = launch(shell(f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.02; done; exit 5'))
     launched.sidecar.say(order(1, Phase.RELEASE))
     launched.sidecar.hears("started", 1)
@@ -398,16 +411,22 @@ def test_both_spellings_of_the_command_line_are_understood(tmp_path: Path) -> No
 def cgroup(folder: Path, kills: int, **files: str) -> Path:
     """What a container sees of its cgroup (v2)."""
     folder.mkdir(exist_ok=True)
-    (folder / "memory.events").write_text(f"low 0\nhigh 0\nmax 7\noom 3\noom_kill {kills}\noom_group_kill 0\n")
+    (folder / "memory.events").write_text(
+        f"low 0\nhigh 0\nmax 7\noom 3\noom_kill {kills}\noom_group_kill 0\n"
+    )
     for name, text in files.items():
         (folder / name.replace("_", ".")).write_text(text)
     return folder
 
 
 @pytest.mark.parametrize("script", ["kill -9 $$", "exit 1"])
-def test_kill_for_want_of_memory_is_told_from_others_with_numbers(launch: Launch, tmp_path: Path, script: str) -> None:
+def test_kill_for_want_of_memory_is_told_from_others_with_numbers(
+    launch: Launch, tmp_path: Path, script: str
+) -> None:
     seen = cgroup(tmp_path / "cgroup", kills=2, memory_max="68719476736\n", memory_peak="68719476000\n")
-    launched = launch(shell(f"echo oom_kill 3 > {seen}/memory.events; {script}"), TIERCHECK_CGROUP_DIR=str(seen))
+    launched = launch(
+        shell(f"echo oom_kill 3 > {seen}/memory.events; {script}"), TIERCHECK_CGROUP_DIR=str(seen)
+    )
     launched.sidecar.say(order(1, Phase.RELEASE))
     event = launched.sidecar.hears("exited", 1)
     assert event.reason == "OOMKilled"
@@ -460,7 +479,9 @@ def test_process_that_does_not_know_the_question_is_not_asked(launch: Launch) ->
     launched.sidecar.say(order(1, Phase.RELEASE, dump_stacks=True))
     launched.sidecar.say(order(2, Phase.HOLD))
     launched.sidecar.hears("idle", 2)
-    assert not [event for event in launched.sidecar.events if event.event == "exited"], "the signal would have ended it"
+    assert not [event for event in launched.sidecar.events if event.event == "exited"], (
+        "the signal would have ended it"
+    )
 
 
 # As a process stuck in a driver: while the file is there, it does not end by SIGKILL.
@@ -518,7 +539,9 @@ def test_command_that_succeeded_has_succeeded_whatever_it_left_behind(launch: La
     launched, held = launch_unkillable(launch, tmp_path, "setsid sleep 600 & exit 0")
     launched.sidecar.say(order(1, Phase.RELEASE))
     assert launched.sidecar.hears("exited", 1).exit_code == 0
-    launched.sidecar.say(order(2, Phase.HOLD))  # another worker failed, and this one has to come back after all
+    launched.sidecar.say(
+        order(2, Phase.HOLD)
+    )  # another worker failed, and this one has to come back after all
     launched.sidecar.hears("stuck", 1)
     held.unlink()
     launched.sidecar.hears("idle", 2)

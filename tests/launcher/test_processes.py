@@ -18,7 +18,8 @@ ctypes.CDLL(None).syscall(60, 0)  # exit(2): ends this thread alone
 
 
 def test_process_whose_first_thread_is_gone_while_another_lives_is_seen() -> None:
-    """As when a thread is stuck in a driver: its leader is a zombie, and its memory, also the GPU's, is still in use."""
+    """As when a thread is stuck in a driver: its leader is a zombie, and its memory, also the GPU's, is still
+    in use."""
     with subprocess.Popen(
         [sys.executable, "-c", _LEADER_GONE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:

@@ -29,7 +29,10 @@ def shebang(name: str) -> tuple[str, str]:
             "torchrun --nnodes 2 t.py",
             Recipe("/bin/python3", (), "/bin/torchrun", ("--nnodes", "2", "t.py"), torchrun=True),
         ),
-        ("python -m torch.distributed.run t.py", Recipe("python", (), "torch.distributed.run", ("t.py",), True, True)),
+        (
+            "python -m torch.distributed.run t.py",
+            Recipe("python", (), "torch.distributed.run", ("t.py",), True, True),
+        ),
     ],
 )
 def test_understood(command: str, recipe: Recipe) -> None:

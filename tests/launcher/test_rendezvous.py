@@ -43,7 +43,10 @@ def test_workers_on_two_addresses_meet(tmp_path: Path, command: list[str]) -> No
             run_dir.mkdir()
             workers.append(
                 Launched(
-                    run_dir, [*command, str(script)], TIERCHECK_POD_IP=f"127.31.7.{worker + 1}", OMP_NUM_THREADS="1"
+                    run_dir,
+                    [*command, str(script)],
+                    TIERCHECK_POD_IP=f"127.31.7.{worker + 1}",
+                    OMP_NUM_THREADS="1",
                 )
             )
         for worker, launched in enumerate(workers):

@@ -1,4 +1,5 @@
-"""Promise: an attempt that starts warm is the command started anew, only sooner; and whatever is not sure starts cold."""
+"""Promise: an attempt that starts warm is the command started anew, only sooner; and whatever is not sure
+starts cold."""
 
 from __future__ import annotations
 
@@ -122,7 +123,12 @@ def both(launch: Launch, command: Sequence[str], **options: Any) -> tuple[list[s
 
 @pytest.mark.parametrize(
     "how",
-    ["script", *(pytest.param(how, marks=pytest.mark.extended) for how in ("relative", "linked")), "module", "flags"],
+    [
+        "script",
+        *(pytest.param(how, marks=pytest.mark.extended) for how in ("relative", "linked")),
+        "module",
+        "flags",
+    ],
 )
 def test_script_sees_the_same_world_warm_and_cold(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -175,7 +181,9 @@ def test_script_sees_the_same_world_warm_and_cold(
         ),
     ],
 )
-def test_end_of_a_script_is_the_same_warm_and_cold(launch: Launch, tmp_path: Path, script: str, code: int) -> None:
+def test_end_of_a_script_is_the_same_warm_and_cold(
+    launch: Launch, tmp_path: Path, script: str, code: int
+) -> None:
     path = tmp_path / "train.py"
     path.write_text(script)
     wrapped = [sys.executable, str(path)]
@@ -196,7 +204,9 @@ def test_signals_reach_a_warm_command_and_end_it(launch: Launch, tmp_path: Path)
     assert not alive(pid)
 
 
-def test_warm_command_dies_with_a_killed_launcher_as_does_the_one_that_waits(launch: Launch, tmp_path: Path) -> None:
+def test_warm_command_dies_with_a_killed_launcher_as_does_the_one_that_waits(
+    launch: Launch, tmp_path: Path
+) -> None:
     path = tmp_path / "train.py"
     path.write_text("import time; print('up', flush=True); time.sleep(600)")
     launched = launch([sys.executable, str(path)], TIERCHECK_WARM_AFTER_SECONDS="0")
@@ -213,7 +223,9 @@ def test_next_attempt_runs_in_the_interpreter_that_was_made_ready_beside_the_fir
     launch: Launch, tmp_path: Path
 ) -> None:
     path = tmp_path / "train.py"
-    path.write_text("import os, time; print(os.getpid(), os.environ['TIERCHECK_ATTEMPT'], flush=True); time.sleep(600)")
+    path.write_text(
+        "import os, time; print(os.getpid(), os.environ['TIERCHECK_ATTEMPT'], flush=True); time.sleep(600)"
+    )
     launched = launch([sys.executable, str(path)], TIERCHECK_WARM_AFTER_SECONDS="0")
     first = waiting(launched)
     launched.sidecar.say(order(1, Phase.RELEASE))
@@ -239,7 +251,9 @@ def test_killed_warm_interpreter_is_replaced_and_costs_nothing(launch: Launch, t
     assert launched.sidecar.hears("exited", 1).exit_code == 0
 
 
-def test_warm_interpreter_that_dies_after_release_is_followed_by_a_cold_start(launch: Launch, tmp_path: Path) -> None:
+def test_warm_interpreter_that_dies_after_release_is_followed_by_a_cold_start(
+    launch: Launch, tmp_path: Path
+) -> None:
     path = tmp_path / "train.py"
     path.write_text("print('ran')")
     launched = launch([sys.executable, str(path)])
@@ -292,7 +306,9 @@ def test_torchrun_and_its_two_ranks_are_the_same_warm_and_cold(launch: Launch, t
         ranks = ranks_of(launched, 2)
         if warm:
             assert {own[0] for _, own in ranks} == {agent}
-            assert all(own[2] < 1.0 for _, own in ranks)  # CPU seconds of a process that had nothing to import
+            assert all(
+                own[2] < 1.0 for _, own in ranks
+            )  # CPU seconds of a process that had nothing to import
         secrets = [own[1] for _, own in ranks]
         assert all(left != right for left, right in zip(*secrets, strict=True))
         assert launched.sidecar.hears("exited", 1).exit_code == 0
@@ -302,7 +318,9 @@ def test_torchrun_and_its_two_ranks_are_the_same_warm_and_cold(launch: Launch, t
     assert [seen["omp"] for seen in found[0]] == [1, 1]
 
 
-def test_rank_that_fails_under_warm_torchrun_ends_the_others_and_the_attempt(launch: Launch, tmp_path: Path) -> None:
+def test_rank_that_fails_under_warm_torchrun_ends_the_others_and_the_attempt(
+    launch: Launch, tmp_path: Path
+) -> None:
     path = tmp_path / "train.py"
     path.write_text(RANK)
     launched = launch([*TORCHRUN, str(path), "fail"], TIERCHECK_PROCS_PER_WORKER="2", OMP_NUM_THREADS="1")
@@ -315,13 +333,24 @@ def test_rank_that_fails_under_warm_torchrun_ends_the_others_and_the_attempt(lau
 def torchrun_order(attempt: int) -> Any:
     (port,) = free_ports(1)
     return order(
-        attempt, Phase.RELEASE, worker=0, workers=1, procs_per_worker=2, master_host="127.0.0.1", master_port=port
+        attempt,
+        Phase.RELEASE,
+        worker=0,
+        workers=1,
+        procs_per_worker=2,
+        master_host="127.0.0.1",
+        master_port=port,
     )
 
 
-def test_variable_that_torch_reads_at_import_and_the_script_sets_has_its_effect(launch: Launch, tmp_path: Path) -> None:
+def test_variable_that_torch_reads_at_import_and_the_script_sets_has_its_effect(
+    launch: Launch, tmp_path: Path
+) -> None:
     (tmp_path / "settings.py").write_text("import os; os.environ['OMP_NUM_THREADS'] = '2'")
-    for name, first in (("hidden", "import settings"), ("plain", "import os; os.environ['OMP_NUM_THREADS'] = '2'")):
+    for name, first in (
+        ("hidden", "import settings"),
+        ("plain", "import os; os.environ['OMP_NUM_THREADS'] = '2'"),
+    ):
         path = tmp_path / f"{name}.py"
         path.write_text(f"{first}\nimport torch\nprint(torch.get_num_threads())")
         launched = launch([sys.executable, str(path)], OMP_NUM_THREADS="1")
@@ -335,4 +364,6 @@ def test_variable_that_torch_reads_at_import_and_the_script_sets_has_its_effect(
 def test_switched_off_nothing_waits(launch: Launch, tmp_path: Path) -> None:
     launched = launch([sys.executable, "-c", "pass"], warm=False)
     launched.sidecar.hears("idle", 0)
-    assert not subprocess.run(["pgrep", "-P", str(launched.process.pid)], capture_output=True, check=False).stdout
+    assert not subprocess.run(
+        ["pgrep", "-P", str(launched.process.pid)], capture_output=True, check=False
+    ).stdout

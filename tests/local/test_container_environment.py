@@ -73,7 +73,9 @@ def test_missing_reference_is_an_error_that_names_it(source: dict[str, Any]) -> 
 def test_limits_are_numbers_and_fall_back_to_the_node() -> None:
     container = {"resources": {"limits": {"memory": "1Gi", "cpu": "1500m"}}}
     assert value_from({"resourceFieldRef": {"resource": "limits.memory"}}, container) == str(1024**3)
-    assert value_from({"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}}, container) == "1024"
+    assert (
+        value_from({"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}}, container) == "1024"
+    )
     assert value_from({"resourceFieldRef": {"resource": "limits.cpu"}}, container) == "2"
     assert value_from({"resourceFieldRef": {"resource": "limits.memory"}}) == str(8 * 1024**3)
 

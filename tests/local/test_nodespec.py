@@ -11,7 +11,9 @@ from tiercheck_local.nodespec import RACK, BadCluster, NodeSpec
 
 def test_file_gives_nodes_with_labels(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
-    file.write_text("nodes:\n- {name: a, labels: {rack: 1}}\n- {name: b, pods: 2, resources: {nvidia.com/gpu: 8}}\n")
+    file.write_text(
+        "nodes:\n- {name: a, labels: {rack: 1}}\n- {name: b, pods: 2, resources: {nvidia.com/gpu: 8}}\n"
+    )
     assert NodeSpec.load(file) == [
         NodeSpec("a", {"rack": "1"}),
         NodeSpec("b", {}, 2, {"nvidia.com/gpu": "8"}),

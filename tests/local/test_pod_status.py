@@ -43,7 +43,9 @@ class Container:
 
 def situation(*mains: Container, inits: tuple[Container, ...] = (), **more: Any) -> PodSituation:
     facts: dict[str, Any] = {"initialized": True, "over": False, **more}
-    return PodSituation(inits=inits, mains=mains, pod_ip="127.2.1.2", host_ip="127.2.1.1", started_at=NOW, **facts)
+    return PodSituation(
+        inits=inits, mains=mains, pod_ip="127.2.1.2", host_ip="127.2.1.1", started_at=NOW, **facts
+    )
 
 
 @pytest.mark.parametrize(

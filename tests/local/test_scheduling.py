@@ -9,7 +9,9 @@ import pytest
 from tiercheck_local.controllers.scheduling import Chosen, Nowhere, choose, requests
 
 
-def node(name: str, *, labels: dict[str, str] | None = None, ready: bool = True, **spec: Any) -> dict[str, Any]:
+def node(
+    name: str, *, labels: dict[str, str] | None = None, ready: bool = True, **spec: Any
+) -> dict[str, Any]:
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **(labels or {})}},
         "spec": {key: value for key, value in spec.items() if key != "room"},
@@ -36,7 +38,9 @@ def asking(**amounts: str) -> list[dict[str, Any]]:
 
 
 def affinity(*terms: dict[str, Any]) -> dict[str, Any]:
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": list(terms)}}}
+    return {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": list(terms)}}
+    }
 
 
 def where(expression: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +86,11 @@ def test_finished_pods_take_no_room() -> None:
         ({"affinity": where({"key": "gen", "operator": "DoesNotExist"})}, "a"),
         ({"affinity": where({"key": "gen", "operator": "Gt", "values": ["4"]})}, "b"),
         (
-            {"affinity": affinity({"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["b"]}]})},
+            {
+                "affinity": affinity(
+                    {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["b"]}]}
+                )
+            },
             "b",
         ),
     ],

@@ -1,7 +1,9 @@
-"""Workloads and their pods as the controllers of Job, JobSet, Trainer v2 and the training operator write them, cut to what matters.
+"""Workloads and their pods as the controllers of Job, JobSet, Trainer v2 and the training operator write
+them, cut to what matters.
 
-Sources: kubernetes/pkg/controller/job; jobset v0.10 pkg/controllers (labels on jobs and pods); trainer v2.1 pkg/runtime/framework/plugins
-/torch and manifests/base/runtimes/torch_distributed.yaml; training-operator v1.9 pkg/controller.v1/pytorch/envvar.go.
+Sources: kubernetes/pkg/controller/job; jobset v0.10 pkg/controllers (labels on jobs and pods); trainer v2.1
+pkg/runtime/framework/plugins /torch and manifests/base/runtimes/torch_distributed.yaml; training-operator
+v1.9 pkg/controller.v1/pytorch/envvar.go.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def policy(**spec: Any) -> Object:
     return {**POLICY, "spec": {**POLICY["spec"], **spec}}
 
 
-def _pod(name: str, owner: Object, labels: Object, container: Object, annotations: Object | None = None) -> Object:
+def _pod(
+    name: str, owner: Object, labels: Object, container: Object, annotations: Object | None = None
+) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -67,7 +71,11 @@ def job(parallelism: int = 4, **spec: Any) -> Object:
 def job_pod(index: int, container: Object = TORCHRUN) -> Object:
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "job-uid"}
     mark = {"batch.kubernetes.io/job-completion-index": str(index)}
-    labels = {"batch.kubernetes.io/job-name": "train", "batch.kubernetes.io/controller-uid": "job-uid", **mark}
+    labels = {
+        "batch.kubernetes.io/job-name": "train",
+        "batch.kubernetes.io/controller-uid": "job-uid",
+        **mark,
+    }
     return _pod(f"train-{index}", owner, labels, container, mark)
 
 
@@ -138,9 +146,12 @@ NODE: Object = {
 
 
 def trainjob() -> Object:
-    """The JobSet that the Trainer makes of a TrainJob named tune: initializers that are not ours, and one job of three nodes."""
+    """The JobSet that the Trainer makes of a TrainJob named tune: initializers that are not ours, and one job
+    of three nodes."""
     return jobset(
-        [("dataset-initializer", 1, 1, False), ("model-initializer", 1, 1, False), ("node", 1, 3, True)], "tune", NODE
+        [("dataset-initializer", 1, 1, False), ("model-initializer", 1, 1, False), ("node", 1, 3, True)],
+        "tune",
+        NODE,
     )
 
 
@@ -152,7 +163,10 @@ def pytorchjob(workers: int = 2, *, master: bool = True, silent: str = "") -> Ob
     """`silent`: the replica type whose template does not ask to be attached."""
 
     def replicas(kind: str, count: int) -> Object:
-        return {"replicas": count, "template": {"metadata": {"labels": {} if kind == silent else INJECT}, "spec": {}}}
+        return {
+            "replicas": count,
+            "template": {"metadata": {"labels": {} if kind == silent else INJECT}, "spec": {}},
+        }
 
     kinds = {"Master": 1} if master else {}
     specs = {kind: replicas(kind, count) for kind, count in {**kinds, "Worker": workers}.items()}

@@ -40,7 +40,11 @@ def deaf_to_watches(kubeconfig: Path, target: Path) -> Iterator[Path]:
             )
             try:
                 with urllib.request.urlopen(request, timeout=30, context=access.tls) as response:
-                    status, kind, data = response.status, response.headers.get("Content-Type"), response.read()
+                    status, kind, data = (
+                        response.status,
+                        response.headers.get("Content-Type"),
+                        response.read(),
+                    )
             except urllib.error.HTTPError as error:
                 status, kind, data = error.code, error.headers.get("Content-Type"), error.read()
             self.send_response(status)

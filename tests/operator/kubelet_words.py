@@ -31,7 +31,9 @@ def duration(seconds: int) -> str:
     return f"{seconds // 60}m{seconds % 60}s" if seconds >= 60 else f"{seconds}s"
 
 
-def _status(name: str, state: Raw, restarts: int, last: Raw | None, *, started: bool, ready: bool = False) -> Raw:
+def _status(
+    name: str, state: Raw, restarts: int, last: Raw | None, *, started: bool, ready: bool = False
+) -> Raw:
     return {
         "name": name, "image": "i", "imageID": "sha256:0", "containerID": f"containerd://{restarts}", "restartCount": restarts,
         "ready": ready, "started": started, "state": state, "lastState": last or {},
@@ -45,7 +47,11 @@ def end(ended: float, code: int = 137, reason: str = "Error") -> Raw:
 
 
 def not_made(name: str = SIDECAR, reason: str = "PodInitializing") -> Raw:
-    return {**_status(name, {"waiting": {"reason": reason}}, 0, None, started=False), "containerID": "", "imageID": ""}
+    return {
+        **_status(name, {"waiting": {"reason": reason}}, 0, None, started=False),
+        "containerID": "",
+        "imageID": "",
+    }
 
 
 def starting(since: float, name: str = SIDECAR, restarts: int = 0, last: Raw | None = None) -> Raw:
@@ -79,7 +85,9 @@ def made_by(job_uid: str) -> list[Raw]:
     ]  # fmt: skip
 
 
-def pod(sidecar: Raw | None, trainer: Raw | None = None, phase: str = "Running", policy: str = "OnFailure") -> Raw:
+def pod(
+    sidecar: Raw | None, trainer: Raw | None = None, phase: str = "Running", policy: str = "OnFailure"
+) -> Raw:
     """Worker 1's."""
     labels = {"tiercheck.io/worker": "1", "tiercheck.io/job-uid": "job-uid", "tiercheck.io/incarnation": "0"}
     library = _status("tiercheck-library", end(0, 0, "Completed"), 0, None, started=False, ready=True)
@@ -112,7 +120,11 @@ def trainer_view(status: Raw, policy: str = "OnFailure") -> ContainerView:
 
 
 def node(
-    name: str, labels: Mapping[str, str], unready: str = "", kubelet: str = "v1.36.1", out_of_service: bool = False
+    name: str,
+    labels: Mapping[str, str],
+    unready: str = "",
+    kubelet: str = "v1.36.1",
+    out_of_service: bool = False,
 ) -> NodeView:
     """`unready`: the status of its condition Ready, Unknown or False. The node controller adds the taint;
     pods tolerate it for 300 s unless their template says otherwise."""
@@ -121,7 +133,9 @@ def node(
         key = "node.kubernetes.io/unreachable" if unready == "Unknown" else "node.kubernetes.io/not-ready"
         taints += [{"key": key, "effect": effect} for effect in ("NoSchedule", "NoExecute")]
     if out_of_service:
-        taints.append({"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown", "effect": "NoExecute"})
+        taints.append(
+            {"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown", "effect": "NoExecute"}
+        )
     reason = {"": "KubeletReady", "Unknown": "NodeStatusUnknown", "False": "KubeletNotReady"}[unready]
     return parse_node(
         {

@@ -1,4 +1,5 @@
-"""For what must end at any moment, even at the one at which news arrive: Python 3.11's `asyncio.wait_for` forgets that it was cancelled."""
+"""For what must end at any moment, even at the one at which news arrive: Python 3.11's `asyncio.wait_for`
+forgets that it was cancelled."""
 
 from __future__ import annotations
 

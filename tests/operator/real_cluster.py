@@ -1,4 +1,5 @@
-"""Raw requests to a real API server, with the warnings that its answers carry, and a kubeconfig for a service account."""
+"""Raw requests to a real API server, with the warnings that its answers carry, and a kubeconfig for a service
+account."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def post(kubeconfig: Path, path: str, body: dict[str, Any]) -> tuple[int, dict[s
 
 def service_account_kubeconfig(admin: Path, namespace: str, name: str, target: Path) -> Path:
     """A kubeconfig in `target` that is the service account and nobody else."""
-    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
+    request = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"expirationSeconds": 3600},
+    }
     status, answer, _ = post(admin, f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token", request)
     assert status == 201, answer
     cluster = yaml.safe_load(admin.read_text())["clusters"][0]["cluster"]

@@ -76,7 +76,9 @@ def server() -> Iterator[Scripted]:
 BUSY = (429, {"Retry-After": "1"})
 
 
-async def test_busy_server_is_left_alone_for_as_long_as_it_wants_and_the_call_is_sent_again(server: Scripted) -> None:
+async def test_busy_server_is_left_alone_for_as_long_as_it_wants_and_the_call_is_sent_again(
+    server: Scripted,
+) -> None:
     server.script = [BUSY]
     kube = Kube(server.configuration())
     assert await kube.create("/things", {"a": 1}) == {"message": "said"}

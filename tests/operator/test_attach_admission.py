@@ -1,4 +1,5 @@
-"""What becomes of pods at admission: each controller's pods get the right number, and nothing of theirs is lost."""
+"""What becomes of pods at admission: each controller's pods get the right number, and nothing of theirs is
+lost."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from tiercheck_operator.attach.webhook import difference
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.model.parsing import identity_of, parse_job, parse_pod
 
-PLURALS = {"Job": "jobs", "JobSet": "jobsets", "PyTorchJob": "pytorchjobs", "TierCheckPolicy": "tiercheckpolicies"}
+PLURALS = {
+    "Job": "jobs",
+    "JobSet": "jobsets",
+    "PyTorchJob": "pytorchjobs",
+    "TierCheckPolicy": "tiercheckpolicies",
+}
 
 
 class Server(Kube):
@@ -51,7 +57,9 @@ def worker_of(pod: Object) -> str:
 
 def container_of(pod: Object, name: str) -> Object:
     return next(
-        entry for entry in [*pod["spec"]["containers"], *pod["spec"]["initContainers"]] if entry["name"] == name
+        entry
+        for entry in [*pod["spec"]["containers"], *pod["spec"]["initContainers"]]
+        if entry["name"] == name
     )
 
 
@@ -69,9 +77,16 @@ SEATS = [
     (shapes.trainjob(), [shapes.trainjob_pod(index) for index in range(3)]),
     (
         shapes.pytorchjob(2),
-        [shapes.pytorchjob_pod("master", 0), shapes.pytorchjob_pod("worker", 0), shapes.pytorchjob_pod("worker", 1)],
+        [
+            shapes.pytorchjob_pod("master", 0),
+            shapes.pytorchjob_pod("worker", 0),
+            shapes.pytorchjob_pod("worker", 1),
+        ],
     ),
-    (shapes.pytorchjob(2, master=False), [shapes.pytorchjob_pod("worker", 0), shapes.pytorchjob_pod("worker", 1)]),
+    (
+        shapes.pytorchjob(2, master=False),
+        [shapes.pytorchjob_pod("worker", 0), shapes.pytorchjob_pod("worker", 1)],
+    ),
 ]
 
 
@@ -86,7 +101,9 @@ async def test_every_pod_of_a_workload_is_a_worker_of_its_own(owner: Object, pod
         assert seen.job_uid == owner["metadata"]["uid"]
         attachment = Attachment.from_json(seen.attached)
         assert attachment.workers == len(pods)
-        kubernetes_validate.validate({**pod, "metadata": {**pod["metadata"], "name": "p"}}, "1.33", strict=True)
+        kubernetes_validate.validate(
+            {**pod, "metadata": {**pod["metadata"], "name": "p"}}, "1.33", strict=True
+        )
 
 
 @pytest.mark.parametrize(("owner", "pods"), SEATS, ids=["Job", "JobSet", "TrainJob", "PyTorchJob", "elastic"])
@@ -107,7 +124,9 @@ async def test_command_is_wrapped_and_all_else_of_the_users_stays() -> None:
     made, _ = await admitted(pod, shapes.trainjob(), shapes.POLICY)
     node = container_of(made, "node")
     assert node["command"] == ["python3", "-m", "tiercheck.launcher", "--", "torchrun", "train.py"]
-    assert environment(node)["PET_MASTER_ADDR"] == "tune-node-0-0.tune", "the launcher sets its own at each attempt"
+    assert environment(node)["PET_MASTER_ADDR"] == "tune-node-0-0.tune", (
+        "the launcher sets its own at each attempt"
+    )
     assert environment(node)["TIERCHECK_PROCS_PER_WORKER"] == "2", "as PET_NPROC_PER_NODE says"
     assert environment(node)["TIERCHECK_JOB"] == "ml/jobset-tune"
     assert environment(node)["TIERCHECK_JOB_UID"] == "tune-uid"
@@ -121,9 +140,12 @@ async def test_command_is_wrapped_and_all_else_of_the_users_stays() -> None:
 
 
 async def test_no_container_of_ours_gets_the_pods_api_token() -> None:
-    """The API server's ServiceAccount plug-in mounts it into every container that has no mount at its path, webhooks or not."""
+    """The API server's ServiceAccount plug-in mounts it into every container that has no mount at its path,
+    webhooks or not."""
     token = "/var/run/secrets/kubernetes.io/serviceaccount"
-    node_memory = shapes.policy(tiers={"local": {"sizeLimit": "2Gi", "medium": "NodeMemory"}, "peer": {"copies": 1}})
+    node_memory = shapes.policy(
+        tiers={"local": {"sizeLimit": "2Gi", "medium": "NodeMemory"}, "peer": {"copies": 1}}
+    )
     for policy in (shapes.POLICY, node_memory):
         theirs = {"name": "fetch", "image": "fetch:1"}
         pod = shapes.job_pod(1)
@@ -136,7 +158,9 @@ async def test_no_container_of_ours_gets_the_pods_api_token() -> None:
         assert len(ours) >= 2
         for container in ours:
             mounts = [mount for mount in container["volumeMounts"] if mount["mountPath"] == token]
-            assert [volumes[mount["name"]] for mount in mounts] == [{"name": mounts[0]["name"], "emptyDir": {}}]
+            assert [volumes[mount["name"]] for mount in mounts] == [
+                {"name": mounts[0]["name"], "emptyDir": {}}
+            ]
         assert theirs in spec["initContainers"], "the user's own is theirs"
         assert all(mount["mountPath"] != token for mount in spec["containers"][0]["volumeMounts"])
 
@@ -195,7 +219,11 @@ def of_a_stranger() -> Object:
         (of_a_stranger(), [shapes.POLICY], "pods of Job, JobSet, TrainJob and PyTorchJob can be attached"),
         (shapes.job_pod(0), [shapes.job()], "there is no TierCheckPolicy careful in namespace ml"),
         (shapes.job_pod(0), [shapes.POLICY], "there is no Job train"),
-        (shapes.job_pod(0), [shapes.job(completionMode="NonIndexed"), shapes.POLICY], "needs completionMode Indexed"),
+        (
+            shapes.job_pod(0),
+            [shapes.job(completionMode="NonIndexed"), shapes.POLICY],
+            "needs completionMode Indexed",
+        ),
         (shapes.job_pod(0), [shapes.job(completions=9), shapes.POLICY], "must be equal"),
         (shapes.job_pod(7), [shapes.job(4), shapes.POLICY], "has 4 workers, but this pod's index is 7"),
         (shapes.job_pod(0), [shapes.job(1), shapes.POLICY], "needs at least 2 workers, and there are 1"),
@@ -263,7 +291,9 @@ async def test_thousand_pods_of_one_job_cost_three_questions() -> None:
 
 def made_job(workers: int = 4, **spec: Any) -> Object:
     owner = find_owner(shapes.job_pod(0))
-    raw = attached_job("ml", Attachment(owner, "careful", "trainer", workers, 1), shapes.policy(**spec)["spec"])
+    raw = attached_job(
+        "ml", Attachment(owner, "careful", "trainer", workers, 1), shapes.policy(**spec)["spec"]
+    )
     raw["metadata"]["uid"] = "tcj-uid"
     return raw
 

@@ -1,4 +1,5 @@
-"""The operator's half of attach mode: every owner gets its job, nobody gets one by writing annotations, and pods that were left out are found."""
+"""The operator's half of attach mode: every owner gets its job, nobody gets one by writing annotations, and
+pods that were left out are found."""
 
 from __future__ import annotations
 
@@ -86,7 +87,10 @@ async def test_owner_that_has_its_job_is_left_alone() -> None:
     ("objects", "said"),
     [
         ([shapes.POLICY], "Job train of its pods is gone"),
-        ([{**shapes.job(), "metadata": {**shapes.job()["metadata"], "uid": "another"}}, shapes.POLICY], "is gone"),
+        (
+            [{**shapes.job(), "metadata": {**shapes.job()["metadata"], "uid": "another"}}, shapes.POLICY],
+            "is gone",
+        ),
         ([shapes.job()], "there is no TierCheckPolicy careful in namespace ml any more"),
     ],
     ids=["no owner", "another owner", "no policy"],

@@ -1,4 +1,5 @@
-"""The webhook asks nobody who he is: strangers get little room and little time, and the API server is answered all the same."""
+"""The webhook asks nobody who he is: strangers get little room and little time, and the API server is
+answered all the same."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ async def opened(folder: Path, patience: float = 60.0) -> AsyncIterator[House]:
         await house.doors.stop()
 
 
-async def test_review_of_a_usual_size_is_answered_and_one_of_more_than_the_limit_is_not_read(tmp_path: Path) -> None:
+async def test_review_of_a_usual_size_is_answered_and_one_of_more_than_the_limit_is_not_read(
+    tmp_path: Path,
+) -> None:
     async with opened(tmp_path) as house:
         assert b"200" in await house.post(b"x" * 20_000)
         assert b"200" in await house.post(b"x" * LARGEST)

@@ -1,4 +1,5 @@
-"""The examples of attach mode do what their pages say: each workload's pods would be attached, by the example's own policy."""
+"""The examples of attach mode do what their pages say: each workload's pods would be attached, by the
+example's own policy."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ POLICY = {**yaml.safe_load((EXAMPLES / "policy.yaml").read_text())}
 
 
 def example(name: str, kind: str) -> Object:
-    found: list[Any] = [raw for raw in yaml.safe_load_all((EXAMPLES / name).read_text()) if raw["kind"] == kind]
+    found: list[Any] = [
+        raw for raw in yaml.safe_load_all((EXAMPLES / name).read_text()) if raw["kind"] == kind
+    ]
     found[0]["metadata"] |= {"namespace": "ml", "uid": "gpt-uid"}
     return dict(found[0])
 
@@ -45,7 +48,9 @@ async def workers(pods: list[Object], owner: Object) -> list[tuple[str, str]]:
     for pod in pods:
         made, warning = await admitted(pod, owner, POLICY)
         assert warning == ""
-        sidecar = next(entry for entry in made["spec"]["initContainers"] if entry["name"] == names.SIDECAR_CONTAINER)
+        sidecar = next(
+            entry for entry in made["spec"]["initContainers"] if entry["name"] == names.SIDECAR_CONTAINER
+        )
         found.append((worker_of(made), environment(sidecar)[names.ENV_PROCS_PER_WORKER]))
     return found
 
@@ -73,7 +78,9 @@ async def test_trainjob() -> None:
     trainer = job["spec"]["trainer"]
     node["template"]["spec"] |= {"parallelism": trainer["numNodes"], "completions": trainer["numNodes"]}
     template = node["template"]["spec"]["template"]
-    template["spec"]["containers"][0]["env"] = [{"name": "PET_NPROC_PER_NODE", "value": str(trainer["numProcPerNode"])}]
+    template["spec"]["containers"][0]["env"] = [
+        {"name": "PET_NPROC_PER_NODE", "value": str(trainer["numProcPerNode"])}
+    ]
     pods = [jobset_pod(template, "node", 0, index) for index in range(4)]
     assert await workers(pods, owner) == [(str(index), "8") for index in range(4)]
 
@@ -82,7 +89,9 @@ async def test_pytorchjob() -> None:
     owner = example("pytorchjob.yaml", "PyTorchJob")
     templates = {kind: entry["template"] for kind, entry in owner["spec"]["pytorchReplicaSpecs"].items()}
     pods = [pod_of(templates["Master"], shapes.pytorchjob_pod("master", 0), "gpt-uid")]
-    pods += [pod_of(templates["Worker"], shapes.pytorchjob_pod("worker", index), "gpt-uid") for index in range(3)]
+    pods += [
+        pod_of(templates["Worker"], shapes.pytorchjob_pod("worker", index), "gpt-uid") for index in range(3)
+    ]
     assert await workers(pods, owner) == [(str(index), "1") for index in range(4)]
 
 

@@ -1,4 +1,5 @@
-"""The webhook looks after its own certificate: made once for all replicas, announced, renewed without a failed call between."""
+"""The webhook looks after its own certificate: made once for all replicas, announced, renewed without a
+failed call between."""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ class Cluster(Server):
     def __init__(self, *objects: shapes.Object) -> None:
         super().__init__(*objects)
         self.versions = 1
-        hook = {"name": "attach.tiercheck.io", "clientConfig": {"url": "https://x"}, "failurePolicy": "Ignore"}
+        hook = {
+            "name": "attach.tiercheck.io",
+            "clientConfig": {"url": "https://x"},
+            "failurePolicy": "Ignore",
+        }
         self.objects[CONFIGURATION] = {"metadata": {"resourceVersion": "1"}, "webhooks": [hook]}
 
     async def get(self, path: str, **parts: str) -> dict[str, Any] | None:
@@ -88,7 +93,9 @@ async def test_certificate_belongs_to_the_operators_deployment_and_still_does_wh
     cluster = Cluster()
     deployment = DEPLOYMENT.format(namespace="tiercheck-system", name="op")
     cluster.objects[deployment] = {"metadata": {"name": "op", "uid": "u-7"}}
-    of_it = Trust(cluster, ("tiercheck-system", "tls"), "attach", ["a"], deployment=("tiercheck-system", "op"))
+    of_it = Trust(
+        cluster, ("tiercheck-system", "tls"), "attach", ["a"], deployment=("tiercheck-system", "op")
+    )
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "op", "uid": "u-7"}
     for days in (0, 61):
         await of_it.establish(NOW + days * DAY)
@@ -114,7 +121,9 @@ async def test_renewed_certificate_is_shown_only_when_its_authority_was_announce
     cluster = Cluster()
     old, _ = await trust(cluster).establish(NOW)
     for days in (1, 59):
-        assert await trust(cluster).establish(NOW + days * DAY) == (old, True), "two thirds of its life are not over"
+        assert await trust(cluster).establish(NOW + days * DAY) == (old, True), (
+            "two thirds of its life are not over"
+        )
     new, announced = await trust(cluster).establish(NOW + 61 * DAY)
     assert new.certificate != old.certificate
     assert not announced, "the API server may not have heard of it"
@@ -168,7 +177,11 @@ async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify()
         assert status == 200
         assert (answer["apiVersion"], answer["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
         response = answer["response"]
-        assert (response["uid"], response["allowed"], response["patchType"]) == ("review-1", True, "JSONPatch")
+        assert (response["uid"], response["allowed"], response["patchType"]) == (
+            "review-1",
+            True,
+            "JSONPatch",
+        )
         made = json_patch(pod, json.loads(base64.b64decode(response["patch"])))
         assert made["metadata"]["labels"][names.LABEL_WORKER] == "2"
 
@@ -179,9 +192,14 @@ async def test_api_server_gets_its_answer_over_a_connection_that_it_can_verify()
 
         status, _ = await asked(cluster, port, {"kind": "Nonsense"})
         assert status == 400
-        for odd in ({"metadata": []}, {"metadata": {"labels": {names.LABEL_INJECT: "x"}, "ownerReferences": 7}}):
+        for odd in (
+            {"metadata": []},
+            {"metadata": {"labels": {names.LABEL_INJECT: "x"}, "ownerReferences": 7}},
+        ):
             status, answer = await asked(cluster, port, review(odd))
-            assert (status, answer["response"]["allowed"]) == (200, True), "whatever happens, the pod is allowed"
+            assert (status, answer["response"]["allowed"]) == (200, True), (
+                "whatever happens, the pod is allowed"
+            )
 
 
 async def test_what_is_no_review_is_refused_and_whatever_is_asked_elsewhere_is_not_there() -> None:
@@ -194,7 +212,16 @@ async def test_what_is_no_review_is_refused_and_whatever_is_asked_elsewhere_is_n
                 async with session.request(method, path, data=body, ssl=context) as response:
                     return response.status
 
-            for odd in (b"", b"{", b"[]", b"7", b"\xff", b'{"request": 7}', b"[" * 100_000, b'{"request":' * 20_000):
+            for odd in (
+                b"",
+                b"{",
+                b"[]",
+                b"7",
+                b"\xff",
+                b'{"request": 7}',
+                b"[" * 100_000,
+                b'{"request":' * 20_000,
+            ):
                 assert await status("POST", PATH, odd) == 400
             assert await status("POST", "/elsewhere", b"{}") == 404
             assert await status("GET", PATH, b"") == 405

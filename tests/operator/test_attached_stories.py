@@ -1,4 +1,5 @@
-"""Attached jobs in memory: pods come and go by their own controller, and everything else is as for a job of our own."""
+"""Attached jobs in memory: pods come and go by their own controller, and everything else is as for a job of
+our own."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ OWNER = Attach("batch/v1", "Job", "train", "job-uid", "trainer")
 
 
 class AttachedWorld(World):
-    """With a controller that makes a pod for every worker that has none, as the Job controller does for its indexes.
+    """With a controller that makes a pod for every worker that has none, as the Job controller does for its
+    indexes.
 
     `restarts` is what its policy allows: pods that failed beyond it are not made again.
     """

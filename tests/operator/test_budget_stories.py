@@ -1,4 +1,5 @@
-"""Nodes can be drained while a job is well, one worker after the other, and never while its last copy is on its way."""
+"""Nodes can be drained while a job is well, one worker after the other, and never while its last copy is on
+its way."""
 
 from __future__ import annotations
 
@@ -156,7 +157,9 @@ def test_whatever_the_job_does_its_nodes_can_be_drained_in_time(
     if budget.min_available == 4:
         assert budget.wake_after is not None
         assert 0 < budget.wake_after <= hold
-        later = wanted_budget(replace(world.observe(), now=world.now + budget.wake_after + 1), record, idle=False)
+        later = wanted_budget(
+            replace(world.observe(), now=world.now + budget.wake_after + 1), record, idle=False
+        )
         assert later.min_available == 3 or (reason == conditions.MOVING and not recovering)
     if recovering and (since > hold or tries >= 3):
         assert budget.min_available == 3 or reason == conditions.MOVING

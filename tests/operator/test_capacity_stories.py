@@ -1,4 +1,5 @@
-"""What a job's owner is promised when no node takes a pod: it waits, says why, loses nothing of what is left, and comes back."""
+"""What a job's owner is promised when no node takes a pod: it waits, says why, loses nothing of what is left,
+and comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whose fault a recovery was, and since when: the cause told is what struck first, never what followed from it."""
+"""Whose fault a recovery was, and since when: the cause told is what struck first, never what followed from
+it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def echoed(world: World, *but: int) -> None:
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 @pytest.mark.parametrize("grace", [1.0, 2.0, 8.0])
-def test_pod_that_somebody_deleted_is_told_as_deleted_however_its_containers_ended(phase: str, grace: float) -> None:
+def test_pod_that_somebody_deleted_is_told_as_deleted_however_its_containers_ended(
+    phase: str, grace: float
+) -> None:
     world = training()
     world.ends_as, world.grace = phase, grace
     world.end_gracefully(world.member(1))
@@ -133,7 +136,9 @@ def strike(world: World, first: str, worker: int) -> str:
             cut_off(world, world.home(worker))
             return "NodeSilent"
         case "gpu":
-            failed(world, worker, world.now, 1, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error")
+            failed(
+                world, worker, world.now, 1, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error"
+            )
             return "GPUFault"
     raise AssertionError(first)
 
@@ -171,9 +176,9 @@ def test_whatever_the_order_in_which_consequences_are_seen_the_cause_told_is_the
         for _ in range(wait if world.status.attempt == 1 else 0):
             world.tick()
     assert world.recovered()["cause"] == cause
-    assert {"PodDeleted", "PodEvicted", "PodFailed", "NodeSilent", "NodeLost", "GPUFault"} & set(world.notices) == {
-        cause
-    }
+    assert {"PodDeleted", "PodEvicted", "PodFailed", "NodeSilent", "NodeLost", "GPUFault"} & set(
+        world.notices
+    ) == {cause}
 
 
 def test_nodes_of_a_rack_that_fall_silent_one_after_the_other_are_told_as_the_rack() -> None:
@@ -222,7 +227,12 @@ def test_whatever_old_pods_are_terminating_they_are_blamed_for_nothing(left: lis
     assert not [name for name in old if name in summary["message"]], summary["message"]
     assert summary["detectSeconds"] < 10
     assert summary["totalSeconds"] <= world.now - struck
-    wanted = {"all": "AllPodsLost", "crash": "TrainerCrash", "deleted": "PodDeleted", "node": "NodeLost NodeSilent"}
+    wanted = {
+        "all": "AllPodsLost",
+        "crash": "TrainerCrash",
+        "deleted": "PodDeleted",
+        "node": "NodeLost NodeSilent",
+    }
     assert summary["cause"] in wanted[then].split()
 
 

@@ -48,7 +48,9 @@ def test_every_time_in_a_report_is_moved_and_nothing_else() -> None:
     world = World()
     world.until("Running")
     report = world.sidecars[world.member(0)].report()
-    trainer = TrainerReport(TrainerState.FAILED, exit_code=1, started_at=100.0, first_step_at=None, ended_at=160.0)
+    trainer = TrainerReport(
+        TrainerState.FAILED, exit_code=1, started_at=100.0, first_step_at=None, ended_at=160.0
+    )
     proof = Proof(Tier.PEER, Version(3, 1), at=150.0, seconds=7.0, bytes=1)
     given = replace(report, trainer=trainer, proofs=(proof,))
     moved = by_our_clock(given, 50.0)

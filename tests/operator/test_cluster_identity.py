@@ -1,4 +1,5 @@
-"""Pods are told which cluster they are in, so that a store that two clusters share knows them apart; and never a wrong one."""
+"""Pods are told which cluster they are in, so that a store that two clusters share knows them apart; and
+never a wrong one."""
 
 from __future__ import annotations
 
@@ -40,8 +41,12 @@ class Server:
     def clusters(self) -> list[str | None]:
         found = []
         for pod in self.created:
-            (sidecar,) = [each for each in pod["spec"]["initContainers"] if each["name"] == names.SIDECAR_CONTAINER]
-            found.append(next((each["value"] for each in sidecar["env"] if each["name"] == names.ENV_CLUSTER), None))
+            (sidecar,) = [
+                each for each in pod["spec"]["initContainers"] if each["name"] == names.SIDECAR_CONTAINER
+            ]
+            found.append(
+                next((each["value"] for each in sidecar["env"] if each["name"] == names.ENV_CLUSTER), None)
+            )
         return found
 
 
@@ -82,7 +87,9 @@ async def test_operator_without_the_right_makes_pods_that_do_not_know_until_it_h
     assert server.clusters()[2:] == ["uid-of-the-cluster"] * 2
 
 
-async def test_job_without_a_store_depends_on_no_cluster_and_nobody_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+async def test_job_without_a_store_depends_on_no_cluster_and_nobody_is_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server = Server()
     server.failure = ApiFailure(0, "the API server does not answer")
     await make(server, ClusterIdentity(cast(Kube, server)), remote=None)

@@ -21,7 +21,9 @@ def handshake(server: Credentials, trusted: Credentials, name: str, folder: Path
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "crt", folder / "key")
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = ssl.create_default_context(cadata=trusted.ca.decode()).wrap_bio(to_client, to_server, server_hostname=name)
+    client = ssl.create_default_context(cadata=trusted.ca.decode()).wrap_bio(
+        to_client, to_server, server_hostname=name
+    )
     listener = context.wrap_bio(to_server, to_client, server_side=True)
     for _ in range(4):
         for side in (client, listener):

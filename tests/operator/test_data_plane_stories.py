@@ -1,4 +1,5 @@
-"""What a job's owner is promised of deltas, parity, divergence and memory when things break, told with the pure decision."""
+"""What a job's owner is promised of deltas, parity, divergence and memory when things break, told with the
+pure decision."""
 
 from __future__ import annotations
 
@@ -394,7 +395,9 @@ def test_snapshot_of_unequal_replicas_is_not_chosen_again_and_its_failure_is_no_
     assert summary["cause"] == "RestoreFailed"
     assert "replicas held different bits" in summary["message"]
     assert world.status.crashes == 1, "the first one; the exits after the restore are not another"
-    assert (summary["step"], summary["deltas"]) == (newest.step - 1, 3), "what led to it and on from it counts no more"
+    assert (summary["step"], summary["deltas"]) == (newest.step - 1, 3), (
+        "what led to it and on from it counts no more"
+    )
     world.train(20)
     assert world.status.attempt == 3
 
@@ -403,7 +406,9 @@ def test_snapshot_of_unequal_replicas_is_not_chosen_again_and_its_failure_is_no_
 
 
 def test_job_that_cannot_fit_is_refused_with_numbers_before_any_pod_is_made() -> None:
-    world = World(make_spec(delta=DeltaMode.AUTO, snapshot_every=None, state_size=300 * 2**20, size_limit="1Gi"))
+    world = World(
+        make_spec(delta=DeltaMode.AUTO, snapshot_every=None, state_size=300 * 2**20, size_limit="1Gi")
+    )
     world.train(5)
     placed = shown(world, "Placed")
     assert (placed.status, placed.reason) == (False, "MemoryTooSmall")
@@ -443,7 +448,9 @@ def test_running_job_is_not_stopped_by_a_forecast() -> None:
 
 def test_status_of_a_thousand_workers_stays_small() -> None:
     workers = 1000
-    spec = make_spec(workers=workers, delta=DeltaMode.AUTO, snapshot_every=None, state_size=2**20, size_limit="64Gi")
+    spec = make_spec(
+        workers=workers, delta=DeltaMode.AUTO, snapshot_every=None, state_size=2**20, size_limit="64Gi"
+    )
     for shape in ({"copies": 2}, {"copies": 0, "parity": (8, 2)}):
         world = World(replace(spec, **shape), racks=20, nodes_per_rack=10)  # type: ignore[arg-type]
         world.until("Running", limit=30)

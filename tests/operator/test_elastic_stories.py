@@ -1,6 +1,8 @@
-"""What a job's owner is promised of spec.elastic: no node for a lost worker, and it goes on smaller by itself, later with all again.
+"""What a job's owner is promised of spec.elastic: no node for a lost worker, and it goes on smaller by
+itself, later with all again.
 
-Nothing that the survivors hold is lost on the way, whoever dies next, and however often the operator is started again.
+Nothing that the survivors hold is lost on the way, whoever dies next, and however often the operator is
+started again.
 """
 
 from __future__ import annotations
@@ -199,7 +201,9 @@ def test_further_loss_makes_it_smaller_again_but_not_below_the_least() -> None:
     placed = world.status.condition("Placed")
     assert placed is not None
     assert placed.reason == "NoCapacity"
-    assert "It cannot go on smaller: elastic.minWorkers is 2, and only 1 workers have a node" in placed.message
+    assert (
+        "It cannot go on smaller: elastic.minWorkers is 2, and only 1 workers have a node" in placed.message
+    )
 
 
 def test_survivor_that_dies_before_it_has_its_new_place_makes_the_job_smaller_still() -> None:
@@ -293,7 +297,10 @@ def test_job_waits_for_a_worker_whose_state_nobody_else_has() -> None:
     assert world.status.attempt == 1, "nothing is begun from scratch"
     placed = world.status.condition("Placed")
     assert placed is not None
-    assert "It cannot go on smaller: what the others hold leads back to no version without them" in placed.message
+    assert (
+        "It cannot go on smaller: what the others hold leads back to no version without them"
+        in placed.message
+    )
 
 
 def test_copies_are_at_most_as_many_as_there_are_other_workers() -> None:
@@ -406,7 +413,9 @@ def test_job_grows_back_by_itself_from_a_fresh_snapshot_of_its_own() -> None:
     assert "size" not in render_record(world.status)
 
 
-def test_job_with_deltas_waits_for_a_snapshot_of_its_own_before_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_with_deltas_waits_for_a_snapshot_of_its_own_before_it_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Deltas carry what is complete further at every step, but more workers can start from a snapshot alone."""
     monkeypatch.setattr(elastic_module, "_PATIENT_TIMES", 1)
     world = elastic(delta=DeltaMode.AUTO, snapshot_every=100)
@@ -544,7 +553,9 @@ def test_job_that_finds_room_for_some_workers_only_begins_with_those() -> None:
     world.train(2)
     for pod in list(world.pods.values()):
         if pod.worker in (1, 3):
-            world.pods[pod.uid] = replace(pod, node=None, ip=None, unschedulable_since=world.now, message="no room")
+            world.pods[pod.uid] = replace(
+                pod, node=None, ip=None, unschedulable_since=world.now, message="no room"
+            )
             world.sidecars.pop(pod.uid, None)
     close(world)
     world.train(5)
@@ -608,7 +619,9 @@ def test_copy_that_was_found_bad_is_not_used_though_its_worker_has_another_numbe
 
 def test_branches_whose_ranks_nobody_wrote_down_are_those_of_the_full_job() -> None:
     world = elastic()
-    bare = History(tuple(Branch(branch.attempt, branch.base_step) for branch in world.status.history.branches))
+    bare = History(
+        tuple(Branch(branch.attempt, branch.base_step) for branch in world.status.history.branches)
+    )
     world.job = replace(world.job, status=replace(world.status, history=bare))
     shrunk(world, 1)
     assert [branch.ranks for branch in world.status.history.branches] == [4, 3]

@@ -1,4 +1,5 @@
-"""What happens again is counted by the Event that is there, so that a bad night does not bury the Event that explains it."""
+"""What happens again is counted by the Event that is there, so that a bad night does not bury the Event that
+explains it."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def lost(what: str = "the node is gone") -> Notice:
     return Notice("Warning", "NodeLost", what)
 
 
-async def test_what_happens_again_raises_the_count_and_makes_no_new_event(server: Server, poster: EventPoster) -> None:
+async def test_what_happens_again_raises_the_count_and_makes_no_new_event(
+    server: Server, poster: EventPoster
+) -> None:
     for turn in range(5):
         await poster.post(JOB, [lost()], START + 60 * turn)
     assert server.told() == [("the node is gone", 5)]
@@ -76,7 +79,9 @@ async def test_a_burst_is_one_call_and_is_told_in_full_later(server: Server, pos
     assert server.calls == 2
 
 
-async def test_event_that_the_cluster_has_forgotten_is_posted_anew(server: Server, poster: EventPoster) -> None:
+async def test_event_that_the_cluster_has_forgotten_is_posted_anew(
+    server: Server, poster: EventPoster
+) -> None:
     await poster.post(JOB, [lost()], START)
     server.events.clear()
     await poster.post(JOB, [lost()], START + 60)

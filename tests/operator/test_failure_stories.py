@@ -1,4 +1,5 @@
-"""Every class of failure, told with the pure decision in a cluster in memory: what it is called, what it costs, what the user can rule."""
+"""Every class of failure, told with the pure decision in a cluster in memory: what it is called, what it
+costs, what the user can rule."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_restart_that_ignores_the_limit_is_not_counted_however_often_it_happens(
 
 
 def test_first_rule_that_matches_decides() -> None:
-    world = running_world(rules=rules(on_codes("first", "RestartIgnoringLimit", 7), on_codes("second", "Fail", 7)))
+    world = running_world(
+        rules=rules(on_codes("first", "RestartIgnoringLimit", 7), on_codes("second", "Fail", 7))
+    )
     world.crash(2, code=7)
     assert world.recovered()["rule"] == "first"
 
@@ -158,7 +161,9 @@ def test_origin_of_a_crash_is_the_end_that_is_no_echo_even_if_clocks_differ() ->
     code=st.one_of(st.none(), st.integers(0, 255)),
     values=st.frozensets(st.integers(1, 255), min_size=1, max_size=5),
 )
-def test_in_and_not_in_share_out_the_failures_and_success_is_neither(code: int | None, values: frozenset[int]) -> None:
+def test_in_and_not_in_share_out_the_failures_and_success_is_neither(
+    code: int | None, values: frozenset[int]
+) -> None:
     within, without = ExitCodes(values).match(code), ExitCodes(values, within=False).match(code)
     assert within + without == (1 if code else 0)
     assert within is bool(code and code in values)
@@ -173,10 +178,13 @@ def test_no_rule_behind_the_one_that_matches_is_ever_asked(
     actions: list[RuleAction], code: int, codes: list[int]
 ) -> None:
     listed = [
-        FailureRule(f"r{place}", action, ExitCodes(frozenset({codes[place]}))) for place, action in enumerate(actions)
+        FailureRule(f"r{place}", action, ExitCodes(frozenset({codes[place]})))
+        for place, action in enumerate(actions)
     ]
     found = first_match(listed, Cause.TRAINER_CRASH, Facts(code), {})
-    expected = next((rule for rule in listed if code in (rule.exit_codes or ExitCodes(frozenset())).values), None)
+    expected = next(
+        (rule for rule in listed if code in (rule.exit_codes or ExitCodes(frozenset())).values), None
+    )
     assert found == expected
 
 
@@ -221,7 +229,9 @@ def test_container_that_the_kernel_killed_for_memory_is_told_from_one_that_was_r
     assert world.recovered()["cause"] == "OOMKilled"
     world.train(5)
     world.crash(1, code=137, reason="ContainerRestarted")
-    assert world.recovered(3)["cause"] == "TrainerCrash", "the container's last end is one of an earlier attempt"
+    assert world.recovered(3)["cause"] == "TrainerCrash", (
+        "the container's last end is one of an earlier attempt"
+    )
 
 
 def test_plain_kill_is_a_crash_that_names_the_signal() -> None:
@@ -414,7 +424,9 @@ def test_another_worker_that_hangs_the_next_time_stays() -> None:
 
 
 def test_hang_can_be_ruled_no_fault_of_training() -> None:
-    world = hanging_world(None, max_restarts=0, rules=rules(on_reasons("fabric", "RestartIgnoringLimit", "Hung")))
+    world = hanging_world(
+        None, max_restarts=0, rules=rules(on_reasons("fabric", "RestartIgnoringLimit", "Hung"))
+    )
     assert world.recovered()["rule"] == "fabric"
     assert (world.status.crashes, world.status.disruptions) == (0, 1)
 
@@ -439,10 +451,14 @@ def test_lost_node_explains_a_hang() -> None:
 def test_hang_that_passes_before_anything_was_decided_is_forgotten() -> None:
     world = hanging_world(2)
     for sidecar in world.sidecars.values():
-        sidecar.trainer = replace(sidecar.trainer, stalled_since=world.now - 30, slowest_rank=0, slowest_step=1)
+        sidecar.trainer = replace(
+            sidecar.trainer, stalled_since=world.now - 30, slowest_rank=0, slowest_step=1
+        )
     obs = replace(
         world.observe(),
-        job=replace(world.job, status=replace(world.status, recovery=Recovery("Hung", "m", world.now, world.now))),
+        job=replace(
+            world.job, status=replace(world.status, recovery=Recovery("Hung", "m", world.now, world.now))
+        ),
     )
     assert update_recovery(Situation.of(obs), None) is None
 
@@ -476,7 +492,9 @@ def test_sidecar_that_ended_is_told_until_a_version_is_complete_again_and_traini
 def test_sidecar_without_enough_memory_says_which_number_to_raise() -> None:
     world = running_world(snapshot_every=20)
     uid = world.member(1)
-    world.pods[uid] = replace(world.pods[uid], sidecar=ContainerView(1, "OOMKilled", world.now, 137, "1342177280"))
+    world.pods[uid] = replace(
+        world.pods[uid], sidecar=ContainerView(1, "OOMKilled", world.now, 137, "1342177280")
+    )
     world.tick()
     assert "limit of 1342177280" in protected(world)[2]
     assert "tiers.local.sizeLimit" in protected(world)[2]

@@ -1,4 +1,5 @@
-"""Templates with hostNetwork: each pod has ports of its own, which the scheduler keeps apart, and all who need them know them."""
+"""Templates with hostNetwork: each pod has ports of its own, which the scheduler keeps apart, and all who
+need them know them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def on_host(**spec: Any) -> JobView:
 
 
 def ports(pod: Object) -> dict[str, int]:
-    return {entry["name"]: entry["containerPort"] for entry in container(pod, names.SIDECAR_CONTAINER)["ports"]}
+    return {
+        entry["name"]: entry["containerPort"] for entry in container(pod, names.SIDECAR_CONTAINER)["ports"]
+    }
 
 
 def seen(pod: Object, ip: str, uid: str) -> PodView:
@@ -50,7 +53,9 @@ def test_no_two_pods_of_a_job_ask_for_the_same_port_of_a_node() -> None:
     pods += [build_spare(job, number, (), "s:1") for number in range(8)]
     taken = [port for pod in pods for port in ports(pod).values()]
     assert len(taken) == len(set(taken)), "a new pod may meet the old one of its worker, too"
-    assert all(12000 <= port < 20000 for port in taken), "rendezvous, NodePorts and outgoing connections are above"
+    assert all(12000 <= port < 20000 for port in taken), (
+        "rendezvous, NodePorts and outgoing connections are above"
+    )
 
 
 def test_sidecar_is_told_its_ports_and_asked_for_its_health_there() -> None:
@@ -76,7 +81,9 @@ def test_everybody_is_told_where_the_others_are_by_port_and_trainers_by_address_
     members = {worker: seen(pod, "10.0.0.1", f"u{worker}") for worker, pod in enumerate(made)}
     saved = (SavedMember(worker, "p", f"u{worker}", 0, "n1", (1 - worker,)) for worker in range(2))
     placement = SavedPlacement(1, tuple(saved))
-    obs = Observation(now=0.0, job=job, pods=tuple(members.values()), nodes={}, reports={}, placement=placement)
+    obs = Observation(
+        now=0.0, job=job, pods=tuple(members.values()), nodes={}, reports={}, placement=placement
+    )
     told = build_directives(obs, JobRecord(attempt=1), members, placement, phase=Phase.HOLD, sources={})
     first, second = (f"10.0.0.1:{ports(pod)['control']}" for pod in made)
     assert [peer.host for peer in told[0].holders] == [second]

@@ -1,4 +1,5 @@
-"""Promise: one process serves all teams, so nothing that one team's sidecar answers takes its memory, or ends its listening."""
+"""Promise: one process serves all teams, so nothing that one team's sidecar answers takes its memory, or ends
+its listening."""
 
 from __future__ import annotations
 

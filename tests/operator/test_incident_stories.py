@@ -1,4 +1,5 @@
-"""What befell users of other tools, played here: told in their words, with the outcome that ours are promised. The list: docs/operate/failures.md."""
+"""What befell users of other tools, played here: told in their words, with the outcome that ours are
+promised. The list: docs/operate/failures.md."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def running_world(**changes: object) -> World:
 
 
 def test_restart_that_fails_at_the_same_place_every_time_is_held_back_and_ends_with_a_reason() -> None:
-    """nvidia-resiliency-ext#349: what was restored ended every start at its load, 44 times in a row, until somebody looked."""
+    """nvidia-resiliency-ext#349: what was restored ended every start at its load, 44 times in a row, until
+    somebody looked."""
     world = running_world(max_restarts=10)
     world.crash(1, code=1)
     world.stillborn = True
@@ -31,7 +33,8 @@ def test_restart_that_fails_at_the_same_place_every_time_is_held_back_and_ends_w
 
 
 def test_copy_that_went_bad_is_left_out_once_and_no_restart_is_spent_on_it() -> None:
-    """Megatron-LM#5281: a shard that came from a replica was NaN. The run went on with it, or failed and fetched it again."""
+    """Megatron-LM#5281: a shard that came from a replica was NaN. The run went on with it, or failed and
+    fetched it again."""
     world = running_world(remote=REMOTE)
     world.spoil_copies(1)
     world._gone(world.member(1))
@@ -51,8 +54,12 @@ def test_second_node_that_goes_while_the_first_is_being_replaced_costs_its_own_p
     assert victim is not None
     assert victim.directive is not None
     keeper = victim.directive.holders[0].worker
-    second = next(each for each in range(1, 4) if each != keeper and homes[each] not in (homes[0], homes[keeper]))
-    kept = {worker: world.member(worker) for worker in range(4) if homes[worker] not in (homes[0], homes[second])}
+    second = next(
+        each for each in range(1, 4) if each != keeper and homes[each] not in (homes[0], homes[keeper])
+    )
+    kept = {
+        worker: world.member(worker) for worker in range(4) if homes[worker] not in (homes[0], homes[second])
+    }
     world.kill_node(homes[0])
     world.train(later)
     world.kill_node(homes[second])

@@ -1,4 +1,5 @@
-"""Who leads, and when: replicas with clocks of their own, a server that loses calls, and processes that are stopped and go on."""
+"""Who leads, and when: replicas with clocks of their own, a server that loses calls, and processes that are
+stopped and go on."""
 
 from __future__ import annotations
 
@@ -223,7 +224,11 @@ def test_look_that_fails_in_a_way_that_nobody_thought_of_is_not_the_last_one() -
 
     terms = Terms.of(60.0)
     elector = Elector(
-        Fails(), ("system", "lease"), "one", replace(terms, retry=0.01), changed=lambda leads: leads and leading.set()
+        Fails(),
+        ("system", "lease"),
+        "one",
+        replace(terms, retry=0.01),
+        changed=lambda leads: leads and leading.set(),
     )
     elector.start()
     assert leading.wait(30)
@@ -271,9 +276,12 @@ STEPS = st.lists(
 @settings(max_examples=examples(300), deadline=None)
 @given(STEPS, st.floats(-1e6, 1e6), st.floats(-1e6, 1e6))
 def test_never_two_leaders(steps: list[tuple[float, str, str]], one: float, other: float) -> None:
-    """Whatever calls are lost, in whatever order replicas run or stand still, and wherever their clocks begin."""
+    """Whatever calls are lost, in whatever order replicas run or stand still, and wherever their clocks
+    begin."""
     server = LeaseServer()
-    replicas = {name: Replica(server, name, offset) for name, offset in (("a", 0.0), ("b", one), ("c", other))}
+    replicas = {
+        name: Replica(server, name, offset) for name, offset in (("a", 0.0), ("b", one), ("c", other))
+    }
     now = 0.0
     for pause, name, what in steps:
         now += pause
@@ -302,4 +310,6 @@ def test_lease_that_cannot_be_understood_is_named(text: str) -> None:
 def test_terms_that_make_no_sense_are_named(seconds: str) -> None:
     with pytest.raises(ValueError, match="TIERCHECK_LEASE_SECONDS"):
         Config.from_env({"TIERCHECK_LEASE_SECONDS": seconds})
-    assert Config.from_env({"TIERCHECK_LEASE": "ns/n", "TIERCHECK_LEASE_SECONDS": "16"}).terms == Terms(16, 10, 2)
+    assert Config.from_env({"TIERCHECK_LEASE": "ns/n", "TIERCHECK_LEASE_SECONDS": "16"}).terms == Terms(
+        16, 10, 2
+    )

@@ -53,7 +53,9 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
     assert summary["lostSteps"] <= 2
     assert summary["detectSeconds"] == 0
     assert (world.status.attempt, world.status.crashes, world.status.disruptions) == (2, 0, 1)
-    assert placed(world)[0] == "DegradedSpread", "moving is over, and three of the four workers are in one rack now"
+    assert placed(world)[0] == "DegradedSpread", (
+        "moving is over, and three of the four workers are in one rack now"
+    )
     racks = [world.nodes[world.home(worker)].labels["topology.kubernetes.io/rack"] for worker in range(4)]
     assert max(map(racks.count, racks)) == 3
     world.train(10)
@@ -161,9 +163,14 @@ def node_object(
 ) -> dict[str, object]:
     return {
         "metadata": {"name": "n"},
-        "spec": {"taints": [{"key": key, "effect": effect} for key, effect in taints], "unschedulable": unschedulable},
+        "spec": {
+            "taints": [{"key": key, "effect": effect} for key, effect in taints],
+            "unschedulable": unschedulable,
+        },
         "status": {
-            "conditions": [{"type": kind, "status": status} for kind, status in {"Ready": "True", **conditions}.items()]
+            "conditions": [
+                {"type": kind, "status": status} for kind, status in {"Ready": "True", **conditions}.items()
+            ]
         },
     }
 

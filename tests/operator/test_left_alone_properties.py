@@ -137,7 +137,10 @@ def test_operator_that_hears_nobody_deletes_nobody(obs: Observation, silent: flo
 def test_operator_that_has_just_started_deletes_nobody(obs: Observation, data: st.DataObject) -> None:
     """It has asked nobody yet, or some, who have answered."""
     unasked = data.draw(st.sets(st.sampled_from(sorted(obs.reports)), min_size=1))
-    reports = {uid: WorkerReport(None, None, None) if uid in unasked else trains().reports[uid] for uid in obs.reports}
+    reports = {
+        uid: WorkerReport(None, None, None) if uid in unasked else trains().reports[uid]
+        for uid in obs.reports
+    }
     assert deleted(replace(obs, reports=reports)) == []
 
 
@@ -157,6 +160,8 @@ def test_host_that_neither_peers_nor_we_hear_is_left_whatever_its_kubelet_said_l
         assert known.report is not None
         missed = (Unreachable(1, dead.ip or "", obs.now - silent - 3, Break.SILENT),)
         gone = replace(known, silent_since=obs.now - silent, stepped_at=obs.now - silent - 1)
-        here = replace(known, report=replace(known.report, unreachable=missed), stepped_at=obs.now - silent - 1)
+        here = replace(
+            known, report=replace(known.report, unreachable=missed), stepped_at=obs.now - silent - 1
+        )
         reports[pod.uid] = gone if pod.uid == dead.uid else here
     assert deleted(replace(obs, pods=pods, reports=reports, nodes=found)) == [dead.name]

@@ -117,7 +117,9 @@ def test_job_says_within_a_step_that_it_is_unprotected_and_how_long_the_kubelet_
     world.train(5)
     world.kill_sidecar(uid)
     world.train(1)
-    assert protected(world)[:2] == (False, "SidecarRestarting"), "at once, before its kubelet has said for how long"
+    assert protected(world)[:2] == (False, "SidecarRestarting"), (
+        "at once, before its kubelet has said for how long"
+    )
     world.train(2)
     holds, reason, message = protected(world)
     assert (holds, reason) == (False, "SidecarRestarting")
@@ -146,7 +148,9 @@ def test_first_end_of_a_sidecar_is_told_while_it_starts_again() -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "hung"])
-def test_sidecar_that_answers_nobody_is_told_and_left_alone_although_its_kubelet_calls_it_well(how: str) -> None:
+def test_sidecar_that_answers_nobody_is_told_and_left_alone_although_its_kubelet_calls_it_well(
+    how: str,
+) -> None:
     world = trained()
     setattr(world.sidecars[world.member(1)], how, True)
     assert_trains_on(world, 4)
@@ -193,7 +197,9 @@ def long_held_back(world: World, uid: str) -> None:
     assert world.pods[uid].sidecar.back_off >= 160
 
 
-def test_crash_while_a_sidecar_is_held_back_for_minutes_replaces_its_pod_because_others_keep_what_it_held() -> None:
+def test_crash_while_a_sidecar_is_held_back_for_minutes_replaces_its_pod_because_others_keep_what_it_held() -> (
+    None
+):
     world = trained()
     uid, where = world.member(1), world.home(1)
     long_held_back(world, uid)
@@ -268,7 +274,9 @@ def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None
 
 def test_placement_that_was_worth_less_before_such_an_outage_is_so_afterwards() -> None:
     world = trained()
-    world.nodes = {name: replace(each, labels={"kubernetes.io/hostname": name}) for name, each in world.nodes.items()}
+    world.nodes = {
+        name: replace(each, labels={"kubernetes.io/hostname": name}) for name, each in world.nodes.items()
+    }
     world.train(20)
     before = placed(world)
     assert before[1] == "NodesUnlabelled"

@@ -1,5 +1,5 @@
-"""Promise: one process decides for all teams, so whatever one team's sidecar says of itself, no decision about it ends badly, takes long, or
-gives a status that the API server would refuse.
+"""Promise: one process decides for all teams, so whatever one team's sidecar says of itself, no decision
+about it ends badly, takes long, or gives a status that the API server would refuse.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ EVENTS: tuple[Callable[[World], object], ...] = (
 def _way(value: Any, numbers: random.Random) -> list[Any]:
     """To some value in it: each field of a message is as likely as any other, however much it holds."""
     way: list[Any] = []
-    while isinstance(value, (dict, list)) and value and not (isinstance(value, list) and numbers.random() < 0.2):
+    while (
+        isinstance(value, (dict, list)) and value and not (isinstance(value, list) and numbers.random() < 0.2)
+    ):
         keys = (
             [key for key in value if key not in ("job_uid", "pod_uid")]
             if isinstance(value, dict)
@@ -131,7 +133,8 @@ def test_a_block_that_no_code_has_is_no_block(share: Share, spec: dict[str, Any]
     version = max(world.sidecars[world.member(2)].own)
     block = Holding(2, version, Tier.PEER, 1, Kind.SNAPSHOT, share)
     make_lie(
-        world.sidecars[world.member(2)], lambda report: plausible(replace(report, holdings=(*report.holdings, block)))
+        world.sidecars[world.member(2)],
+        lambda report: plausible(replace(report, holdings=(*report.holdings, block))),
     )
     world.crash(1)
     assert world.recovered()["step"]
@@ -153,7 +156,9 @@ def test_versions_without_number_are_not_all_planned_with(monkeypatch: pytest.Mo
 def test_what_is_true_is_taken_as_it_is() -> None:
     report = some_report()
     assert plausible(report) == report
-    held = tuple(Holding(n, Version(n, 1), Tier.PEER, n, Kind.DELTA, Share(n % 4, (n, n + 1))) for n in range(20))
+    held = tuple(
+        Holding(n, Version(n, 1), Tier.PEER, n, Kind.DELTA, Share(n % 4, (n, n + 1))) for n in range(20)
+    )
     assert plausible(replace(report, holdings=held)).holdings == held
 
 

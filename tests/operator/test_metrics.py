@@ -30,7 +30,9 @@ def test_what_a_recovery_cost_is_counted_once() -> None:
     metrics.status_written(world.job, world.status)
     assert value(metrics, "tiercheck_restores_total", cause="TrainerCrash") == 1
     assert value(metrics, "tiercheck_lost_steps_total") == ended["lostSteps"]
-    assert value(metrics, "tiercheck_lost_seconds_total") == ended["lostSteps"] * (world.status.step_seconds or 0)
+    assert value(metrics, "tiercheck_lost_seconds_total") == ended["lostSteps"] * (
+        world.status.step_seconds or 0
+    )
     assert value(metrics, "tiercheck_recovery_duration_seconds_count", phase="total") == 1
 
 

@@ -1,4 +1,5 @@
-"""Watches lose events. What is gone is found, what is late is waited for, and a watch that stays deaf is noticed."""
+"""Watches lose events. What is gone is found, what is late is waited for, and a watch that stays deaf is
+noticed."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def test_reconcile_that_does_not_end_is_named() -> None:
 
 
 @pytest.mark.parametrize("between", TURNS)
-async def test_comparing_ends_when_it_is_told_to_even_if_a_watch_listed_at_the_same_moment(between: int) -> None:
+async def test_comparing_ends_when_it_is_told_to_even_if_a_watch_listed_at_the_same_moment(
+    between: int,
+) -> None:
     class Nothing:
         async def list_metadata(self, path: str, query: str) -> list[dict[str, Any]]:
             return []

@@ -32,7 +32,9 @@ DEADLINE = 90.0
 
 
 def job(name: str, **spec: Any) -> dict[str, Any]:
-    template = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": [sys.executable, "-c", "pass"]}]}}
+    template = {
+        "spec": {"containers": [{"name": "trainer", "image": "i", "command": [sys.executable, "-c", "pass"]}]}
+    }
     return {
         "apiVersion": "tiercheck.io/v1alpha1",
         "kind": "TierCheckJob",
@@ -55,7 +57,9 @@ def owned(cluster: LocalCluster, name: str) -> list[str]:
     found = []
     for kind in ("pods", "services", "secrets", "configmaps"):
         path = f"/api/v1/namespaces/default/{kind}?labelSelector=tiercheck.io/job={name}"
-        found += [f"{kind}/{entry['metadata']['name']}" for entry in cluster.api.request("GET", path)["items"]]
+        found += [
+            f"{kind}/{entry['metadata']['name']}" for entry in cluster.api.request("GET", path)["items"]
+        ]
     return sorted(found)
 
 
@@ -74,7 +78,9 @@ def gone(cluster: LocalCluster, name: str) -> bool:
 
 def test_job_gets_its_belongings_and_says_why_it_waits(cluster: LocalCluster) -> None:
     cluster.apply(job("first"))
-    cluster.wait_for(lambda: condition(cluster, "first", "Placed").get("reason") == "Unschedulable", DEADLINE, "reason")
+    cluster.wait_for(
+        lambda: condition(cluster, "first", "Placed").get("reason") == "Unschedulable", DEADLINE, "reason"
+    )
     placed = condition(cluster, "first", "Placed")
     assert placed["status"] == "False"
     assert "Add nodes" in placed["message"]
@@ -93,7 +99,9 @@ def test_pod_that_the_server_refuses_is_explained_until_the_template_is_mended(c
     wrong = job("refused")
     wrong["spec"]["template"]["metadata"] = {"labels": {"team": "no spaces allowed"}}
     cluster.apply(wrong)
-    cluster.wait_for(lambda: condition(cluster, "refused", "Placed").get("reason") == "Refused", DEADLINE, "reason")
+    cluster.wait_for(
+        lambda: condition(cluster, "refused", "Placed").get("reason") == "Refused", DEADLINE, "reason"
+    )
     assert "no spaces allowed" in condition(cluster, "refused", "Placed")["message"]
     wrong["spec"]["template"]["metadata"] = {"labels": {"team": "a"}}
     cluster.apply(wrong)
@@ -120,7 +128,9 @@ def test_operator_killed_and_restarted_changes_nothing(cluster: LocalCluster) ->
 
 def test_suspended_job_has_no_pods_until_it_is_resumed(cluster: LocalCluster) -> None:
     cluster.apply(job("queued", suspend=True))
-    cluster.wait_for(lambda: condition(cluster, "queued", "Suspended").get("status") == "True", DEADLINE, "suspension")
+    cluster.wait_for(
+        lambda: condition(cluster, "queued", "Suspended").get("status") == "True", DEADLINE, "suspension"
+    )
     assert not [entry for entry in owned(cluster, "queued") if entry.startswith("pods/")]
     cluster.apply(job("queued", suspend=False))
     cluster.wait_for(lambda: len(owned(cluster, "queued")) == 4, DEADLINE, "pods")
@@ -142,14 +152,17 @@ def test_deleted_job_leaves_nothing_even_while_the_operator_is_down(cluster: Loc
     cluster.operator.kill()
     cluster.operator.wait()
     cluster.api.request("DELETE", f"{JOBS}/brief")
-    cluster.wait_for(lambda: gone(cluster, "brief") and not owned(cluster, "brief"), DEADLINE, "everything to be gone")
+    cluster.wait_for(
+        lambda: gone(cluster, "brief") and not owned(cluster, "brief"), DEADLINE, "everything to be gone"
+    )
     cluster.start_operator()
 
 
 def test_operator_runs_as_a_user_without_an_entry_in_etc_passwd(tmp_path: Path) -> None:
     """As in its image, where nobody knows user 65532."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import pwd\ndef nobody(uid): raise KeyError(f'getpwuid(): uid not found: {uid}')\npwd.getpwuid = nobody\n"
+        "import pwd\ndef nobody(uid): raise KeyError(f'getpwuid(): uid not found: {uid}')\npwd.getpwuid "
+        "= nobody\n"
     )
     unnamed = {name: "" for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME")}
     with LocalCluster(tmp_path / "cluster", []) as fresh:
@@ -180,7 +193,8 @@ def test_probes_and_metrics_answer_and_sigterm_ends_the_process(cluster: LocalCl
 
 
 async def test_sigterm_is_the_operators_own_and_not_its_frameworks(tmp_path: Path) -> None:
-    """kopf would close the watches, wait five seconds and cancel the loops of the jobs before the lease is handed over."""
+    """kopf would close the watches, wait five seconds and cancel the loops of the jobs before the lease is
+    handed over."""
     with LocalCluster(tmp_path, []) as fresh:
         fresh.apply_crds(ROOT / "crds")
         access = kubernetes.client.Configuration(host=load(fresh.kubeconfig).server)
@@ -220,7 +234,10 @@ def test_leader_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:
 
 
 def test_deaf_watch_is_noticed_and_deletions_that_it_missed_are_made_up_for(tmp_path: Path) -> None:
-    with LocalCluster(tmp_path, []) as quiet, deaf_to_watches(quiet.kubeconfig, tmp_path / "deaf") as kubeconfig:
+    with (
+        LocalCluster(tmp_path, []) as quiet,
+        deaf_to_watches(quiet.kubeconfig, tmp_path / "deaf") as kubeconfig,
+    ):
         quiet.apply_crds(ROOT / "crds")
         quiet.apply(job("early"))
         env = {
@@ -229,11 +246,17 @@ def test_deaf_watch_is_noticed_and_deletions_that_it_missed_are_made_up_for(tmp_
             "TIERCHECK_WATCH_GRACE_SECONDS": "3",
         }
         replica = Replicas(quiet, env).start()
-        quiet.wait_for(lambda: 'job="early"' in replica.page("/metrics"), DEADLINE, "the job to be seen in the list")
+        quiet.wait_for(
+            lambda: 'job="early"' in replica.page("/metrics"), DEADLINE, "the job to be seen in the list"
+        )
         quiet.api.request("DELETE", f"{JOBS}/early")
-        quiet.wait_for(lambda: 'job="early"' not in replica.page("/metrics"), DEADLINE, "the job to be forgotten")
+        quiet.wait_for(
+            lambda: 'job="early"' not in replica.page("/metrics"), DEADLINE, "the job to be forgotten"
+        )
         quiet.apply(job("late"))
-        quiet.wait_for(lambda: not replica.page("/healthz"), DEADLINE, "the operator to notice that it is deaf")
+        quiet.wait_for(
+            lambda: not replica.page("/healthz"), DEADLINE, "the operator to notice that it is deaf"
+        )
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(f"http://{replica.address}/healthz", timeout=10)
         assert "the watch of TierCheckJob is deaf" in caught.value.read().decode()
@@ -244,7 +267,9 @@ def test_operator_may_be_installed_before_the_definition_of_its_jobs(tmp_path: P
     with LocalCluster(tmp_path, []) as early:
         operator = early.start_operator({"TIERCHECK_NAMESPACES": namespaces})
         log = early.logs / "operator.log"
-        early.wait_for(lambda: names.KIND.lower() in log.read_text().lower(), DEADLINE, "the operator to miss its kind")
+        early.wait_for(
+            lambda: names.KIND.lower() in log.read_text().lower(), DEADLINE, "the operator to miss its kind"
+        )
         assert operator.poll() is None
         early.apply_crds(ROOT / "crds")
         early.apply(job("first"))

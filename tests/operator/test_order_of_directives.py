@@ -1,4 +1,5 @@
-"""Directives of one attempt arrive in any order, and twice: each says what its sidecar followed when it was decided upon."""
+"""Directives of one attempt arrive in any order, and twice: each says what its sidecar followed when it was
+decided upon."""
 
 from __future__ import annotations
 

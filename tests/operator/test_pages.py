@@ -1,4 +1,5 @@
-"""Strangers on the operator's port for metrics and health take its descriptors for seconds only, and keep no probe out."""
+"""Strangers on the operator's port for metrics and health take its descriptors for seconds only, and keep no
+probe out."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ async def test_no_connection_lasts(first: bytes) -> None:
 
 
 @pytest.mark.parametrize("addresses", [1, 5, 3 * ROOM])
-async def test_a_crowd_that_says_nothing_keeps_no_probe_out(monkeypatch: pytest.MonkeyPatch, addresses: int) -> None:
+async def test_a_crowd_that_says_nothing_keeps_no_probe_out(
+    monkeypatch: pytest.MonkeyPatch, addresses: int
+) -> None:
     monkeypatch.setattr(pages, "_MOST", ROOM)
     async with opened(600.0) as port:
         crowd = [await dial(port, b"", f"127.0.0.{n % addresses + 9}") for n in range(3 * ROOM)]

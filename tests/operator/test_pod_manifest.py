@@ -1,4 +1,5 @@
-"""The pod that a job's template becomes: what Kubernetes accepts, what restricted Pod Security demands, what the user wrote."""
+"""The pod that a job's template becomes: what Kubernetes accepts, what restricted Pod Security demands, what
+the user wrote."""
 
 from __future__ import annotations
 
@@ -134,7 +135,9 @@ def test_users_own_volumes_are_not_walked_through_at_every_start() -> None:
 @pytest.mark.parametrize(
     ("remote", "given", "grace"), [(True, None, 300), (False, None, 30), (True, 60, 60), (False, 5, 5)]
 )
-def test_sidecar_gets_time_for_the_last_upload_and_knows_how_much(remote: bool, given: int | None, grace: int) -> None:
+def test_sidecar_gets_time_for_the_last_upload_and_knows_how_much(
+    remote: bool, given: int | None, grace: int
+) -> None:
     job = make_job() if remote else make_job(tiers={"local": {"sizeLimit": "2Gi"}})
     if given is not None:
         job = with_pod(job, terminationGracePeriodSeconds=given)
@@ -182,7 +185,9 @@ def test_sidecar_starts_first_is_native_and_owns_the_memory() -> None:
     assert env(sidecar)[names.ENV_JOB] == "ml/gpt"
     assert json.loads(env(sidecar)[names.ENV_REMOTE]) == {"s3": {"bucket": "b", "prefix": "p"}}
     assert sidecar["envFrom"] == [{"secretRef": {"name": "aws", "optional": True}}]
-    watched = next(entry for entry in pod["spec"]["volumes"] if entry.get("secret", {}).get("secretName") == "aws")
+    watched = next(
+        entry for entry in pod["spec"]["volumes"] if entry.get("secret", {}).get("secretName") == "aws"
+    )
     assert watched["secret"]["optional"] is True
     mount = next(entry for entry in sidecar["volumeMounts"] if entry["name"] == watched["name"])
     assert env(sidecar)[names.ENV_REMOTE_CREDENTIALS_DIR] == mount["mountPath"]
@@ -190,7 +195,9 @@ def test_sidecar_starts_first_is_native_and_owns_the_memory() -> None:
 
 def test_sidecar_is_told_its_cluster_and_from_whom_it_may_take_the_store() -> None:
     job = make_job()
-    assert names.ENV_CLUSTER not in env(container(build_pod(job, 1, 3, (), "sidecar:1"), names.SIDECAR_CONTAINER))
+    assert names.ENV_CLUSTER not in env(
+        container(build_pod(job, 1, 3, (), "sidecar:1"), names.SIDECAR_CONTAINER)
+    )
     for where in ({"s3": {"bucket": "b"}}, {"directory": {"volume": {"emptyDir": {}}}}):
         spec = replace(job.spec, remote={**where, "takeOverFrom": "uid-of-another"})
         pod = build_pod(replace(job, cluster="uid-of-kube-system", spec=spec), 1, 3, (), "sidecar:1")
@@ -201,7 +208,15 @@ def test_sidecar_is_told_its_cluster_and_from_whom_it_may_take_the_store() -> No
 
 def test_trainer_runs_the_users_command_under_the_launcher_and_sees_no_credentials() -> None:
     trainer = container(build_pod(make_job(), 1, 3, (), "sidecar:1"), names.TRAINER_CONTAINER)
-    assert trainer["command"] == ["python3", "-m", "tiercheck.launcher", "--", "torchrun", "train.py", "--lr=1"]
+    assert trainer["command"] == [
+        "python3",
+        "-m",
+        "tiercheck.launcher",
+        "--",
+        "torchrun",
+        "train.py",
+        "--lr=1",
+    ]
     assert "args" not in trainer
     assert env(trainer)["PYTHONPATH"] == "/tiercheck/lib:/app"
     assert env(trainer)["LR"] == "1"
@@ -233,7 +248,9 @@ def test_pod_is_found_by_its_labels_and_goes_with_its_job() -> None:
 def test_avoided_nodes_are_refused_by_every_alternative_of_the_users_affinity() -> None:
     job = make_job()
     terms = [{"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}, {"matchFields": []}]
-    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+    affinity = {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    }
     spec = {**job.spec.template["spec"], "affinity": affinity}
     job = replace(job, spec=replace(job.spec, template={"spec": spec}))
     pod = build_pod(job, 0, 1, ("n2", "n1"), "sidecar:1")
@@ -260,7 +277,9 @@ def test_shared_directory_is_mounted_in_the_sidecar_only() -> None:
     pod = build_pod(make_job(tiers={"remote": {"directory": directory}}), 0, 0, (), "sidecar:1")
     kubernetes_validate.validate(pod, "1.33", strict=True)
     sidecar = container(pod, names.SIDECAR_CONTAINER)
-    assert json.loads(env(sidecar)[names.ENV_REMOTE]) == {"directory": {"path": "/tiercheck/remote", "subPath": "runs"}}
+    assert json.loads(env(sidecar)[names.ENV_REMOTE]) == {
+        "directory": {"path": "/tiercheck/remote", "subPath": "runs"}
+    }
     assert {"name": "tiercheck-remote", "mountPath": "/tiercheck/remote"} in sidecar["volumeMounts"]
     assert {"name": "tiercheck-remote", "persistentVolumeClaim": {"claimName": "c"}} in pod["spec"]["volumes"]
     trainer = container(pod, names.TRAINER_CONTAINER)
@@ -273,7 +292,10 @@ def test_shared_directory_is_mounted_in_the_sidecar_only() -> None:
         ({}, "no container named 'trainer'"),
         ({"spec": {"containers": [{"name": "x"}]}}, "no container named 'trainer'"),
         ({"spec": {"containers": [{"name": "trainer"}]}}, "has no command"),
-        ({"spec": {"containers": [{"name": "trainer", "command": ["x"]}, {"name": "tiercheck-sidecar"}]}}, "reserved"),
+        (
+            {"spec": {"containers": [{"name": "trainer", "command": ["x"]}, {"name": "tiercheck-sidecar"}]}},
+            "reserved",
+        ),
     ],
 )
 def test_template_that_cannot_work_is_explained(template: dict[str, Any], word: str) -> None:
@@ -282,7 +304,15 @@ def test_template_that_cannot_work_is_explained(template: dict[str, Any], word: 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1", 1), ("2Gi", 2**31), ("1.5Ki", 1536), ("100M", 10**8), ("1e3", 1000), ("500m", 1), ("2E", 2 * 10**18)],
+    [
+        ("1", 1),
+        ("2Gi", 2**31),
+        ("1.5Ki", 1536),
+        ("100M", 10**8),
+        ("1e3", 1000),
+        ("500m", 1),
+        ("2E", 2 * 10**18),
+    ],
 )
 def test_quantities_are_read_as_kubernetes_does(text: str, size: int) -> None:
     assert parse_quantity(text) == size
@@ -308,7 +338,9 @@ def test_placement_survives_its_config_map() -> None:
 
 
 def test_placement_written_before_there_was_parity_is_understood() -> None:
-    manifest = build_placement(make_job(), SavedPlacement(4, (SavedMember(0, "gpt-0-0", "a", 0, "n1", (1,)),)))
+    manifest = build_placement(
+        make_job(), SavedPlacement(4, (SavedMember(0, "gpt-0-0", "a", 0, "n1", (1,)),))
+    )
     del manifest["data"]["groups"]
     assert parse_placement(manifest).groups == ()
 

@@ -1,4 +1,5 @@
-"""What our containers ask for: the pod keeps its QoS class and its exclusive cores, and the sidecar gets what its work takes."""
+"""What our containers ask for: the pod keeps its QoS class and its exclusive cores, and the sidecar gets what
+its work takes."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ from tiercheck_operator.planning.quantity import parse_amount
 
 Object = dict[str, Any]
 OURS = (names.LIBRARY_CONTAINER, names.NODE_MEMORY_CONTAINER, names.SIDECAR_CONTAINER)
-BOUND = {"requests": {"cpu": "16", "memory": "64Gi"}, "limits": {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "8"}}
+BOUND = {
+    "requests": {"cpu": "16", "memory": "64Gi"},
+    "limits": {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "8"},
+}
 
 
 def job_with(
     trainer: Object | None = None, others: Object | None = None, pod: Object | None = None, **spec: Any
 ) -> JobView:
-    """The template's trainer has the resources `trainer`, its other containers `others`, the pod as a whole `pod`."""
+    """The template's trainer has the resources `trainer`, its other containers `others`, the pod as a whole
+    `pod`."""
     job = make_job(**spec)
     given = copy.deepcopy(dict(job.spec.template["spec"]))
     for entry in [*given["containers"], *given["initContainers"]]:
@@ -48,7 +53,11 @@ def qos_class(pod: Mapping[str, Any]) -> str:
     """As the API server finds it: by sums over all containers, or by what the pod as a whole has."""
     spec = pod["spec"]
     whole = spec.get("resources")
-    holders = [whole] if whole else [e.get("resources") or {} for e in [*spec["containers"], *spec["initContainers"]]]
+    holders = (
+        [whole]
+        if whole
+        else [e.get("resources") or {} for e in [*spec["containers"], *spec["initContainers"]]]
+    )
     sums: dict[str, dict[str, Decimal]] = {"requests": {}, "limits": {}}
     bound = True
     for entry in holders:
@@ -71,10 +80,14 @@ def resources(pod: Mapping[str, Any], name: str) -> Object:
 
 @pytest.mark.parametrize("medium", ["PodMemory", "NodeMemory"])
 @pytest.mark.parametrize(
-    "trainer", [BOUND, {"limits": {"cpu": "7500m", "memory": "64Gi"}}, {"limits": {"cpu": 4, "memory": 2**33}}]
+    "trainer",
+    [BOUND, {"limits": {"cpu": "7500m", "memory": "64Gi"}}, {"limits": {"cpu": 4, "memory": 2**33}}],
 )
-def test_guaranteed_pod_stays_guaranteed_and_its_trainer_keeps_its_own_cores(trainer: Object, medium: str) -> None:
-    """A container has exclusive cores if its pod is Guaranteed and it asks for whole ones; ours have none of their own."""
+def test_guaranteed_pod_stays_guaranteed_and_its_trainer_keeps_its_own_cores(
+    trainer: Object, medium: str
+) -> None:
+    """A container has exclusive cores if its pod is Guaranteed and it asks for whole ones; ours have none of
+    their own."""
     job = job_with(trainer, BOUND, tiers={"local": {"sizeLimit": "2Gi", "medium": medium}})
     for pod in (build_pod(job, 0, 0, (), "s:1"), build_spare(job, 0, (), "s:1")):
         kubernetes_validate.validate(pod, "1.34", strict=True)
@@ -110,9 +123,12 @@ def test_sidecar_of_any_other_pod_has_no_limit_of_cpu(trainer: Object | None, ot
 
 
 @pytest.mark.parametrize(
-    ("procs", "size", "cpu"), [(1, "1Gi", "160m"), (8, "64Gi", "760m"), (8, "940Gi", "4260m"), (64, "8Gi", "3340m")]
+    ("procs", "size", "cpu"),
+    [(1, "1Gi", "160m"), (8, "64Gi", "760m"), (8, "940Gi", "4260m"), (64, "8Gi", "3340m")],
 )
-def test_sidecar_asks_for_cpu_by_its_ranks_and_by_the_bytes_that_it_keeps(procs: int, size: str, cpu: str) -> None:
+def test_sidecar_asks_for_cpu_by_its_ranks_and_by_the_bytes_that_it_keeps(
+    procs: int, size: str, cpu: str
+) -> None:
     job = job_with(tiers={"local": {"sizeLimit": size}}, procsPerWorker=procs)
     found = resources(build_pod(job, 0, 0, (), "s:1"), names.SIDECAR_CONTAINER)
     assert found["requests"]["cpu"] == cpu
@@ -123,14 +139,19 @@ def test_sidecar_asks_for_cpu_by_its_ranks_and_by_the_bytes_that_it_keeps(procs:
 @pytest.mark.parametrize(
     ("theirs", "qos", "cpu"),
     [
-        ({"requests": {"cpu": "16", "memory": "64Gi"}, "limits": {"cpu": "16", "memory": "64Gi"}}, "Guaranteed", "18"),
+        (
+            {"requests": {"cpu": "16", "memory": "64Gi"}, "limits": {"cpu": "16", "memory": "64Gi"}},
+            "Guaranteed",
+            "18",
+        ),
         ({"limits": {"cpu": "15", "memory": "64Gi"}}, "Guaranteed", "16"),
         ({"limits": {"cpu": "1500m", "memory": "64Gi"}}, "Guaranteed", "1660m"),
         ({"requests": {"cpu": "4"}, "limits": {"cpu": "8", "memory": "64Gi"}}, "Burstable", "8160m"),
     ],
 )
 def test_pods_own_resources_grow_by_what_the_sidecar_takes(theirs: Object, qos: str, cpu: str) -> None:
-    """Or the user's containers would have less than they were given. Whole cores stay whole, and an even number even."""
+    """Or the user's containers would have less than they were given. Whole cores stay whole, and an even
+    number even."""
     pod = build_pod(job_with(pod=theirs), 0, 0, (), "s:1")
     kubernetes_validate.validate(pod, "1.34", strict=True)
     whole, ours = pod["spec"]["resources"], resources(pod, names.SIDECAR_CONTAINER)
@@ -148,7 +169,9 @@ def test_request_that_the_api_server_would_find_for_the_pod_is_not_made_smaller_
     limits = {"limits": {"cpu": "16", "memory": "64Gi"}}
     alone = build_pod(job_with(pod=limits), 0, 0, (), "s:1")["spec"]["resources"]
     assert alone["requests"] == alone["limits"]
-    beside = build_pod(job_with(pod=limits, trainer={"requests": {"cpu": "3"}}), 0, 0, (), "s:1")["spec"]["resources"]
+    beside = build_pod(job_with(pod=limits, trainer={"requests": {"cpu": "3"}}), 0, 0, (), "s:1")["spec"][
+        "resources"
+    ]
     assert set(beside["requests"]) == {"memory"}, "the API server adds ours to the trainer's three cores"
 
 
@@ -163,11 +186,15 @@ def test_what_the_user_gives_the_sidecar_wins_and_the_rest_is_found_for_it() -> 
         "requests": {"cpu": "2", "memory": str(5 * 2**29)},
         "limits": {"memory": "9Gi"},
     }
-    assert of(None, {"limits": {"cpu": "100m"}})["requests"]["cpu"] == "100m", "or Kubernetes would refuse the pod"
+    assert of(None, {"limits": {"cpu": "100m"}})["requests"]["cpu"] == "100m", (
+        "or Kubernetes would refuse the pod"
+    )
     assert of(None, {"requests": {"memory": "9Gi"}})["limits"]["memory"] == "9Gi"
     for kind in ("requests", "limits"):
         found = of(BOUND, {kind: {"cpu": "2"}})
-        assert found["requests"]["cpu"] == found["limits"]["cpu"] == "2", "whole cores, if the user wants them"
+        assert found["requests"]["cpu"] == found["limits"]["cpu"] == "2", (
+            "whole cores, if the user wants them"
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +206,9 @@ def test_what_the_user_gives_the_sidecar_wins_and_the_rest_is_found_for_it() -> 
         (BOUND, {"requests": {"cpu": "1"}, "limits": {"cpu": "2"}}, "QoS class Guaranteed"),
     ],
 )
-def test_resources_that_cannot_be_are_refused_with_a_sentence(trainer: Object | None, given: Object, word: str) -> None:
+def test_resources_that_cannot_be_are_refused_with_a_sentence(
+    trainer: Object | None, given: Object, word: str
+) -> None:
     job = job_with(trainer, trainer, sidecar={"resources": given})
     problem = resources_problem(job.spec, job.spec.template["spec"])
     assert word in problem
@@ -204,7 +233,9 @@ def attached(pod: Object, **policy: Any) -> Object:
     seat = find_seat(pod, find_owner(pod), owner)
     spec = {**shapes.POLICY["spec"], **policy}
     attachment = attachment_of(pod, find_owner(pod), seat, "careful", None)
-    return inject(pod, attachment, seat, attached_job("ml", attachment, spec), Outfit("s:1", node_memory=NodeMemory()))
+    return inject(
+        pod, attachment, seat, attached_job("ml", attachment, spec), Outfit("s:1", node_memory=NodeMemory())
+    )
 
 
 def test_attached_guaranteed_pod_stays_guaranteed_too() -> None:

@@ -19,7 +19,8 @@ from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.status import parse_record, parse_time, render_record
 
 BAD = (
-    "the snapshot of rank 2, step 4 (attempt 1), would not come back from worker 3: chunk 7 does not match its digest. "
+    "the snapshot of rank 2, step 4 (attempt 1), would not come back from worker 3: chunk 7 does not "
+    "match its digest. "
     "A restore goes round it as long as there is another copy"
 )
 

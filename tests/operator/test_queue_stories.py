@@ -1,4 +1,5 @@
-"""A queue decides when pods may be scheduled: it gets what the job says to it, and its waiting is no lack of nodes."""
+"""A queue decides when pods may be scheduled: it gets what the job says to it, and its waiting is no lack of
+nodes."""
 
 from __future__ import annotations
 
@@ -102,7 +103,11 @@ def test_workers_replacements_and_spares_belong_to_the_gang(scheduler: str) -> N
     raw = queued_job()
     raw["spec"]["gang"] = {"scheduler": scheduler}
     job = parse_job(raw)
-    for pod in (build_pod(job, 1, 0, [], "i"), build_pod(job, 1, 5, ["n1"], "i"), build_spare(job, 0, [], "i")):
+    for pod in (
+        build_pod(job, 1, 0, [], "i"),
+        build_pod(job, 1, 5, ["n1"], "i"),
+        build_spare(job, 0, [], "i"),
+    ):
         said = {
             "Volcano": pod["metadata"]["annotations"].get("scheduling.k8s.io/group-name"),
             "Coscheduling": pod["metadata"]["labels"].get("scheduling.x-k8s.io/pod-group"),

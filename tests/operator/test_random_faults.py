@@ -120,7 +120,9 @@ def _strike(world: World, fault: str, target: int) -> None:
             rack = "r1" if node.labels[RACK] == "r0" else "r0"
             world.nodes[node.name] = replace(node, labels={**node.labels, RACK: rack})
         case "skip":
-            world.skipped |= {(target, step) for step in range(world.newest_step() + 1, world.newest_step() + 3)}
+            world.skipped |= {
+                (target, step) for step in range(world.newest_step() + 1, world.newest_step() + 3)
+            }
         case "diverge":
             if world.status.recovery is None:
                 world.poisoned.add(world.status.attempt)
@@ -140,7 +142,8 @@ def _heal(world: World) -> None:
     for sidecar in world.sidecars.values():
         sidecar.closed = False  # a job does not grow while one is away: it would give up what that one holds
     world.nodes = {
-        name: replace(node, leaving="", cordoned=False, schedulable=True) for name, node in world.nodes.items()
+        name: replace(node, leaving="", cordoned=False, schedulable=True)
+        for name, node in world.nodes.items()
     }
     for name in list(world.dead_nodes):
         world.revive_node(name)

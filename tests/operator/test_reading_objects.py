@@ -49,7 +49,11 @@ def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]
 def test_evicted_pod_tells_why_and_when() -> None:
     view = parse_pod(
         pod(
-            {"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]},
+            {
+                "conditions": [
+                    {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+                ]
+            },
             deletionTimestamp="2026-01-01T00:00:30Z",
             deletionGracePeriodSeconds=30,
         )
@@ -87,7 +91,14 @@ def test_pod_of_nobody_is_ignored(labels: dict[str, str]) -> None:
     ("node", "lost"),
     [
         ({"status": {"conditions": [{"type": "Ready", "status": "True"}]}}, False),
-        ({"status": {"conditions": [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}]}}, True),
+        (
+            {
+                "status": {
+                    "conditions": [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}]
+                }
+            },
+            True,
+        ),
         ({"status": {"conditions": [{"type": "Ready", "status": "False"}]}}, True),
         ({"spec": {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}}, True),
         ({"spec": {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}]}}, False),
@@ -96,7 +107,9 @@ def test_pod_of_nobody_is_ignored(labels: dict[str, str]) -> None:
         ({}, False),
     ],
 )
-def test_node_counts_as_lost_by_condition_or_taint_and_not_when_cordoned(node: dict[str, Any], lost: bool) -> None:
+def test_node_counts_as_lost_by_condition_or_taint_and_not_when_cordoned(
+    node: dict[str, Any], lost: bool
+) -> None:
     assert bool(parse_node({"metadata": {"name": "n"}, **node}).lost) is lost
 
 
@@ -108,13 +121,20 @@ def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
         (ContainerState.HELD_BACK, {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": end}),
     ):
         raw = {
-            "metadata": {"name": "p", "uid": "u", "labels": LABELS, "ownerReferences": kubelet_words.made_by("u")},
+            "metadata": {
+                "name": "p",
+                "uid": "u",
+                "labels": LABELS,
+                "ownerReferences": kubelet_words.made_by("u"),
+            },
             "spec": {"containers": [{"name": "trainer", "resources": {"limits": {"memory": "64Gi"}}}]},
             "status": {"containerStatuses": [{"name": "trainer", "restartCount": 2, **status}]},
         }
         pod = parse_pod(raw)
         assert pod is not None
-        assert pod.trainer == ContainerView(2, "OOMKilled", parse_time("2026-01-01T00:00:10Z"), 137, "64Gi", state)
+        assert pod.trainer == ContainerView(
+            2, "OOMKilled", parse_time("2026-01-01T00:00:10Z"), 137, "64Gi", state
+        )
         assert pod.trainer.oom_killed
         assert pod.sidecar == ContainerView()
 
@@ -159,7 +179,9 @@ def test_node_that_is_not_ready_is_told_from_one_that_an_admin_gave_up() -> None
 def test_conditions_of_a_node_are_read_for_rules() -> None:
     raw = {
         "metadata": {"name": "n"},
-        "status": {"conditions": [{"type": "Ready", "status": "True"}, {"type": "GpuEcc", "status": "False"}, {}]},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True"}, {"type": "GpuEcc", "status": "False"}, {}]
+        },
     }
     assert parse_node(raw).conditions == {"Ready": "True", "GpuEcc": "False"}
 
@@ -269,7 +291,9 @@ def test_moments_survive_the_api_to_the_millisecond(times: list[float], room: fl
     written = dict(zip(MOMENTS, times, strict=True))
     record = JobRecord(recovery=Recovery("NodeLost", "m", **written), size=SizeRecord(3, room))  # type: ignore[arg-type]
     raw = render_record(record)
-    spelled = [raw["recovery"][name] for name in ("failedAt", "detectedAt", "releasedAt")] + [raw["size"]["roomSince"]]
+    spelled = [raw["recovery"][name] for name in ("failedAt", "detectedAt", "releasedAt")] + [
+        raw["size"]["roomSince"]
+    ]
     assert all(text.endswith("Z") for text in spelled)
     read = parse_record(raw)
     assert read.recovery is not None
@@ -281,13 +305,23 @@ def test_status_of_an_operator_that_wrote_moments_as_numbers_is_understood() -> 
     """A recovery may be under way while the operator is upgraded."""
     old = {
         "attempt": 2,
-        "recovery": {"cause": "NodeLost", "message": "m", "failedAt": 10.5, "detectedAt": 11.25, "decidedAt": 12},
+        "recovery": {
+            "cause": "NodeLost",
+            "message": "m",
+            "failedAt": 10.5,
+            "detectedAt": 11.25,
+            "decidedAt": 12,
+        },
         "size": {"workers": 3, "roomSince": 9.5},
         "placement": {"hash": "h", "tolerates": ["any one rack"], "tolerance": "any one rack"},
     }
     record = parse_record(old)
     assert record.recovery is not None
-    assert (record.recovery.failed_at, record.recovery.detected_at, record.recovery.decided_at) == (10.5, 11.25, 12.0)
+    assert (record.recovery.failed_at, record.recovery.detected_at, record.recovery.decided_at) == (
+        10.5,
+        11.25,
+        12.0,
+    )
     assert record.size == SizeRecord(3, 9.5)
     assert record.placement is not None
     assert record.placement.survives == ("any one rack",)

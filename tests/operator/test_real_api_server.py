@@ -1,4 +1,5 @@
-"""What only a real API server can tell: Pod Security admits our pods without a word, and the shipped RBAC is enough."""
+"""What only a real API server can tell: Pod Security admits our pods without a word, and the shipped RBAC is
+enough."""
 
 from __future__ import annotations
 
@@ -39,11 +40,16 @@ SECURE = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """With a namespace in which only restricted pods may be made, and with what `kubectl apply -f deploy/` makes."""
-    with LocalCluster(tmp_path_factory.mktemp("cluster"), [NodeSpec("n1"), NodeSpec("n2")], "real") as started:
+    """With a namespace in which only restricted pods may be made, and with what `kubectl apply -f deploy/`
+    makes."""
+    with LocalCluster(
+        tmp_path_factory.mktemp("cluster"), [NodeSpec("n1"), NodeSpec("n2")], "real"
+    ) as started:
         started.apply_crds(ROOT / "crds")
         levels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn", "audit")}
-        started.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": RESTRICTED, "labels": levels}})
+        started.apply(
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": RESTRICTED, "labels": levels}}
+        )
         started.apply_file(ROOT / "deploy" / "operator.yaml")
         yield started
 
@@ -53,7 +59,11 @@ def job(**changes: Any) -> JobView:
     tiers = {"local": {"sizeLimit": "1Gi"}, **changes.pop("tiers", {})}
     template = {
         "spec": {
-            "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 1000,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
             "containers": [
                 {
                     "name": "trainer",
@@ -67,7 +77,11 @@ def job(**changes: Any) -> JobView:
     }
     return parse_job(
         {
-            "metadata": {"name": "gpt", "namespace": RESTRICTED, "uid": "0b0e1b9e-6ad5-4a43-9d0c-6b2c4d9f7a10"},
+            "metadata": {
+                "name": "gpt",
+                "namespace": RESTRICTED,
+                "uid": "0b0e1b9e-6ad5-4a43-9d0c-6b2c4d9f7a10",
+            },
             "spec": {"workers": 2, "template": template, "tiers": tiers, **changes},
         }
     )
@@ -79,7 +93,9 @@ CASES = {
     "s3 with the pod's own identity": job(tiers={"remote": {"s3": S3}}),
     "s3 with a Secret": job(tiers={"remote": {"s3": {**S3, "credentialsSecretName": "aws"}}}),
     "a directory": job(
-        tiers={"remote": {"directory": {"volume": {"persistentVolumeClaim": {"claimName": "c"}}, "subPath": "x"}}}
+        tiers={
+            "remote": {"directory": {"volume": {"persistentVolumeClaim": {"claimName": "c"}}, "subPath": "x"}}
+        }
     ),
     "eight processes": job(procsPerWorker=8, topology={"preset": "gke"}),
 }
@@ -107,7 +123,9 @@ def test_api_server_calls_a_guaranteed_pod_guaranteed_with_our_containers_in_it_
     template = job().spec.template["spec"]
     bound = [{**entry, "resources": {} if whole else resources} for entry in template["containers"]]
     spec = {**template, "containers": bound, **({"resources": resources} if whole else {})}
-    pod = build_pod(replace(job(), spec=replace(job().spec, template={"spec": spec})), 0, 0, (), "tiercheck-sidecar:1")
+    pod = build_pod(
+        replace(job(), spec=replace(job().spec, template={"spec": spec})), 0, 0, (), "tiercheck-sidecar:1"
+    )
     path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
     status, answer, _ = post(cluster.kubeconfig, path, pod)
     assert status == 201, answer.get("message")
@@ -128,11 +146,19 @@ def test_pod_that_a_limit_range_refuses_is_accepted_once_the_advice_is_followed(
 ) -> None:
     namespace = f"limited-{LIMITS.index(rule)}"
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-    limit_range = {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "rules"}, "spec": {"limits": [rule]}}
+    limit_range = {
+        "apiVersion": "v1",
+        "kind": "LimitRange",
+        "metadata": {"name": "rules"},
+        "spec": {"limits": [rule]},
+    }
     assert post(cluster.kubeconfig, f"/api/v1/namespaces/{namespace}/limitranges", limit_range)[0] == 201
     bounds = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
     template = job().spec.template["spec"]
-    template = {**template, "containers": [{**entry, "resources": bounds} for entry in template["containers"]]}
+    template = {
+        **template,
+        "containers": [{**entry, "resources": bounds} for entry in template["containers"]],
+    }
     view = replace(job(), namespace=namespace, spec=replace(job().spec, template={"spec": template}))
 
     def answer(view: JobView) -> tuple[int, str]:
@@ -178,7 +204,9 @@ def test_service_is_admitted_under_strict_validation(cluster: LocalCluster) -> N
 
 
 def test_shipped_manifests_are_valid_and_their_pod_is_restricted(cluster: LocalCluster) -> None:
-    documents = [entry for entry in yaml.safe_load_all((ROOT / "deploy" / "operator.yaml").read_text()) if entry]
+    documents = [
+        entry for entry in yaml.safe_load_all((ROOT / "deploy" / "operator.yaml").read_text()) if entry
+    ]
     (deployment,) = [entry for entry in documents if entry["kind"] == "Deployment"]
     path = "/apis/apps/v1/namespaces/tiercheck-system/deployments?dryRun=All&fieldValidation=Strict"
     copy = {**deployment, "metadata": {**deployment["metadata"], "name": "copy"}}
@@ -218,7 +246,11 @@ def short_job(name: str, namespace: str, **changes: Any) -> dict[str, Any]:
             "workers": 2,
             "tiers": {"local": {"sizeLimit": "16Mi"}},
             "template": {
-                "spec": {"terminationGracePeriodSeconds": 3, "securityContext": secure, "containers": [container]}
+                "spec": {
+                    "terminationGracePeriodSeconds": 3,
+                    "securityContext": secure,
+                    "containers": [container],
+                }
             },
             **changes,
         },
@@ -244,7 +276,9 @@ def run_as_service_account(
     cluster: LocalCluster, tmp_path: Path, account: str = "tiercheck-operator", **env: str
 ) -> Path:
     """Start the operator with the shipped rights and no others; returns its log."""
-    kubeconfig = service_account_kubeconfig(cluster.kubeconfig, "tiercheck-system", account, tmp_path / "kubeconfig")
+    kubeconfig = service_account_kubeconfig(
+        cluster.kubeconfig, "tiercheck-system", account, tmp_path / "kubeconfig"
+    )
     log = cluster.logs / "operator.log"
     log.unlink(missing_ok=True)
     cluster.start_operator({"KUBECONFIG": str(kubeconfig), **env})
@@ -263,13 +297,19 @@ def stopped_operator(cluster: LocalCluster) -> Iterator[None]:
 def test_shipped_rights_are_enough_for_the_whole_life_of_a_job(cluster: LocalCluster, tmp_path: Path) -> None:
     log = run_as_service_account(cluster, tmp_path)
     cluster.apply(short_job("whole", RESTRICTED, ttlSecondsAfterFinished=3))
-    cluster.wait_for(lambda: status(cluster, "whole", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion")
+    cluster.wait_for(
+        lambda: status(cluster, "whole", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
+    )
     core = f"/api/v1/namespaces/{RESTRICTED}"
     for path in ("services/whole", "secrets/whole-credentials", "configmaps/whole-placement"):
-        assert cluster.api.request("GET", f"{core}/{path}")["metadata"]["ownerReferences"][0]["name"] == "whole"
+        assert (
+            cluster.api.request("GET", f"{core}/{path}")["metadata"]["ownerReferences"][0]["name"] == "whole"
+        )
     reasons = {event["reason"] for event in cluster.api.request("GET", f"{core}/events")["items"]}
     assert reasons, "no Event was posted"
-    cluster.wait_for(lambda: gone(cluster, "whole", RESTRICTED), DEADLINE, "the job to be removed after its time")
+    cluster.wait_for(
+        lambda: gone(cluster, "whole", RESTRICTED), DEADLINE, "the job to be removed after its time"
+    )
     said = log.read_text()
     assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
 
@@ -294,7 +334,9 @@ def test_operator_of_one_namespace_needs_rights_there_only(cluster: LocalCluster
     log = run_as_service_account(cluster, tmp_path, "narrow", TIERCHECK_NAMESPACES=RESTRICTED)
     cluster.apply(short_job("elsewhere", "default"))
     cluster.apply(short_job("here", RESTRICTED))
-    cluster.wait_for(lambda: status(cluster, "here", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion")
+    cluster.wait_for(
+        lambda: status(cluster, "here", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
+    )
     assert status(cluster, "elsewhere", "default") == {}
     said = log.read_text()
     assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
@@ -309,7 +351,9 @@ def test_pods_that_admission_refuses_are_explained_and_made_once_it_allows_them(
     del manifest["spec"]["template"]["spec"]["securityContext"]
     cluster.apply(manifest)
     cluster.wait_for(
-        lambda: condition(cluster, "careless", RESTRICTED, "Placed").get("reason") == "Refused", DEADLINE, "the reason"
+        lambda: condition(cluster, "careless", RESTRICTED, "Placed").get("reason") == "Refused",
+        DEADLINE,
+        "the reason",
     )
     placed = condition(cluster, "careless", RESTRICTED, "Placed")
     assert placed["status"] == "False"
@@ -324,16 +368,24 @@ def test_pods_that_admission_refuses_are_explained_and_made_once_it_allows_them(
         "the Event",
     )
     labels = {"pod-security.kubernetes.io/enforce": "privileged"}
-    cluster.api.patch(cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}})
+    cluster.api.patch(
+        cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}}
+    )
     try:
         cluster.wait_for(
-            lambda: status(cluster, "careless", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
+            lambda: status(cluster, "careless", RESTRICTED).get("phase") == "Completed",
+            DEADLINE,
+            "completion",
         )
     finally:
         labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-        cluster.api.patch(cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}})
+        cluster.api.patch(
+            cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}}
+        )
     assert condition(cluster, "careless", RESTRICTED, "Placed")["status"] == "True"
-    tries = [line for line in log.read_text().splitlines() if "violates PodSecurity" in line and "WARNING" in line]
+    tries = [
+        line for line in log.read_text().splitlines() if "violates PodSecurity" in line and "WARNING" in line
+    ]
     assert len(tries) < 20, "refused pods are tried again in a tight loop"
 
 
@@ -344,9 +396,14 @@ def test_misspelt_field_of_the_template_is_named(cluster: LocalCluster, tmp_path
     manifest["spec"]["template"]["spec"]["priorityClasName"] = "high"
     cluster.apply(manifest)
     cluster.wait_for(
-        lambda: condition(cluster, "misspelt", RESTRICTED, "Placed").get("reason") == "Refused", DEADLINE, "the reason"
+        lambda: condition(cluster, "misspelt", RESTRICTED, "Placed").get("reason") == "Refused",
+        DEADLINE,
+        "the reason",
     )
-    assert 'unknown field "spec.priorityClasName"' in condition(cluster, "misspelt", RESTRICTED, "Placed")["message"]
+    assert (
+        'unknown field "spec.priorityClasName"'
+        in condition(cluster, "misspelt", RESTRICTED, "Placed")["message"]
+    )
 
 
 @pytest.mark.usefixtures("stopped_operator")
@@ -356,13 +413,17 @@ def test_secret_of_somebody_else_is_left_alone_and_named(cluster: LocalCluster, 
     cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": foreign, "stringData": {"mine": "x"}})
     cluster.apply(short_job("taken", RESTRICTED))
     cluster.wait_for(
-        lambda: condition(cluster, "taken", RESTRICTED, "Placed").get("reason") == "Refused", DEADLINE, "the reason"
+        lambda: condition(cluster, "taken", RESTRICTED, "Placed").get("reason") == "Refused",
+        DEADLINE,
+        "the reason",
     )
     assert "taken-credentials" in condition(cluster, "taken", RESTRICTED, "Placed")["message"]
     secret = f"/api/v1/namespaces/{RESTRICTED}/secrets/taken-credentials"
     assert set(cluster.api.request("GET", secret)["data"]) == {"mine"}
     cluster.api.request("DELETE", secret)
-    cluster.wait_for(lambda: status(cluster, "taken", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion")
+    cluster.wait_for(
+        lambda: status(cluster, "taken", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
+    )
 
 
 @pytest.mark.parametrize("level", ["baseline", "restricted"])
@@ -371,7 +432,11 @@ def test_node_memory_in_a_namespace_that_allows_no_host_path_is_refused_in_words
 ) -> None:
     labels = {"pod-security.kubernetes.io/enforce": level}
     cluster.apply(
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": f"no-host-path-{level}", "labels": labels}}
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": f"no-host-path-{level}", "labels": labels},
+        }
     )
     wanted = job(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}})
     wanted = replace(wanted, namespace=f"no-host-path-{level}")
@@ -384,9 +449,16 @@ def test_node_memory_in_a_namespace_that_allows_no_host_path_is_refused_in_words
 
 def test_node_memory_is_admitted_where_host_paths_are(cluster: LocalCluster) -> None:
     labels = {"pod-security.kubernetes.io/enforce": "privileged"}
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "host-path", "labels": labels}})
-    wanted = replace(job(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}}), namespace="host-path")
-    for pod in (build_pod(wanted, 1, 0, (), "tiercheck-sidecar:1"), build_spare(wanted, 0, (), "tiercheck-sidecar:1")):
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "host-path", "labels": labels}}
+    )
+    wanted = replace(
+        job(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}}), namespace="host-path"
+    )
+    for pod in (
+        build_pod(wanted, 1, 0, (), "tiercheck-sidecar:1"),
+        build_spare(wanted, 0, (), "tiercheck-sidecar:1"),
+    ):
         path = "/api/v1/namespaces/host-path/pods?dryRun=All&fieldValidation=Strict"
         status, answer, _ = post(cluster.kubeconfig, path, pod)
         assert status == 201, answer.get("message")

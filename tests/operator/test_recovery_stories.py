@@ -342,7 +342,9 @@ def test_required_spread_that_is_impossible_waits_and_names_the_bound() -> None:
 
 def test_unlabelled_nodes_are_named_and_the_job_trains() -> None:
     world = World()
-    world.nodes = {name: replace(node, labels={"kubernetes.io/hostname": name}) for name, node in world.nodes.items()}
+    world.nodes = {
+        name: replace(node, labels={"kubernetes.io/hostname": name}) for name, node in world.nodes.items()
+    }
     world.until("Running")
     placed = world.status.condition("Placed")
     assert placed is not None

@@ -55,7 +55,9 @@ async def test_a_large_job_does_not_ask_for_every_pod_once_one_was_refused() -> 
 async def test_a_moment_of_trouble_does_not_keep_other_pods_from_being_tried() -> None:
     server = Refusing(status=503)
     with pytest.raises(ApiFailure):
-        await executor(server).run(World().observe().job, [CreatePod(worker, 0, ()) for worker in range(50)], None)
+        await executor(server).run(
+            World().observe().job, [CreatePod(worker, 0, ()) for worker in range(50)], None
+        )
     assert len(server.created) == 50
 
 
@@ -80,7 +82,9 @@ async def test_of_a_job_that_trains_a_template_that_became_no_pod_is_told_as_a_r
     world = World()
     world.until("Running")
     job = world.observe().job
-    spoilt = replace(job, spec=replace(job.spec, template={"spec": {**TEMPLATE["spec"], "securityContext": "x"}}))
+    spoilt = replace(
+        job, spec=replace(job.spec, template={"spec": {**TEMPLATE["spec"], "securityContext": "x"}})
+    )
     server = Refusing()
     with pytest.raises(ApiFailure, match="cannot be made a pod") as caught:
         await executor(server).run(

@@ -1,4 +1,5 @@
-"""Nobody finds a pod gone and wonders why: whatever we delete is told, at the job and at the pod, with the cause."""
+"""Nobody finds a pod gone and wonders why: whatever we delete is told, at the job and at the pod, with the
+cause."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ async def test_pod_is_deleted_although_nothing_can_be_noted_on_it() -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-async def test_what_was_asked_for_twice_is_told_once_and_what_was_gone_already_not_at_all(there: bool) -> None:
+async def test_what_was_asked_for_twice_is_told_once_and_what_was_gone_already_not_at_all(
+    there: bool,
+) -> None:
     server = Server({"j-3-1"} if there else set())
     work = executor(server)
     for _ in range(2):

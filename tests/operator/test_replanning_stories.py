@@ -1,4 +1,5 @@
-"""What a job's owner is promised when the cluster changes under a job that trains: copies move, training does not notice."""
+"""What a job's owner is promised when the cluster changes under a job that trains: copies move, training does
+not notice."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def held(world: World, worker: int) -> list[int]:
 
 
 def trained_through(world: World, ticks: int, copies: int = 1) -> list[dict[int, tuple[int, ...]]]:
-    """Every placement on the way, with the promise checked at every tick: nobody restarts, nobody has fewer complete copies."""
+    """Every placement on the way, with the promise checked at every tick: nobody restarts, nobody has fewer
+    complete copies."""
     attempt, pods, seen = world.status.attempt, set(world.pods), []
     for _ in range(ticks):
         step = max(world.position.values())
@@ -84,7 +86,9 @@ def test_copies_leave_a_cordoned_node_in_the_same_attempt() -> None:
     assert sent(world) == after
     moved = [worker for worker in before if before[worker] != after[worker]]
     assert moved == [worker for worker in before if before[worker] == (there,)]
-    assert any(len(kept[moved[0]]) == 2 for kept in seen), "the old holder stays until the new one is complete"
+    assert any(len(kept[moved[0]]) == 2 for kept in seen), (
+        "the old holder stays until the new one is complete"
+    )
 
 
 def test_status_says_who_moves_and_why() -> None:
@@ -128,7 +132,9 @@ def test_a_relabelled_node_is_told_apart_again() -> None:
     world = training(racks=3, workers=6)
     (there,) = on(world, "n00")
     partner = holders(world)[there][0]
-    rack = next(world.nodes[str(pod.node)].labels[RACK] for pod in world.pods.values() if pod.worker == partner)
+    rack = next(
+        world.nodes[str(pod.node)].labels[RACK] for pod in world.pods.values() if pod.worker == partner
+    )
     world.nodes["n00"] = replace(world.nodes["n00"], labels={HOSTNAME_LABEL: "n00", RACK: rack})
     trained_through(world, 60)
     racks = {pod.worker: world.nodes[str(pod.node)].labels[RACK] for pod in world.pods.values()}
@@ -250,10 +256,13 @@ def test_the_loss_of_the_old_holder_in_the_middle_of_a_move_is_like_any_other() 
 
 
 def with_memory(world: World, worker: int, copies: int) -> None:
-    """The worker's sidecar reports that its memory holds its own snapshots and those of so many others, and no more."""
+    """The worker's sidecar reports that its memory holds its own snapshots and those of so many others, and
+    no more."""
     for sidecar in world.sidecars.values():
         if sidecar.worker == worker:
-            memory = MemoryReport(limit=(2 + 2 * copies) * 2**30 + 2**26, used=0, needed=2**32, snapshot=2**30)
+            memory = MemoryReport(
+                limit=(2 + 2 * copies) * 2**30 + 2**26, used=0, needed=2**32, snapshot=2**30
+            )
             sidecar.report = _remembering(sidecar, memory)  # type: ignore[method-assign]
 
 

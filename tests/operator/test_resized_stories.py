@@ -116,7 +116,9 @@ def test_ranks_that_an_older_operator_did_not_write_down_are_found_in_the_remote
     newest = max(world.remote)
     change(world, suspend=True)
     world.until("Suspended")
-    bare = History(tuple(Branch(branch.attempt, branch.base_step) for branch in world.status.history.branches))
+    bare = History(
+        tuple(Branch(branch.attempt, branch.base_step) for branch in world.status.history.branches)
+    )
     status: JobRecord = replace(world.status, history=bare)
     world.job = replace(world.job, status=status, spec=replace(world.job.spec, suspend=False, workers=2))
     world.tick()

@@ -122,7 +122,9 @@ async def test_news_arrives_while_a_long_poll_waits(sidecar: StandIn, listening:
     await until(lambda: heard(listening, uid) == sidecar.report)
 
 
-async def test_probe_interrupts_a_long_poll_that_has_nothing_to_say(sidecar: StandIn, listening: JobSidecars) -> None:
+async def test_probe_interrupts_a_long_poll_that_has_nothing_to_say(
+    sidecar: StandIn, listening: JobSidecars
+) -> None:
     uid = sidecar.report.pod_uid
     listening.follow({uid: HOST})
     await until(lambda: 30.0 in sidecar.asked)
@@ -132,7 +134,9 @@ async def test_probe_interrupts_a_long_poll_that_has_nothing_to_say(sidecar: Sta
     assert sidecar.asked.count(0.0) == 2
 
 
-async def test_directive_reaches_the_sidecar_as_it_was_written(sidecar: StandIn, listening: JobSidecars) -> None:
+async def test_directive_reaches_the_sidecar_as_it_was_written(
+    sidecar: StandIn, listening: JobSidecars
+) -> None:
     world = World()
     while not any(isinstance(action, Push) for action in world.last.after):
         world.tick()
@@ -146,7 +150,9 @@ async def test_directive_reaches_the_sidecar_as_it_was_written(sidecar: StandIn,
     assert report.revision == push.directive.revision
 
 
-async def test_sidecar_that_stops_answering_is_silent_from_then_on(tmp_path: Path, listening: JobSidecars) -> None:
+async def test_sidecar_that_stops_answering_is_silent_from_then_on(
+    tmp_path: Path, listening: JobSidecars
+) -> None:
     stand_in = StandIn(some_report())
     runner = await serve(stand_in, CREDENTIALS, tmp_path)
     uid = stand_in.report.pod_uid
@@ -176,7 +182,9 @@ async def test_host_that_refuses_is_told_from_one_that_takes_connections_and_fro
         await until(lambda: client.reports["pod"].host is HostSign.REFUSED)
         listener.listen(_QUEUE)  # the kernel accepts, and nobody answers
         await until(lambda: client.reports["pod"].host is HostSign.ACCEPTED)
-        for _ in range(2 * _QUEUE):  # its queue is full then: the kernel drops what asks, as if the host were gone
+        for _ in range(
+            2 * _QUEUE
+        ):  # its queue is full then: the kernel drops what asks, as if the host were gone
             caller = callers.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex((HOST, port))
@@ -241,13 +249,17 @@ async def test_sidecar_of_another_job_is_refused(tmp_path: Path, listening: JobS
     await runner.cleanup()
 
 
-async def test_another_pod_at_the_same_address_is_not_taken_for_ours(sidecar: StandIn, listening: JobSidecars) -> None:
+async def test_another_pod_at_the_same_address_is_not_taken_for_ours(
+    sidecar: StandIn, listening: JobSidecars
+) -> None:
     listening.follow({"older-pod": HOST})
     await until(lambda: listening.reports["older-pod"].silent_since)
     assert heard(listening, "older-pod") is None
 
 
-async def test_pod_that_is_not_followed_cannot_be_told_anything(sidecar: StandIn, listening: JobSidecars) -> None:
+async def test_pod_that_is_not_followed_cannot_be_told_anything(
+    sidecar: StandIn, listening: JobSidecars
+) -> None:
     world = World()
     while not any(isinstance(action, Push) for action in world.last.after):
         world.tick()
@@ -257,7 +269,9 @@ async def test_pod_that_is_not_followed_cannot_be_told_anything(sidecar: StandIn
 
 
 @pytest.mark.parametrize("between", TURNS)
-async def test_listening_ends_when_it_is_told_to_even_if_somebody_probes_at_the_same_moment(between: int) -> None:
+async def test_listening_ends_when_it_is_told_to_even_if_somebody_probes_at_the_same_moment(
+    between: int,
+) -> None:
     client = JobSidecars("job-uid", CREDENTIALS, lambda: None)
     client.follow({"pod": HOST})
     asked = client._asked["pod"] = Woken()

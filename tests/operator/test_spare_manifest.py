@@ -1,4 +1,5 @@
-"""The pods of spares, and of workers whose memory is the node's: what differs from a worker's pod, and that nothing else does."""
+"""The pods of spares, and of workers whose memory is the node's: what differs from a worker's pod, and that
+nothing else does."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_template_cannot_give_a_spare_an_identity() -> None:
 def test_workers_are_spread_as_if_there_were_no_spares_and_spares_away_from_all() -> None:
     worker, spare = build_pod(make_job(), 1, 0, (), "sidecar:1"), build_spare(make_job(), 0, (), "sidecar:1")
     for constraint in worker["spec"]["topologySpreadConstraints"]:
-        assert constraint["labelSelector"]["matchExpressions"] == [{"key": names.LABEL_WORKER, "operator": "Exists"}]
+        assert constraint["labelSelector"]["matchExpressions"] == [
+            {"key": names.LABEL_WORKER, "operator": "Exists"}
+        ]
     for constraint in spare["spec"]["topologySpreadConstraints"]:
         assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
         assert constraint["labelSelector"] == {"matchLabels": {names.LABEL_JOB_UID: "u-1"}}
@@ -114,7 +117,10 @@ def test_operators_settings_of_node_memory() -> None:
 
 
 NODES = {
-    f"r{rack}-n{index}": {"topology.kubernetes.io/rack": f"r{rack}", "kubernetes.io/hostname": f"r{rack}-n{index}"}
+    f"r{rack}-n{index}": {
+        "topology.kubernetes.io/rack": f"r{rack}",
+        "kubernetes.io/hostname": f"r{rack}-n{index}",
+    }
     for rack in range(3)
     for index in range(4)
 }

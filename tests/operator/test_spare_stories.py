@@ -1,4 +1,5 @@
-"""What a job's owner is promised of spares: a lost worker is replaced by a pod that waits already, whatever happens meanwhile."""
+"""What a job's owner is promised of spares: a lost worker is replaced by a pod that waits already, whatever
+happens meanwhile."""
 
 from __future__ import annotations
 
@@ -51,7 +52,12 @@ def test_spare_holds_no_copies_and_is_told_nothing() -> None:
     sidecar = world.sidecars[spare.uid]
     assert sidecar.directive is None
     assert not sidecar.hosted
-    assert all(holder.worker != SPARE for s in world.sidecars.values() if s.directive for holder in s.directive.holders)
+    assert all(
+        holder.worker != SPARE
+        for s in world.sidecars.values()
+        if s.directive
+        for holder in s.directive.holders
+    )
 
 
 def test_lost_worker_is_replaced_by_the_spare_without_any_new_pod_before_training_goes_on() -> None:
@@ -172,7 +178,9 @@ def test_spare_on_the_rack_that_died_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("killed_after", range(8))
-def test_operator_restarted_in_the_middle_of_a_swap_gives_the_worker_to_one_pod_only(killed_after: int) -> None:
+def test_operator_restarted_in_the_middle_of_a_swap_gives_the_worker_to_one_pod_only(
+    killed_after: int,
+) -> None:
     world = world_with_spares(spares=2)
     before = {pod.uid for pod in spares(world)}
     world.evict(world.member(2))

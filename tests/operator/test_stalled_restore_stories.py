@@ -1,4 +1,5 @@
-"""Restores that stand still: told with the name of what they wait for, and gone round by another node, once; never by the clock alone."""
+"""Restores that stand still: told with the name of what they wait for, and gone round by another node, once;
+never by the clock alone."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_worker_whose_restore_hangs_is_named_and_then_moves_to_another_node() ->
     reason, message = restoring(world)
     assert (reason, world.status.attempt, world.home(2)) == (conditions.RESTORE_STALLED, 2, node)
     assert (
-        "the restore of worker 2 stands still: nothing came for more than 4 s (it waits for the remote tier)" in message
+        "the restore of worker 2 stands still: nothing came for more than 4 s (it waits for the remote tier)"
+        in message
     )
     assert conditions.RESTORE_STALLED in world.notices
     world.until("Running", attempt=3)

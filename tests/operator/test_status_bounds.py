@@ -79,12 +79,16 @@ def test_worst_case_of_every_field_fits_and_keeps_what_decisions_rest_on() -> No
         assert size(before) > 3 * LIMIT
         after = fit_status(before)
         assert size(after) <= LIMIT
-        assert parse_record(render_record(after)) == parse_record(json.loads(json.dumps(render_record(after))))
+        assert parse_record(render_record(after)) == parse_record(
+            json.loads(json.dumps(render_record(after)))
+        )
         assert after.history == before.history
         assert before.recovery is not None
         assert after.recovery is not None
         sentences = {"message": "", "reason": ""}
-        assert dataclasses.replace(after.recovery, **sentences) == dataclasses.replace(before.recovery, **sentences)
+        assert dataclasses.replace(after.recovery, **sentences) == dataclasses.replace(
+            before.recovery, **sentences
+        )
         assert [(c.type, c.status, c.reason) for c in after.conditions] == [
             (c.type, c.status, c.reason) for c in before.conditions
         ]

@@ -1,4 +1,5 @@
-"""What a job's owner is promised when the network lies or Kubernetes is slow: seconds instead of minutes, and never too much."""
+"""What a job's owner is promised when the network lies or Kubernetes is slow: seconds instead of minutes, and
+never too much."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tiercheck_operator.planning.placement.replacement import SuspectNodes
 
 
 def trained(**changes: object) -> World:
-    """Four workers on four nodes in two racks, whose sidecars feel each other's pulse; Kubernetes notices nothing by itself."""
+    """Four workers on four nodes in two racks, whose sidecars feel each other's pulse; Kubernetes notices
+    nothing by itself."""
     world = World(make_spec(**changes))
     world.pulses = True
     world.node_grace = 1e9
@@ -103,7 +105,9 @@ def test_accused_pod_is_asked_at_once() -> None:
     assert asked.wake_after <= 1
     world.cut.clear()
     world.train(5)
-    assert not [action for action in world.last.after if isinstance(action, ProbeSidecar)], "nobody is accused any more"
+    assert not [action for action in world.last.after if isinstance(action, ProbeSidecar)], (
+        "nobody is accused any more"
+    )
 
 
 def test_link_between_controller_and_one_node_moves_nobody_for_a_minute() -> None:

@@ -1,4 +1,5 @@
-"""The levels of a Kueue Topology reach the decisions; where there is none, a job says so and does not start blindly."""
+"""The levels of a Kueue Topology reach the decisions; where there is none, a job says so and does not start
+blindly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the columns and the status say is so now: what a job survives, what was trained again, where a job that ends got to."""
+"""What the columns and the status say is so now: what a job survives, what was trained again, where a job
+that ends got to."""
 
 from __future__ import annotations
 
@@ -100,11 +101,17 @@ def test_job_without_copies_says_that_it_tolerates_nothing() -> None:
 @settings(max_examples=examples(40), deadline=None)
 @given(
     faults=st.lists(
-        st.tuples(st.sampled_from(["crash", "evict", "vanish", "node", "none"]), st.integers(0, 3), st.integers(1, 12)),
+        st.tuples(
+            st.sampled_from(["crash", "evict", "vanish", "node", "none"]),
+            st.integers(0, 3),
+            st.integers(1, 12),
+        ),
         max_size=6,
     )
 )
-def test_whatever_happens_no_promise_is_made_while_copies_are_missing(faults: list[tuple[str, int, int]]) -> None:
+def test_whatever_happens_no_promise_is_made_while_copies_are_missing(
+    faults: list[tuple[str, int, int]],
+) -> None:
     world = training(snapshot_every=6, remote=REMOTE)
     for fault, worker, ticks in faults:
         match fault:
@@ -123,9 +130,13 @@ def test_whatever_happens_no_promise_is_made_while_copies_are_missing(faults: li
             newest = max(world.copied.values())
             for rank in range(4):
                 kept = [
-                    s.pod for s in world.sidecars.values() if newest in s.hosted.get(rank, set()) and s.worker != rank
+                    s.pod
+                    for s in world.sidecars.values()
+                    if newest in s.hosted.get(rank, set()) and s.worker != rank
                 ]
-                assert kept, f"nobody has rank {rank}'s copy of {newest}, and the job says that it survives a host"
+                assert kept, (
+                    f"nobody has rank {rank}'s copy of {newest}, and the job says that it survives a host"
+                )
 
 
 # What was trained again.

@@ -1,5 +1,5 @@
-"""Pods in which no attempt can begin, although Kubernetes calls them well: processes that do not end there, commands that
-do not start, checks that fail.
+"""Pods in which no attempt can begin, although Kubernetes calls them well: processes that do not end there,
+commands that do not start, checks that fail.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def test_pods_that_all_have_processes_that_do_not_end_stay_because_no_node_is_to
 
 
 @pytest.mark.parametrize("remote", [None, REMOTE])
-def test_worker_whose_memory_nobody_has_stays_until_its_processes_end(remote: dict[str, object] | None) -> None:
+def test_worker_whose_memory_nobody_has_stays_until_its_processes_end(
+    remote: dict[str, object] | None,
+) -> None:
     world = running_world(copies=0, remote=remote)
     pods = set(world.pods)
     crash_beside_undying(world, 2)
@@ -133,7 +135,9 @@ def test_what_a_failed_command_left_behind_is_left_with_its_pod() -> None:
 # Commands that fail before their first step.
 
 
-def test_worker_whose_command_fails_twice_on_a_node_before_its_first_step_moves_and_spends_no_more_restarts() -> None:
+def test_worker_whose_command_fails_twice_on_a_node_before_its_first_step_moves_and_spends_no_more_restarts() -> (
+    None
+):
     """As where a GPU cannot be initialised."""
     world = running_world(max_restarts=2)
     node = world.home(2)
@@ -304,7 +308,9 @@ def test_worker_whose_memory_nobody_has_stays_however_its_check_ends() -> None:
     st.sets(st.sampled_from(["n00", "n01", "n10", "n11"]), min_size=1, max_size=3),
     st.dictionaries(st.integers(0, 60), st.integers(0, 6), max_size=4),
 )
-def test_whichever_nodes_are_unhealthy_the_job_trains_on_the_others(nodes: set[str], kills: dict[int, int]) -> None:
+def test_whichever_nodes_are_unhealthy_the_job_trains_on_the_others(
+    nodes: set[str], kills: dict[int, int]
+) -> None:
     """That nobody starts on one of them, `World.started` asserts."""
     world = running_world(health_check=CHECK)
     world.unhealthy = {*nodes}

@@ -1,4 +1,5 @@
-"""A new operator takes over running jobs: nothing about them changes, and a replacement speaks the language of its neighbours."""
+"""A new operator takes over running jobs: nothing about them changes, and a replacement speaks the language
+of its neighbours."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ POD: dict[str, Any] = {
 
 def test_pull_settings_are_for_our_containers_and_their_secrets_stay() -> None:
     spec = with_pull_settings(POD, "Always", ("ours", "theirs", "ours"))["spec"]
-    policies = {entry["name"]: entry.get("imagePullPolicy") for entry in spec["initContainers"] + spec["containers"]}
+    policies = {
+        entry["name"]: entry.get("imagePullPolicy") for entry in spec["initContainers"] + spec["containers"]
+    }
     assert policies == {
         "tiercheck-library": "Always", "tiercheck-sidecar": "Always", "theirs": None, "trainer": "Never",
     }  # fmt: skip

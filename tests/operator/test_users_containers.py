@@ -1,4 +1,5 @@
-"""What else the user has in a pod is left as it is, and what cannot live beside the sidecar is refused before there is a pod."""
+"""What else the user has in a pod is left as it is, and what cannot live beside the sidecar is refused before
+there is a pod."""
 
 from __future__ import annotations
 
@@ -50,12 +51,28 @@ RICH: Object = {
     ],
     "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
     "initContainers": [
-        {"name": "fetch", "image": "f", "command": ["fetch"], "volumeMounts": [{"name": "data", "mountPath": "/data"}]},
-        {"name": "proxy", "image": "p", "restartPolicy": "Always", "livenessProbe": PROBE, "startupProbe": PROBE},
+        {
+            "name": "fetch",
+            "image": "f",
+            "command": ["fetch"],
+            "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+        },
+        {
+            "name": "proxy",
+            "image": "p",
+            "restartPolicy": "Always",
+            "livenessProbe": PROBE,
+            "startupProbe": PROBE,
+        },
         {"name": "check", "image": "c", "command": ["check"]},
     ],
     "containers": [
-        {"name": "logger", "image": "l", "livenessProbe": PROBE, "ports": [{"containerPort": 9090, "name": "http"}]},
+        {
+            "name": "logger",
+            "image": "l",
+            "livenessProbe": PROBE,
+            "ports": [{"containerPort": 9090, "name": "http"}],
+        },
         {
             "name": "trainer",
             "image": "train:1",
@@ -107,7 +124,9 @@ def test_all_that_the_user_wrote_is_in_the_pod_in_its_order() -> None:
         }
     trainer = container(pod, "trainer")
     assert trainer["volumeMounts"][0] == RICH["containers"][1]["volumeMounts"][0]
-    assert job.spec.template["spec"] == {**make_job().spec.template["spec"], **RICH}, "and the job is left alone"
+    assert job.spec.template["spec"] == {**make_job().spec.template["spec"], **RICH}, (
+        "and the job is left alone"
+    )
 
 
 async def test_nothing_of_an_attached_pod_is_lost_either() -> None:
@@ -143,7 +162,9 @@ def test_port_of_the_sidecar_is_refused_to_others_unless_they_are_in_the_hosts_n
         {"initContainers": [{"name": "x", "image": "x", "restartPolicy": "Always", "ports": ports}]},
     ):
         assert str(port) in problem(with_pod(rich(), **changes))
-        assert problem(with_pod(rich(), **changes, hostNetwork=True)) == "", "there the sidecar has other ones"
+        assert problem(with_pod(rich(), **changes, hostNetwork=True)) == "", (
+            "there the sidecar has other ones"
+        )
     early = {"initContainers": [{"name": "x", "image": "x", "ports": ports}]}
     assert problem(with_pod(rich(), **early)) == "", "it has ended when the trainer starts"
 
@@ -182,7 +203,10 @@ def test_debugging_container_in_a_pod_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("sentence", "word"),
     [
-        ('pods "a" is forbidden: failed quota: team: must specify limits.cpu for: tiercheck-sidecar', "limits.cpu"),
+        (
+            'pods "a" is forbidden: failed quota: team: must specify limits.cpu for: tiercheck-sidecar',
+            "limits.cpu",
+        ),
         (
             'Pod "a" is invalid: spec.initContainers[1].resources.requests: Invalid value: "160m": must be less than or equal to cpu '
             "limit of 100m",
@@ -197,7 +221,10 @@ def test_debugging_container_in_a_pod_changes_nothing() -> None:
             "requests.memory=1Gi",
             "tiers.local.sizeLimit",
         ),
-        ('pods "a" is forbidden: maximum memory usage per Container is 1Gi, but limit is 1610612736', "sizeLimit"),
+        (
+            'pods "a" is forbidden: maximum memory usage per Container is 1Gi, but limit is 1610612736',
+            "sizeLimit",
+        ),
     ],
 )
 def test_refusal_by_a_rule_of_the_namespace_says_which_field_answers_it(sentence: str, word: str) -> None:

@@ -1,7 +1,9 @@
-"""A cluster in memory for the operator's decisions: kubelets, scheduler, sidecars and trainers as plain objects, one tick at a time.
+"""A cluster in memory for the operator's decisions: kubelets, scheduler, sidecars and trainers as plain
+objects, one tick at a time.
 
-It plays what the real parts promise, no more: pods get addresses, sidecars restore what they are told to and only from copies that exist,
-trainers go in lock-step. The controller under test is `decide` alone; its memory is the status, written through its API spelling.
+It plays what the real parts promise, no more: pods get addresses, sidecars restore what they are told to and
+only from copies that exist, trainers go in lock-step. The controller under test is `decide` alone; its memory
+is the status, written through its API spelling.
 """
 
 from __future__ import annotations
@@ -152,12 +154,17 @@ class Sidecar:
         if self.worker == SPARE:
             self.worker = directive.worker
         if self.worker != directive.worker:
-            assert old is None or directive.attempt > old.attempt, "told to be another worker within an attempt"
+            assert old is None or directive.attempt > old.attempt, (
+                "told to be another worker within an attempt"
+            )
             assert directive.pod_uid == self.pod, "told what another pod should hear"
             self.past.setdefault(self.worker, set()).update(self.own)
             self.past_deltas.setdefault(self.worker, set()).update(self.own_deltas)
             self.worker = directive.worker
-            self.own, self.own_deltas = self.past.pop(self.worker, set()), self.past_deltas.pop(self.worker, set())
+            self.own, self.own_deltas = (
+                self.past.pop(self.worker, set()),
+                self.past_deltas.pop(self.worker, set()),
+            )
         if old is not None and (
             directive.attempt < old.attempt
             or (directive.attempt == old.attempt and directive.phase.order < old.phase.order)
@@ -167,8 +174,12 @@ class Sidecar:
             self.quarantined = ()
             if self.trainer.state is TrainerState.RUNNING and self.pod in self.world.undying:
                 self.killed_at = self.world.now
-            self.trainer = self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
-            self.restore = RestoreReport(RestoreState.RUNNING, directive.restore.version if directive.restore else None)
+            self.trainer = (
+                self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
+            )
+            self.restore = RestoreReport(
+                RestoreState.RUNNING, directive.restore.version if directive.restore else None
+            )
             self.waiting_since = None
         self.directive, self.followed = directive, directive.number
 
@@ -180,11 +191,17 @@ class Sidecar:
             self._restore(directive)
         if directive.phase is Phase.HOLD and self.restore.state is RestoreState.READY:
             self._hand_on(directive)
-        if directive.policy.health_check is not None and self.killed_at is None and directive.phase is Phase.HOLD:
+        if (
+            directive.policy.health_check is not None
+            and self.killed_at is None
+            and directive.phase is Phase.HOLD
+        ):
             self._check()
         if self.killed_at is not None:
             self.killed_at = self.killed_at if self.pod in self.world.undying else None
-            self.trainer = self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
+            self.trainer = (
+                self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
+            )
         if directive.phase is Phase.RELEASE and self.trainer.state is TrainerState.WAITING:
             version = directive.restore.version if directive.restore else None
             self.world.started(directive.attempt, self.worker, version, directive)
@@ -224,7 +241,8 @@ class Sidecar:
         return TrainerReport(TrainerState.ABSENT, busy="ends the command of attempt 1", stuck=stuck)
 
     def _flush(self) -> None:
-        """The training command stops after the step that it is at; what is owed to the remote tier is brought there, and all end."""
+        """The training command stops after the step that it is at; what is owed to the remote tier is brought
+        there, and all end."""
         world = self.world
         if self.trainer.state is TrainerState.RUNNING:
             self.trainer = replace(self.trainer, state=TrainerState.FAILED, exit_code=143, ended_at=world.now)
@@ -258,25 +276,36 @@ class Sidecar:
         if directive.restore.world_size:
             self.restore = self._look_at_others(directive.restore)
             return
-        ranks = tuple(self._bring_back(entry.rank, entry.sources, version) for entry in directive.restore.ranks)
+        ranks = tuple(
+            self._bring_back(entry.rank, entry.sources, version) for entry in directive.restore.ranks
+        )
         state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
         self.restore = RestoreReport(state, version, ranks)
 
     def _waits(self, directive: Directive, here: set[int | str | None]) -> bool:
-        """Whether it still does: for ever if it hangs itself, until it gives the mount up, or as long as little by little comes."""
+        """Whether it still does: for ever if it hangs itself, until it gives the mount up, or as long as
+        little by little comes."""
         since = self.waiting_since = self.waiting_since or self.world.now
         waited, bound = self.world.now - since, directive.policy.restore_stall
         if here & self.world.dead_mounts and (waited >= bound or directive.attempt > self.stuck_in > 0):
             self.stuck_in = self.stuck_in or directive.attempt
-            ranks = (RankRestore(self.worker, None, None, 0, waited, ("the remote tier: nothing came from it",)),)
+            ranks = (
+                RankRestore(self.worker, None, None, 0, waited, ("the remote tier: nothing came from it",)),
+            )
             self.restore = replace(
-                self.restore, state=RestoreState.FAILED, ranks=ranks, progress=None, stalled=("the remote tier",)
+                self.restore,
+                state=RestoreState.FAILED,
+                ranks=ranks,
+                progress=None,
+                stalled=("the remote tier",),
             )
             return True
         if here & self.world.slow and waited > self.world.slow_for:
             return False
         idle = 1.0 if here & self.world.slow else waited
-        self.restore = replace(self.restore, progress=RestoreProgress(int(waited), 10**6, idle, ("the remote tier",)))
+        self.restore = replace(
+            self.restore, progress=RestoreProgress(int(waited), 10**6, idle, ("the remote tier",))
+        )
         return True
 
     def _look_at_others(self, restore: Restore) -> RestoreReport:
@@ -293,11 +322,16 @@ class Sidecar:
         return RestoreReport(
             RestoreState.FAILED if wanting else RestoreState.READY,
             restore.version,
-            (RankRestore(self.worker, tier, None, 0, 0.1, tuple(f"rank {rank} is nowhere" for rank in wanting)),),
+            (
+                RankRestore(
+                    self.worker, tier, None, 0, 0.1, tuple(f"rank {rank} is nowhere" for rank in wanting)
+                ),
+            ),
         )
 
     def _bring_back(self, rank: int, sources: tuple[Source, ...], version: Version) -> RankRestore:
-        """The shortest chain of what the sources really have; a copy found bad is reported, and another one used."""
+        """The shortest chain of what the sources really have; a copy found bad is reported, and another one
+        used."""
         assert self.directive is not None
         failures: list[str] = []
         while True:
@@ -310,7 +344,10 @@ class Sidecar:
             chain = chain_to(version, snapshots, deltas, self.directive.history)
             if chain is None:
                 return RankRestore(rank, None, None, 0, 0.1, (*failures, "no source has a chain"))
-            wanted = [Artifact(rank, chain.base), *(Artifact(rank, delta, Kind.DELTA) for delta in chain.deltas)]
+            wanted = [
+                Artifact(rank, chain.base),
+                *(Artifact(rank, delta, Kind.DELTA) for delta in chain.deltas),
+            ]
             used = [found[artifact] for artifact in wanted]
             bad = next(
                 (
@@ -325,19 +362,26 @@ class Sidecar:
             if bad is not None:
                 artifact, worker = bad
                 failures.append("digest mismatch")
-                self.quarantined = (*self.quarantined, Quarantined(rank, artifact.version, worker, "digest mismatch"))
-                sources = tuple(source for source in sources if source.peer is None or source.peer.worker != worker)
+                self.quarantined = (
+                    *self.quarantined,
+                    Quarantined(rank, artifact.version, worker, "digest mismatch"),
+                )
+                sources = tuple(
+                    source for source in sources if source.peer is None or source.peer.worker != worker
+                )
                 continue
             self.own.add(chain.base)
             self.own_deltas |= set(chain.deltas)
             tier = max((source.tier for source in used), key=list(Tier).index)
             peer = next((source.peer.worker for source in used if source.peer is not None), None)
             rebuilt = used[0].parity is not None
-            return RankRestore(rank, tier, peer, 1, 0.1, tuple(failures), deltas=len(chain.deltas), rebuilt=rebuilt)
+            return RankRestore(
+                rank, tier, peer, 1, 0.1, tuple(failures), deltas=len(chain.deltas), rebuilt=rebuilt
+            )
 
     def _replay(self, version: Version | None) -> None:
-        """The rank loads the snapshot and replays the deltas; if a hash differs it says so and ends, and the whole chain is bad.
-        So it does if the replicas of the snapshot differ.
+        """The rank loads the snapshot and replays the deltas; if a hash differs it says so and ends, and the
+        whole chain is bad. So it does if the replicas of the snapshot differ.
         """
         for rank in self.restore.ranks:
             base = None if version is None else version.step - rank.deltas
@@ -346,14 +390,24 @@ class Sidecar:
                 after = {each for each in self.own_deltas if each.step >= unequal.step}
                 bad = [(unequal, Kind.SNAPSHOT), *((each, Kind.DELTA) for each in sorted(after))]
                 self.quarantined += tuple(
-                    Quarantined(rank.rank, each, self.worker, why, kind, everywhere=True) for each, kind in bad
+                    Quarantined(rank.rank, each, self.worker, why, kind, everywhere=True)
+                    for each, kind in bad
                 )
                 self.own, self.own_deltas = self.own - {unequal}, self.own_deltas - after
                 self.trainer = TrainerReport(
-                    TrainerState.FAILED, 1, "Crashed", "unequal", ended_at=self.world.now, started_at=self.world.now
+                    TrainerState.FAILED,
+                    1,
+                    "Crashed",
+                    "unequal",
+                    ended_at=self.world.now,
+                    started_at=self.world.now,
                 )
             for bad in sorted(self.world.bad_replays):
-                if version is not None and bad[0] == rank.rank and -rank.deltas < bad[1].step - version.step <= 0:
+                if (
+                    version is not None
+                    and bad[0] == rank.rank
+                    and -rank.deltas < bad[1].step - version.step <= 0
+                ):
                     assert version is not None
                     why = f"replaying the delta of step {bad[1].step} did not give the state that it was taken from"
                     chain = [v for v in self.own_deltas if -rank.deltas < v.step - version.step <= 0]
@@ -363,7 +417,12 @@ class Sidecar:
                     )
                     self.own_deltas -= set(chain)
                     self.trainer = TrainerReport(
-                        TrainerState.FAILED, 1, "Crashed", "replay", ended_at=self.world.now, started_at=self.world.now
+                        TrainerState.FAILED,
+                        1,
+                        "Crashed",
+                        "replay",
+                        ended_at=self.world.now,
+                        started_at=self.world.now,
                     )
 
     def report(self) -> Report:
@@ -373,12 +432,18 @@ class Sidecar:
         absent = self.trainer.state is TrainerState.WAITING and self.worker in world.slow_trainers
         holdings = [Holding(self.worker, version, Tier.LOCAL, 1) for version in sorted(self.own)]
         holdings += [
-            Holding(rank, version, Tier.PEER, 1) for rank, held in self.hosted.items() for version in sorted(held)
+            Holding(rank, version, Tier.PEER, 1)
+            for rank, held in self.hosted.items()
+            for version in sorted(held)
         ]
         holdings += [
-            Holding(rank, version, Tier.LOCAL, 1) for rank, held in self.past.items() for version in sorted(held)
+            Holding(rank, version, Tier.LOCAL, 1)
+            for rank, held in self.past.items()
+            for version in sorted(held)
         ]
-        holdings += [Holding(self.worker, version, Tier.LOCAL, 1, Kind.DELTA) for version in sorted(self.own_deltas)]
+        holdings += [
+            Holding(self.worker, version, Tier.LOCAL, 1, Kind.DELTA) for version in sorted(self.own_deltas)
+        ]
         holdings += [
             Holding(rank, version, Tier.LOCAL, 1, Kind.DELTA)
             for rank, held in self.past_deltas.items()
@@ -480,14 +545,16 @@ class World:
         self.step_seconds = 1.0
         """What trainers report."""
         self.hung: tuple[int, int | None] | None = None
-        """(attempt, worker): in that attempt all wait for the worker (None: for each other) and no step is made."""
+        """(attempt, worker): in that attempt all wait for the worker (None: for each other) and no step is
+        made."""
         self.moved_at = START
         """When the last step was made."""
         self.stillborn = False
         """Whether every training command fails before its first step."""
         self.stillborn_code = 1
         self.bad_starts: set[str | int] = set()
-        """Nodes, and workers, whose training commands fail before their first step, while all others wait for them."""
+        """Nodes, and workers, whose training commands fail before their first step, while all others wait for
+        them."""
         self.slow_trainers: set[int] = set()
         """Workers whose trainer container is not up yet."""
         self.unhealthy: set[str | int] = set()
@@ -495,20 +562,23 @@ class World:
         self.hanging: set[str | int] = set()
         """Nodes, and workers, whose sidecars hang in a restore."""
         self.dead_mounts: set[str | int] = set()
-        """Nodes, and workers, where nothing comes from the remote tier's mount, which is all that a restore there could read."""
+        """Nodes, and workers, where nothing comes from the remote tier's mount, which is all that a restore
+        there could read."""
         self.slow: set[str | int] = set()
         """Nodes, and workers, where bytes come, but so slowly that a restore takes `slow_for` seconds."""
         self.slow_for = 0.0
         self.undying: set[str] = set()
         """Pods (UIDs) of whose training command SIGKILL does not end everything."""
         self.flush_seconds = 0
-        """How long sidecars bring what they owe to the remote tier, once told to finish; 0: they end at once, and owe nothing."""
+        """How long sidecars bring what they owe to the remote tier, once told to finish; 0: they end at once,
+        and owe nothing."""
         self.dying: dict[str, float] = {}
         """When the pod (UID) that is being deleted will be gone."""
         self.grace = 2.0
         """Seconds that a pod takes to end when it is deleted."""
         self.ends_as = "Failed"
-        """Phase of such a pod once its containers have ended, a moment before it is gone; Succeeded where launchers exit with 0."""
+        """Phase of such a pod once its containers have ended, a moment before it is gone; Succeeded where
+        launchers exit with 0."""
         self.dead_nodes: dict[str, float] = {}
         self.new_sidecars = True
         """Whether they can become other workers."""
@@ -555,7 +625,9 @@ class World:
         return self.job.status
 
     def observe(self) -> Observation:
-        self.unclaimed = {uid: self.unclaimed.get(uid, self.now) for uid, pod in self.pods.items() if not pod.claimed}
+        self.unclaimed = {
+            uid: self.unclaimed.get(uid, self.now) for uid, pod in self.pods.items() if not pod.claimed
+        }
         image = choose_sidecar_image(self.job.status, self.pods.values(), self.image)
         return Observation(
             now=self.now,
@@ -642,7 +714,9 @@ class World:
         self._make(name, action.worker, action.incarnation, action.avoid)
         self.shunning[name] = action.shun
 
-    def _make(self, name: str, worker: int, incarnation: int, avoid: tuple[str, ...], spare: int | None = None) -> None:
+    def _make(
+        self, name: str, worker: int, incarnation: int, avoid: tuple[str, ...], spare: int | None = None
+    ) -> None:
         if any(pod.name == name for pod in self.pods.values()):
             return
         self.uids += 1
@@ -664,7 +738,8 @@ class World:
             self.end_gracefully(action.uid)
 
     def end_gracefully(self, uid: str, disruption: str = "") -> None:
-        """As `kubectl delete pod` does it: the containers end one after the other, the pod turns Failed, and then it is gone."""
+        """As `kubectl delete pod` does it: the containers end one after the other, the pod turns Failed, and
+        then it is gone."""
         self.pods[uid] = replace(self.pods[uid], deleting=True, deleted_at=self.now, disruption=disruption)
         self.dying[uid] = self.now + self.grace
 
@@ -690,10 +765,16 @@ class World:
             if pod.deleting or pod.terminal:
                 continue
             if pod.node is None:
-                fit = [n for n in self.nodes.values() if not n.lost and n.hostname not in pod.avoided and n.schedulable]
+                fit = [
+                    n
+                    for n in self.nodes.values()
+                    if not n.lost and n.hostname not in pod.avoided and n.schedulable
+                ]
                 if not fit:
                     since = pod.unschedulable_since or self.now
-                    self.pods[uid] = replace(pod, unschedulable_since=since, message="Unschedulable: 0 nodes fit")
+                    self.pods[uid] = replace(
+                        pod, unschedulable_since=since, message="Unschedulable: 0 nodes fit"
+                    )
                     continue
                 shunned = self.shunning.get(pod.name, ())
                 order = [(n.name != self.liked, n.hostname in shunned, used[n.name], n.name) for n in fit]
@@ -728,7 +809,11 @@ class World:
 
     def live_sidecar(self, worker: int | None) -> Sidecar | None:
         """The reachable sidecar of the worker's newest pod."""
-        found = [s for uid, s in self.sidecars.items() if s.worker == worker and s.reachable and not self._dead(uid)]
+        found = [
+            s
+            for uid, s in self.sidecars.items()
+            if s.worker == worker and s.reachable and not self._dead(uid)
+        ]
         return max(found, key=lambda s: int(s.pod[4:]), default=None)
 
     def _dead(self, uid: str) -> bool:
@@ -742,7 +827,9 @@ class World:
             return [Artifact(rank, version) for version in sorted(versions)]
         if source.parity is not None:
             old = bool(source.parity.ranks)
-            return self.added_up(source.parity, rank, asking) if old else self.rebuildable(source.parity, rank)
+            return (
+                self.added_up(source.parity, rank, asking) if old else self.rebuildable(source.parity, rank)
+            )
         worker = asking.worker if source.tier is Tier.LOCAL else source.peer.worker if source.peer else None
         holder = asking if source.tier is Tier.LOCAL else self.live_sidecar(worker)
         if holder is None:
@@ -803,7 +890,11 @@ class World:
             if peer.host and other != rank
             for artifact in self.offered(Source(Tier.PEER, peer), other, asking)
         )
-        return [Artifact(rank, *key) for key, count in sorted(there.items(), key=repr) if count >= len(group.ranks)]
+        return [
+            Artifact(rank, *key)
+            for key, count in sorted(there.items(), key=repr)
+            if count >= len(group.ranks)
+        ]
 
     # Faults
 
@@ -819,7 +910,11 @@ class World:
         for uid, sidecar in self.sidecars.items():
             if uid not in here and sidecar.trainer.state is TrainerState.RUNNING:
                 sidecar.trainer = replace(
-                    sidecar.trainer, state=TrainerState.FAILED, exit_code=1, reason="Crashed", ended_at=self.now
+                    sidecar.trainer,
+                    state=TrainerState.FAILED,
+                    exit_code=1,
+                    reason="Crashed",
+                    ended_at=self.now,
                 )
 
     def stop_kubelet(self, name: str) -> None:
@@ -867,16 +962,26 @@ class World:
 
     def member(self, worker: int) -> str:
         """UID of the worker's newest pod."""
-        return max((uid for uid, pod in self.pods.items() if pod.worker == worker), key=lambda uid: int(uid[4:]))
+        return max(
+            (uid for uid, pod in self.pods.items() if pod.worker == worker), key=lambda uid: int(uid[4:])
+        )
 
     # Sidecars and trainers
 
     def started(self, attempt: int, worker: int, version: Version | None, directive: Directive) -> None:
         for uid, other in self.sidecars.items():
-            beside = other.killed_at is not None and other.directive is not None and other.directive.attempt == attempt
-            assert not beside or self.pods[uid].deleting, f"attempt {attempt} began beside a rank of an older one"
+            beside = (
+                other.killed_at is not None
+                and other.directive is not None
+                and other.directive.attempt == attempt
+            )
+            assert not beside or self.pods[uid].deleting, (
+                f"attempt {attempt} began beside a rank of an older one"
+            )
         place = {worker, self.pods[self.member(worker)].node}
-        assert directive.policy.health_check is None or not place & self.unhealthy, "began in an unhealthy place"
+        assert directive.policy.health_check is None or not place & self.unhealthy, (
+            "began in an unhealthy place"
+        )
         starts = self.starts.setdefault(attempt, {})
         starts[worker] = version
         assert len({*starts.values()}) == 1, f"attempt {attempt} started from different versions: {starts}"
@@ -895,12 +1000,16 @@ class World:
         attempt = max((s.directive.attempt for s in running if s.directive), default=0)
         team = {s.worker: s for s in running if s.directive and s.directive.attempt == attempt}
         ended = [
-            s for s in crew if s.trainer.state is TrainerState.FAILED and s.directive and s.directive.attempt == attempt
+            s
+            for s in crew
+            if s.trainer.state is TrainerState.FAILED and s.directive and s.directive.attempt == attempt
         ]
         ill = [s for s in team.values() if {s.worker, self.pods[s.pod].node} & self.bad_starts]
         ill = [s for s in ill if s.trainer.first_step_at is None]
         for s in ill:
-            s.trainer = replace(s.trainer, state=TrainerState.FAILED, exit_code=1, reason="Crashed", ended_at=self.now)
+            s.trainer = replace(
+                s.trainer, state=TrainerState.FAILED, exit_code=1, reason="Crashed", ended_at=self.now
+            )
         failed = any({s.worker, self.pods[s.pod].node}.isdisjoint(self.bad_starts) for s in ended)
         if ill or (ended and not failed):
             return  # the others have not met yet
@@ -915,7 +1024,9 @@ class World:
             return
         if not team or any(len(team) < s.directive.workers for s in team.values() if s.directive):
             return
-        if not self.fabric and any(self.are_cut(s.pod, other.pod) for s in team.values() for other in team.values()):
+        if not self.fabric and any(
+            self.are_cut(s.pod, other.pod) for s in team.values() for other in team.values()
+        ):
             return  # a collective that waits
         step = min(self.position[s.pod] for s in team.values()) + 1
         if self.hung is not None and self.hung[0] == attempt:
@@ -946,7 +1057,9 @@ class World:
             limits = s.directive.policy.hang if s.directive else None
             if limits is not None and self.now - self.moved_at > limits.seconds:
                 slowest = step - (worker == self.hung[1])
-                s.trainer = replace(s.trainer, stalled_since=self.moved_at, slowest_rank=worker, slowest_step=slowest)
+                s.trainer = replace(
+                    s.trainer, stalled_since=self.moved_at, slowest_rank=worker, slowest_step=slowest
+                )
 
     def _snapshot(self, team: dict[int, Sidecar], version: Version) -> None:
         for sidecar in team.values():
@@ -996,9 +1109,13 @@ class World:
             shares = {tuple(peer.worker for peer in group.members) for group in directive.folded}
             sidecar.own = {v for v in sidecar.own if v.step >= floor}
             sidecar.past = {r: {v for v in vs if v.step >= floor} for r, vs in sidecar.past.items()}
-            sidecar.past_deltas = {r: {v for v in vs if v.step > floor} for r, vs in sidecar.past_deltas.items()}
+            sidecar.past_deltas = {
+                r: {v for v in vs if v.step > floor} for r, vs in sidecar.past_deltas.items()
+            }
             sidecar.own_deltas = {v for v in sidecar.own_deltas if v.step > floor}
-            sidecar.hosted = {r: {v for v in vs if v.step >= floor} for r, vs in sidecar.hosted.items() if r in hosted}
+            sidecar.hosted = {
+                r: {v for v in vs if v.step >= floor} for r, vs in sidecar.hosted.items() if r in hosted
+            }
             sidecar.hosted_deltas = {
                 r: {v for v in vs if v.step > floor} for r, vs in sidecar.hosted_deltas.items() if r in hosted
             }
@@ -1046,7 +1163,11 @@ class World:
             known = self.reports.get(uid, WorkerReport(None, None, None))
             if self._reaches(uid):
                 report = self.sidecars[uid].report()
-                before = known.report.trainer.step if known.report and known.report.attempt == report.attempt else None
+                before = (
+                    known.report.trainer.step
+                    if known.report and known.report.attempt == report.attempt
+                    else None
+                )
                 stepped = before is not None and (report.trainer.step or 0) > before
                 self.reports[uid] = WorkerReport(
                     report, self.now, None, stepped_at=self.now if stepped else known.stepped_at
@@ -1086,8 +1207,11 @@ class World:
         self.poll()
         self.reconcile(killed_after)
 
-    def until(self, what: str, limit: int = 200, attempt: int = 0, kills: Mapping[int, int] | None = None) -> None:
-        """Tick until the phase is `what`, in that attempt or a later one. `kills`: by tick, after how many actions the operator dies."""
+    def until(
+        self, what: str, limit: int = 200, attempt: int = 0, kills: Mapping[int, int] | None = None
+    ) -> None:
+        """Tick until the phase is `what`, in that attempt or a later one. `kills`: by tick, after how many
+        actions the operator dies."""
         for moment in range(limit):
             settled = what != "Running" or self.status.recovery is None
             if self.status.phase == what and settled and self.status.attempt >= attempt:

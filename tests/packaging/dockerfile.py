@@ -44,11 +44,15 @@ def lineage(all_stages: dict[str, Stage], name: str) -> list[Stage]:
     """The stage, its bases, and every stage it copies from."""
     stage = all_stages[name]
     parents = [stage.base, *re.findall(r"--from=(\S+)", " ".join(stage.all("COPY")))]
-    return [stage, *(found for parent in parents if parent in all_stages for found in lineage(all_stages, parent))]
+    return [
+        stage,
+        *(found for parent in parents if parent in all_stages for found in lineage(all_stages, parent)),
+    ]
 
 
 def let_through(root: Path, file: str) -> bool:
-    """Whether .dockerignore lets `file`, a path in `root`, into the build: the last line that matches decides."""
+    """Whether .dockerignore lets `file`, a path in `root`, into the build: the last line that matches
+    decides."""
     ignored = False
     for line in (root / ".dockerignore").read_text().splitlines():
         pattern = line.strip().lstrip("!").strip("/")

@@ -125,7 +125,9 @@ def test_sigterm_ends_what_is_still_starting(module: str, tmp_path: Path) -> Non
     try:
         _wait_until_caught(process, signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE) == 128 + signal.SIGTERM, "by its own handler, not by the kernel's default"
+        assert process.wait(DEADLINE) == 128 + signal.SIGTERM, (
+            "by its own handler, not by the kernel's default"
+        )
     finally:
         process.kill()
         process.wait()

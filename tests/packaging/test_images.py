@@ -39,7 +39,8 @@ def test_image_writes_no_bytecode_at_run_time_and_logs_at_once(built: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("image", "module"), [("operator", "operator/tiercheck_operator"), ("sidecar", "sidecar/tiercheck_sidecar")]
+    ("image", "module"),
+    [("operator", "operator/tiercheck_operator"), ("sidecar", "sidecar/tiercheck_sidecar")],
 )
 def test_image_starts_a_module_that_can_be_run(built: dict[str, Stage], image: str, module: str) -> None:
     assert built[image].last_json("ENTRYPOINT") == ["python3", "-m", module.rpartition("/")[2]]
@@ -76,7 +77,9 @@ def test_everything_copied_is_there_and_not_ignored(built: dict[str, Stage]) -> 
             if "--from=" not in copy:
                 for source in copy.split()[:-1]:
                     one = Stage("", "", [("COPY", f"{source} ./")])
-                    assert copied(one, ROOT), f"{source} is not there, or kept out of the build by .dockerignore"
+                    assert copied(one, ROOT), (
+                        f"{source} is not there, or kept out of the build by .dockerignore"
+                    )
 
 
 def test_images_install_the_whole_wheel(built: dict[str, Stage], wheel: Path, tmp_path: Path) -> None:
@@ -110,7 +113,9 @@ def test_manifests_and_examples_name_our_images_with_their_version() -> None:
         *(ROOT / "deploy").glob("*.yaml"),
         *(ROOT / "examples").rglob("*.yaml"),
     ]
-    lines = [line for path in places for line in path.read_text().splitlines() if re.search("image:|# IMAGE", line)]
+    lines = [
+        line for path in places for line in path.read_text().splitlines() if re.search("image:|# IMAGE", line)
+    ]
     named = [name for line in lines for name in re.findall(r"tiercheck-[\w.:-]+", line)]
     assert len(named) >= 8
     assert {name.partition(":")[2] for name in named} == {__version__}, named

@@ -1,4 +1,5 @@
-"""What others wrote comes in through one door (`tiercheck.protocol.plain_json`), so that its limits and its error hold everywhere."""
+"""What others wrote comes in through one door (`tiercheck.protocol.plain_json`), so that its limits and its
+error hold everywhere."""
 
 from __future__ import annotations
 
@@ -9,13 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("tiercheck", "operator/tiercheck_operator", "sidecar/tiercheck_sidecar", "cli/tiercheck_cli")
-"""Not the laptop's cluster, which stands in for Kubernetes while somebody develops, and speaks to nobody else."""
+"""Not the laptop's cluster, which stands in for Kubernetes while somebody develops, and speaks to nobody
+else."""
 OTHER_DOORS = {
     "tiercheck/protocol/plain_json.py": "the door itself",
     "sidecar/tiercheck_sidecar/decoding.py": "keeps the decoders that go through it",
     "operator/tiercheck_operator/sidecars.py": "keeps the decoder of reports, which goes through it",
-    "tiercheck/warm/becoming.py": "an order of this process's own parent; its environment may hold what is no Unicode",
-    "operator/tiercheck_operator/model/parsing.py": "one word of a pod's annotation, read with the rest of the pod",
+    "tiercheck/warm/becoming.py": (
+        "an order of this process's own parent; its environment may hold what is no Unicode"
+    ),
+    "operator/tiercheck_operator/model/parsing.py": (
+        "one word of a pod's annotation, read with the rest of the pod"
+    ),
     "cli/tiercheck_cli/files.py": "YAML, of a file that the user names",
 }
 DECODERS = {
@@ -33,7 +39,9 @@ def decoders_in(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{name.name}" for name in node.names if (node.module, name.name) in DECODERS}
+            found |= {
+                f"{node.module}.{name.name}" for name in node.names if (node.module, name.name) in DECODERS
+            }
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             if (owner, node.attr) in DECODERS and (owner, node.attr) != ("msgspec", "json"):

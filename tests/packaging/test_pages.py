@@ -54,7 +54,9 @@ def anchors(page: Path) -> set[str]:
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
         found[re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-")] += 1
     return {
-        anchor if number == 0 else f"{anchor}-{number}" for anchor, times in found.items() for number in range(times)
+        anchor if number == 0 else f"{anchor}-{number}"
+        for anchor, times in found.items()
+        for number in range(times)
     }
 
 
@@ -89,7 +91,9 @@ def test_docs_are_few_words() -> None:
 
 
 def test_every_user_page_is_on_the_index() -> None:
-    linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+)", (DOCS / "index.md").read_text())}
+    linked = {
+        (DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+)", (DOCS / "index.md").read_text())
+    }
     assert set(USER_PAGES) - {DOCS / "index.md"} <= linked
 
 
@@ -111,9 +115,13 @@ def test_glossary_is_short_and_defines_each_term_once_in_one_sentence() -> None:
 def used() -> str:
     """All words of the other pages, of class and file names, and of the API's fields, in lower case."""
     sources = [
-        path for room in ("tiercheck", "operator", "sidecar", "cli", "local") for path in (ROOT / room).rglob("*.py")
+        path
+        for room in ("tiercheck", "operator", "sidecar", "cli", "local")
+        for path in (ROOT / room).rglob("*.py")
     ]
-    classes = [name for path in sources for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)]
+    classes = [
+        name for path in sources for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    ]
     names = [*classes, *(path.stem for path in sources), *fields()]
     words = " ".join(re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name) for name in names)
     others = " ".join(prose(page) for page in sorted(DOCS.rglob("*.md")) if page != GLOSSARY)

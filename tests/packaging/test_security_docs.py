@@ -16,7 +16,9 @@ def granted() -> set[tuple[str, str, str]]:
     for document in yaml.safe_load_all((ROOT / "deploy" / "operator.yaml").read_text()):
         if document["kind"] in ("ClusterRole", "Role"):
             for rule in document["rules"]:
-                found |= {(g, r, v) for g in rule["apiGroups"] for r in rule["resources"] for v in rule["verbs"]}
+                found |= {
+                    (g, r, v) for g in rule["apiGroups"] for r in rule["resources"] for v in rule["verbs"]
+                }
     return found
 
 
@@ -28,7 +30,9 @@ def told() -> set[tuple[str, str, str]]:
         .partition("\n## ")[0]
     )
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| ")
     ]
     assert rows[0][:3] == ["API", "resources", "verbs"]
     return {

@@ -26,12 +26,18 @@ def environment_whose_pip(tmp_path: Path) -> Path:
 def set_up(venv: Path, extra: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PIP_LOG": str(venv / "log"), **variables}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), str(venv), extra], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT), str(venv), extra],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 @pytest.mark.parametrize(("extra", "words"), [("demo", "make demo"), ("dev", "tests")])
-def test_set_up_says_what_it_installs_and_how_far_it_is(environment_whose_pip: Path, extra: str, words: str) -> None:
+def test_set_up_says_what_it_installs_and_how_far_it_is(
+    environment_whose_pip: Path, extra: str, words: str
+) -> None:
     done = set_up(environment_whose_pip, extra)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout.splitlines()[0]
@@ -39,7 +45,9 @@ def test_set_up_says_what_it_installs_and_how_far_it_is(environment_whose_pip: P
     assert f"--editable .[{extra}]" in (environment_whose_pip / "log").read_text()
 
 
-def test_torch_comes_from_the_index_that_is_named_and_the_rest_from_the_usual_one(environment_whose_pip: Path) -> None:
+def test_torch_comes_from_the_index_that_is_named_and_the_rest_from_the_usual_one(
+    environment_whose_pip: Path,
+) -> None:
     set_up(environment_whose_pip, "demo", TORCH_INDEX="https://wheels.example/cpu")
     first, second = (environment_whose_pip / "log").read_text().splitlines()
     assert "--index-url https://wheels.example/cpu --no-deps torch" in first

@@ -22,4 +22,6 @@ def test_ten_questions_are_answered() -> None:
 def test_name_is_defined_in_its_file(name: str, path: str) -> None:
     text = (ROOT / path).read_text()
     for part in name.split("."):
-        assert re.search(rf"^ *(class|def|async def) {part}\b", text, re.MULTILINE), f"{part} is not in {path}"
+        assert re.search(rf"^ *(class|def|async def) {part}\b", text, re.MULTILINE), (
+            f"{part} is not in {path}"
+        )

@@ -34,7 +34,9 @@ def modules(folder: Path, package: str) -> list[str]:
 
 
 def run_isolated(code: str, *options: str) -> str:
-    done = subprocess.run([sys.executable, "-I", *options, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-I", *options, "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -51,7 +53,11 @@ def test_wheel_holds_every_file_of_the_package(unpacked: Path, package: str) -> 
         for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    held = {str(path.relative_to(unpacked / package)) for path in (unpacked / package).rglob("*") if path.is_file()}
+    held = {
+        str(path.relative_to(unpacked / package))
+        for path in (unpacked / package).rglob("*")
+        if path.is_file()
+    }
     assert held == wanted | ADDED.get(package, set())
 
 
@@ -105,7 +111,9 @@ print("imported")
     assert run_isolated(code) == "imported"
 
 
-def test_library_copied_by_the_sidecar_imports_with_the_standard_library_alone(unpacked: Path, tmp_path: Path) -> None:
+def test_library_copied_by_the_sidecar_imports_with_the_standard_library_alone(
+    unpacked: Path, tmp_path: Path
+) -> None:
     """As in the init container, and then in a training image that has nothing of ours installed."""
     site = sysconfig.get_path("purelib")
     copied = run_isolated(
@@ -156,7 +164,8 @@ def test_library_asks_for_nothing_but_torch_and_each_integration_for_its_own_fra
 BROUGHT_ALONG = {"botocore": "boto3", "click": "typer", "urllib3": "kubernetes"}
 """Names that are imported but come with another requirement, on purpose."""
 OPTIONAL = {("cli", "torch")}
-"""Without them a command says what to install (`NEEDS_TORCH`): most users of `tiercheck` want no gigabyte of torch."""
+"""Without them a command says what to install (`NEEDS_TORCH`): most users of `tiercheck` want no gigabyte of
+torch."""
 
 
 @pytest.mark.parametrize("extra", ["operator", "sidecar", "cli"])
@@ -168,13 +177,17 @@ def test_extra_names_everything_that_its_part_imports(unpacked: Path, extra: str
             continue
         providers = {_normal(provider) for provider in distributions.get(name, [name])}
         providers.add(_normal(BROUGHT_ALONG.get(name, name)))
-        assert providers & required, f"{path.relative_to(ROOT)} imports {name}, which tiercheck[{extra}] does not bring"
+        assert providers & required, (
+            f"{path.relative_to(ROOT)} imports {name}, which tiercheck[{extra}] does not bring"
+        )
 
 
 @pytest.mark.parametrize("extra", ["operator", "sidecar"])
 def test_every_package_of_an_image_is_pinned(unpacked: Path, extra: str) -> None:
     pinned = {
-        _normal(line.partition("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+        _normal(line.partition("==")[0])
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
     }
     waiting, seen = list(_requirements(unpacked, extra)), set()
     while waiting:

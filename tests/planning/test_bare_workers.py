@@ -1,4 +1,5 @@
-"""A worker whose state nobody else keeps costs the whole job when it is lost: first copies go before second ones."""
+"""A worker whose state nobody else keeps costs the whole job when it is lost: first copies go before second
+ones."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_covering_takes_only_further_copies_and_breaks_no_limit(seats, copies: i
     ground = PlacementProblem.of(cluster.sites, cluster.topology, copies, None, ())
     workers = range(ground.workers)
     holders = [
-        tuple(data.draw(st.lists(st.sampled_from([h for h in workers if h != w]), unique=True, max_size=copies)))
+        tuple(
+            data.draw(st.lists(st.sampled_from([h for h in workers if h != w]), unique=True, max_size=copies))
+        )
         if ground.workers > 1
         else ()
         for w in workers

@@ -1,4 +1,5 @@
-"""Nodes are read from examples and from kubectl alike, and workers are seated as the pods' spread constraints would."""
+"""Nodes are read from examples and from kubectl alike, and workers are seated as the pods' spread constraints
+would."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def test_an_example_and_what_kubectl_prints_of_it_are_the_same_cluster() -> None
 
 def test_one_entry_stands_for_many_nodes() -> None:
     nodes = read_nodes({"nodes": [{"name": "gpu-{i}", "count": 3, "labels": {"rack": "r1", "host": "h{i}"}}]})
-    assert [(node.name, node.labels["host"]) for node in nodes] == [("gpu-0", "h0"), ("gpu-1", "h1"), ("gpu-2", "h2")]
+    assert [(node.name, node.labels["host"]) for node in nodes] == [
+        ("gpu-0", "h0"),
+        ("gpu-1", "h1"),
+        ("gpu-2", "h2"),
+    ]
 
 
 def test_cordoned_and_unwell_nodes_take_no_worker() -> None:
@@ -59,7 +64,10 @@ def test_workers_are_spread_evenly_over_domains_and_then_over_nodes() -> None:
     nodes = read_nodes(document)
     topology = build_topology(nodes, GENERIC)
     sites = seat_workers(nodes, topology, 6, "rack", per_node=1)
-    assert Counter(topology.domain(site.node, "rack") for site in sites) == {"zone-a/rack-0": 3, "zone-a/rack-1": 3}
+    assert Counter(topology.domain(site.node, "rack") for site in sites) == {
+        "zone-a/rack-0": 3,
+        "zone-a/rack-1": 3,
+    }
     assert len({site.node for site in sites}) == 6
     assert [site.worker for site in sites] == list(range(6))
     everyone = seat_workers(nodes, topology, 8, "rack", per_node=1)

@@ -56,7 +56,9 @@ def test_every_example_cluster_has_its_preset() -> None:
     assert sorted(PRESET_OF) == sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 
 
-@pytest.mark.parametrize(("name", "preset"), [(name, preset) for name in PRESET_OF for preset in PRESET_OF[name]])
+@pytest.mark.parametrize(
+    ("name", "preset"), [(name, preset) for name in PRESET_OF for preset in PRESET_OF[name]]
+)
 def test_every_example_node_carries_every_label_of_its_preset(name: str, preset: str) -> None:
     assert example(f"{name}.yaml", preset).topology.missing == ()
 
@@ -83,4 +85,6 @@ def test_every_cloud_survives_its_narrowest_domain(name: str, preset: str, level
 def test_nodes_without_the_labels_of_a_preset_are_named(preset: str) -> None:
     levels = levels_from_spec(preset, None)
     bare = Topology.build({"labelled": {level.label: "x" for level in levels}, "bare": {}}, levels)
-    assert {level.label: names for level, names in bare.missing} == {level.label: ("bare",) for level in levels[:-1]}
+    assert {level.label: names for level, names in bare.missing} == {
+        level.label: ("bare",) for level in levels[:-1]
+    }

@@ -32,7 +32,9 @@ def grounds(draw: st.DrawFn) -> tuple[list[WorkerSite], Topology]:
         for index, rack in enumerate(racks)
     }
     seats = draw(st.lists(st.sampled_from(sorted(labels)), min_size=2, max_size=16))
-    return [WorkerSite(worker, node) for worker, node in enumerate(seats)], Topology.build(labels, PRESETS["generic"])
+    return [WorkerSite(worker, node) for worker, node in enumerate(seats)], Topology.build(
+        labels, PRESETS["generic"]
+    )
 
 
 @given(ground=grounds(), copies=st.integers(0, 2), level=st.sampled_from(["zone", "rack", "host"]))
@@ -67,9 +69,12 @@ def test_what_is_written_down_is_read_back(ground: tuple[list[WorkerSite], Topol
     made = place(sites, topology, PlacementPolicy(1, "rack", required=False))
     assert isinstance(made, Placement)
     members = (
-        SavedMember(s.worker, f"pod-{s.worker}", f"uid-{s.worker}", 2, s.node, made.holders[s.worker]) for s in sites
+        SavedMember(s.worker, f"pod-{s.worker}", f"uid-{s.worker}", 2, s.node, made.holders[s.worker])
+        for s in sites
     )
-    saved = SavedPlacement(7, tuple(members), domains=SavedDomains.of(topology, (site.node for site in sites)))
+    saved = SavedPlacement(
+        7, tuple(members), domains=SavedDomains.of(topology, (site.node for site in sites))
+    )
     read = read_placement_data(placement_data(saved))
     assert read == saved
     assert read.domains is not None
@@ -82,10 +87,16 @@ def test_what_is_written_down_is_read_back(ground: tuple[list[WorkerSite], Topol
 
 
 def test_where_nodes_stand_is_left_out_rather_than_the_map_being_too_large() -> None:
-    members = tuple(SavedMember(w, f"a-long-name-of-a-job-{w}-0", "u" * 36, 0, f"node-{w}", (w,)) for w in range(9_000))
-    domains = SavedDomains(("rack", "host"), tuple((f"node-{w}", ("rack-1", f"node-{w}")) for w in range(9_000)))
+    members = tuple(
+        SavedMember(w, f"a-long-name-of-a-job-{w}-0", "u" * 36, 0, f"node-{w}", (w,)) for w in range(9_000)
+    )
+    domains = SavedDomains(
+        ("rack", "host"), tuple((f"node-{w}", ("rack-1", f"node-{w}")) for w in range(9_000))
+    )
     data = placement_data(SavedPlacement(1, members, domains=domains))
     assert sum(map(len, data.values())) < 2**20
     assert "nodes" not in data
-    small = placement_data(SavedPlacement(1, members[:1000], domains=SavedDomains(domains.keys, domains.values[:1000])))
+    small = placement_data(
+        SavedPlacement(1, members[:1000], domains=SavedDomains(domains.keys, domains.values[:1000]))
+    )
     assert "nodes" in small

@@ -1,4 +1,5 @@
-"""Whatever a worker that was given up still writes, and wherever it gets to: no decision is any different for it."""
+"""Whatever a worker that was given up still writes, and wherever it gets to: no decision is any different for
+it."""
 
 from __future__ import annotations
 
@@ -24,12 +25,17 @@ def histories(draw: st.DrawFn) -> tuple[History, int]:
 
 @st.composite
 def fates(draw: st.DrawFn) -> tuple[RecoveryProblem, RecoveryProblem]:
-    """What the accepted line left in memory and in the store; and the same with what stale workers have put there as well."""
+    """What the accepted line left in memory and in the store; and the same with what stale workers have put
+    there as well."""
     history, newest = draw(histories())
     versions = st.builds(Version, st.integers(1, 40), st.integers(1, newest))
     sets = st.sets(versions, max_size=12)
     ranks = 2
-    drawn = {(place, kind): draw(sets) for place in ("own0", "own1", "at0", "at1") for kind in ("snapshots", "deltas")}
+    drawn = {
+        (place, kind): draw(sets)
+        for place in ("own0", "own1", "at0", "at1")
+        for kind in ("snapshots", "deltas")
+    }
     remote = draw(sets)
 
     def situation(keep: bool) -> RecoveryProblem:
@@ -43,13 +49,17 @@ def fates(draw: st.DrawFn) -> tuple[RecoveryProblem, RecoveryProblem]:
             JobInventory(0, own={0: artifacts("own0")}, hosted={1: artifacts("at0")}),
             JobInventory(1, own={1: artifacts("own1")}, hosted={0: artifacts("at1")}),
         )
-        return RecoveryProblem(ranks, 1, history, inventories, RemoteInventory(True, True, kept(remote)), last_step=40)
+        return RecoveryProblem(
+            ranks, 1, history, inventories, RemoteInventory(True, True, kept(remote)), last_step=40
+        )
 
     return situation(keep=False), situation(keep=True)
 
 
 @given(fates())
-def test_versions_that_no_history_accepts_change_no_decision(fate: tuple[RecoveryProblem, RecoveryProblem]) -> None:
+def test_versions_that_no_history_accepts_change_no_decision(
+    fate: tuple[RecoveryProblem, RecoveryProblem],
+) -> None:
     clean, soiled = fate
     expected, decided = decide_recovery(clean), decide_recovery(soiled)
     assert type(decided) is type(expected)

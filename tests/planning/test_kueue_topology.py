@@ -22,7 +22,9 @@ def topology(*labels: str) -> dict[str, object]:
 
 def test_levels_are_named_by_the_last_part_of_their_label() -> None:
     found = levels_of(
-        topology("cloud.google.com/gce-topology-block", "fabric.topograph.run/tier-0", "kubernetes.io/hostname")
+        topology(
+            "cloud.google.com/gce-topology-block", "fabric.topograph.run/tier-0", "kubernetes.io/hostname"
+        )
     )
     assert [level["name"] for level in found] == ["gce-topology-block", "tier-0", "host"]
     assert [level.name for level in levels_from_spec(None, found)] == ["gce-topology-block", "tier-0", "host"]
@@ -35,7 +37,9 @@ def test_labels_with_the_same_last_part_have_names_of_their_own() -> None:
 
 @given(
     st.lists(
-        st.from_regex(r"[a-z0-9]{1,8}\.example/[A-Za-z0-9]([-A-Za-z0-9_.]{0,60}[A-Za-z0-9])?", fullmatch=True),
+        st.from_regex(
+            r"[a-z0-9]{1,8}\.example/[A-Za-z0-9]([-A-Za-z0-9_.]{0,60}[A-Za-z0-9])?", fullmatch=True
+        ),
         min_size=1,
         max_size=16,
         unique=True,

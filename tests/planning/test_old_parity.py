@@ -1,4 +1,5 @@
-"""Of ranks that are no more, blocks of parity give what nobody has, if there are enough of them, and say where everything lies now."""
+"""Of ranks that are no more, blocks of parity give what nobody has, if there are enough of them, and say
+where everything lies now."""
 
 from __future__ import annotations
 
@@ -106,7 +107,11 @@ def test_block_that_a_member_keeps_since_workers_were_numbered_anew_breaks_nothi
 
 
 def test_what_turned_out_bad_everywhere_is_not_rebuilt_either() -> None:
-    kept = [JobInventory(0, {0: Artifacts({OLD}), 1: Artifacts({OLD})}, blocks={Share(0, (0, 1, 2)): Artifacts({OLD})})]
+    kept = [
+        JobInventory(
+            0, {0: Artifacts({OLD}), 1: Artifacts({OLD})}, blocks={Share(0, (0, 1, 2)): Artifacts({OLD})}
+        )
+    ]
     history = History().after(1, 0, 3).after(2, 8, 2)
     job = RecoveryProblem(2, 1, history, kept, RemoteInventory(False), bad={Artifact(2, OLD, Kind.SNAPSHOT)})
     assert job.stock.lacking(OLD) == (2,)

@@ -1,4 +1,5 @@
-"""What parity placement promises, for any cluster: checked on random ones, tolerance by deleting domains and workers."""
+"""What parity placement promises, for any cluster: checked on random ones, tolerance by deleting domains and
+workers."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ COUNT = ("no", "one", "two", "three", "four")
 def preferred(
     cluster: Cluster, data: int = 2, parity: int = 1, level: str | None = "rack", **more: object
 ) -> Placement:
-    placement = place_parity(cluster.sites, cluster.topology, ParityPolicy(data, parity, level, required=False), **more)  # type: ignore[arg-type]
+    placement = place_parity(
+        cluster.sites, cluster.topology, ParityPolicy(data, parity, level, required=False), **more
+    )  # type: ignore[arg-type]
     assert isinstance(placement, Placement)
     return placement
 
@@ -73,7 +76,9 @@ def test_every_worker_is_in_one_group_and_nobody_holds_for_itself(
 
 @given(cases(), st.sampled_from((None, *LEVELS)))
 @settings(deadline=None)
-def test_claimed_tolerance_holds_when_domains_are_deleted(case: tuple[Cluster, int, int], level: str | None) -> None:
+def test_claimed_tolerance_holds_when_domains_are_deleted(
+    case: tuple[Cluster, int, int], level: str | None
+) -> None:
     cluster, size, parity = case
     placement = preferred(cluster, size, parity, level)
     for name in LEVELS:
@@ -113,7 +118,9 @@ def test_nobody_holds_more_than_an_equal_share(case: tuple[Cluster, int, int]) -
 
 @given(cases(), st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_same_workers_in_any_order_get_the_same_groups(case: tuple[Cluster, int, int], random: object) -> None:
+def test_same_workers_in_any_order_get_the_same_groups(
+    case: tuple[Cluster, int, int], random: object
+) -> None:
     cluster, size, parity = case
     shuffled = list(cluster.sites)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -121,7 +128,8 @@ def test_same_workers_in_any_order_get_the_same_groups(case: tuple[Cluster, int,
 
 
 def best_possible(cluster: Cluster, data: int, parity: int, level: str) -> int:
-    """By trying everything: how many workers can be in groups of which any one domain may vanish, loads being equal."""
+    """By trying everything: how many workers can be in groups of which any one domain may vanish, loads being
+    equal."""
     where = cluster.domains(level)
     n = len(where)
     count = -(-n // data)
@@ -238,7 +246,10 @@ def test_required_spread_that_is_impossible_names_the_crowded_rack() -> None:
     cluster = racks(6, 1, 1, 1)
     answer = place_parity(cluster.sites, cluster.topology, ParityPolicy(2, 1, "rack", required=True))
     assert isinstance(answer, Unplaceable)
-    assert "rack r0 holds 6 of 9 workers; with 5 groups and parity 1 no more than 5 may be in one rack" in answer.reason
+    assert (
+        "rack r0 holds 6 of 9 workers; with 5 groups and parity 1 no more than 5 may be in one rack"
+        in answer.reason
+    )
 
 
 def test_nodes_alike_are_grouped_whole_so_that_few_sets_of_nodes_are_fatal() -> None:

@@ -1,4 +1,5 @@
-"""What placement promises, for any cluster: checked on random ones, tolerance by deleting every domain in turn."""
+"""What placement promises, for any cluster: checked on random ones, tolerance by deleting every domain in
+turn."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.planning.clusters import RACK, Cluster, racks, uneven
-from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, WorkerSite, place
+from tiercheck_operator.planning.placement.placement import (
+    Placement,
+    PlacementPolicy,
+    Unplaceable,
+    WorkerSite,
+    place,
+)
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
@@ -45,13 +52,16 @@ def survives(cluster: Cluster, placement: Placement, level: str, lost: str) -> b
     where = cluster.domains(level)
     gone = [domain == lost for domain in where]
     return all(
-        not gone[worker] or any(not gone[holder] for holder in kept) for worker, kept in enumerate(placement.holders)
+        not gone[worker] or any(not gone[holder] for holder in kept)
+        for worker, kept in enumerate(placement.holders)
     )
 
 
 @given(clusters(), copies, st.sampled_from((None, *LEVELS)))
 @settings(deadline=None)
-def test_claimed_tolerance_holds_when_any_domain_is_deleted(cluster: Cluster, count: int, level: str | None) -> None:
+def test_claimed_tolerance_holds_when_any_domain_is_deleted(
+    cluster: Cluster, count: int, level: str | None
+) -> None:
     placement = preferred(cluster, count, level)
     for name in LEVELS:
         where = cluster.domains(name)
@@ -62,7 +72,9 @@ def test_claimed_tolerance_holds_when_any_domain_is_deleted(cluster: Cluster, co
         for sentence in placement.tolerates:
             if sentence.startswith(f"any one {name} except "):
                 excepted = sentence.removeprefix(f"any one {name} except ").split(" and ")
-                assert sorted(lost.split("/")[-1] for lost, fine in outcome.items() if not fine) == sorted(excepted)
+                assert sorted(lost.split("/")[-1] for lost, fine in outcome.items() if not fine) == sorted(
+                    excepted
+                )
 
 
 @given(clusters(), copies, st.sampled_from((None, *LEVELS)))
@@ -89,7 +101,8 @@ def test_achieved_level_is_true_for_every_copy(cluster: Cluster, count: int, lev
     for name in LEVELS[LEVELS.index(level) :]:
         where = cluster.domains(name)
         if all(
-            len(kept) == count and all(None not in (where[w], where[h]) and where[w] != where[h] for h in kept)
+            len(kept) == count
+            and all(None not in (where[w], where[h]) and where[w] != where[h] for h in kept)
             for w, kept in enumerate(placement.holders)
         ):
             fulfilled.append(name)
@@ -314,14 +327,22 @@ def test_zone_with_a_single_rack_is_matched_across_zones() -> None:
     st.integers(1, 2),
 )
 def test_no_holder_is_given_more_than_its_memory_has_room_for(rooms: list[int], copies: int) -> None:
-    """Rooms in copies of 100 bytes; where they suffice for equal rounds of groups and fillers, nobody lacks a copy for them."""
+    """Rooms in copies of 100 bytes; where they suffice for equal rounds of groups and fillers, nobody lacks a
+    copy for them."""
     cluster = racks(*[1] * len(rooms))
-    sites = [WorkerSite(site.worker, site.node, room * 100) for site, room in zip(cluster.sites, rooms, strict=True)]
-    placement = place(sites, cluster.topology, PlacementPolicy(copies, "rack", required=False, copy_bytes=100))
+    sites = [
+        WorkerSite(site.worker, site.node, room * 100)
+        for site, room in zip(cluster.sites, rooms, strict=True)
+    ]
+    placement = place(
+        sites, cluster.topology, PlacementPolicy(copies, "rack", required=False, copy_bytes=100)
+    )
     assert isinstance(placement, Placement)
     load = Counter(holder for kept in placement.holders for holder in kept)
     assert all(load[worker] <= room for worker, room in enumerate(rooms))
     ground = PlacementProblem.of(sites, cluster.topology, copies, 100, frozenset())
     able = [room for room in rooms if room >= copies]
-    best = next((limit for limit in range(50) if sum(min(limit, room) for room in able) >= copies * len(rooms)), None)
+    best = next(
+        (limit for limit in range(50) if sum(min(limit, room) for room in able) >= copies * len(rooms)), None
+    )
     assert ground.load_limit == (max(able, default=0) if best is None else best)

@@ -16,7 +16,8 @@ from tiercheck_operator.planning.placement.placement import Placement, Placement
 
 
 def most_protected(cluster: Cluster, level: str, copies: int, suspects: Collection[str] = ()) -> int:
-    """How many workers can have all copies in other domains, nobody on a suspect node holds one, and load is shared.
+    """How many workers can have all copies in other domains, nobody on a suspect node holds one, and load is
+    shared.
 
     Variables: x[i, j] = worker j holds a copy of worker i; p[i] = worker i has all its copies.
     """
@@ -104,7 +105,9 @@ def test_suspect_nodes_cost_no_protection_that_the_others_could_give(
 def test_nobody_takes_the_only_far_holder_from_one_who_has_no_other() -> None:
     cluster = uneven([[1], [1], [1, 2, 2], [1, 1, 1]])
     suspects = {"r0h0", "r2h0", "r3h0", "r3h1", "r3h2"}
-    placement = place(cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False), suspects=suspects)
+    placement = place(
+        cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False), suspects=suspects
+    )
     assert isinstance(placement, Placement)
     assert protected(cluster, placement, "rack", 1) == most_protected(cluster, "rack", 1, suspects) == 7
 
@@ -120,18 +123,25 @@ def test_required_fails_only_where_it_is_impossible(seats: list[list[int]], copi
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.data())
 @settings(deadline=None, max_examples=examples(60))
-def test_replanning_from_any_past_protects_as_many_as_planning_afresh(sizes: list[int], data: st.DataObject) -> None:
+def test_replanning_from_any_past_protects_as_many_as_planning_afresh(
+    sizes: list[int], data: st.DataObject
+) -> None:
     cluster = racks(*sizes)
     n = len(cluster.sites)
     past = {
-        worker: (data.draw(st.integers(0, n - 1)),) for worker in data.draw(st.sets(st.integers(0, n - 1), max_size=n))
+        worker: (data.draw(st.integers(0, n - 1)),)
+        for worker in data.draw(st.sets(st.integers(0, n - 1), max_size=n))
     }
-    placement = place(cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False), previous=past)
+    placement = place(
+        cluster.sites, cluster.topology, PlacementPolicy(1, "rack", required=False), previous=past
+    )
     assert isinstance(placement, Placement)
     assert protected(cluster, placement, "rack", 1) == most_protected(cluster, "rack", 1)
 
 
-@pytest.mark.parametrize(("sizes", "best"), [((5, 3), 6), ((4, 4), 8), ((2, 1), 2), ((3, 1, 1), 4), ((3,), 0)])
+@pytest.mark.parametrize(
+    ("sizes", "best"), [((5, 3), 6), ((4, 4), 8), ((2, 1), 2), ((3, 1, 1), 4), ((3,), 0)]
+)
 def test_known_optima(sizes: tuple[int, ...], best: int) -> None:
     cluster = racks(*sizes)
     assert most_protected(cluster, "rack", 1) == best

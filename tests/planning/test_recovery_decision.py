@@ -1,4 +1,5 @@
-"""What a job comes back to: the best version that every rank can rebuild, nearest sources first, and never a guess."""
+"""What a job comes back to: the best version that every rank can rebuild, nearest sources first, and never a
+guess."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ def steps(*snapshots: int, deltas: Iterable[int] = (), attempt: int = 1) -> Arti
 def situation(*inventories: Inventory, ranks: int, **more: object) -> RecoveryProblem:
     """One rank per worker, a job in its first attempt, no remote tier, unless `more` says otherwise."""
     base = RecoveryProblem(
-        ranks=ranks, ranks_per_worker=1, history=History().after(1, 0), inventories=inventories, remote=NO_REMOTE
+        ranks=ranks,
+        ranks_per_worker=1,
+        history=History().after(1, 0),
+        inventories=inventories,
+        remote=NO_REMOTE,
     )
     return replace(base, **more)  # type: ignore[arg-type]
 
@@ -62,7 +67,8 @@ artifacts = st.builds(Artifacts, held, held)
 
 @st.composite
 def situations(draw: st.DrawFn) -> RecoveryProblem:
-    """Up to four workers of one or two ranks that hold anything of themselves and of others, and blocks of any parity group."""
+    """Up to four workers of one or two ranks that hold anything of themselves and of others, and blocks of
+    any parity group."""
     workers = draw(st.integers(1, 4))
     per_worker = draw(st.integers(1, 2))
     ranks = workers * per_worker
@@ -76,7 +82,11 @@ def situations(draw: st.DrawFn) -> RecoveryProblem:
         Inventory(
             worker,
             {rank: draw(artifacts) for rank in range(worker * per_worker, (worker + 1) * per_worker)},
-            {rank: draw(artifacts) for rank in range(ranks) if rank // per_worker != worker and draw(st.booleans())},
+            {
+                rank: draw(artifacts)
+                for rank in range(ranks)
+                if rank // per_worker != worker and draw(st.booleans())
+            },
             {Share(draw(st.integers(0, 1)), group): draw(artifacts)}
             if group and worker not in lanes and draw(st.booleans())
             else {},
@@ -95,7 +105,11 @@ def situations(draw: st.DrawFn) -> RecoveryProblem:
         step_seconds=draw(st.none() | st.floats(0.01, 100)),
         last_step=draw(st.none() | st.integers(0, 12)),
         target_step=draw(st.none() | st.integers(1, 8)),
-        bad=draw(st.sets(st.builds(Artifact, st.integers(0, ranks - 1), versions, st.sampled_from(Kind)), max_size=2)),
+        bad=draw(
+            st.sets(
+                st.builds(Artifact, st.integers(0, ranks - 1), versions, st.sampled_from(Kind)), max_size=2
+            )
+        ),
     )
 
 
@@ -129,8 +143,11 @@ def of_kind(held_there: Artifacts, kind: Kind) -> set[Version]:
 
 
 def by_parity(job: RecoveryProblem, artifact: Artifact) -> bool:
-    """If the rank had nothing: its group's other members that hold their own, and distinct blocks, make as many as the group has."""
-    shares = {share for inventory in job.inventories for share in inventory.blocks if artifact.rank in share.ranks}
+    """If the rank had nothing: its group's other members that hold their own, and distinct blocks, make as
+    many as the group has."""
+    shares = {
+        share for inventory in job.inventories for share in inventory.blocks if artifact.rank in share.ranks
+    }
     for ranks in {share.ranks for share in shares}:
         indices = {
             share.index
@@ -148,10 +165,16 @@ PARITY = SourceChoice(Tier.PEER, group=CodeGroup((), ()))
 """Any group."""
 
 
-def held_by(job: RecoveryProblem, rank: int, places: Iterable[SourceChoice]) -> tuple[set[Version], set[Version]]:
+def held_by(
+    job: RecoveryProblem, rank: int, places: Iterable[SourceChoice]
+) -> tuple[set[Version], set[Version]]:
     every = [Version(step, attempt) for step in range(1, 9) for attempt in range(1, 4)]
     snapshots, deltas = (
-        {version for version in every if any(at(job, place, Artifact(rank, version, kind)) for place in places)}
+        {
+            version
+            for version in every
+            if any(at(job, place, Artifact(rank, version, kind)) for place in places)
+        }
         for kind in (Kind.SNAPSHOT, Kind.DELTA)
     )
     return snapshots, deltas
@@ -224,7 +247,9 @@ def test_named_sources_are_those_that_hold_something_of_the_chain_and_the_neares
         snapshots, deltas = held_by(job, rank, everywhere(job))
         wanted = of_any_chain(job, rank, decision.version, snapshots, deltas)
         named = {PARITY if source.group is not None else source for source in sources}
-        assert named == {place for place in everywhere(job) if any(at(job, place, artifact) for artifact in wanted)}
+        assert named == {
+            place for place in everywhere(job) if any(at(job, place, artifact) for artifact in wanted)
+        }
     for tier, count in decision.tier_counts.items():
         assert count == sum(nearest(job, rank, decision.version) is tier for rank in range(job.ranks))
     assert sum(decision.tier_counts.values()) == job.ranks
@@ -246,7 +271,9 @@ def of_any_chain(
 @settings(deadline=None)
 def test_restarted_operator_finds_the_same_sources_for_the_decided_version(job: RecoveryProblem) -> None:
     decision = decide_recovery(job)
-    for version in {Version(1, 1), Version(5, 2)} | ({decision.version} if isinstance(decision, Recover) else set()):
+    for version in {Version(1, 1), Version(5, 2)} | (
+        {decision.version} if isinstance(decision, Recover) else set()
+    ):
         again = job.stock.sources(version, job.distance)
         lacking = tuple(
             rank
@@ -313,7 +340,9 @@ def test_memory_is_used_while_the_remote_tier_is_unreachable() -> None:
 
 
 @pytest.mark.parametrize(("reachable", "says"), [(None, "has not been tried yet"), (False, "is unreachable")])
-def test_nothing_is_started_afresh_while_the_remote_tier_cannot_be_seen(reachable: bool | None, says: str) -> None:
+def test_nothing_is_started_afresh_while_the_remote_tier_cannot_be_seen(
+    reachable: bool | None, says: str
+) -> None:
     decision = decide_recovery(situation(Inventory(0), ranks=1, remote=RemoteInventory(True, reachable)))
     assert isinstance(decision, Wait)
     assert says in decision.reason
@@ -426,7 +455,9 @@ def test_rank_with_a_gap_in_its_deltas_is_named() -> None:
 
 def test_deltas_whose_snapshot_is_gone_are_no_chain() -> None:
     decision = coded(
-        Inventory(0, {0: steps(40, deltas=(45, 46))}), Inventory(1, {1: steps(40, 44, deltas=(45, 46))}), ranks=2
+        Inventory(0, {0: steps(40, deltas=(45, 46))}),
+        Inventory(1, {1: steps(40, 44, deltas=(45, 46))}),
+        ranks=2,
     )
     assert decision.version == Version(40, 1)
     assert "step 46 is incomplete: rank 0 lacks the delta of step 44" in decision.reason
@@ -442,7 +473,9 @@ def block(index: int, *snapshots: int, deltas: Iterable[int] = ()) -> dict[Share
 def members(*lost: int) -> list[Inventory]:
     """Three members of a group with a snapshot and two deltas each; the lost ones are new and hold nothing."""
     whole = steps(40, deltas=(41, 42))
-    return [Inventory(worker) if worker in lost else Inventory(worker, {worker: whole}) for worker in range(3)]
+    return [
+        Inventory(worker) if worker in lost else Inventory(worker, {worker: whole}) for worker in range(3)
+    ]
 
 
 def holders_of(*blocks: dict[Share, Artifacts]) -> list[Inventory]:
@@ -467,12 +500,16 @@ def test_two_lost_members_need_both_blocks() -> None:
     decision = coded(*members(0, 2), *holders_of(*partly), ranks=5)
     assert decision.version == Version(41, 1)
     assert "step 42 is incomplete: ranks 0 and 2 have no copy" in decision.reason
-    assert isinstance(decide_recovery(situation(*members(0, 2), *holders_of(whole[0], {}), ranks=5)), StartFresh)
+    assert isinstance(
+        decide_recovery(situation(*members(0, 2), *holders_of(whole[0], {}), ranks=5)), StartFresh
+    )
 
 
 def test_lost_member_and_lost_holder_are_survived_with_parity_of_two() -> None:
     kept = holders_of({}, block(1, 40, deltas=(41, 42)))
-    decision = coded(*members(1), Inventory(3, {3: steps(40, deltas=(41, 42))}), kept[1], ranks=5, groups=(GROUP,))
+    decision = coded(
+        *members(1), Inventory(3, {3: steps(40, deltas=(41, 42))}), kept[1], ranks=5, groups=(GROUP,)
+    )
     assert decision.version == Version(42, 1)
     assert decision.sources[1] == (SourceChoice(Tier.PEER, group=GROUP),), "block 1 stays in its place"
 

@@ -1,4 +1,5 @@
-"""Copies move in the life of a job only for a reason, as few as can be, and never so that fewer complete ones exist."""
+"""Copies move in the life of a job only for a reason, as few as can be, and never so that fewer complete ones
+exist."""
 
 from __future__ import annotations
 
@@ -168,7 +169,11 @@ def test_nobody_goes_without_so_that_others_get_a_second_copy() -> None:
     assert all(placed(cluster, two).values())
     after, rounds = settled(around(cluster, two), placed(cluster))
     assert all(after.values())
-    assert all(set(found.holders[worker]) - set(found.leaving[worker]) for found in rounds for worker in found.holders)
+    assert all(
+        set(found.holders[worker]) - set(found.leaving[worker])
+        for found in rounds
+        for worker in found.holders
+    )
 
 
 @st.composite
@@ -197,8 +202,8 @@ def lives(draw):  # type: ignore[no-untyped-def]
 @settings(max_examples=examples(300), deadline=None)
 @given(lives(), st.randoms(use_true_random=False))
 def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had(life, chance) -> None:  # type: ignore[no-untyped-def]
-    """Holders become complete one by one in any order; between any two of these moments a worker has what it had, up to what is
-    promised; and every round ends in a better placement, until none begins.
+    """Holders become complete one by one in any order; between any two of these moments a worker has what it
+    had, up to what is promised; and every round ends in a better placement, until none begins.
     """
     cluster, copies, changes, room = life
     labels = {site.node: {RACK: (cluster.topology.domain(site.node, "rack") or "")} for site in cluster.sites}
@@ -223,7 +228,11 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
         )
         start = surroundings.topology.level_index(spread_level(GENERIC, "rack"))
         ground = PlacementProblem.of(
-            cluster.sites, surroundings.topology, policy.copies, None, frozenset(suspects) | frozenset(cordoned)
+            cluster.sites,
+            surroundings.topology,
+            policy.copies,
+            None,
+            frozenset(suspects) | frozenset(cordoned),
         )
         for _ in range(100):
             found = plan_round(surroundings, holders, room)
@@ -243,7 +252,9 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
             chance.shuffle(pending)
             leaving = dict(found.leaving)
             while leaving:
-                done = finish({w: holders[w] for w in leaving}, leaving, lambda w, h, now=complete: (w, h) in now)
+                done = finish(
+                    {w: holders[w] for w in leaving}, leaving, lambda w, h, now=complete: (w, h) in now
+                )
                 for worker, stays in done.items():
                     holders[worker] = stays
                     del leaving[worker]

@@ -119,14 +119,20 @@ some = st.frozensets(st.sampled_from(STEPS))
 
 @st.composite
 def chains(draw: st.DrawFn) -> RecoveryProblem:
-    """Old ranks took snapshots and deltas at any of five steps; workers of another number of ranks hold any of them."""
+    """Old ranks took snapshots and deltas at any of five steps; workers of another number of ranks hold any
+    of them."""
     before, now = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     often = st.one_of(st.just(frozenset(STEPS)), some)
     held = [
-        {rank: Artifacts(draw(some), draw(often)) for rank in range(before)} for _ in range(draw(st.integers(1, 2)))
+        {rank: Artifacts(draw(some), draw(often)) for rank in range(before)}
+        for _ in range(draw(st.integers(1, 2)))
     ]
     rank = draw(st.integers(0, before - 1))
-    bad = {Artifact(rank, draw(st.sampled_from(STEPS)), draw(st.sampled_from(Kind)))} if draw(st.booleans()) else set()
+    bad = (
+        {Artifact(rank, draw(st.sampled_from(STEPS)), draw(st.sampled_from(Kind)))}
+        if draw(st.booleans())
+        else set()
+    )
     return RecoveryProblem(
         ranks=now,
         ranks_per_worker=1,
@@ -168,6 +174,8 @@ def test_other_ranks_come_back_to_the_newest_snapshot_that_all_old_ones_had_and_
         for rank, places in outcome.sources.items():
             for place in places:
                 held = (
-                    job.remote.usable if place.worker is None else job.inventories[place.worker].hosted[rank].snapshots
+                    job.remote.usable
+                    if place.worker is None
+                    else job.inventories[place.worker].hosted[rank].snapshots
                 )
                 assert outcome.version in held

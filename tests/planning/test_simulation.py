@@ -1,4 +1,5 @@
-"""The simulation asks the planner's own code, agrees with the published formulas, and is the same for the same seed."""
+"""The simulation asks the planner's own code, agrees with the published formulas, and is the same for the
+same seed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from tiercheck_operator.planning.placement.placement import PlacementPolicy
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.recovery.what_if import domain_losses, what_if
 from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes, Saving, Scenario
-from tiercheck_operator.planning.simulation.simulation import SCRATCH, Simulation, exact_ettr, first_order_ettr
+from tiercheck_operator.planning.simulation.simulation import (
+    SCRATCH,
+    Simulation,
+    exact_ettr,
+    first_order_ettr,
+)
 from tiercheck_operator.planning.simulation.simulation import simulate as simulate_with
 from tiercheck_operator.planning.simulation.survival import Survival
 
@@ -109,7 +115,8 @@ def test_the_fast_answer_is_that_of_the_whole_decision(sizes, copies, coded, dat
 
 
 def remote_only(workers: int, per_day: float, interval: int, overhead: float) -> Scenario:
-    """Every failure is a node's, and every node comes back from a store that has a version every `interval` seconds."""
+    """Every failure is a node's, and every node comes back from a store that has a version every `interval`
+    seconds."""
     return job(
         *[1] * workers,
         policy=PlacementPolicy(0, "host", required=False),
@@ -187,7 +194,8 @@ def test_what_is_lost_without_any_tier_is_everything() -> None:
 @settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 0.5), st.floats(0, 0.5), st.integers(0, 3))
 def test_time_adds_up(seed: int, process: float, host: float, spares: int) -> None:
-    """What is trained, what is trained again and what stands still make up the run, but for the step that a failure cuts."""
+    """What is trained, what is trained again and what stands still make up the run, but for the step that a
+    failure cuts."""
     rates = FailureRates(process=process, domains={"host": host})
     found = simulate(
         job(2, 2, rates=rates, spares=spares, saving=Saving(remote_every=100)), days=0.5, runs=1, seed=seed
@@ -198,7 +206,8 @@ def test_time_adds_up(seed: int, process: float, host: float, spares: int) -> No
 
 
 def test_ten_thousand_nodes_are_simulated_in_seconds() -> None:
-    """Meta's RSC-1 saw 6.5 failures per 1,000 node-days (arXiv:2410.21680): 65 a day here, and three crashes for each."""
+    """Meta's RSC-1 saw 6.5 failures per 1,000 node-days (arXiv:2410.21680): 65 a day here, and three crashes
+    for each."""
     cluster = racks(*[16] * 625)
     scenario = Scenario(
         cluster.sites, cluster.topology, RACK_COPY, procs_per_worker=8, spares=32, saving=Saving(remote_every=500),

@@ -156,7 +156,9 @@ def test_sidecar_that_its_kubelet_starts_again_is_waited_for() -> None:
         assert bool(suspected(seen, LIMITS, waits)) is given_up
         seen[0] = replace(a, failed=True)
         assert bool(suspected(seen, LIMITS)) is given_up
-    assert set(suspected([accusing(a, "p1"), replace(b, silent=3.0, held=300.0)], LIMITS)) == {"p1"}, "its host died"
+    assert set(suspected([accusing(a, "p1"), replace(b, silent=3.0, held=300.0)], LIMITS)) == {"p1"}, (
+        "its host died"
+    )
 
 
 @st.composite
@@ -173,7 +175,9 @@ def sights(draw: st.DrawFn) -> list[Witness]:
         held = draw(st.none() | st.sampled_from([-1e6, -1.0, 5.0, 300.0])) if silent is not None else None
         failed, host_answers = draw(st.booleans()), draw(st.booleans())
         found.append(
-            replace(witness, silent=silent, failed=failed, accuses=accuses, held=held, host_answers=host_answers)
+            replace(
+                witness, silent=silent, failed=failed, accuses=accuses, held=held, host_answers=host_answers
+            )
         )
     return found
 
@@ -195,7 +199,9 @@ def test_never_everybody_and_never_on_one_word(seen: list[Witness], training: Tr
         witness = by_name[pod]
         if suspicion.answers:
             assert witness.silent is None
-            assert {by_name[name].node for name in suspicion.accusers} - {witness.node}, "not on its own word alone"
+            assert {by_name[name].node for name in suspicion.accusers} - {witness.node}, (
+                "not on its own word alone"
+            )
         else:
             assert witness.silent is not None
             assert witness.silent > LIMITS.accused or witness.held is not None

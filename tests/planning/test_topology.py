@@ -72,7 +72,11 @@ def test_users_own_levels_replace_the_preset_and_get_a_host_level() -> None:
     ("preset", "levels", "says"),
     [
         ("azure", None, "unknown topology preset"),
-        (None, [{"name": "host", "label": HOSTNAME_LABEL}, {"name": "rack", "label": RACK}], "must be the last"),
+        (
+            None,
+            [{"name": "host", "label": HOSTNAME_LABEL}, {"name": "rack", "label": RACK}],
+            "must be the last",
+        ),
         (None, [{"name": "rack", "label": RACK}, {"name": "rack", "label": ZONE}], "repeat the name 'rack'"),
         (None, [{"name": "rack", "label": RACK}, {"name": "row", "label": RACK}], "repeat the label"),
     ],

@@ -1,4 +1,5 @@
-"""The trainer encodes with the standard library, the sidecar and the operator decode with msgspec: both must agree."""
+"""The trainer encodes with the standard library, the sidecar and the operator decode with msgspec: both must
+agree."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_request_is_known_by_the_operation_that_it_names(cls: type, data: st.Dat
     assert from_json(to_json(request), Request) == request  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", [b'{"op":"dance","step":1}', b'{"step":1}', b"[]", b'{"op":["begin"],"step":1}'])
+@pytest.mark.parametrize(
+    "text", [b'{"op":"dance","step":1}', b'{"step":1}', b"[]", b'{"op":["begin"],"step":1}']
+)
 def test_request_without_a_known_operation_is_malformed(text: bytes) -> None:
     with pytest.raises(Malformed, match=r"\$\.op"):
         from_json(text, Request)  # type: ignore[arg-type]
@@ -82,7 +85,18 @@ def test_request_without_a_known_operation_is_malformed(text: bytes) -> None:
 def test_sidecar_before_finds_in_a_request_what_it_looks_for(cls: type) -> None:
     """It has one class for all operations, in which everything but `op` may be missing."""
     known = {
-        *("step", "bytes", "delta_bytes", "elementwise", "numa", "kind", "path", "loss", "step_seconds", "not_finite"),
+        *(
+            "step",
+            "bytes",
+            "delta_bytes",
+            "elementwise",
+            "numa",
+            "kind",
+            "path",
+            "loss",
+            "step_seconds",
+            "not_finite",
+        ),
         *("message", "rank", "ranges", "reason", "exit_code"),
     }
     assert {field.name for field in dataclasses.fields(cls)} <= known
@@ -109,7 +123,9 @@ def test_version_names_sort_by_step(one: int, other: int) -> None:
     assert (names[0] < names[1]) == (one < other)
 
 
-@pytest.mark.parametrize("name", ["", "12-1", "000000000012", "00000000001x-1", "000000000012-a", "000000000012-"])
+@pytest.mark.parametrize(
+    "name", ["", "12-1", "000000000012", "00000000001x-1", "000000000012-a", "000000000012-"]
+)
 def test_other_names_are_no_version_names(name: str) -> None:
     with pytest.raises(ValueError, match="not a version name"):
         parse_version_name(name)

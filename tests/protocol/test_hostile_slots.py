@@ -1,4 +1,5 @@
-"""Promise: of a slot that somebody else wrote nothing is believed; what is let in can be used without a second look."""
+"""Promise: of a slot that somebody else wrote nothing is believed; what is let in can be used without a
+second look."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import pytest
 
 from tiercheck.protocol.artifacts.contents import Incomplete, contents
 from tiercheck.protocol.artifacts.pieces import Box, Piece, pieces_table, read_pieces
-from tiercheck.protocol.artifacts.slot import ITEM_BYTES, NotASlot, SlotLayout, beginning, read_header, read_tensors
+from tiercheck.protocol.artifacts.slot import (
+    ITEM_BYTES,
+    NotASlot,
+    SlotLayout,
+    beginning,
+    read_header,
+    read_tensors,
+)
 from tiercheck.protocol.plain_json import MOST_VALUES, Malformed
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.state.leaves import _NAMES
@@ -88,7 +96,9 @@ def test_a_header_is_measured_before_it_is_read(length: int) -> None:
     assert reader.at == 8, "no more is read"
 
 
-@pytest.mark.parametrize("view", [b"", b"1234567", b"\x02\0\0\0\0\0\0\0{", struct.pack("<Q", 200_000) + b"[" * 200_000])
+@pytest.mark.parametrize(
+    "view", [b"", b"1234567", b"\x02\0\0\0\0\0\0\0{", struct.pack("<Q", 200_000) + b"[" * 200_000]
+)
 def test_no_beginning_is_longer_than_its_artifact(view: bytes) -> None:
     with pytest.raises(NotASlot):
         beginning(view, 9)
@@ -96,7 +106,9 @@ def test_no_beginning_is_longer_than_its_artifact(view: bytes) -> None:
 
 def test_what_is_used_of_an_entry_lies_inside_it() -> None:
     for used in ("65", "-1", "x", "9" * 30, ""):
-        header = read_header(image({"__metadata__": {**ABOUT, "used": used}, "user": tensor(0, 64, [64], "U8")}))
+        header = read_header(
+            image({"__metadata__": {**ABOUT, "used": used}, "user": tensor(0, 64, [64], "U8")})
+        )
         with pytest.raises(ValueError, match=r"count|bytes"):
             header.blob("user", "used")
     header = read_header(image({"__metadata__": {**ABOUT, "used": "10"}, "user": tensor(0, 64, [64], "U8")}))

@@ -1,6 +1,8 @@
-"""A new operator beside the sidecars of an older one, and the other way round: during an upgrade both understand each other.
+"""A new operator beside the sidecars of an older one, and the other way round: during an upgrade both
+understand each other.
 
-`first_release/` holds a directive and a report as the first release wrote them, with something in every field. They stay as they are.
+`first_release/` holds a directive and a report as the first release wrote them, with something in every
+field. They stay as they are.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ def part_of(flat: numpy.ndarray, part: Part) -> numpy.ndarray:
 
 
 @given(st.data(), shapes)
-def test_parts_of_a_piece_hold_its_elements_each_once_and_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_parts_of_a_piece_hold_its_elements_each_once_and_in_order(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
     tensor, piece = whole(shape), data.draw(pieces(shape))
     parts, flat = piece.parts(), stored(tensor, piece)
     assert len(parts) <= max(1, 2 * len(shape) - 1)
@@ -61,7 +63,9 @@ def test_parts_of_a_piece_hold_its_elements_each_once_and_in_order(data: st.Data
 
 
 @given(st.data(), shapes)
-def test_what_is_left_of_a_box_and_what_was_cut_out_are_the_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_what_is_left_of_a_box_and_what_was_cut_out_are_the_box(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
     one, other = data.draw(boxes(shape)), data.draw(boxes(shape))
     seen = numpy.zeros(shape, dtype=int)
     for box in one.without(other):
@@ -100,7 +104,9 @@ def test_any_box_is_filled_from_any_pieces_that_have_it_or_the_missing_part_is_n
 
 
 @given(st.data(), shapes, st.integers(1, 8))
-def test_ranges_are_where_the_wanted_elements_lie(data: st.DataObject, shape: tuple[int, ...], most: int) -> None:
+def test_ranges_are_where_the_wanted_elements_lie(
+    data: st.DataObject, shape: tuple[int, ...], most: int
+) -> None:
     tensor, piece = whole(shape), data.draw(pieces(shape))
     flat = stored(tensor, piece)
     for part in piece.parts():

@@ -96,7 +96,9 @@ def test_what_is_no_text_is_the_declared_error_for_each() -> None:
             decoder(b'{"role":"\xff","pid":1}')
 
 
-@pytest.mark.parametrize("error", [KeyError, TypeError, IndexError, OverflowError, RecursionError, ZeroDivisionError])
+@pytest.mark.parametrize(
+    "error", [KeyError, TypeError, IndexError, OverflowError, RecursionError, ZeroDivisionError]
+)
 def test_whatever_a_decoder_raises_is_the_declared_error(error: type[Exception]) -> None:
     def decoder(_: bytes | bytearray) -> None:
         raise error("x")

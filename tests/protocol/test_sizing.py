@@ -22,7 +22,10 @@ rooms = st.builds(Room, st.integers(1, 10**9), st.integers(0, 10**8), st.integer
 
 
 @given(
-    st.integers(0, 2 * 10**10), st.lists(rooms, min_size=1, max_size=4), st.lists(rooms, max_size=6), st.integers(2, 50)
+    st.integers(0, 2 * 10**10),
+    st.lists(rooms, min_size=1, max_size=4),
+    st.lists(rooms, max_size=6),
+    st.integers(2, 50),
 )
 def test_slots_that_are_granted_fit_and_are_as_many_as_fit(
     limit: int, own: list[Room], kept: list[Room], cadence: int
@@ -37,7 +40,10 @@ def test_slots_that_are_granted_fit_and_are_as_many_as_fit(
         row += sum(cost(room.delta, room.parts) for room in kept if room.delta)
         used = found.own_slots * snapshots + hosted
         assert used + found.delta_slots * row <= limit
-        assert found.delta_slots == 0 or cadence + SPARE_DELTAS <= found.delta_slots <= 2 * cadence + SPARE_DELTAS
+        assert (
+            found.delta_slots == 0
+            or cadence + SPARE_DELTAS <= found.delta_slots <= 2 * cadence + SPARE_DELTAS
+        )
         if 0 < found.delta_slots < 2 * cadence + SPARE_DELTAS:
             assert used + (found.delta_slots + 1) * row > limit
     assert found.needed == found.local + found.peer

@@ -14,7 +14,9 @@ from tiercheck.protocol.artifacts.slot import PAGE, TORN, NotASlot, SlotLayout, 
 from tiercheck.protocol.version import Version
 
 ENTRIES = st.lists(
-    st.tuples(st.text(min_size=1, max_size=20).filter(lambda name: not name.startswith("__")), st.integers(0, 5000)),
+    st.tuples(
+        st.text(min_size=1, max_size=20).filter(lambda name: not name.startswith("__")), st.integers(0, 5000)
+    ),
     max_size=8,
     unique_by=lambda entry: entry[0],
 )

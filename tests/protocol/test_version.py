@@ -98,11 +98,17 @@ def test_version_reads_as_a_sentence_part_and_orders_by_step() -> None:
 
 def test_only_versions_of_as_many_ranks_are_gone_on_from_slot_by_slot() -> None:
     history = History().after(1, 0, 4).after(2, 8, 2).after(3, 16, 4)
-    assert [history.ranks_of(Version(step, attempt)) for step, attempt in ((8, 1), (16, 2), (20, 3))] == [4, 2, 4]
+    assert [history.ranks_of(Version(step, attempt)) for step, attempt in ((8, 1), (16, 2), (20, 3))] == [
+        4,
+        2,
+        4,
+    ]
     assert [history.continues(Version(step, attempt)) for step, attempt in ((8, 1), (16, 2), (20, 3))] == [
         True,
         False,
         True,
     ]
     assert not history.continues(Version(9, 1)), "it is not accepted at all"
-    assert History().after(1, 0).after(2, 8, 2).continues(Version(8, 1)), "not written down by an older operator"
+    assert History().after(1, 0).after(2, 8, 2).continues(Version(8, 1)), (
+        "not written down by an older operator"
+    )

@@ -1,4 +1,5 @@
-"""The stage of all tests here: set up once, in the network of a cluster that `make real-cluster-test` started."""
+"""The stage of all tests here: set up once, in the network of a cluster that `make real-cluster-test`
+started."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def stage() -> Iterator[Stage]:
             found = scenery.Stage(testbed, server, config)
             found.bucket().create_bucket(Bucket=scenery.BUCKET)
             found.install()
-            testbed.kubectl("label", "namespace", scenery.SYSTEM, "pod-security.kubernetes.io/enforce=restricted")
+            testbed.kubectl(
+                "label", "namespace", scenery.SYSTEM, "pod-security.kubernetes.io/enforce=restricted"
+            )
             found.make_namespace(scenery.TRAINING)
             yield found
     finally:

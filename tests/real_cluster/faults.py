@@ -45,7 +45,9 @@ def starve_of_memory(training: Training, worker: int) -> None:
     """The kernel kills the largest process of the container, which is a rank, as its limit is met."""
     folder = _memory_cgroup(rank_pids(training, worker)[0])
     used, limit = (
-        ("memory.current", "memory.max") if is_unified() else ("memory.usage_in_bytes", "memory.limit_in_bytes")
+        ("memory.current", "memory.max")
+        if is_unified()
+        else ("memory.usage_in_bytes", "memory.limit_in_bytes")
     )
     before = (folder / limit).read_text()
     (folder / limit).write_text(str(int((folder / used).read_text()) + (16 << 20)))
@@ -63,7 +65,9 @@ def drain(testbed: Testbed, *nodes: Node) -> None:
         "--delete-emptydir-data",
     ]
     under_way = [
-        subprocess.Popen([*command, "--timeout=240s", node.name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen(
+            [*command, "--timeout=240s", node.name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         for node in nodes
     ]
     for each in under_way:

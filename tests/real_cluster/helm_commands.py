@@ -1,4 +1,5 @@
-"""`helm install|upgrade|test|uninstall` as the docs write them, through the Helm SDK, with KUBECONFIG's cluster."""
+"""`helm install|upgrade|test|uninstall` as the docs write them, through the Helm SDK, with KUBECONFIG's
+cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every line that a trainer printed, read from the nodes' disks, where it outlives the pod and the node's power."""
+"""Every line that a trainer printed, read from the nodes' disks, where it outlives the pod and the node's
+power."""
 
 from __future__ import annotations
 

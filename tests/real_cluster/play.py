@@ -25,15 +25,18 @@ class Play:
     report: Report
 
     def begin(self) -> None:
-        """Waits until the training is protected. Where the faults before have left too many workers in one rack, they are
-        spread anew, as an owner would do it: suspended, and resumed."""
+        """Waits until the training is protected. Where the faults before have left too many workers in one
+        rack, they are spread anew, as an owner would do it: suspended, and resumed."""
         training = self.training
         training.wait(lambda: training.is_protected() or self._crowded(), "training to be protected")
         if self._crowded() or self._most_in_one_rack() > 2:
             training.patch({"suspend": True})
-            training.wait(lambda: training.status["phase"] == "Suspended" and not training.pods(), "the pods to go")
+            training.wait(
+                lambda: training.status["phase"] == "Suspended" and not training.pods(), "the pods to go"
+            )
             training.patch({"suspend": False})
-        # The first steps of an attempt are slow, and their copies come a moment later: a fault hits a job that is on its way.
+        # The first steps of an attempt are slow, and their copies come a moment later: a fault hits a job
+        # that is on its way.
         training.wait(training.is_on_its_way, "training to be on its way")
 
     def _most_in_one_rack(self) -> int:
@@ -43,7 +46,9 @@ class Play:
 
     def _crowded(self) -> bool:
         status, reason = self.training.status, self.training.condition("Protected").get("reason")
-        return status.get("phase") == "Running" and "recovery" not in status and reason == "UnprotectedWorkers"
+        return (
+            status.get("phase") == "Running" and "recovery" not in status and reason == "UnprotectedWorkers"
+        )
 
     def recover(
         self,
@@ -74,7 +79,9 @@ class Play:
         row = Row(
             fault=fault,
             told=", ".join(dict.fromkeys(told)),
-            tiers=", ".join(f"{count} {tier}" for tier, count in (summary.get("tiers") or {}).items() if count),
+            tiers=", ".join(
+                f"{count} {tier}" for tier, count in (summary.get("tiers") or {}).items() if count
+            ),
             again=trained_again(steps, before),
             lost_told=sum(each["lostSteps"] for each in status["recoveries"] if each["attempt"] > before),
             detect=summary.get("detectSeconds"),
@@ -90,12 +97,16 @@ class Play:
         assert told, "no Event told a cause"
         assert set(told) <= {cause.value for cause in causes}, training.events(began)
         assert summary["cause"] in {cause.value for cause in causes}, summary
-        assert changed == set(replaced), f"other pods were replaced than {sorted(replaced)}: {sorted(changed)}"
+        assert changed == set(replaced), (
+            f"other pods were replaced than {sorted(replaced)}: {sorted(changed)}"
+        )
         assert row.again is not None
         assert row.again <= again_at_most * spent, f"{row.again} steps were trained again"
         told_lost = row.lost_told or 0
         assert told_lost >= row.again - spent, f"{told_lost} lost steps were told, {row.again} it was"
-        if 0 not in changed:  # else its last lines may be lost with it, and the status knows more than the log
+        if (
+            0 not in changed
+        ):  # else its last lines may be lost with it, and the status knows more than the log
             assert told_lost <= row.again + spent, f"{told_lost} lost steps were told, {row.again} it was"
         return row
 
@@ -107,7 +118,8 @@ class Play:
         told: Callable[[], str] | None = None,
         pause_at_most: float = 20.0,
     ) -> Row:
-        """Training goes on through the fault, whatever fails on our side. `told`: what the job says meanwhile; empty: not yet."""
+        """Training goes on through the fault, whatever fails on our side. `told`: what the job says
+        meanwhile; empty: not yet."""
         training = self.training
         training.wait_until_protected()
         before, pods, began = training.attempt, self._pods(), time.time()
@@ -127,7 +139,9 @@ class Play:
             pause=gap_around(training.steps, began),
         )  # fmt: skip
         self.report.add(row)
-        assert training.attempt == before, f"a healthy training was stopped: {training.status.get('lastRecovery')}"
+        assert training.attempt == before, (
+            f"a healthy training was stopped: {training.status.get('lastRecovery')}"
+        )
         assert self._pods() == pods, "pods of a healthy training were replaced"
         assert not training.pods_deleted(began)
         if told is not None:

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 HEAD = (
-    "| what failed | what the job told | came back from | steps trained again (told) | detect | ours | next step | "
+    "| what failed | what the job told | came back from | steps trained again (told) | detect | ours | "
+    "next step | "
     "pods replaced | longest pause |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
@@ -54,7 +55,9 @@ class Report:
             file.write(json.dumps(asdict(row)) + "\n")
 
     def write(self, root: Path) -> None:
-        self._path.write_text("\n".join([_machine(root), "", HEAD, *map(_line, self.rows), "", *self.verdicts, ""]))
+        self._path.write_text(
+            "\n".join([_machine(root), "", HEAD, *map(_line, self.rows), "", *self.verdicts, ""])
+        )
 
 
 def _line(row: Row) -> str:
@@ -79,6 +82,7 @@ def _machine(root: Path) -> str:
     )
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
-        f"{time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip() or 'unknown'}, {os.cpu_count()} cores for all nodes and the control "
+        f"{time.strftime('%Y-%m-%d')}, commit {commit.stdout.strip() or 'unknown'}, {os.cpu_count()} "
+        "cores for all nodes and the control "
         f"plane, Linux {platform.release()}, load at the end {load}."
     )

@@ -1,4 +1,5 @@
-"""What every test finds installed: images in a registry, S3, the chart, namespaces; and the jobs that they apply."""
+"""What every test finds installed: images in a registry, S3, the chart, namespaces; and the jobs that they
+apply."""
 
 from __future__ import annotations
 
@@ -122,7 +123,16 @@ def job(name: str, workers: int = 4, steps: int = 1_000_000, **spec: Any) -> dic
     trainer = {
         "name": "trainer",
         "image": f"{REPOSITORY}/tiercheck-example-trainer:{TAG}",
-        "command": ["torchrun", "/workspace/train_gpt.py", "--steps", str(steps), "--batch", "8", "--width", "192"],
+        "command": [
+            "torchrun",
+            "/workspace/train_gpt.py",
+            "--steps",
+            str(steps),
+            "--batch",
+            "8",
+            "--width",
+            "192",
+        ],
         # One thread, so that sums are taken in the same order however many cores there are.
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
         "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"memory": "3Gi"}},
@@ -166,7 +176,9 @@ def remote(prefix: str = "runs") -> dict[str, str]:
 def wait_until_gone(testbed: Testbed, namespace: str, kinds: str, seconds: float = 120.0) -> None:
     """Raises TimeoutError with what is left."""
     wait_for(
-        lambda: not testbed.kubectl("-n", namespace, "get", kinds, "-o", "name", "--ignore-not-found").strip(),
+        lambda: (
+            not testbed.kubectl("-n", namespace, "get", kinds, "-o", "name", "--ignore-not-found").strip()
+        ),
         seconds,
         f"{kinds} of {namespace} to go",
     )

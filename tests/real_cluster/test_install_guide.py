@@ -38,7 +38,9 @@ def commands() -> list[str]:
     """Every line of the guide that a person types."""
     text = _GUIDE.read_text().split(_SECTION)[1].split("\n## ")[0]
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [
+        line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")
+    ]
 
 
 @pytest.mark.anywhere
@@ -70,7 +72,9 @@ def newcomer(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         subprocess.run(["git", "clone", "-q", str(ROOT), str(work)], check=True)
         example = work / "examples" / "first-job.yaml"
         example.write_text(_theirs(example.read_text(), server.endpoint))
-        helm = _program(tmp_path / "helm-sdk", _HELM.format(python=sys.executable, here=str(Path(__file__).parent)))
+        helm = _program(
+            tmp_path / "helm-sdk", _HELM.format(python=sys.executable, here=str(Path(__file__).parent))
+        )
         tools = tmp_path / "bin"
         tools.mkdir()
         buildah = str(shutil.which("buildah"))

@@ -61,7 +61,8 @@ def healed(stage: Stage) -> Iterator[Testbed]:
         wait_for(lambda node=node: testbed.is_ready(node), 120, f"{node.name} to be Ready")
         testbed.kubectl("uncordon", node.name)
     if broken:
-        # Elsewhere nodes do not fail every minute. The operator prefers others for a while, and has forgotten that anew.
+        # Elsewhere nodes do not fail every minute. The operator prefers others for a while, and has forgotten
+        # that anew.
         testbed.kubectl("-n", SYSTEM, "rollout", "restart", "deployment/tiercheck-operator")
         stage.wait_for_operators()
 
@@ -69,12 +70,17 @@ def healed(stage: Stage) -> Iterator[Testbed]:
 def protected(play: Play) -> str:
     """The reason for which the job says that it is not."""
     condition = play.training.condition("Protected")
-    return f"Protected={condition['status']} {condition['reason']}" if condition.get("status") == "False" else ""
+    return (
+        f"Protected={condition['status']} {condition['reason']}" if condition.get("status") == "False" else ""
+    )
 
 
 def test_killed_rank_comes_back_in_place(play: Play) -> None:
     play.recover(
-        "rank, kill -9", lambda: faults.kill_rank(play.training, 2), causes=(Cause.TRAINER_CRASH,), bound=PROCESS
+        "rank, kill -9",
+        lambda: faults.kill_rank(play.training, 2),
+        causes=(Cause.TRAINER_CRASH,),
+        bound=PROCESS,
     )
     assert "worker 2" in play.training.status["lastRecovery"]["message"]
 
@@ -178,7 +184,9 @@ def test_restarted_kubelet_stops_no_training(play: Play) -> None:
 
 
 def test_killed_sidecar_stops_no_training(play: Play) -> None:
-    play.leave_alone("sidecar, kill -9", lambda: faults.kill_sidecar(play.training, 1), told=lambda: protected(play))
+    play.leave_alone(
+        "sidecar, kill -9", lambda: faults.kill_sidecar(play.training, 1), told=lambda: protected(play)
+    )
 
 
 def test_sidecar_killed_thrice_stops_no_training(play: Play) -> None:
@@ -316,7 +324,9 @@ def test_suspended_job_ends_within_seconds_and_goes_on_where_it_was(play: Play, 
     )  # fmt: skip
     assert again <= owed + 1, "nothing but what was not in the last snapshot is made again"
     assert training.status["lastRecovery"]["lostSteps"] == owed
-    assert training.attempt == before + 1, f"{training.attempt - before} attempts were spent on one resumption"
+    assert training.attempt == before + 1, (
+        f"{training.attempt - before} attempts were spent on one resumption"
+    )
 
 
 def test_losses_of_the_whole_run_are_those_of_a_run_without_faults(
@@ -343,8 +353,10 @@ def test_losses_of_the_whole_run_are_those_of_a_run_without_faults(
     wrong = [entry for entry in trained if entry.loss != right[entry.step]]
     missing = set(range(1, last + 1)) - {entry.step for entry in trained}
     report.verdicts.append(
-        f"{len(trained)} steps were trained in {training.attempt} attempts, {len(trained) - len({s.step for s in trained})} of them "
-        f"twice; {len(wrong)} losses differ from those of an uninterrupted run of {last} steps, {len(missing)} are missing."
+        f"{len(trained)} steps were trained in {training.attempt} attempts, "
+        f"{len(trained) - len({s.step for s in trained})} of them "
+        f"twice; {len(wrong)} losses differ from those of an uninterrupted run of {last} steps, "
+        f"{len(missing)} are missing."
     )
     assert not wrong
     assert not missing
@@ -354,7 +366,9 @@ def workers_on(play: Play, *workers: int) -> set[int]:
     """All workers on the nodes of these."""
     nodes = {play.training.node_of(worker).name for worker in workers}
     return {
-        int(pod["metadata"]["labels"][WORKER]) for pod in play.training.pods() if pod["spec"].get("nodeName") in nodes
+        int(pod["metadata"]["labels"][WORKER])
+        for pod in play.training.pods()
+        if pod["spec"].get("nodeName") in nodes
     }
 
 

@@ -81,9 +81,12 @@ def test_node_that_fails_the_jobs_own_check_is_left_before_anybody_trains(begin:
     training = begin(TRAINING, manifest)
     training.wait_until_protected()
     places = {
-        sighting.body["metadata"]["name"]: sighting.body["spec"].get("nodeName") for sighting in training.pods_seen
+        sighting.body["metadata"]["name"]: sighting.body["spec"].get("nodeName")
+        for sighting in training.pods_seen
     }
-    assert places["checked-1-0"] not in (None, training.node_of(1).name), f"the worker went nowhere else: {places}"
+    assert places["checked-1-0"] not in (None, training.node_of(1).name), (
+        f"the worker went nowhere else: {places}"
+    )
     assert training.pod(0)["metadata"]["name"] == "checked-0-0", "the worker whose check passed was moved too"
     said = [event["message"] for event in training.events(began) if event["reason"] == "HealthCheckFailed"]
     assert any("no CUDA-capable device" in message for message in said), said
@@ -92,8 +95,8 @@ def test_node_that_fails_the_jobs_own_check_is_left_before_anybody_trains(begin:
 
 
 def test_strangers_pod_that_says_it_is_a_worker_changes_nothing(stage: Stage, begin: Begin) -> None:
-    """All of a worker's labels and annotations, in the job's own namespace and in another one. The chart's policy refuses such pods; where
-    an admin left it out, they are nobody's."""
+    """All of a worker's labels and annotations, in the job's own namespace and in another one. The chart's
+    policy refuses such pods; where an admin left it out, they are nobody's."""
     training = begin(TRAINING, job("left-alone", workers=2))
     training.wait_until_protected()
     attempt, ours = training.attempt, [pod["metadata"]["uid"] for pod in training.pods()]
@@ -109,7 +112,9 @@ def test_strangers_pod_that_says_it_is_a_worker_changes_nothing(stage: Stage, be
     assert training.attempt == attempt
     assert training.condition("Protected")["status"] == "True"
     assert not [
-        pod for pod in training.pods() if pod["metadata"]["uid"] in ours and "deletionTimestamp" in pod["metadata"]
+        pod
+        for pod in training.pods()
+        if pod["metadata"]["uid"] in ours and "deletionTimestamp" in pod["metadata"]
     ]
     for stranger in strangers:
         place = stranger["metadata"]["namespace"]
@@ -134,7 +139,9 @@ def _stranger(worker: dict[str, Any], namespace: str) -> dict[str, Any]:
 def _refusal(stage: Stage, manifest: dict[str, Any]) -> str:
     """Why the API server does not make it; empty: it does."""
     command = ["kubectl", f"--kubeconfig={stage.testbed.kubeconfig}", "create", "-f", "-"]
-    done = subprocess.run(command, input=yaml.safe_dump(manifest), text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        command, input=yaml.safe_dump(manifest), text=True, capture_output=True, check=False
+    )
     return done.stderr
 
 

@@ -52,7 +52,10 @@ class Training:
 
     def __post_init__(self) -> None:
         client = kubernetes.config.new_client_from_config(str(self.testbed.kubeconfig))
-        self._jobs, self._core = kubernetes.client.CustomObjectsApi(client), kubernetes.client.CoreV1Api(client)
+        self._jobs, self._core = (
+            kubernetes.client.CustomObjectsApi(client),
+            kubernetes.client.CoreV1Api(client),
+        )
 
     @property
     def key(self) -> str:
@@ -107,7 +110,8 @@ class Training:
         found = [
             pod
             for pod in self.pods()
-            if pod["metadata"]["labels"].get(WORKER) == str(worker) and "deletionTimestamp" not in pod["metadata"]
+            if pod["metadata"]["labels"].get(WORKER) == str(worker)
+            and "deletionTimestamp" not in pod["metadata"]
         ]
         return found[-1]
 
@@ -122,7 +126,8 @@ class Training:
             for event in json.loads(raw.data)["items"]
             if event["involvedObject"].get("name") == self.name
             and event["involvedObject"].get("kind") == "TierCheckJob"
-            and (parse_time(event.get("lastTimestamp")) or parse_time(event.get("eventTime")) or 0) >= since - 1
+            and (parse_time(event.get("lastTimestamp")) or parse_time(event.get("eventTime")) or 0)
+            >= since - 1
         ]
 
     def wait_until_protected(self, seconds: float = PATIENCE) -> None:
@@ -142,7 +147,8 @@ class Training:
                 for c in self.status.get("conditions", [])
             ]
             pods = [
-                f"{p['metadata']['name']} {p['status'].get('phase')} {p['spec'].get('nodeName')}" for p in self.pods()
+                f"{p['metadata']['name']} {p['status'].get('phase')} {p['spec'].get('nodeName')}"
+                for p in self.pods()
             ]
             raise TimeoutError(
                 f"{error}\n{self.status.get('phase')} step {self.step}\n" + "\n".join(says + pods)
@@ -187,7 +193,8 @@ class Training:
             and bool(self.steps)
             and self.steps[-1].attempt == self.attempt
             and peer >= step - 5
-            and len(pods) == self.seen[-1].body["spec"]["workers"] + self.seen[-1].body["spec"].get("spares", 0)
+            and len(pods)
+            == self.seen[-1].body["spec"]["workers"] + self.seen[-1].body["spec"].get("spares", 0)
             and all(_all_ready(pod) for pod in pods)
         )
 
@@ -232,7 +239,10 @@ class Training:
 
 
 def _all_ready(pod: dict[str, Any]) -> bool:
-    statuses = [*(pod["status"].get("containerStatuses") or []), *(pod["status"].get("initContainerStatuses") or [])]
+    statuses = [
+        *(pod["status"].get("containerStatuses") or []),
+        *(pod["status"].get("initContainerStatuses") or []),
+    ]
     return (
         "deletionTimestamp" not in pod["metadata"]
         and bool(statuses)

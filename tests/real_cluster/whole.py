@@ -1,4 +1,5 @@
-"""`make real-cluster-test`: images, a cluster up, the guide and the matrix on it, the cluster down. Nothing stays."""
+"""`make real-cluster-test`: images, a cluster up, the guide and the matrix on it, the cluster down. Nothing
+stays."""
 
 from __future__ import annotations
 

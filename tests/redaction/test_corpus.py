@@ -150,10 +150,12 @@ SECRETS: list[tuple[str, str]] = [
 
 HARMLESS = [
     "2026-11-21T12:00:00Z worker 3: step 12480, loss 2.31, 1.91 s",
-    "attempt 5: step 12214: newest version that every rank can rebuild; 56 ranks from own memory, 8 from a peer",
+    "attempt 5: step 12214: newest version that every rank can rebuild; 56 ranks from own memory, 8 from "
+    "a peer",
     "https://minio.storage.svc:9000/checkpoints/team-a/gpt-large: 503 Slow Down",
     "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
-    "image registry.example.com:5000/team/train@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    "image "
+    "registry.example.com:5000/team/train@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
     "docker://registry.example.com:5000/team/train@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
     "pod 4f9c2a61-0b1d-4c53-9a55-7be1cf8dbb10 on node gpu-a-17.example.internal",
     "commit 0f9a4c210f9a4c210f9a4c210f9a4c210f9a4c21",
@@ -165,9 +167,11 @@ HARMLESS = [
     'secret "train/job-credentials" not found',
     'MountVolume.SetUp failed for volume "credentials" : secret "my-s3" not found',
     'secrets is forbidden: User "system:serviceaccount:a:b" cannot get resource "secrets" in API group ""',
-    "name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in credentialsSecretName, or give the pods a cloud identity.",
+    "name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in credentialsSecretName, or give "
+    "the pods a cloud identity.",
     "refused the credentials (SignatureDoesNotMatch); correct the Secret named in credentialsSecretName.",
-    "s3://bucket/team refused the credentials (InvalidAccessKeyId); correct the Secret named in credentialsSecretName.",
+    "s3://bucket/team refused the credentials (InvalidAccessKeyId); correct the Secret named in "
+    "credentialsSecretName.",
     "credentialsSecretName: my-s3-secret",
     "automountServiceAccountToken: false",
     "serviceAccountName: default",

@@ -1,4 +1,5 @@
-"""A credential is taken out however it is spelt: every name with every separator, quotes and surroundings; and however long the text is."""
+"""A credential is taken out however it is spelt: every name with every separator, quotes and surroundings;
+and however long the text is."""
 
 from __future__ import annotations
 
@@ -95,4 +96,6 @@ def test_credential_where_a_line_is_cut_is_not_shown_in_part(place: int) -> None
 
 
 def test_credential_that_is_held_here_is_taken_out_wherever_it_stands() -> None:
-    assert redacted("xplainwordx and plain", {"plainword", "plain"}) == f"x{GONE}x and plain", "short ones are words"
+    assert redacted("xplainwordx and plain", {"plainword", "plain"}) == f"x{GONE}x and plain", (
+        "short ones are words"
+    )

@@ -27,7 +27,9 @@ def sentences(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         text = ""
         if isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x7" for part in node.values)
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "x7" for part in node.values
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             text = node.value
         if " " in text and SHOWS_A_SETTING not in text:
@@ -37,10 +39,15 @@ def sentences(path: Path) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("folder", ["operator", "sidecar", "tiercheck"])
 def test_sentences_of_ours_stay_as_they_are(folder: str) -> None:
     said = [
-        (path, line, text) for path in FILES if path.is_relative_to(ROOT / folder) for line, text in sentences(path)
+        (path, line, text)
+        for path in FILES
+        if path.is_relative_to(ROOT / folder)
+        for line, text in sentences(path)
     ]
     assert len(said) > 300
     changed = [
-        (str(path.relative_to(ROOT)), line, redacted(text)) for path, line, text in said if redacted(text) != text
+        (str(path.relative_to(ROOT)), line, redacted(text))
+        for path, line, text in said
+        if redacted(text) != text
     ]
     assert changed == [], "say it in other words"

@@ -1,4 +1,5 @@
-"""Shapes that were written down without a look at the rules: of clouds and services, of tools, of what wraps and colours a log."""
+"""Shapes that were written down without a look at the rules: of clouds and services, of tools, of what wraps
+and colours a log."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ WORD = "hunter2-" + "0f9a"
 LETTERS = "opensesame"
 ODD = "p@s,s(w0)rd#1"
 PHRASE = "correct horse battery staple"
-M20, M22, M24, M27, M32, M36, M40, M43, M64, M86 = (made(size) for size in (20, 22, 24, 27, 32, 36, 40, 43, 64, 86))
+M20, M22, M24, M27, M32, M36, M40, M43, M64, M86 = (
+    made(size) for size in (20, 22, 24, 27, 32, 36, 40, 43, 64, 86)
+)
 H16, H32, H40, H64 = (digits(size) for size in (16, 32, 40, 64))
 BEGIN, END = "-----BEGIN {}PRIVATE KEY-----", "-----END {}PRIVATE KEY-----"
 PEM = "\n".join([BEGIN.format(""), *textwrap.wrap(made(200), 64), END.format("")])
@@ -318,7 +321,8 @@ SECRETS: list[tuple[str, str]] = [
     (f"remote: https://x-access-token:{M36}@github.com/a/b", M36),
     (f"pip install --extra-index-url https://u:{LETTERS}@p.example/simple", LETTERS),
     (f"HTTPS_PROXY=http://bob:{LETTERS}@proxy:3128", LETTERS),
-    (f"kafka sasl.jaas.config=org.apache.kafka.PlainLoginModule required username=\"a\" password=\"{LETTERS}\";", LETTERS),
+    (("kafka sasl.jaas.config=org.apache.kafka.PlainLoginModule required username=\"a\" "
+      f"password=\"{LETTERS}\";"), LETTERS),
     (f"sasl_plain_password='{LETTERS}'", LETTERS),
     (f"ssl_key_password: {LETTERS}", LETTERS),
     (f"snowflake://u:{LETTERS}@acc/db", LETTERS),
@@ -399,10 +403,13 @@ HARMLESS = [
     'Error(s) in loading state_dict for GPT: Missing key(s) in state_dict: "lm_head.weight", "wte.weight".',
     'Unexpected key(s) in state_dict: "module.layers.11.attention.key.weight".',
     "size mismatch for layers.0.key.weight: copying a param with shape torch.Size([768, 768])",
-    "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 79.15 GiB total capacity; 77.96 GiB already allocated)",
+    "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 79.15 GiB total capacity; "
+    "77.96 GiB already allocated)",
     "torch.OutOfMemoryError: CUDA out of memory. Process 12345 has 78.00 GiB memory in use.",
-    "RuntimeError: NCCL communicator was aborted on rank 3. Original reason: watchdog timeout, work=ALLREDUCE SeqNum=1234",
-    "[rank3]:[W1121 12:00:00.123456789 ProcessGroupNCCL.cpp:1538] Warning: WARNING: destroy_process_group() was not called",
+    "RuntimeError: NCCL communicator was aborted on rank 3. Original reason: watchdog timeout, "
+    "work=ALLREDUCE SeqNum=1234",
+    "[rank3]:[W1121 12:00:00.123456789 ProcessGroupNCCL.cpp:1538] Warning: WARNING: "
+    "destroy_process_group() was not called",
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: exitcode : -9 (pid: 4242)",
     "step 12480 | loss 2.3145 | lr 3.0e-04 | tokens/s 31250 | mfu 0.41",
     "token throughput: 12345 tokens/s",
@@ -413,7 +420,8 @@ HARMLESS = [
     "bos_token='<s>', eos_token='</s>', pad_token='<pad>'",
     "added_tokens.json: 100%|##########| 21.0/21.0 [00:00<00:00, 12.3kB/s]",
     "pod gpt-large-worker-7 was evicted: The node was low on resource: memory.",
-    "Pod train/gpt-large-workers-0-3-x7k2p is Pending: 0/64 nodes are available: 64 Insufficient nvidia.com/gpu.",
+    "Pod train/gpt-large-workers-0-3-x7k2p is Pending: 0/64 nodes are available: 64 Insufficient "
+    "nvidia.com/gpu.",
     "replicaset gpt-large-5d9c7b6f8d scaled to 3",
     "Failed to pull image \"registry.example.com/team/train:2026.11.21-a1b2c3d\": rpc error: code = NotFound",
     "failed to authorize: failed to fetch anonymous token: unexpected status: 401 Unauthorized",
@@ -464,7 +472,8 @@ HARMLESS = [
     "https://wandb.ai/team/project/runs/3k2j1h4g",
     "https://huggingface.co/meta-llama/Llama-3.1-8B/resolve/main/model-00001-of-00004.safetensors",
     "http://10.0.0.7:8472/metrics: connection refused",
-    "connection to worker-3.gpt-large.train.svc.cluster.local:8471 lost: [Errno 104] Connection reset by peer",
+    "connection to worker-3.gpt-large.train.svc.cluster.local:8471 lost: [Errno 104] Connection reset by "
+    "peer",
     "NCCL_SOCKET_IFNAME=eth0 NCCL_DEBUG=INFO MASTER_ADDR=10.0.0.7 MASTER_PORT=29500 WORLD_SIZE=64",
     "args: ['python', 'train.py', '--lr', '3e-4', '--max-tokens', '4096', '--key-dim', '64']",
     "Model(key_dim=64, num_key_value_heads=8, key_padding_mask=None)",
@@ -485,24 +494,32 @@ HARMLESS = [
     "Gr\u00f6\u00dfe: 3\u00a0GiB, 12\u202f345 Tokens",
     "epoch 3\r\nepoch 4",
     "10%\r20%\r30%",
-    "RuntimeError: The size of tensor a (4096) must match the size of tensor b (4097) at non-singleton dimension 1",
-    "  File \"/usr/lib/python3.12/site-packages/transformers/tokenization_utils_base.py\", line 2846, in _call_one",
+    "RuntimeError: The size of tensor a (4096) must match the size of tensor b (4097) at non-singleton "
+    "dimension 1",
+    "  File \"/usr/lib/python3.12/site-packages/transformers/tokenization_utils_base.py\", line 2846, in "
+    "_call_one",
     "Setting `pad_token_id` to `eos_token_id`:50256 for open-end generation.",
-    "Token indices sequence length is longer than the specified maximum sequence length for this model (1543 > 1024).",
+    "Token indices sequence length is longer than the specified maximum sequence length for this model "
+    "(1543 > 1024).",
     "huggingface/tokenizers: The current process just got forked, after parallelism has already been used.",
     "UserWarning: `use_auth_token` is deprecated and will be removed; use `token` instead.",
-    "torch._dynamo hit config.recompile_limit (8): last reason: 0/7: tensor 'L['key']' size mismatch at index 0. expected 64, actual 128",
+    "torch._dynamo hit config.recompile_limit (8): last reason: 0/7: tensor 'L['key']' size mismatch at "
+    "index 0. expected 64, actual 128",
     "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.",
     "gpu-a-17 NodeNotReady: Kubelet stopped posting node status.",
-    "Back-off restarting failed container trainer in pod gpt-large-worker-7_train(4f9c2a61-0b1d-4c53-9a55-7be1cf8dbb10)",
-    "Error from server (Forbidden): secrets is forbidden: User \"bob\" cannot list resource \"secrets\" in API group \"\" in the namespace \"train\"",
+    "Back-off restarting failed container trainer in pod "
+    "gpt-large-worker-7_train(4f9c2a61-0b1d-4c53-9a55-7be1cf8dbb10)",
+    "Error from server (Forbidden): secrets is forbidden: User \"bob\" cannot list resource \"secrets\" "
+    "in API group \"\" in the namespace \"train\"",
     "error: couldn't find key HF_TOKEN in Secret train/hf",
     "envFrom: [{secretRef: {name: my-s3}}]",
     "failed to sync secret cache: timed out waiting for the condition",
     "serviceaccount \"train\" token request refused: 403",
-    "An error occurred (InvalidAccessKeyId) when calling the PutObject operation: The AWS Access Key Id you provided does not exist in our records.",
+    "An error occurred (InvalidAccessKeyId) when calling the PutObject operation: The AWS Access Key Id "
+    "you provided does not exist in our records.",
     "An error occurred (ExpiredToken) when calling the GetObject operation: The provided token has expired.",
-    "SignatureDoesNotMatch: The request signature we calculated does not match the signature you provided. Check your key and signing method.",
+    "SignatureDoesNotMatch: The request signature we calculated does not match the signature you "
+    "provided. Check your key and signing method.",
     "NoCredentialsError: Unable to locate credentials",
     "botocore.exceptions.NoCredentialsError: no credentials in environment",
     "key 'team-a/gpt-large/step-00012214' does not exist",

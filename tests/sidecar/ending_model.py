@@ -1,6 +1,8 @@
-"""A model of how a job ends: sidecars that are told, asked to go, killed and cut off at any time and in any order.
+"""A model of how a job ends: sidecars that are told, asked to go, killed and cut off at any time and in any
+order.
 
-The coordinator and the rules are the sidecar's own (`coordinator`, `ending`); time, transfers and accidents are made up here.
+The coordinator and the rules are the sidecar's own (`coordinator`, `ending`); time, transfers and accidents
+are made up here.
 """
 
 from __future__ import annotations
@@ -62,9 +64,12 @@ class Worker:
 
 
 class Model:
-    """`plans`: by worker; worker 0 is the coordinator. One rank each. `losses`: the part of all calls that get no answer."""
+    """`plans`: by worker; worker 0 is the coordinator. One rank each. `losses`: the part of all calls that
+    get no answer."""
 
-    def __init__(self, plans: list[Plan], rng: random.Random, losses: float = 0.0, commit: float = 0.5) -> None:
+    def __init__(
+        self, plans: list[Plan], rng: random.Random, losses: float = 0.0, commit: float = 0.5
+    ) -> None:
         self.now, self.rng, self.losses, self.commit_seconds = 0.0, rng, losses, commit
         self.workers = [Worker(number, plan) for number, plan in enumerate(plans)]
         self.board = SidecarState(_config(), clock=lambda: self.now)
@@ -125,7 +130,10 @@ class Model:
     def _report(self, worker: Worker) -> TierReport:
         plan = worker.plan
         trainer = TrainerState.ABSENT if self.now >= plan.trainer_ends else TrainerState.RUNNING
-        final = is_final(self._directive(Phase.FINISH), trainer, self.now >= plan.asked, set()) and worker.finishing
+        final = (
+            is_final(self._directive(Phase.FINISH), trainer, self.now >= plan.asked, set())
+            and worker.finishing
+        )
         wanted = worker.verdict.upload if worker.verdict else None
         uploaded = (RankArtifact(worker.number, wanted, ""),) if wanted and worker.uploaded == wanted else ()
         return TierReport(

@@ -1,6 +1,8 @@
-"""A model of a job's memory: ranks that capture, holders that keep, a coordinator that hears of it at random moments.
+"""A model of a job's memory: ranks that capture, holders that keep, a coordinator that hears of it at random
+moments.
 
-All decisions are the sidecar's own (`watermark`, `forgetting`); only time, transfers and accidents are made up here.
+All decisions are the sidecar's own (`watermark`, `forgetting`); only time, transfers and accidents are made
+up here.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Memory:
 
 @dataclass
 class Model:
-    """`copies` holders per rank, or, with `parity`, so many blocks over all ranks, each on a worker of its own."""
+    """`copies` holders per rank, or, with `parity`, so many blocks over all ranks, each on a worker of its
+    own."""
 
     world: int
     rng: random.Random
@@ -86,7 +89,14 @@ class Model:
 
     def act(self) -> None:
         rank = self.rng.randrange(self.world)
-        moves = [self.train] + [self.seal] * 3 + [self.send] * 6 + [self.tell] * 5 + [self.listen] * 5 + [self.free] * 4
+        moves = (
+            [self.train]
+            + [self.seal] * 3
+            + [self.send] * 6
+            + [self.tell] * 5
+            + [self.listen] * 5
+            + [self.free] * 4
+        )
         move = self.rng.choice(moves)
         move(rank)
         if move in (self.free, self.tell):  # nothing else takes anything away, or announces anything
@@ -175,14 +185,22 @@ class Model:
             local=spans(staying.rebuildable(self.history)),
             snapshots=tuple(sorted(filter(accepts, own.of(Kind.SNAPSHOT)))),
             leaving=tuple(sorted(leaving)),
-            unfinished=tuple(sorted(version for kind, version in self.writing[rank] if kind is Kind.SNAPSHOT)),
-            unfinished_deltas=tuple(sorted(version for kind, version in self.writing[rank] if kind is Kind.DELTA)),
+            unfinished=tuple(
+                sorted(version for kind, version in self.writing[rank] if kind is Kind.SNAPSHOT)
+            ),
+            unfinished_deltas=tuple(
+                sorted(version for kind, version in self.writing[rank] if kind is Kind.DELTA)
+            ),
             reached=self.reached[rank],
             copied=common(spans(each.rebuildable(self.history)) for each in at),
-            copied_snapshots=tuple(sorted(set.intersection(*(each.of(Kind.SNAPSHOT) for each in at)))) if at else (),
+            copied_snapshots=tuple(sorted(set.intersection(*(each.of(Kind.SNAPSHOT) for each in at))))
+            if at
+            else (),
             holders=tuple(places),
         )
-        kept = [(frozenset({owner}), memory) for (holder, owner), memory in self.hosted.items() if holder == rank]
+        kept = [
+            (frozenset({owner}), memory) for (holder, owner), memory in self.hosted.items() if holder == rank
+        ]
         if rank == 0:
             kept += [(frozenset(range(self.world)), block) for block in self.blocks]
         self.heard[rank] = tuple(
@@ -247,7 +265,8 @@ class Model:
             self.rotten_until = max(self.step)
 
     def lose(self, *lost: int) -> Version | None:
-        """Workers go with all their memory. The job goes back to the newest version that the others can give, in a new attempt."""
+        """Workers go with all their memory. The job goes back to the newest version that the others can give,
+        in a new attempt."""
         for worker in lost:
             self.own[worker].has.clear()
             self.hosted = {key: memory for key, memory in self.hosted.items() if key[0] != worker}
@@ -277,7 +296,8 @@ class Model:
         return found | (self.from_parity() if not found and self.parity else set())
 
     def from_parity(self) -> set[Version]:
-        """What a lost member could be rebuilt to, by blocks and the others' own artifacts: of each the same ones."""
+        """What a lost member could be rebuilt to, by blocks and the others' own artifacts: of each the same
+        ones."""
         others = [own.has for own in self.own if own.has]
         if len(self.own) - len(others) > self.parity or not self.blocks:
             return set()
@@ -285,7 +305,8 @@ class Model:
         return set(Memory(9, 99, shared).rebuildable(self.history))
 
     def from_one_snapshot(self, lost: int) -> set[Version]:
-        """What all ranks can be rebuilt to by the same artifacts without a worker's memory: what fewer ranks can go on from."""
+        """What all ranks can be rebuilt to by the same artifacts without a worker's memory: what fewer ranks
+        can go on from."""
         of: list[set[Key]] = [set() if rank == lost else set(own.has) for rank, own in enumerate(self.own)]
         for (holder, owner), memory in self.hosted.items():
             if holder != lost:
@@ -295,13 +316,20 @@ class Model:
     def _chain(self, rank: int, version: Version, history: History) -> set[Key]:
         for (_, owner), memory in self.hosted.items():
             chain = (
-                chain_to(version, memory.of(Kind.SNAPSHOT), memory.of(Kind.DELTA), history) if owner == rank else None
+                chain_to(version, memory.of(Kind.SNAPSHOT), memory.of(Kind.DELTA), history)
+                if owner == rank
+                else None
             )
             if chain is not None:
                 return {(Kind.SNAPSHOT, chain.base), *((Kind.DELTA, each) for each in chain.deltas)}
-        shared = set.intersection(*(block.has for block in self.blocks), *(own.has for own in self.own if own.has))
+        shared = set.intersection(
+            *(block.has for block in self.blocks), *(own.has for own in self.own if own.has)
+        )
         chain = chain_to(
-            version, {v for k, v in shared if k is Kind.SNAPSHOT}, {v for k, v in shared if k is Kind.DELTA}, history
+            version,
+            {v for k, v in shared if k is Kind.SNAPSHOT},
+            {v for k, v in shared if k is Kind.DELTA},
+            history,
         )
         assert chain is not None
         return {(Kind.SNAPSHOT, chain.base), *((Kind.DELTA, each) for each in chain.deltas)}
@@ -316,14 +344,21 @@ class Model:
         if self.parity:
             self._stands(self.standing.peer, self.from_parity(), "parity")
         elif self.world > 1 and self._sound(self.standing.peer):
-            places = [self._memory(holder, rank) for rank in range(self.world) for holder in self.holders[rank]]
+            places = [
+                self._memory(holder, rank) for rank in range(self.world) for holder in self.holders[rank]
+            ]
             self._stands(
-                self.standing.peer, set.intersection(*(set(each.rebuildable(self.history)) for each in places)), "peer"
+                self.standing.peer,
+                set.intersection(*(set(each.rebuildable(self.history)) for each in places)),
+                "peer",
             )
             for lost in range(self.world if self.chains > 2 else 0):  # room enough that no place gets crowded
-                # Where a rank lacks a delta, newer ones rest on a snapshot of its own for as long as others do not have it.
+                # Where a rank lacks a delta, newer ones rest on a snapshot of its own for as long as others
+                # do not have it.
                 self._stands(
-                    self.standing.anchor, self.from_one_snapshot(lost), f"without worker {lost}, by one snapshot"
+                    self.standing.anchor,
+                    self.from_one_snapshot(lost),
+                    f"without worker {lost}, by one snapshot",
                 )
         for memory in (*self.own, *self.hosted.values(), *self.blocks):
             assert len(memory.of(Kind.SNAPSHOT)) <= memory.snapshot_slots

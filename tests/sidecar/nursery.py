@@ -1,7 +1,8 @@
-"""Sidecar processes, forked from one that has imported already: their start was most of what the tests of sidecars cost.
+"""Sidecar processes, forked from one that has imported already: their start was most of what the tests of
+sidecars cost.
 
-Each runs the sidecar's own `__main__` with its own environment and log, and ends as it would by itself. The true command is started by the tests of
-clusters and images.
+Each runs the sidecar's own `__main__` with its own environment and log, and ends as it would by itself. The
+true command is started by the tests of clusters and images.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Nursery:
     """The process that they are forked from, and reaped by."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self._changed = threading.Condition()
         self._codes: dict[int, int] = {}
         self._born: list[int] = []
@@ -145,7 +148,10 @@ def become(order: Mapping[str, Any]) -> None:
     os.chdir(order["folder"])
     os.environ.clear()
     os.environ.update(order["environment"])
-    nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    nothing, log = (
+        os.open(os.devnull, os.O_RDONLY),
+        os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
+    )
     for old, new in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(old, new)
     os.close(nothing)

@@ -1,4 +1,5 @@
-"""Sidecars' ends of the exchange in this process: board, vault and server on loopback, without operator or trainer."""
+"""Sidecars' ends of the exchange in this process: board, vault and server on loopback, without operator or
+trainer."""
 
 from __future__ import annotations
 
@@ -137,7 +138,9 @@ class Station:
             self.vault.prepare()
         path = self.vault.begin(rank, version, kind)
         with open(path, "r+b") as file:
-            file.write(layout.state_word + layout.header(rank, version, self.job.workers * self.job.procs, {}, kind))
+            file.write(
+                layout.state_word + layout.header(rank, version, self.job.workers * self.job.procs, {}, kind)
+            )
             file.write(random.Random(str((rank, version, kind))).randbytes(layout.size - layout.data_begin))
         self.vault.complete(path, 0)
         seal = self.vault.seal(path)

@@ -1,4 +1,5 @@
-"""Lets every wait of every loop of the sidecars in this process fail once, by an error that nobody thought of."""
+"""Lets every wait of every loop of the sidecars in this process fail once, by an error that nobody thought
+of."""
 
 from __future__ import annotations
 
@@ -35,14 +36,18 @@ class Strikes:
         real_loop, real_wait = Threads.loop, threading.Condition.wait_for
         real_accept, real_receive, real_digest = socket.socket.accept, Wire.receive, vault.digest_and_tag
 
-        def loop(threads: Threads, name: str, body: Callable[[], None], *, vital: bool = False) -> threading.Thread:
+        def loop(
+            threads: Threads, name: str, body: Callable[[], None], *, vital: bool = False
+        ) -> threading.Thread:
             def noted() -> None:
                 self.begun[threading.current_thread()] = name
                 body()
 
             return real_loop(threads, name, noted, vital=vital)
 
-        def wait_for(condition: threading.Condition, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        def wait_for(
+            condition: threading.Condition, predicate: Callable[[], Any], timeout: float | None = None
+        ) -> Any:
             self.strike()
             return real_wait(condition, predicate, timeout)
 

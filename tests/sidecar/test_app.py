@@ -48,7 +48,9 @@ def test_long_poll_answers_when_something_happens(make_world: MakeWorld) -> None
     world.start()
     serial = world.report(0).serial
     answers: list[tuple[int, bytes]] = []
-    waiter = threading.Thread(target=lambda: answers.append(world.call(0, "GET", f"/v1/report?after={serial}&wait=8")))
+    waiter = threading.Thread(
+        target=lambda: answers.append(world.call(0, "GET", f"/v1/report?after={serial}&wait=8"))
+    )
     began = time.monotonic()
     waiter.start()
     world.new_attempt()
@@ -65,7 +67,9 @@ def test_health_and_metrics_are_plain_http(make_world: MakeWorld) -> None:
     world.begin()
     with world.ranks() as (rank,):
         rank.save(10)
-        until(lambda: b'tiercheck_watermark_step{tier="local"} 10.0' in scrape(world), "the watermark is shown")
+        until(
+            lambda: b'tiercheck_watermark_step{tier="local"} 10.0' in scrape(world), "the watermark is shown"
+        )
     assert b"tiercheck_captured_total 1.0" in scrape(world)
     told = scrape(world)
     assert b"tiercheck_attempt 1.0" in told

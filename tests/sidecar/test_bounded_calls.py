@@ -1,4 +1,5 @@
-"""A call that brings nothing is left behind, one that brings something is waited for however long it takes, and neither costs more than it holds."""
+"""A call that brings nothing is left behind, one that brings something is waited for however long it takes,
+and neither costs more than it holds."""
 
 from __future__ import annotations
 
@@ -147,6 +148,8 @@ def test_meter_tells_how_far_and_since_when_nothing_came() -> None:
     assert meter.told().sources == ()
     now[0] += 50
     meter.given_up("worker 3")
-    assert (meter.told().idle_seconds, meter.stalled) == (0.0, ("worker 3",)), "to go on to the next one is progress"
+    assert (meter.told().idle_seconds, meter.stalled) == (0.0, ("worker 3",)), (
+        "to go on to the next one is progress"
+    )
     meter.begin()
     assert (meter.told().wanted, meter.stalled) == (0, ())

@@ -1,4 +1,5 @@
-"""A job of another size numbers its workers anew: a pod's sidecar is another worker then, and keeps what it made as who it was."""
+"""A job of another size numbers its workers anew: a pod's sidecar is another worker then, and keeps what it
+made as who it was."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_survivor_is_another_worker_and_keeps_what_it_made_until_the_smaller_job
     launcher = FakeLauncher(world.run_dir(1) / names.SOCKET_NAME)
     begin_smaller(world)
     assert (world.report(1).worker, world.report(1).can_change_worker) == (1, True)
-    order = until(lambda: (o := launcher.order()).attempt == 2 and o.phase is Phase.RELEASE and o, "the release")
+    order = until(
+        lambda: (o := launcher.order()).attempt == 2 and o.phase is Phase.RELEASE and o, "the release"
+    )
     assert (order.worker, order.workers) == (1, 2)
     launcher.close()
     with world.rank(1) as rank:
@@ -96,14 +99,18 @@ def test_survivor_that_becomes_worker_0_publishes_the_watermarks(make_world: Mak
     save(world, 2, 6)
 
 
-def test_identity_changes_with_a_new_attempt_only_and_for_the_pod_that_is_named(make_world: MakeWorld) -> None:
+def test_identity_changes_with_a_new_attempt_only_and_for_the_pod_that_is_named(
+    make_world: MakeWorld,
+) -> None:
     world = make_world(workers=3)
     world.start(2)
     world.new_attempt()
     assert world.call(2, "PUT", "/v1/directive", to_json(world.directive(2, Phase.HOLD)))[0] == 200
 
     def told(worker: int, pod_uid: str = "pod-2", attempt: int | None = None) -> int:
-        wanted = replace(world.directive(worker, Phase.HOLD), pod_uid=pod_uid, attempt=attempt or world.attempt)
+        wanted = replace(
+            world.directive(worker, Phase.HOLD), pod_uid=pod_uid, attempt=attempt or world.attempt
+        )
         return world.call(2, "PUT", "/v1/directive", to_json(wanted))[0]
 
     assert told(1) == 403, "within an attempt nobody changes"
@@ -136,7 +143,9 @@ def test_what_an_earlier_pod_made_as_another_worker_gets_no_new_slots(memory: Pa
     before.reserve(2, layout(9000).size)
     path = before.begin(2, OLD)
     plan = layout(9000)
-    path.write_bytes(plan.state_word + plan.header(2, OLD, 3, {}, Kind.SNAPSHOT) + bytes(plan.size - plan.data_begin))
+    path.write_bytes(
+        plan.state_word + plan.header(2, OLD, 3, {}, Kind.SNAPSHOT) + bytes(plan.size - plan.data_begin)
+    )
     before.complete(path, 3)
     assert before.seal(path)
     vault = Vault(memory, 10**7, (1,))

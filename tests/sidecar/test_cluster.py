@@ -21,7 +21,9 @@ def save_everywhere(world: World, *steps: int) -> None:
             for rank in ranks:
                 until(lambda rank=rank, step=step: rank.save(step), f"a free slot for step {step}")
             version = Version(step, world.attempt)
-            until(lambda version=version: world.report(0).watermarks.peer == version, f"{version} is protected")
+            until(
+                lambda version=version: world.report(0).watermarks.peer == version, f"{version} is protected"
+            )
 
 
 def copies(world: World, worker: int, rank: int) -> list[Path]:
@@ -74,7 +76,9 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_the_next_source_is_used(make
     world.direct(Phase.HOLD, {0: (world.from_peer(1),)}, holders=(1, 2))
     until(lambda: world.report(0).restore.state.value == "Failed", "nothing else was named")
     assert "worker 1 is bad" in world.report(0).restore.ranks[0].failures[0]
-    assert [(bad.rank, bad.version, bad.worker) for bad in world.report(0).quarantined] == [(0, Version(10, 1), 1)]
+    assert [(bad.rank, bad.version, bad.worker) for bad in world.report(0).quarantined] == [
+        (0, Version(10, 1), 1)
+    ]
     world.begin(Version(10, 1), {0: (world.from_peer(1), world.from_peer(2))})
     restore = world.report(0).restore.ranks[0]
     assert (restore.tier, restore.worker) == (Tier.PEER, 2)
@@ -136,7 +140,9 @@ def test_ranks_that_skip_independently_agree_in_the_end(make_world: MakeWorld) -
         assert one.save(3)
         assert other.save(3)
         until(lambda: world.report(1).watermarks.peer == Version(3, 1), "step 3 is complete")
-        until(lambda: [each.version.step for each in world.report(0).holdings] == [3, 3], "the others are freed")
+        until(
+            lambda: [each.version.step for each in world.report(0).holdings] == [3, 3], "the others are freed"
+        )
 
 
 def test_versions_cut_off_by_the_history_are_dropped_after_release(make_world: MakeWorld) -> None:

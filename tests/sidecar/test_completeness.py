@@ -1,4 +1,5 @@
-"""Whatever the schedule, the skips and the accidents: what is committed is kept, and something newer becomes complete."""
+"""Whatever the schedule, the skips and the accidents: what is committed is kept, and something newer becomes
+complete."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_committed_is_kept_and_versions_complete_whatever_is_skipped(
 def test_newest_snapshot_that_all_holders_have_can_be_had_of_every_rank_when_a_worker_is_lost(
     seed: int, world: int, copies: int, skips: float
 ) -> None:
-    """That is what fewer ranks can go on from. Where there is room: before a rank lets a gap be among its deltas, it gives up the snapshot."""
+    """That is what fewer ranks can go on from. Where there is room: before a rank lets a gap be among its
+    deltas, it gives up the snapshot."""
     play(Model(world, random.Random(seed), copies=copies, skips=skips, chains=9))
 
 
@@ -62,7 +64,9 @@ def test_committed_is_kept_with_two_snapshot_slots_too(seed: int, world: int) ->
 
 @settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 4), parity=st.integers(1, 2), skips=st.sampled_from([0.02, 0.2]))
-def test_what_parity_protects_can_be_rebuilt_at_every_moment(seed: int, world: int, parity: int, skips: float) -> None:
+def test_what_parity_protects_can_be_rebuilt_at_every_moment(
+    seed: int, world: int, parity: int, skips: float
+) -> None:
     model = Model(world, random.Random(seed), parity=parity, skips=skips)
     play(model)
     model.skips = 0.0
@@ -71,7 +75,9 @@ def test_what_parity_protects_can_be_rebuilt_at_every_moment(seed: int, world: i
 
 @settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 4), copies=st.integers(1, 2))
-def test_sidecars_that_restart_make_nobody_throw_away_what_is_committed(seed: int, world: int, copies: int) -> None:
+def test_sidecars_that_restart_make_nobody_throw_away_what_is_committed(
+    seed: int, world: int, copies: int
+) -> None:
     rng = random.Random(seed)
     model = Model(world, rng, copies=copies)
     for _ in range(6):
@@ -82,7 +88,9 @@ def test_sidecars_that_restart_make_nobody_throw_away_what_is_committed(seed: in
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(seed=seeds, world=st.integers(1, 4), cadence=st.sampled_from([2, 4]), skips=st.sampled_from([0.0, 0.05]))
+@given(
+    seed=seeds, world=st.integers(1, 4), cadence=st.sampled_from([2, 4]), skips=st.sampled_from([0.0, 0.05])
+)
 def test_memory_that_rots_keeps_nothing_from_becoming_complete_for_ever(
     seed: int, world: int, cadence: int, skips: float
 ) -> None:
@@ -115,8 +123,11 @@ def test_lost_worker_costs_nothing_that_was_announced_and_its_attempt_protects_a
 
 @settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds, world=st.integers(2, 4))
-def test_what_an_earlier_attempt_protected_is_kept_until_this_one_has_done_as_much(seed: int, world: int) -> None:
-    """All training processes end before new holders have anything; then a worker is lost that held nothing of it."""
+def test_what_an_earlier_attempt_protected_is_kept_until_this_one_has_done_as_much(
+    seed: int, world: int
+) -> None:
+    """All training processes end before new holders have anything; then a worker is lost that held nothing of
+    it."""
     rng = random.Random(seed)
     model = Model(world, rng)
     play(model)

@@ -1,4 +1,5 @@
-"""However many strangers come, the job's own parts find room on every port of a sidecar, and what strangers may hold is bounded."""
+"""However many strangers come, the job's own parts find room on every port of a sidecar, and what strangers
+may hold is bounded."""
 
 from __future__ import annotations
 
@@ -55,17 +56,23 @@ def test_peer_is_admitted_whatever_crowd_of_strangers_says_nothing(
             job[1].connect(0).close()
 
 
-def test_peer_that_no_directive_names_is_admitted_too(stations: MakeStations, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_that_no_directive_names_is_admitted_too(
+    stations: MakeStations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after a loss: a worker reads copies of those who are not its neighbours any more."""
     monkeypatch.setattr(server, "_MOST_STRANGERS", ROOM)
     job = stations(workers=5)
-    assert job.host(2) not in {peer.host for peer in (*job[0].board.directive.holders, *job[0].board.directive.hosted)}
+    assert job.host(2) not in {
+        peer.host for peer in (*job[0].board.directive.holders, *job[0].board.directive.hosted)
+    }
     with silent(3 * ROOM, (job.host(0), job.port), job.network.rsplit(".", 1)[0] + ".251", 1):
         for _ in range(10):
             job[2].connect(0).close()
 
 
-def test_strangers_hold_no_more_than_their_room(stations: MakeStations, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_hold_no_more_than_their_room(
+    stations: MakeStations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "_MOST_STRANGERS", ROOM)
     job = stations(workers=2)
     strangers = job.network.rsplit(".", 1)[0] + ".251"
@@ -142,7 +149,9 @@ class Port:
             return raw
         return insecure().wrap_socket(raw)
 
-    def ask(self, token: bytes | None = None, path: str = "/v1/report", wire: socket.socket | None = None) -> bytes:
+    def ask(
+        self, token: bytes | None = None, path: str = "/v1/report", wire: socket.socket | None = None
+    ) -> bytes:
         """The status line of an answer."""
         given = self.token.encode() if token is None else token
         text = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ".encode() + given + b"\r\n\r\n"

@@ -1,4 +1,5 @@
-"""A sidecar that starts hears from its launcher, its ranks and its neighbours at once, each in a thread of its own."""
+"""A sidecar that starts hears from its launcher, its ranks and its neighbours at once, each in a thread of
+its own."""
 
 from __future__ import annotations
 
@@ -36,5 +37,7 @@ assert len(found) == 160 and len(set(found)) == 1, found
 @pytest.mark.parametrize("life", range(8))
 def test_first_messages_of_many_threads_are_all_judged_alike(life: int) -> None:
     """Decoders are made on first use, so each life is a process of its own."""
-    done = subprocess.run([sys.executable, "-c", ALL_AT_ONCE], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", ALL_AT_ONCE], check=False, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr or f"ended by signal {-done.returncode}"

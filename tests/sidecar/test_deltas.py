@@ -1,4 +1,5 @@
-"""Deltas between snapshots: where there is room for them, what a chain of them is worth, and what becomes of a broken one."""
+"""Deltas between snapshots: where there is room for them, what a chain of them is worth, and what becomes of
+a broken one."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(make_world: M
         first_delta(rank, 2)
         for step in range(3, 7):
             assert rank.save_delta(step, 1000 * step)
-        until(lambda: world.report(0).watermarks.local == Version(6, 1), "a step is complete as soon as its delta is")
+        until(
+            lambda: world.report(0).watermarks.local == Version(6, 1),
+            "a step is complete as soon as its delta is",
+        )
         marks = world.report(0).watermarks
         assert marks.snapshot == Version(1, 1)
         assert rank.ask("abandon", path="nothing").snapshot_every == CHAIN, "replies tell the cadence"
@@ -148,13 +152,16 @@ def test_what_a_newer_snapshot_makes_superfluous_is_freed(make_world: MakeWorld)
         until(lambda: world.report(0).watermarks.local == Version(4, 1), "complete")
         until(lambda: not world.holds(0, 0, Version(1, 1)), "the older snapshot goes")
         until(
-            lambda: not world.holds(0, 0, Version(3, 1), kind=Kind.DELTA), "the deltas that lead to the newer one too"
+            lambda: not world.holds(0, 0, Version(3, 1), kind=Kind.DELTA),
+            "the deltas that lead to the newer one too",
         )
         assert world.holds(0, 0, Version(3, 1))
         assert world.holds(0, 0, Version(4, 1), kind=Kind.DELTA)
 
 
-def test_too_little_memory_for_deltas_means_snapshots_only_and_says_so_with_numbers(make_world: MakeWorld) -> None:
+def test_too_little_memory_for_deltas_means_snapshots_only_and_says_so_with_numbers(
+    make_world: MakeWorld,
+) -> None:
     world = auto(make_world(limit=1_100_000))
     world.start()
     world.begin()
@@ -238,7 +245,9 @@ def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(make_wor
         until(lambda: not world.holds(0, 0, Version(1, 1)), "not even kept")
 
 
-def test_deltas_that_a_rank_found_worthless_while_it_trains_are_replayed_nowhere(make_world: MakeWorld) -> None:
+def test_deltas_that_a_rank_found_worthless_while_it_trains_are_replayed_nowhere(
+    make_world: MakeWorld,
+) -> None:
     world = auto(make_world())
     world.start()
     world.begin()
@@ -304,8 +313,14 @@ def test_holdings_and_steps_wake_nobody(make_world: MakeWorld) -> None:
         until(lambda: world.report(1).watermarks.peer == Version(1, 1), "protected")
         for rank in ranks:
             first_delta(rank, 2)
-        until(lambda: world.holds(1, 0, Version(2, 1), kind=Kind.DELTA), "how much room copies of deltas take is known")
-        until(lambda: world.report(1).watermarks.peer is not None and world.report(1).snapshot_every, "all is told")
+        until(
+            lambda: world.holds(1, 0, Version(2, 1), kind=Kind.DELTA),
+            "how much room copies of deltas take is known",
+        )
+        until(
+            lambda: world.report(1).watermarks.peer is not None and world.report(1).snapshot_every,
+            "all is told",
+        )
         serial = world.report(1).serial
         for step in range(3, 6):
             for rank in ranks:
@@ -363,7 +378,9 @@ def test_rank_that_cannot_save_is_a_problem_of_its_worker_until_it_can_again(mak
     world.start()
     world.begin()
     with world.ranks(SIZE, DELTA) as (rank,):
-        assert rank.ask("cannot-save", message="model/w: tensors of layout torch.sparse_coo cannot be stored").ok
+        assert rank.ask(
+            "cannot-save", message="model/w: tensors of layout torch.sparse_coo cannot be stored"
+        ).ok
         (problem,) = world.report(0).problems
         assert (problem.reason, problem.message[:6]) == ("CannotSave", "rank 0")
         assert "model/w" in problem.message

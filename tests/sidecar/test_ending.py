@@ -1,4 +1,5 @@
-"""A job ends: its last version is in the remote tier, and its sidecars are gone seconds later, whoever is asked first."""
+"""A job ends: its last version is in the remote tier, and its sidecars are gone seconds later, whoever is
+asked first."""
 
 from __future__ import annotations
 
@@ -58,12 +59,14 @@ def manifests(store: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "order", [(0, 1, 2), *(pytest.param(order, marks=pytest.mark.extended) for order in ((2, 1, 0), (1, 0, 2)))]
+    "order",
+    [(0, 1, 2), *(pytest.param(order, marks=pytest.mark.extended) for order in ((2, 1, 0), (1, 0, 2)))],
 )
 def test_suspended_job_is_gone_within_seconds_whichever_sidecar_is_asked_first(
     make_world: MakeWorld, order: tuple[int, ...]
 ) -> None:
-    """A kubelet ends each sidecar when its own trainer has ended: the coordinator's may be the first, or the last."""
+    """A kubelet ends each sidecar when its own trainer has ended: the coordinator's may be the first, or the
+    last."""
     world = make_world(workers=3)
     store = training(world)
     trainers = launchers(world)
@@ -196,7 +199,9 @@ def test_without_a_remote_tier_nobody_waits_for_anybody(make_world: MakeWorld) -
     assert world.terminate(0) == 0
 
 
-def test_unreachable_remote_tier_holds_pods_as_long_as_their_grace_and_the_log_says_why(make_world: MakeWorld) -> None:
+def test_unreachable_remote_tier_holds_pods_as_long_as_their_grace_and_the_log_says_why(
+    make_world: MakeWorld,
+) -> None:
     world = make_world(workers=2)
     store = training(world, grace=5)
     save_everywhere(world, 7)

@@ -1,4 +1,5 @@
-"""Any number of sidecars end in any order: the last version is kept if it can be, and nobody stays for long after it."""
+"""Any number of sidecars end in any order: the last version is kept if it can be, and nobody stays for long
+after it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def plans(draw: st.DrawFn, most: int = 5, kills: bool = False) -> list[Plan]:
     for _ in range(draw(st.integers(1, most))):
         finish = draw(seconds)
         trainer_ends = finish + draw(seconds)
-        saves = {draw(seconds) % (trainer_ends + 0.5): step for step in (10, 20, 30) if draw(st.integers(0, 5))}
+        saves = {
+            draw(seconds) % (trainer_ends + 0.5): step for step in (10, 20, 30) if draw(st.integers(0, 5))
+        }
         killed = draw(st.none() | seconds.map(lambda later: later * 2)) if kills else None
         found.append(
             Plan(
@@ -42,7 +45,9 @@ def plans(draw: st.DrawFn, most: int = 5, kills: bool = False) -> list[Plan]:
 
 @given(plans(), st.integers(0, 2**32))
 @settings(max_examples=examples(300), deadline=None)
-def test_last_version_is_in_the_remote_tier_and_all_are_gone_a_moment_later(those: list[Plan], seed: int) -> None:
+def test_last_version_is_in_the_remote_tier_and_all_are_gone_a_moment_later(
+    those: list[Plan], seed: int
+) -> None:
     model = Model(those, random.Random(seed))
     model.run(HORIZON)
     newest = model.newest_common()
@@ -55,13 +60,17 @@ def test_last_version_is_in_the_remote_tier_and_all_are_gone_a_moment_later(thos
 
 @given(plans(), st.integers(0, 2**32), st.floats(0.05, 0.4))
 @settings(max_examples=examples(150), deadline=None)
-def test_calls_that_get_no_answer_cost_no_version_and_little_time(those: list[Plan], seed: int, losses: float) -> None:
+def test_calls_that_get_no_answer_cost_no_version_and_little_time(
+    those: list[Plan], seed: int, losses: float
+) -> None:
     model = Model(those, random.Random(seed), losses)
     model.run(HORIZON)
     newest = model.newest_common()
     assert newest is None or model.remote[-1] == newest
     last = max(model.last_change, *(max(plan.asked, plan.finish) for plan in those))
-    assert all(worker.gone_at is not None and worker.gone_at <= last + 2 * GONE + MOMENT for worker in model.workers)
+    assert all(
+        worker.gone_at is not None and worker.gone_at <= last + 2 * GONE + MOMENT for worker in model.workers
+    )
 
 
 @given(plans(kills=True), st.integers(0, 2**32))

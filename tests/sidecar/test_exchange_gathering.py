@@ -12,13 +12,16 @@ from tiercheck_sidecar.replicate.agenda import FIRST, LONGEST, Backoff
 from tiercheck_sidecar.replicate.streams import Deal
 
 EVENTS = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from(["take", "arrive", "damage", "lose", "drop", "wait"])), max_size=200
+    st.tuples(st.integers(0, 3), st.sampled_from(["take", "arrive", "damage", "lose", "drop", "wait"])),
+    max_size=200,
 )
 
 
 @settings(max_examples=examples(300))
 @given(chunks=st.integers(1, 12), events=EVENTS)
-def test_no_chunk_is_lost_whatever_happens_and_the_rest_completes(chunks: int, events: list[tuple[int, str]]) -> None:
+def test_no_chunk_is_lost_whatever_happens_and_the_rest_completes(
+    chunks: int, events: list[tuple[int, str]]
+) -> None:
     sources = range(4)
     gathering = Gathering(chunks, sources)
     owed: dict[int, list[int]] = {source: [] for source in sources}
@@ -99,7 +102,8 @@ def test_chunk_that_is_overdue_is_asked_of_a_second_source_and_only_then() -> No
 @settings(max_examples=examples(200))
 @given(chunks=st.integers(1, 20), data=st.data())
 def test_push_that_breaks_again_and_again_brings_every_chunk(chunks: int, data: st.DataObject) -> None:
-    """Each connection carries some chunks, of which some are damaged, and breaks; what the holder has verified is not dealt again."""
+    """Each connection carries some chunks, of which some are damaged, and breaks; what the holder has
+    verified is not dealt again."""
     verified: set[int] = set()
     sent = 0
     while len(verified) < chunks:

@@ -1,4 +1,5 @@
-"""Copies are made: verified before they are acknowledged, taken up again where a stream broke, never at another's cost."""
+"""Copies are made: verified before they are acknowledged, taken up again where a stream broke, never at
+another's cost."""
 
 from __future__ import annotations
 
@@ -116,7 +117,9 @@ def test_other_content_under_the_same_name_starts_over(stations: Callable[..., S
     wire.send(offer(seal))
     said = wire.receive(Say)
     send_by_hand(wire, seal, job[0].content(seal, Tier.LOCAL), said.transfer, 0)
-    other = Seal(0, seal.version, seal.world_size, Tier.LOCAL, type(seal.digests)(LARGE, 4 * MIB, ("0" * 32,) * 6))
+    other = Seal(
+        0, seal.version, seal.world_size, Tier.LOCAL, type(seal.digests)(LARGE, 4 * MIB, ("0" * 32,) * 6)
+    )
     wire.send(offer(other))
     again = wire.receive(Say)
     assert again.state == "send"
@@ -155,7 +158,9 @@ def test_chunk_that_arrives_damaged_is_sent_again(stations: Callable[..., Statio
     assert wire.receive(Say).state == "again"
     assert not job[1].holds(Artifact(0, seal.version)), "nothing is acknowledged before it is verified"
     assert send_by_hand(wire, seal, content, transfer, 2).damaged == ()
-    assert send_by_hand(wire, seal, bad, transfer, 2).damaged == (2,), "a bad chunk does not replace a good one"
+    assert send_by_hand(wire, seal, bad, transfer, 2).damaged == (2,), (
+        "a bad chunk does not replace a good one"
+    )
     wire.send(Ask("commit", transfer=transfer))
     assert wire.receive(Say).state == "ok"
     wire.close()
@@ -207,7 +212,9 @@ def test_holder_without_room_says_so_and_takes_it_later(stations: Callable[..., 
         assert push(job[0].vault, seals[2], line) is Pushed.KEPT
 
 
-def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(stations: Callable[..., Stations]) -> None:
+def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(
+    stations: Callable[..., Stations],
+) -> None:
     job = stations()
     old, kept, new = (job[0].save(Version(step, 1), MIB) for step in (1, 2, 3))
     with job[0].line(1) as line:

@@ -82,7 +82,8 @@ def test_own_memory_keeps_the_only_way_to_what_is_complete_there_before_any_hold
 
 
 def test_slot_is_left_for_the_next_snapshot_however_the_gaps_lie() -> None:
-    """Three slots: what the floor rests on, what the newest complete step rests on, and one that can be written."""
+    """Three slots: what the floor rests on, what the newest complete step rests on, and one that can be
+    written."""
     word = TierVerdict(1, Watermarks(v(12), v(6)), floor=v(6), abandoned=(v(12), v(16)))
     assert gone(place([4, 12, 16], [5, 6, 7, 9, 10, 11, 13], Tier.LOCAL), word) == ([16], [])
 
@@ -97,16 +98,20 @@ def test_snapshot_that_is_owed_to_the_remote_tier_stays() -> None:
 
 
 def test_nothing_is_given_up_for_a_snapshot_that_some_holder_lacks() -> None:
-    """Nothing else may be common to all: to parity, to other ranks that go on from it, to all ranks when deltas turn out bad."""
+    """Nothing else may be common to all: to parity, to other ranks that go on from it, to all ranks when
+    deltas turn out bad."""
     here = place([4, 8], [5, 6, 7, 8, 9])
     assert gone(here, verdict(9, anchor=4)) == ([], [])
     assert gone(here, verdict(9, anchor=8)) == ([4], [5, 6, 7, 8])
     assert gone(here, verdict(9, anchor=None)) == ([], [])
-    assert gone(replace(here, crowded=True), verdict(9, anchor=4)) == ([4], [5, 6, 7, 8]), "before there is a gap"
+    assert gone(replace(here, crowded=True), verdict(9, anchor=4)) == ([4], [5, 6, 7, 8]), (
+        "before there is a gap"
+    )
 
 
 def test_holder_without_a_slot_for_the_next_snapshot_gives_up_what_leads_nowhere() -> None:
-    """From 2 there are no deltas to what is complete; all the same nobody else has 6, so nothing stood in for 2."""
+    """From 2 there are no deltas to what is complete; all the same nobody else has 6, so nothing stood in for
+    2."""
     here, word = place([2, 6], [7, 8]), replace(verdict(8, abandoned=(6,), anchor=2), copy=v(12))
     assert gone(here, word) == ([], [])
     assert lacks_slot(here.snapshots, word)

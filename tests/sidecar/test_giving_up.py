@@ -1,4 +1,5 @@
-"""What the coordinator announces as complete is still there, although a rank has heard meanwhile that its snapshot is abandoned."""
+"""What the coordinator announces as complete is still there, although a rank has heard meanwhile that its
+snapshot is abandoned."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def v(step: int) -> Version:
 class Pair:
     """Worker 0 coordinates, and only says what it has; worker 1 is whole. Nobody keeps copies.
 
-    Worker 1 lacks the delta of step 13, worker 0 the snapshot and the delta of step 14. So step 14 cannot be complete, and worker 1
-    has been told so; but it is worker 1's only way to steps 15 to 17.
+    Worker 1 lacks the delta of step 13, worker 0 the snapshot and the delta of step 14. So step 14 cannot be
+    complete, and worker 1 has been told so; but it is worker 1's only way to steps 15 to 17.
     """
 
     def __init__(self, job: Stations, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +68,12 @@ class Pair:
         writing = (v(unfinished),) if unfinished else ()
         newest = v(max(snapshots | {unfinished}))
         said = RankTiers(
-            0, spans(found), tuple(map(v, sorted(snapshots))), writing, unfinished_deltas=writing, reached=newest
+            0,
+            spans(found),
+            tuple(map(v, sorted(snapshots))),
+            writing,
+            unfinished_deltas=writing,
+            reached=newest,
         )
         self.coordinator.hear(TierReport(self.station.board.config.job_uid, 1, 0, "host", (said,)))
 

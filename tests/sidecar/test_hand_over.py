@@ -1,4 +1,5 @@
-"""An evicted pod hands over: its sidecar stays until its holders have what they lack, as long as its grace allows."""
+"""An evicted pod hands over: its sidecar stays until its holders have what they lack, as long as its grace
+allows."""
 
 from __future__ import annotations
 

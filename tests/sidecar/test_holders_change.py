@@ -1,4 +1,5 @@
-"""Holders change while an attempt goes on: what is protected stays protected, at the old holder until the new one has it."""
+"""Holders change while an attempt goes on: what is protected stays protected, at the old holder until the new
+one has it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_copies_move_to_another_holder_without_a_moment_with_fewer(make_world: M
             until(
                 lambda worker=worker: (
                     not any(  # type: ignore[misc]
-                        world.holds((worker + 1) % 3, worker, each, Tier.PEER) for each in (version, Version(8, 1))
+                        world.holds((worker + 1) % 3, worker, each, Tier.PEER)
+                        for each in (version, Version(8, 1))
                     )
                 ),
                 "the old holders to free what nobody needs there",
@@ -50,7 +52,9 @@ def test_copies_move_to_another_holder_without_a_moment_with_fewer(make_world: M
     assert world.report(0).attempt == 1
 
 
-def test_a_holder_that_is_exchanged_at_once_keeps_what_it_has_until_its_successor_has_it(make_world: MakeWorld) -> None:
+def test_a_holder_that_is_exchanged_at_once_keeps_what_it_has_until_its_successor_has_it(
+    make_world: MakeWorld,
+) -> None:
     world = make_world(workers=3)
     world.start(0, 1, 2)
     world.begin()
@@ -62,11 +66,19 @@ def test_a_holder_that_is_exchanged_at_once_keeps_what_it_has_until_its_successo
         world.direct(Phase.RELEASE, holders=(2,))
 
         def moved() -> bool:
-            new = [world.holds((worker + 2) % 3, worker, version, Tier.PEER, Kind.SNAPSHOT) for worker in range(3)]
-            # Asked after the new ones: what is not there by now has been freed because all new ones were complete.
-            old = [world.holds((worker + 1) % 3, worker, version, Tier.PEER, Kind.SNAPSHOT) for worker in range(3)]
+            new = [
+                world.holds((worker + 2) % 3, worker, version, Tier.PEER, Kind.SNAPSHOT)
+                for worker in range(3)
+            ]
+            # Asked after the new ones: what is not there by now has been freed because all new ones were
+            # complete.
+            old = [
+                world.holds((worker + 1) % 3, worker, version, Tier.PEER, Kind.SNAPSHOT)
+                for worker in range(3)
+            ]
             assert all(old) or all(
-                world.holds((worker + 2) % 3, worker, version, Tier.PEER, Kind.SNAPSHOT) for worker in range(3)
+                world.holds((worker + 2) % 3, worker, version, Tier.PEER, Kind.SNAPSHOT)
+                for worker in range(3)
             )
             return all(new)
 

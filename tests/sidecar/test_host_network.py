@@ -1,4 +1,5 @@
-"""Pods in their node's network share its address: their sidecars find one another by port, and hold copies as anywhere."""
+"""Pods in their node's network share its address: their sidecars find one another by port, and hold copies as
+anywhere."""
 
 from __future__ import annotations
 

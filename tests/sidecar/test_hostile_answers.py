@@ -1,4 +1,5 @@
-"""Promise: nothing that another sidecar says, of whatever size and with whatever number, ends what this one does."""
+"""Promise: nothing that another sidecar says, of whatever size and with whatever number, ends what this one
+does."""
 
 from __future__ import annotations
 
@@ -99,7 +100,9 @@ def test_the_control_api_refuses_every_senseless_body_with_a_sentence(make_world
             assert (status, error_of(said)[:5]) == (422, "not a"), (path, body[:40])
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_end_is_not_read_to_its_end(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = make_world()
     world.start()
     world.new_attempt()

@@ -39,7 +39,10 @@ def lender(job: Stations) -> Iterator[Lender]:
     station = job[3]
     remote = RemoteSource(station.board, station.vault, JobStore(station.board.config))
     made = Lender(
-        station.vault, station.board.config.vault_dir / "lent", lambda peer: station.connect(peer.worker), remote
+        station.vault,
+        station.board.config.vault_dir / "lent",
+        lambda peer: station.connect(peer.worker),
+        remote,
     )
     yield made
     made.close()
@@ -50,7 +53,9 @@ def directive(job: Stations, *workers: int) -> Directive:
     known = job[3].board.directive
     assert known is not None
     sources = tuple(Source(Tier.PEER, job.peer(worker)) for worker in workers)
-    return dataclasses.replace(known, restore=Restore(Version(5, 1), (RankSources(0, sources),), world_size=2))
+    return dataclasses.replace(
+        known, restore=Restore(Version(5, 1), (RankSources(0, sources),), world_size=2)
+    )
 
 
 def there(path: Path) -> int:
@@ -90,7 +95,9 @@ def test_loans_stay_within_the_memory_volume(job: Stations, lender: Lender) -> N
         lender.lend(directive(job, 1), artifact, [(0, len(content))])
 
 
-def test_artifact_smaller_than_a_chunk_takes_no_more_room_than_it_has_bytes(job: Stations, lender: Lender) -> None:
+def test_artifact_smaller_than_a_chunk_takes_no_more_room_than_it_has_bytes(
+    job: Stations, lender: Lender
+) -> None:
     _, artifact, content = copied(job, 100_000)
     job[3].vault.limit = job[3].vault.used() + len(content)
     assert lender.lend(directive(job, 1), artifact, [(0, len(content))]).read_bytes() == content
@@ -114,7 +121,9 @@ def test_rank_of_a_smaller_job_borrows_from_ranks_that_are_no_more(make_world: M
         for rank in ranks:
             assert rank.save(1)
         until(lambda: world.report(0).watermarks.remote == Version(1, 1), "step 1 is in the remote tier")
-        assert world.report(1).remote.ranks == (), "manifests name every rank, so one worker reads them for all"
+        assert world.report(1).remote.ranks == (), (
+            "manifests name every rank, so one worker reads them for all"
+        )
     world.lose(0, 1)
     world.workers, world.others = 1, 2
     world.start(0)
@@ -182,7 +191,9 @@ class Bucket:
     def digests(self, artifact: Artifact) -> Digests:
         return self.described
 
-    def fetch_chunks(self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: object) -> None:
+    def fetch_chunks(
+        self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: object
+    ) -> None:
         chunk = self.described.chunk
         for index in indices:
             part = self.body[index * chunk : (index + 1) * chunk]

@@ -54,7 +54,14 @@ def ignore(stored: tuple[Version, ...]) -> None:
 @pytest.fixture
 def board(tmp_path: Path) -> SidecarState:
     (tmp_path / "token").write_text("x")
-    env = {"JOB": "ns/j", "JOB_UID": "u", "WORKER": "1", "PROCS_PER_WORKER": "1", "POD_UID": "p", "POD_IP": "127.0.0.1"}
+    env = {
+        "JOB": "ns/j",
+        "JOB_UID": "u",
+        "WORKER": "1",
+        "PROCS_PER_WORKER": "1",
+        "POD_UID": "p",
+        "POD_IP": "127.0.0.1",
+    }
     env |= {"MEMORY_LIMIT": "1", "CREDENTIALS_DIR": str(tmp_path), "REMOTE": '{"directory": {"path": "/x"}}'}
     return SidecarState(SidecarConfig.from_env({f"TIERCHECK_{name}": value for name, value in env.items()}))
 
@@ -81,7 +88,9 @@ def test_worker_asks_once_per_version_whether_its_attempt_is_over_however_many_r
     board, store, asked, put = job[0].board, Store(), list[str](), list[int]()
     monkeypatch.setattr(store, "newest_attempt", lambda uid: asked.append(uid) or 0)
     store.put_artifact = lambda rank, version, *_, **more: put.append(rank) or RankArtifact(rank, version, "")  # type: ignore[attr-defined]
-    uploader = Uploader(board, job[0].vault, JobStore(board.config), RemoteListing(board, ignore), lambda: None)
+    uploader = Uploader(
+        board, job[0].vault, JobStore(board.config), RemoteListing(board, ignore), lambda: None
+    )
     for _ in range(2):
         uploader._upload(store, board.directive, FIRST)  # type: ignore[arg-type]
     assert (put, len(asked)) == ([0, 1, 2, 3], 1)

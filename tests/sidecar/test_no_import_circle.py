@@ -1,4 +1,5 @@
-"""No module of the sidecar leads back to itself by imports, those for type checkers and inside functions included."""
+"""No module of the sidecar leads back to itself by imports, those for type checkers and inside functions
+included."""
 
 from __future__ import annotations
 

@@ -27,12 +27,15 @@ BEGINNERS = {"Thread", "Timer", "start_new_thread", "start_joinable_thread"}
 
 
 def begins_threads(path: Path) -> list[int]:
-    """The lines at which a module could begin a thread of its own. `Thread` as the type of something is none of them."""
+    """The lines at which a module could begin a thread of its own. `Thread` as the type of something is none
+    of them."""
     text = path.read_text()
     if not any(word in text for word in BEGINNERS):
         return []
     nodes = list(ast.walk(ast.parse(text)))
-    types = [each.annotation for each in nodes if isinstance(each, (ast.AnnAssign, ast.arg)) and each.annotation]
+    types = [
+        each.annotation for each in nodes if isinstance(each, (ast.AnnAssign, ast.arg)) and each.annotation
+    ]
     types += [each.returns for each in nodes if isinstance(each, ast.FunctionDef) and each.returns]
     spoken = {id(part) for each in types for part in ast.walk(each)}
     return [node.lineno for node in nodes if _name(node) in BEGINNERS and id(node) not in spoken]  # type: ignore[attr-defined]
@@ -49,7 +52,9 @@ def _name(node: ast.AST) -> str:
 def test_all_threads_are_begun_where_they_are_watched() -> None:
     assert len(MODULES) > 150
     assert begins_threads(ONLY_PLACE)
-    assert {str(path): lines for path in MODULES if path != ONLY_PLACE and (lines := begins_threads(path))} == {}
+    assert {
+        str(path): lines for path in MODULES if path != ONLY_PLACE and (lines := begins_threads(path))
+    } == {}
 
 
 @pytest.fixture
@@ -69,7 +74,9 @@ def world(memory: Path, strikes: Strikes, monkeypatch: pytest.MonkeyPatch) -> It
     shutil.rmtree(root, ignore_errors=True)
 
 
-def test_what_is_kept_goes_on_being_kept_although_every_wait_fails_once(world: Indoors, strikes: Strikes) -> None:
+def test_what_is_kept_goes_on_being_kept_although_every_wait_fails_once(
+    world: Indoors, strikes: Strikes
+) -> None:
     world.start()
     world.begin()
     with world.ranks() as ranks:
@@ -96,7 +103,13 @@ def test_what_is_kept_goes_on_being_kept_although_every_wait_fails_once(world: I
         names = {name for name in strikes.begun.values()}
         loops = {name for name, _ in world.resident(0).sidecar._loops()}
         assert app._BESIDE < loops <= names
-        assert names >= {"trainer-socket", "exchange", "exchange-sweep", "snapshots-to-worker-1", "pulse-of-worker-1"}
+        assert names >= {
+            "trainer-socket",
+            "exchange",
+            "exchange-sweep",
+            "snapshots-to-worker-1",
+            "pulse-of-worker-1",
+        }
         told = [each.message for each in world.report(0).problems if each.reason == INTERNAL_ERROR]
         assert "Injected in " in told[0]
         assert " restore " in world.resident(0).sidecar.board.threads._troubles["restore"][1]

@@ -1,4 +1,5 @@
-"""What a pod leaves in its node's memory: for the next pod of the same worker, verified, and cleared away when nobody needs it."""
+"""What a pod leaves in its node's memory: for the next pod of the same worker, verified, and cleared away
+when nobody needs it."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_next_pod_of_a_worker_takes_over_what_was_sealed_and_nothing_else(tmp_pa
     assert new.adopt() == 1
     assert names_in(new.folder) == {"own-1-a.safetensors", "own-1-a.safetensors.seal"}
     assert not old.exists(), "the rest of a dead pod's folder is removed"
-    assert names_in(other) == {"own-2-a.safetensors", "own-2-a.safetensors.seal"}, "another worker's is left alone"
+    assert names_in(other) == {"own-2-a.safetensors", "own-2-a.safetensors.seal"}, (
+        "another worker's is left alone"
+    )
 
 
 def test_later_pod_takes_from_one_that_is_still_dying_and_never_the_other_way_round(tmp_path: Path) -> None:
@@ -120,7 +123,9 @@ def test_torn_word_about_the_owner_is_never_trusted_and_swept_in_time(tmp_path: 
     assert sweep_job(tmp_path, 50, time.time()) == 1
 
 
-def test_prepared_folder_is_open_to_any_user_of_the_jobs_pods_and_commands_are_checked(tmp_path: Path) -> None:
+def test_prepared_folder_is_open_to_any_user_of_the_jobs_pods_and_commands_are_checked(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-m", "tiercheck_sidecar.vault.node_memory"]
     orphan = left_behind(tmp_path / "gone", "a", 0, 1.0, "x")
     age(orphan, 100)
@@ -231,7 +236,9 @@ def test_own_folder_is_claimed_whatever_lies_in_the_place_of_its_owner(
 
 
 @pytest.mark.parametrize("put", ODD)
-def test_folder_that_nobody_can_have_claimed_is_swept_in_time(tmp_path: Path, put: Callable[[Path], None]) -> None:
+def test_folder_that_nobody_can_have_claimed_is_swept_in_time(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
     evil = tmp_path / "x"
     evil.mkdir()
     put(evil / OWNER)
@@ -258,7 +265,9 @@ def test_folders_nested_too_deep_to_be_removed_stop_no_sweep(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("put", ODD)
-def test_inventory_waits_for_nobody_and_starts_whatever_lies_there(tmp_path: Path, put: Callable[[Path], None]) -> None:
+def test_inventory_waits_for_nobody_and_starts_whatever_lies_there(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
     (tmp_path / "pod").mkdir()
     for name in ("own-0-a.safetensors", "own-0-a.safetensors.seal", "own-0-b.safetensors.seal"):
         put(tmp_path / "pod" / name)

@@ -1,4 +1,5 @@
-"""Promise: a slot lies on the NUMA node of the device that writes it, where this process may run there, and everything goes on where it may not."""
+"""Promise: a slot lies on the NUMA node of the device that writes it, where this process may run there, and
+everything goes on where it may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The remote tier outlives everything: versions get there complete, and come back from there when nothing else is left."""
+"""The remote tier outlives everything: versions get there complete, and come back from there when nothing
+else is left."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ def test_broken_remote_tier_is_a_problem_and_not_a_stop(make_world: MakeWorld) -
     assert report.remote.message
     save_everywhere(world, 10, 20, 30, 40)
     store.mkdir()
-    until(lambda: world.report(0).watermarks.remote is not None, "it is made up for once the directory is there")
+    until(
+        lambda: world.report(0).watermarks.remote is not None, "it is made up for once the directory is there"
+    )
     until(lambda: not world.report(0).problems, "the problem is withdrawn")
 
 
@@ -114,8 +117,11 @@ def test_remote_copy_that_rotted_is_refused(make_world: MakeWorld) -> None:
     assert world.report(0).holdings == ()
 
 
-def test_workers_that_nobody_can_reach_learn_from_the_store_that_the_job_went_on(make_world: MakeWorld) -> None:
-    """All of them cut off from the controller, with each other and the store in reach: only the store can tell them."""
+def test_workers_that_nobody_can_reach_learn_from_the_store_that_the_job_went_on(
+    make_world: MakeWorld,
+) -> None:
+    """All of them cut off from the controller, with each other and the store in reach: only the store can
+    tell them."""
     world = make_world(workers=2)
     store = with_directory(world, every=10, keep=1)
     world.start()
@@ -169,7 +175,10 @@ def test_job_of_the_same_name_in_another_cluster_is_told_whose_the_store_is_and_
 
     prod.remote, prod.policy = dev.remote, dev.policy
     prod.start()
-    until(lambda: [each.reason for each in prod.report(0).problems] == ["RemoteOwned"], "said before training begins")
+    until(
+        lambda: [each.reason for each in prod.report(0).problems] == ["RemoteOwned"],
+        "said before training begins",
+    )
     assert "uid-of-dev" in prod.report(0).problems[0].message
     assert (prod.report(0).remote.reachable, prod.report(0).remote.versions) == (False, ())
     prod.begin()
@@ -181,7 +190,10 @@ def test_job_of_the_same_name_in_another_cluster_is_told_whose_the_store_is_and_
 
     tool = open_store(dev.remote or "", "default/gpt")
     tool.give_to(JOB_UID, "uid-of-prod")
-    until(lambda: prod.report(0).watermarks.remote == Version(20, 1), "it goes on by itself once it owns the folder")
+    until(
+        lambda: prod.report(0).watermarks.remote == Version(20, 1),
+        "it goes on by itself once it owns the folder",
+    )
     until(lambda: not prod.report(0).problems, "the problem is withdrawn")
     save_everywhere(dev, 20)
     until(lambda: "RemoteOwned" in {each.reason for each in dev.report(0).problems}, "the other one is told")
@@ -205,4 +217,6 @@ def test_snapshot_that_rots_before_its_upload_is_given_up_so_that_another_can_be
         uploader._upload(store, station.board.directive, Version(10, 1))
     store.close()
     assert station.vault.held() == ()
-    assert [(each.rank, each.version, each.worker) for each in station.board.quarantined] == [(0, Version(10, 1), 0)]
+    assert [(each.rank, each.version, each.worker) for each in station.board.quarantined] == [
+        (0, Version(10, 1), 0)
+    ]

@@ -1,4 +1,5 @@
-"""The shared state is written by its own methods alone, so that each change is made under its lock and has a name."""
+"""The shared state is written by its own methods alone, so that each change is made under its lock and has a
+name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ PRODUCT = Path(tiercheck_sidecar.__file__).parent
 def written(tree: ast.AST) -> Iterator[tuple[ast.expr, str, int]]:
     """Each attribute that is set or deleted, or whose items are: of what, its name, and the line."""
     for node in ast.walk(tree):
-        target = node.value if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) else node
+        target = (
+            node.value if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) else node
+        )
         if isinstance(target, ast.Attribute) and not (target is node and isinstance(target.ctx, ast.Load)):
             yield target.value, target.attr, target.lineno
 
@@ -41,7 +44,9 @@ def trespasses(source: str, fields: set[str]) -> list[str]:
 def test_no_module_writes_a_field_of_the_state() -> None:
     fields = state_fields()
     assert {"directive", "verdict", "restore", "remote"} <= fields
-    found = {str(path.relative_to(PRODUCT)): trespasses(path.read_text(), fields) for path in PRODUCT.rglob("*.py")}
+    found = {
+        str(path.relative_to(PRODUCT)): trespasses(path.read_text(), fields) for path in PRODUCT.rglob("*.py")
+    }
     assert not {path: lines for path, lines in found.items() if lines}
 
 

@@ -49,7 +49,9 @@ def test_own_credentials_are_known_by_their_variables_and_the_jobs_token(tmp_pat
     assert own_credentials(env) == {WORD, "the-token-of-the-job"}
 
 
-def test_report_holds_no_credential_in_any_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_holds_no_credential_in_any_of_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", WORD)
     station = Stations(tmp_path, workers=1)[0]
     reporter, version = Reporter(station.board, station.vault), Version(3, 1)
@@ -95,11 +97,14 @@ def test_log_holds_no_credential_not_even_in_a_traceback(monkeypatch: pytest.Mon
 
 def test_traceback_of_what_nobody_caught_holds_no_credential(tmp_path: Path) -> None:
     script = (
-        "import sys, threading; from tiercheck.redaction import log_redacted; log_redacted(known={sys.argv[1]})\n"
+        "import sys, threading; from tiercheck.redaction import log_redacted; "
+        "log_redacted(known={sys.argv[1]})\n"
         "def fail(): raise ValueError(sys.argv[1] + ' ' + sys.argv[2])\n"
         "thread = threading.Thread(target=fail, name='lane'); thread.start(); thread.join(); fail()"
     )
-    ran = subprocess.run([sys.executable, "-c", script, WORD, LOOKS], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, WORD, LOOKS], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 1
     assert "thread lane ended unexpectedly" in ran.stderr
     assert "the process ends unexpectedly" in ran.stderr
@@ -108,8 +113,15 @@ def test_traceback_of_what_nobody_caught_holds_no_credential(tmp_path: Path) -> 
     assert LOOKS not in ran.stderr
 
 
-def test_line_break_around_a_credential_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    env = {"AWS_SESSION_TOKEN": f"{WORD}\n", "AWS_ACCESS_KEY_ID": " id", "AWS_REGION": "eu-central-1", "OTHER": " x "}
+def test_line_break_around_a_credential_is_left_out_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    env = {
+        "AWS_SESSION_TOKEN": f"{WORD}\n",
+        "AWS_ACCESS_KEY_ID": " id",
+        "AWS_REGION": "eu-central-1",
+        "OTHER": " x ",
+    }
     clean_credentials(env)
     assert env == {
         "AWS_SESSION_TOKEN": WORD, "AWS_ACCESS_KEY_ID": "id", "AWS_REGION": "eu-central-1", "OTHER": " x "

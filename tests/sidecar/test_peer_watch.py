@@ -1,4 +1,5 @@
-"""What a sidecar says of its peers: lost at the first sign, well again only after it has answered for a while."""
+"""What a sidecar says of its peers: lost at the first sign, well again only after it has answered for a
+while."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def test_isolation_needs_peers_and_all_of_them_lost_for_long() -> None:
     assert watch.all_lost(60)
     assert not watch.all_lost(100)
     watch.only([])
-    assert not watch.all_lost(0), "a job of one worker is never isolated: nobody could have gone on without it"
+    assert not watch.all_lost(0), (
+        "a job of one worker is never isolated: nobody could have gone on without it"
+    )
 
 
 def test_report_stays_small_however_many_are_lost() -> None:

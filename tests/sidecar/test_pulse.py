@@ -43,7 +43,9 @@ def test_killed_neighbour_is_told_to_the_controller_in_its_open_call(make_world:
     until(lambda: lost(world, 2), "its other neighbour notices as well")
 
 
-def test_silent_neighbour_is_told_apart_from_a_closed_one_and_well_again_when_it_answers(make_world: MakeWorld) -> None:
+def test_silent_neighbour_is_told_apart_from_a_closed_one_and_well_again_when_it_answers(
+    make_world: MakeWorld,
+) -> None:
     world = make_world(workers=2)
     world.start()
     world.begin()
@@ -54,7 +56,9 @@ def test_silent_neighbour_is_told_apart_from_a_closed_one_and_well_again_when_it
     until(lambda: not lost(world, 0), "worker 1 is back")
 
 
-def test_worker_that_was_cut_off_stops_its_trainer_when_it_hears_of_the_next_attempt(make_world: MakeWorld) -> None:
+def test_worker_that_was_cut_off_stops_its_trainer_when_it_hears_of_the_next_attempt(
+    make_world: MakeWorld,
+) -> None:
     world = make_world(workers=2)
     world.start()
     world.begin()

@@ -1,4 +1,5 @@
-"""While a job trains, what a recovery would read is read and verified; what would not come back is told, and nothing else is touched."""
+"""While a job trains, what a recovery would read is read and verified; what would not come back is told, and
+nothing else is touched."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class NoRemote:
 
 
 class Stage:
-    """Worker 0 rehearses in the test's own thread. Whenever it would wait, the next of `happenings` takes place; no time passes."""
+    """Worker 0 rehearses in the test's own thread. Whenever it would wait, the next of `happenings` takes
+    place; no time passes."""
 
     def __init__(self, job: Stations, every: float | None = 600.0) -> None:
         self.job, self.me = job, job[0]
@@ -61,7 +63,9 @@ class Stage:
         self.waits = 0
         self.now = 0.0
         reach = RestoreSources(self.me.board, self.me.vault, self.me.identity, job.port, NoRemote())
-        self.rehearser = Rehearser(self.me.board, self.me.vault, reach, wait=self._wait, clock=lambda: self.now)
+        self.rehearser = Rehearser(
+            self.me.board, self.me.vault, reach, wait=self._wait, clock=lambda: self.now
+        )
 
     def _wait(self, until: Callable[[], bool], seconds: float) -> bool:
         self.waits += 1
@@ -143,7 +147,10 @@ def test_one_flipped_bit_is_told_with_tier_artifact_and_place_and_stays_where_it
     keeper.flip(seal, tier, chunk)
     stage.rehearser.look()
     place = "own memory" if tier is Tier.LOCAL else "worker 1"
-    assert f"the {Artifact(0, stage.version)}, would not come back from {place}: chunk {chunk}" in stage.complaint()
+    assert (
+        f"the {Artifact(0, stage.version)}, would not come back from {place}: chunk {chunk}"
+        in stage.complaint()
+    )
     assert set(stage.proved()) == {Tier.LOCAL, Tier.PEER} - {tier}
     assert keeper.holds(Artifact(0, stage.version), tier), "a rehearsal reads only"
     assert not keeper.board.quarantined
@@ -257,7 +264,9 @@ def test_between_two_chunks_no_slot_is_held_here_or_at_the_holder(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So whatever is reclaimed is free at once, and the next save or copy finds its slot."""
-    monkeypatch.setattr("tiercheck_sidecar.exchange.session.IO_TIMEOUT", 600.0)  # a silent conversation ends no sooner
+    monkeypatch.setattr(
+        "tiercheck_sidecar.exchange.session.IO_TIMEOUT", 600.0
+    )  # a silent conversation ends no sooner
     stage.save(stage.version)
     later = Version(stage.version.step + 1, stage.version.attempt)
 
@@ -351,7 +360,9 @@ def proofs(world: World, worker: int = 0) -> set[Tier]:
 
 
 def complaint(world: World, worker: int = 0) -> str:
-    return next((each.message for each in world.report(worker).problems if each.reason == REHEARSAL_FAILED), "")
+    return next(
+        (each.message for each in world.report(worker).problems if each.reason == REHEARSAL_FAILED), ""
+    )
 
 
 def rehearsing(world: World) -> World:

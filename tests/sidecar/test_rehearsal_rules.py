@@ -1,4 +1,5 @@
-"""A rehearsal takes a hundredth of what there is, comes when its turn has come, and shows the oldest of its proofs."""
+"""A rehearsal takes a hundredth of what there is, comes when its turn has come, and shows the oldest of its
+proofs."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_first_time_of_a_tier_and_of_a_new_attempt_or_placement_is_at_once() -> 
 def test_turn_comes_after_as_long_as_asked_for_and_sooner_where_something_was_wrong(
     every: float, passed: float
 ) -> None:
-    assert due_in(passed, every, Look(COURSE, 0.0, good=True), COURSE, V) == pytest.approx(max(0, every - passed))
+    assert due_in(passed, every, Look(COURSE, 0.0, good=True), COURSE, V) == pytest.approx(
+        max(0, every - passed)
+    )
     again = due_in(passed, every, Look(COURSE, 0.0, good=False), COURSE, V)
     assert again == pytest.approx(max(0, min(every, AGAIN) - passed))
 
@@ -75,7 +78,9 @@ def test_tier_is_shown_when_all_ranks_are_proved_and_as_old_as_the_oldest() -> N
 
 
 def test_fault_stays_until_the_same_rank_and_tier_are_proved() -> None:
-    ledger = Ledger().disproved(0, Tier.PEER, ["the one is bad"]).disproved(1, Tier.PEER, ["the other is bad"])
+    ledger = (
+        Ledger().disproved(0, Tier.PEER, ["the one is bad"]).disproved(1, Tier.PEER, ["the other is bad"])
+    )
     assert "the one is bad" in ledger.complaint()
     assert "the other is bad" in ledger.complaint()
     ledger = ledger.proved(0, proof(V, 1.0)).proved(1, proof(V, 1.0, Tier.LOCAL))

@@ -1,4 +1,5 @@
-"""A Secret that is made or mended after the pod was started reaches the sidecar without anybody deleting the pod."""
+"""A Secret that is made or mended after the pod was started reaches the sidecar without anybody deleting the
+pod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is sealed reaches the holder in the right order, and no holder, snapshot or rank keeps another from it."""
+"""What is sealed reaches the holder in the right order, and no holder, snapshot or rank keeps another from
+it."""
 
 from __future__ import annotations
 
@@ -55,8 +56,13 @@ def test_named_snapshot_and_every_delta_after_it_reach_the_holder(stations: Make
     job[0].replicate()
     job[0].name(V(3, 1))
     until(lambda: acknowledged(job) >= {snapshot(3), delta(4)}, "copied")
-    assert acknowledged(job) == {snapshot(3), delta(4)}, "neither older deltas nor snapshots that are not named"
-    assert {(seal.kind, seal.version.step) for seal in job[1].vault.held()} == {(Kind.SNAPSHOT, 3), (Kind.DELTA, 4)}
+    assert acknowledged(job) == {snapshot(3), delta(4)}, (
+        "neither older deltas nor snapshots that are not named"
+    )
+    assert {(seal.kind, seal.version.step) for seal in job[1].vault.held()} == {
+        (Kind.SNAPSHOT, 3),
+        (Kind.DELTA, 4),
+    }
     job[0].save(V(5, 1), 5000, Kind.DELTA)
     until(lambda: job[1].holds(delta(5)), "the next delta follows by itself")
 
@@ -64,7 +70,8 @@ def test_named_snapshot_and_every_delta_after_it_reach_the_holder(stations: Make
 def test_only_holders_of_the_directive_count_and_only_what_they_acknowledged_in_its_attempt(
     stations: MakeStations,
 ) -> None:
-    """Else a sidecar that was just started says that it has no holders, and one that was just told of others that they have everything."""
+    """Else a sidecar that was just started says that it has no holders, and one that was just told of others
+    that they have everything."""
     job = stations()
     directive = job[0].board.directive
     assert directive is not None
@@ -79,7 +86,9 @@ def test_only_holders_of_the_directive_count_and_only_what_they_acknowledged_in_
     assert job[0].replicator.acknowledged(later) == [(1, frozenset())]
 
 
-def test_deltas_pass_while_a_snapshot_is_held_up(stations: MakeStations, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deltas_pass_while_a_snapshot_is_held_up(
+    stations: MakeStations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = stations()
     job[0].save(V(1, 1), 9 * MIB)
     began, go_on = threading.Event(), threading.Event()
@@ -114,7 +123,9 @@ def test_every_rank_of_a_worker_is_served(stations: MakeStations) -> None:
             job[0].save(V(step, 1), 5000, Kind.DELTA, rank=rank)
     job[0].replicate()
     job[0].name(V(1, 1))
-    wanted = {snapshot(1, rank) for rank in range(4)} | {delta(step, rank) for rank in range(4) for step in (2, 3)}
+    wanted = {snapshot(1, rank) for rank in range(4)} | {
+        delta(step, rank) for rank in range(4) for step in (2, 3)
+    }
     until(lambda: acknowledged(job) == wanted, "all of them")
 
 
@@ -231,7 +242,8 @@ def test_stranger_that_trickles_is_cut_off(stations: MakeStations, monkeypatch: 
 
 
 def test_bandwidth_of_the_policy_bounds_what_is_sent(stations: MakeStations) -> None:
-    """By a clock of the test: as much time passes as the bytes may take, and not a byte is left out of account."""
+    """By a clock of the test: as much time passes as the bytes may take, and not a byte is left out of
+    account."""
     now, granted = 0.0, []
 
     def wait(seconds: float) -> None:
@@ -288,7 +300,9 @@ HISTORY = History((Branch(1, 0),))
 
 
 def seals(*artifacts: Artifact) -> list[Seal]:
-    return [Seal(each.rank, each.version, 4, Tier.LOCAL, Digests(1, 1, ("0",)), each.kind) for each in artifacts]
+    return [
+        Seal(each.rank, each.version, 4, Tier.LOCAL, Digests(1, 1, ("0",)), each.kind) for each in artifacts
+    ]
 
 
 def names(found: list[Seal]) -> list[Artifact]:
@@ -311,7 +325,9 @@ def test_delta_that_the_history_does_not_accept_is_never_due() -> None:
 
 
 def test_ranks_take_turns_step_by_step() -> None:
-    held = seals(*(snapshot(1, rank) for rank in (0, 1)), *(delta(step, rank) for rank in (0, 1) for step in (2, 3)))
+    held = seals(
+        *(snapshot(1, rank) for rank in (0, 1)), *(delta(step, rank) for rank in (0, 1) for step in (2, 3))
+    )
     found = due(Kind.DELTA, held, set(), V(1, 1), HISTORY)
     assert names(found) == [delta(2, 0), delta(2, 1), delta(3, 0), delta(3, 1)]
     assert names(first_of_each_rank(found)) == [delta(2, 0), delta(2, 1)], "in order within a rank"

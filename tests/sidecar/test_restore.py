@@ -1,4 +1,5 @@
-"""A lost worker comes back from wherever its artifacts are: piece by piece, each from the nearest place where it is good."""
+"""A lost worker comes back from wherever its artifacts are: piece by piece, each from the nearest place where
+it is good."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def train(world: World, last: int, first: int = 1) -> None:
             assert rank.save(first)
         for step in range(first + 1, last + 1):
             for rank in ranks:
-                until(lambda rank=rank, step=step: rank.save_delta(step), f"a slot for the delta of step {step}")
+                until(
+                    lambda rank=rank, step=step: rank.save_delta(step), f"a slot for the delta of step {step}"
+                )
         version = Version(last, world.attempt)
         marks = "local" if world.workers == 1 else "peer"
         until(lambda: getattr(world.report(0).watermarks, marks) == version, f"{version} is kept")
@@ -156,7 +159,10 @@ def test_delta_that_can_be_had_nowhere_is_named(make_world: MakeWorld) -> None:
     until(lambda: world.report(0).restore.state.value == "Failed", "it gives up")
     back = restored(world)
     assert back.tier is None
-    assert "neither the snapshot of rank 0, step 3" in back.failures[-1] or "neither the delta" in back.failures[-1]
+    assert (
+        "neither the snapshot of rank 0, step 3" in back.failures[-1]
+        or "neither the delta" in back.failures[-1]
+    )
     assert "step 3 (attempt 1)" in back.failures[-1]
     (bad,) = world.report(0).quarantined
     assert (bad.version, bad.worker, bad.kind) == (Version(3, 1), 1, Kind.DELTA)
@@ -170,7 +176,10 @@ def test_restore_makes_room_by_forgetting_what_the_history_cut_off_first(make_wo
         for step in (10, 20, 30):
             for rank in ranks:
                 until(lambda rank=rank, step=step: rank.save(step), f"a slot for step {step}")
-            until(lambda step=step: world.report(1).watermarks.peer == Version(step, 1), f"step {step} is copied")
+            until(
+                lambda step=step: world.report(1).watermarks.peer == Version(step, 1),
+                f"step {step} is copied",
+            )
     world.lose(0)
     world.start(0)
     world.begin(Version(30, 1), {0: (world.from_peer(1),)})

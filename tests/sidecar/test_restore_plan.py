@@ -1,4 +1,5 @@
-"""Which chain a restore takes, and from where: nothing is fetched that need not be, and the remote tier is the last resort."""
+"""Which chain a restore takes, and from where: nothing is fetched that need not be, and the remote tier is
+the last resort."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ def test_snapshot_is_fetched_where_deltas_would_cost_more() -> None:
 
 def test_chain_begins_at_a_remote_snapshot_and_goes_on_with_deltas_of_a_peer() -> None:
     found = planned(
-        7, {}, SourceOffer(PEERS[0], sized(delta(6), delta(7))), SourceOffer(REMOTE, sized(snapshot(2), snapshot(5)))
+        7,
+        {},
+        SourceOffer(PEERS[0], sized(delta(6), delta(7))),
+        SourceOffer(REMOTE, sized(snapshot(2), snapshot(5))),
     )
     assert [(need.artifact, need.places) for need in found.needs] == [
         (snapshot(5), (REMOTE,)),
@@ -74,12 +78,16 @@ def test_chain_begins_at_a_remote_snapshot_and_goes_on_with_deltas_of_a_peer() -
 
 def test_remote_tier_is_not_read_while_a_peer_has_any_chain() -> None:
     deltas = [delta(step) for step in range(2, 8)]
-    found = planned(7, {}, SourceOffer(PEERS[1], sized(snapshot(1), *deltas)), SourceOffer(REMOTE, sized(snapshot(7))))
+    found = planned(
+        7, {}, SourceOffer(PEERS[1], sized(snapshot(1), *deltas)), SourceOffer(REMOTE, sized(snapshot(7)))
+    )
     assert found.chain.base == version(1)
 
 
 def test_copy_is_taken_before_a_rebuild_that_reads_a_whole_group() -> None:
-    found = planned(7, {}, SourceOffer(PARITY, sized(snapshot(7))), SourceOffer(PEERS[0], sized(snapshot(6), delta(7))))
+    found = planned(
+        7, {}, SourceOffer(PARITY, sized(snapshot(7))), SourceOffer(PEERS[0], sized(snapshot(6), delta(7)))
+    )
     assert found.chain.base == version(6)
 
 
@@ -161,7 +169,8 @@ def test_no_other_chain_takes_less_from_the_remote_tier(
 def test_once_fetched_own_memory_alone_gives_the_same_chain(
     own: dict[Artifact, int], elsewhere: Sequence[SourceOffer], step: int
 ) -> None:
-    """The trainer is handed the chain that own memory gives, so it must be the one that was planned and verified."""
+    """The trainer is handed the chain that own memory gives, so it must be the one that was planned and
+    verified."""
     found = plan(RANK, version(step), HISTORY, own, elsewhere)
     if isinstance(found, OutOfReach):
         return

@@ -1,4 +1,5 @@
-"""Promise: no source holds up a restore for ever by yielding nothing. The next one is used, and the one that hangs is named."""
+"""Promise: no source holds up a restore for ever by yielding nothing. The next one is used, and the one that
+hangs is named."""
 
 from __future__ import annotations
 
@@ -74,9 +75,14 @@ def dead_mount() -> Iterator[Callable[[str], DeadMount]]:
 
 
 def hours_pass(
-    reach: RestoreSources, board: SidecarState, place: str, hangs: threading.Event, monkeypatch: pytest.MonkeyPatch
+    reach: RestoreSources,
+    board: SidecarState,
+    place: str,
+    hangs: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While nothing but `place` is waited for, which hangs. For all others no time passes, however busy this machine is."""
+    """While nothing but `place` is waited for, which hangs. For all others no time passes, however busy this
+    machine is."""
     now = [0.0]
 
     def clock() -> float:
@@ -94,7 +100,13 @@ def bring_back(job: Stations, reach: RestoreSources, artifact: Artifact, *source
     wanted = replace(known, restore=Restore(artifact.version, ()))
     with ThreadPoolExecutor(1) as verifiers:
         return RankRestorer(
-            job[0].board, job[0].vault, reach, verifiers, directive=wanted, rank=artifact.rank, sources=sources
+            job[0].board,
+            job[0].vault,
+            reach,
+            verifiers,
+            directive=wanted,
+            rank=artifact.rank,
+            sources=sources,
         ).run()
 
 
@@ -104,7 +116,10 @@ def reach_of(job: Stations, remote: object) -> RestoreSources:
 
 @pytest.mark.parametrize("hangs_at", ["listed", "fetch"])
 def test_mount_that_hangs_is_gone_round_and_named_until_it_is_back(
-    stations: MakeStations, dead_mount: Callable[[str], DeadMount], monkeypatch: pytest.MonkeyPatch, hangs_at: str
+    stations: MakeStations,
+    dead_mount: Callable[[str], DeadMount],
+    monkeypatch: pytest.MonkeyPatch,
+    hangs_at: str,
 ) -> None:
     job, mount = stations(workers=3), dead_mount(hangs_at)
     seal, artifact, content = copied(job, 100_000)
@@ -199,8 +214,12 @@ def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
     job, mount = stations(workers=4), dead_mount("digests")
     station = job[3]
     wanted = replace(lending_directive(job), attempt=2, phase=Phase.HOLD, revision="2")
-    wanted = replace(wanted, history=wanted.history.after(2, 5), policy=replace(wanted.policy, restore_stall=0.2))
-    wanted = replace(wanted, restore=Restore(Version(5, 1), (RankSources(3, (Source(Tier.REMOTE),)),), world_size=4))
+    wanted = replace(
+        wanted, history=wanted.history.after(2, 5), policy=replace(wanted.policy, restore_stall=0.2)
+    )
+    wanted = replace(
+        wanted, restore=Restore(Version(5, 1), (RankSources(3, (Source(Tier.REMOTE),)),), world_size=4)
+    )
     station.board.accept(wanted)
     reach = RestoreSources(station.board, station.vault, station.identity, job.port, mount)  # type: ignore[arg-type]
     Restorer(station.board, station.vault, reach).carry_out(wanted)
@@ -210,7 +229,8 @@ def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
 
 
 def hung_object(world: World) -> Path:
-    """The rank's object in the shared directory is one whose reader waits for ever: a FIFO that nobody writes to."""
+    """The rank's object in the shared directory is one whose reader waits for ever: a FIFO that nobody writes
+    to."""
     (path,) = (world.root / "store").glob("**/rank-0.safetensors")
     path.unlink()
     os.mkfifo(path)
@@ -263,7 +283,8 @@ def test_worker_without_another_source_says_so_and_which_one_hangs(make_world: M
 
 
 def test_worker_says_what_it_waits_for_and_how_long_and_wakes_nobody_by_it(make_world: MakeWorld) -> None:
-    """A report's serial grows with what the controller may act on, and it looks at the progress every few seconds anyway."""
+    """A report's serial grows with what the controller may act on, and it looks at the progress every few
+    seconds anyway."""
     world = training(make_world(), remote=True)
     restore_from_hung_store(world, seconds=60.0)
 
@@ -272,7 +293,10 @@ def test_worker_says_what_it_waits_for_and_how_long_and_wakes_nobody_by_it(make_
         assert found is not None
         return found
 
-    until(lambda: progress().sources == ("the remote tier",) and progress().wanted > 100_000, "it waits for the bytes")
+    until(
+        lambda: progress().sources == ("the remote tier",) and progress().wanted > 100_000,
+        "it waits for the bytes",
+    )
     before = world.report(0)
     idle = progress().idle_seconds
     until(lambda: progress().idle_seconds > idle, "time passes")

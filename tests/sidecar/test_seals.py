@@ -1,4 +1,5 @@
-"""Promise: whatever memory or a neighbour makes of a seal, it is a seal as it was written or none, and no sidecar stops for it."""
+"""Promise: whatever memory or a neighbour makes of a seal, it is a seal as it was written or none, and no
+sidecar stops for it."""
 
 from __future__ import annotations
 

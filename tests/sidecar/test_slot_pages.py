@@ -41,7 +41,9 @@ def test_new_slot_is_zero_paid_for_and_as_long_as_asked(slot: Path, size: int) -
     assert slot.read_bytes() == bytes(size)
 
 
-def test_slot_is_made_of_small_pages_where_huge_ones_are_refused(slot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_is_made_of_small_pages_where_huge_ones_are_refused(
+    slot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, refused = pages._advise, []
 
     def advise(address: int, length: int, advice: int) -> None:
@@ -79,9 +81,13 @@ def test_mapping_that_somebody_still_reads_outlives_its_owner_and_then_goes(slot
     assert slot.name not in Path("/proc/self/maps").read_text()
 
 
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(size=st.integers(1, 5 * MIB), data=st.data())
-def test_what_is_written_through_the_mapping_is_in_the_file(slot: Path, size: int, data: st.DataObject) -> None:
+def test_what_is_written_through_the_mapping_is_in_the_file(
+    slot: Path, size: int, data: st.DataObject
+) -> None:
     view = slots.create(slot, size)
     offset = data.draw(st.integers(0, size - 1))
     content = data.draw(st.binary(min_size=1, max_size=64))[: size - offset]

@@ -1,4 +1,5 @@
-"""Promise: a proven peer whose report is senseless, or breaks what reckons with it, is refused and named, and the others go on without it."""
+"""Promise: a proven peer whose report is senseless, or breaks what reckons with it, is refused and named, and
+the others go on without it."""
 
 from __future__ import annotations
 

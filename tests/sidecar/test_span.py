@@ -38,9 +38,9 @@ def test_versions_that_the_history_does_not_accept_are_not_the_newest() -> None:
 def test_what_any_has_is_the_union(many: list[frozenset[Version]]) -> None:
     both = frozenset[Version]().union(*many)
     assert united(run for each in many for run in spans(each)) == spans(both)
-    assert newest(united(map(lambda version: Span(version.attempt, version.step, version.step), both)), HISTORY) == max(
-        both, default=None
-    )
+    assert newest(
+        united(map(lambda version: Span(version.attempt, version.step, version.step), both)), HISTORY
+    ) == max(both, default=None)
 
 
 def test_how_long_a_run_is_said_to_be_costs_nothing() -> None:
@@ -48,6 +48,8 @@ def test_how_long_a_run_is_said_to_be_costs_nothing() -> None:
     endless = Span(1, -(2**63), 2**63 - 1)
     assert newest((endless,), HISTORY) == Version(10, 1)
     assert newest((Span(2, 0, 2**63 - 1), Span(9, 0, 2**63 - 1)), HISTORY) is None
-    assert newest(common([united([endless, Span(1, 5, 2**62)]), (Span(1, 3, 2**62),)]), HISTORY) == Version(10, 1)
+    assert newest(common([united([endless, Span(1, 5, 2**62)]), (Span(1, 3, 2**62),)]), HISTORY) == Version(
+        10, 1
+    )
     assert newest((Span(4, 18, 2**63 - 1),), HISTORY) == Version(2**63 - 1, 4)
     assert united([Span(1, 5, 4)]) == ()

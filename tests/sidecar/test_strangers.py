@@ -19,7 +19,14 @@ from tiercheck.protocol.report import Report, Watermarks
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge, Identity, PeerRefused, dial
+from tiercheck_sidecar.exchange.handshake import (
+    CallerClaim,
+    CallerProof,
+    Challenge,
+    Identity,
+    PeerRefused,
+    dial,
+)
 from tiercheck_sidecar.vault.digest import digest
 from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
 
@@ -176,9 +183,15 @@ def test_directive_that_arrives_after_a_later_one_of_its_attempt_is_refused_and_
     repeated = meant_for(replace(known, followed=known.followed + 1), later)
     assert world.call(0, "PUT", "/v1/directive", repeated)[0] == 200, "the same again does no harm"
     assert world.report(0).followed == known.followed + 2
-    beside = meant_for(replace(known, followed=known.followed + 1), replace(early, revision="of another operator"))
-    assert world.call(0, "PUT", "/v1/directive", beside)[0] == 409, "who decided without knowing of the later one"
-    assert world.call(0, "PUT", "/v1/directive", meant_for(world.report(0), early))[0] == 200, "who knows of it"
+    beside = meant_for(
+        replace(known, followed=known.followed + 1), replace(early, revision="of another operator")
+    )
+    assert world.call(0, "PUT", "/v1/directive", beside)[0] == 409, (
+        "who decided without knowing of the later one"
+    )
+    assert world.call(0, "PUT", "/v1/directive", meant_for(world.report(0), early))[0] == 200, (
+        "who knows of it"
+    )
     assert world.report(0).revision == "early"
 
 

@@ -1,4 +1,5 @@
-"""Loops that die are begun again, told of, and end the process when nothing else helps; connections only end themselves."""
+"""Loops that die are begun again, told of, and end the process when nothing else helps; connections only end
+themselves."""
 
 from __future__ import annotations
 
@@ -115,7 +116,9 @@ def test_process_ends_at_once_and_with_an_error() -> None:
         "from tiercheck import supervised; from tiercheck_sidecar.supervision import Threads;"
         "supervised.FIRST = 0.0; Threads().loop('reclaim', lambda: 1 / 0, vital=True).join(60)"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
     assert ended.returncode == 1
     assert "the loop reclaim fails again and again" in ended.stderr
 
@@ -151,7 +154,9 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         end.close()
 
 
-def test_connection_whose_thread_dies_is_closed_and_nothing_more(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_connection_whose_thread_dies_is_closed_and_nothing_more(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
     threads, undone = Kept(), list[int]()
     threads.serve("exchange", pair[0], fail, lambda: undone.append(1))
     pair[1].settimeout(20)

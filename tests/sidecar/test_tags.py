@@ -1,4 +1,5 @@
-"""Tags of artifacts: a chunk is what was sealed at that place of that artifact, whoever brings it; and then nobody need read it on its way."""
+"""Tags of artifacts: a chunk is what was sealed at that place of that artifact, whoever brings it; and then
+nobody need read it on its way."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def tagged(content: bytes, tagger: Tagger) -> Tags:
 
 
 ARTIFACTS = st.builds(
-    Artifact, st.integers(0, 3), st.builds(Version, st.integers(0, 3), st.integers(1, 3)), st.sampled_from(Kind)
+    Artifact,
+    st.integers(0, 3),
+    st.builds(Version, st.integers(0, 3), st.integers(1, 3)),
+    st.sampled_from(Kind),
 )
 SEALED = st.tuples(ARTIFACTS, st.sampled_from([TOKEN, "another"]), st.sampled_from([JOB, "another"]))
 
@@ -59,7 +63,8 @@ def test_chunk_fits_where_it_was_sealed_and_nowhere_else(
     again: bool,
     data: st.DataObject,
 ) -> None:
-    """Not in another place, artifact, kind, attempt or job, nor under the tags of another time that the same artifact was sealed."""
+    """Not in another place, artifact, kind, attempt or job, nor under the tags of another time that the same
+    artifact was sealed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tags, "CHUNK", 4)
         sealer = Tagger(one[1], one[2], one[0])
@@ -126,7 +131,9 @@ def test_seal_with_tags_takes_no_more_memory_than_is_set_aside_for_it(tmp_path: 
     size = 1 << 33
     chunks = size // (4 * MIB)
     digests = replace(digest(memoryview(b"x")), size=size, values=("f" * 32,) * chunks)
-    seal = Seal(10**6, Version(10**9, 10**6), 10**6, Tier.LOCAL, digests, tags=Tags("f" * 64, "f" * 32 * chunks))
+    seal = Seal(
+        10**6, Version(10**9, 10**6), 10**6, Tier.LOCAL, digests, tags=Tags("f" * 64, "f" * 32 * chunks)
+    )
     write_seal(tmp_path / "slot", seal)
     assert size + seal_path(tmp_path / "slot").stat().st_size <= cost(size)
 
@@ -196,7 +203,8 @@ def test_copy_that_a_restarted_holder_finds_again_is_served_as_it_was(
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_artifact_without_tags_is_sent_fetched_and_right(stations: MakeStations, encrypted: bool) -> None:
-    """Sealed by a sidecar that made none, or brought back from the remote tier; and whatever has tags is enciphered all the same."""
+    """Sealed by a sidecar that made none, or brought back from the remote tier; and whatever has tags is
+    enciphered all the same."""
     job = stations()
     seal = job[0].save(Version(5, 1), 9 * MIB)
     content = job[0].content(seal, Tier.LOCAL)
@@ -299,7 +307,9 @@ def test_bare_chunk_that_nothing_vouches_for_counts_for_nothing(stations: MakeSt
     assert arriving.verified == set()
 
 
-def test_offer_with_senseless_tags_is_refused_and_a_copy_with_such_is_not_read(stations: MakeStations) -> None:
+def test_offer_with_senseless_tags_is_refused_and_a_copy_with_such_is_not_read(
+    stations: MakeStations,
+) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), 9 * MIB)
     assert seal.tags is not None

@@ -1,4 +1,5 @@
-"""A sidecar whose CPU limit is too small says so, by the kernel's own count, and says nothing where there is no limit."""
+"""A sidecar whose CPU limit is too small says so, by the kernel's own count, and says nothing where there is
+no limit."""
 
 from __future__ import annotations
 

@@ -94,7 +94,10 @@ def test_launcher_that_still_ends_the_earlier_command_does_not_wait_and_what_is_
 def test_what_a_command_of_this_attempt_left_behind_is_told_while_it_counts_as_running() -> None:
     watch = running(1)
     watch.event(LauncherEvent("stuck", 1, message="SIGKILL does not end process 7"), 40.0)
-    assert (watch.report.state, watch.report.stuck) == (TrainerState.RUNNING, "SIGKILL does not end process 7")
+    assert (watch.report.state, watch.report.stuck) == (
+        TrainerState.RUNNING,
+        "SIGKILL does not end process 7",
+    )
     watch.event(LauncherEvent("exited", 1, 1, "Crashed"), 60.0)
     assert (watch.report.state, watch.report.stuck) == (TrainerState.FAILED, "")
 
@@ -124,7 +127,8 @@ def ended(watch: TrainerWatch, code: int = 1) -> RankFailure | None:
 
 
 def test_rank_that_was_gone_without_a_word_before_its_neighbours_complained_is_named() -> None:
-    """It was killed; torchrun ends with 1 because of it, and the others on the worker only saw their collective break."""
+    """It was killed; torchrun ends with 1 because of it, and the others on the worker only saw their
+    collective break."""
     watch = running()
     watch.rank_left(3, 1)
     watch.failing(RankFailure(2, "CollectiveFailed", RESET, 1))

@@ -79,7 +79,9 @@ def test_slot_is_free_again_whatever_ended_its_sealing(own: Vault, monkeypatch: 
     assert own.unfinished() == set()
 
 
-def test_slot_is_free_again_whatever_ended_its_completion(own: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_is_free_again_whatever_ended_its_completion(
+    own: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(vault, "read_header", fail)
         with pytest.raises(RuntimeError, match="nobody thought"):

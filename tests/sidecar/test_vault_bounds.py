@@ -1,4 +1,5 @@
-"""Whatever is asked of the vault, in whatever order: memory stays within its limit, and what is sealed stays readable."""
+"""Whatever is asked of the vault, in whatever order: memory stays within its limit, and what is sealed stays
+readable."""
 
 from __future__ import annotations
 

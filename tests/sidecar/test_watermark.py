@@ -1,4 +1,5 @@
-"""The rules of completeness: what is named complete, what to copy, what to upload, what nobody needs any more."""
+"""The rules of completeness: what is named complete, what to copy, what to upload, what nobody needs any
+more."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def tiers(
     copied_steps: list[int] | None = None,
     **more: object,
 ) -> RankTiers:
-    """`steps` and `copied_steps`: what can be rebuilt, beside the snapshots themselves. Without `copied`: no holders."""
+    """`steps` and `copied_steps`: what can be rebuilt, beside the snapshots themselves. Without `copied`: no
+    holders."""
     return RankTiers(
         rank,
         local=spans({v(step) for step in (*snapshots, *(steps or []))}),
@@ -75,7 +77,8 @@ def test_rank_that_lost_a_complete_version_does_not_make_the_others_throw_it_awa
 
 
 def test_version_that_some_rank_has_nowhere_any_more_is_given_up_by_all() -> None:
-    """The one that was to be copied: kept, it leaves the others one slot less, and they may miss each other for ever."""
+    """The one that was to be copied: kept, it leaves the others one slot less, and they may miss each other
+    for ever."""
     whole = {rank: tiers(rank, [4, 8], [4], reached=v(8)) for rank in (0, 1)}
     standing, _ = judge(2, whole, HISTORY, TierStanding())
     rotten = {0: tiers(0, [4, 8], [4], reached=v(9)), 1: tiers(1, [4], [4], reached=v(9))}
@@ -199,7 +202,8 @@ def test_step_is_complete_as_soon_as_every_rank_can_rebuild_it() -> None:
 
 def test_snapshot_is_named_to_be_copied_not_the_newest_step() -> None:
     ranks = {
-        rank: tiers(rank, [10, 14], [10], steps=[11, 12, 13, 14, 15], copied_steps=[11, 12, 13, 14]) for rank in (0, 1)
+        rank: tiers(rank, [10, 14], [10], steps=[11, 12, 13, 14, 15], copied_steps=[11, 12, 13, 14])
+        for rank in (0, 1)
     }
     _, verdict = judge(2, ranks, HISTORY, TierStanding())
     assert verdict.copy == v(14)
@@ -220,11 +224,16 @@ def test_upload_waits_for_a_whole_snapshot() -> None:
     ranks = {0: tiers(0, [19], steps=[20, 21, 22, 23, 24, 25])}
     chosen = next_upload(standing, HISTORY, ranks, stored=[v(12)], every=10, current=None, finishing=False)
     assert chosen is None
-    assert next_upload(standing, HISTORY, ranks, stored=[v(12)], every=10, current=None, finishing=True) == v(19)
+    assert next_upload(standing, HISTORY, ranks, stored=[v(12)], every=10, current=None, finishing=True) == v(
+        19
+    )
 
 
 def test_holder_that_is_behind_holds_the_floor() -> None:
-    ranks = {0: tiers(0, [10], [10], steps=[11, 12]), 1: tiers(1, [10], [10], steps=[11, 12], copied_steps=[11, 12])}
+    ranks = {
+        0: tiers(0, [10], [10], steps=[11, 12]),
+        1: tiers(1, [10], [10], steps=[11, 12], copied_steps=[11, 12]),
+    }
     _, verdict = judge(2, ranks, HISTORY, TierStanding())
     assert verdict.floor == v(10)
 

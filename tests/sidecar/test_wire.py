@@ -22,7 +22,15 @@ from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.frames import END, Ask, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge, Identity, PeerRefused, admit, dial
+from tiercheck_sidecar.exchange.handshake import (
+    CallerClaim,
+    CallerProof,
+    Challenge,
+    Identity,
+    PeerRefused,
+    admit,
+    dial,
+)
 from tiercheck_sidecar.exchange.protection import TAG, directions
 from tiercheck_sidecar.replicate.sender import Pushed, push
 from tiercheck_sidecar.replicate.streams import Line
@@ -118,13 +126,17 @@ def test_caller_refuses_the_sidecar_of_another_worker(stations: MakeStations) ->
     assert refused.value.attempt is None, "that worker 1 cannot be reached is told"
 
 
-def test_sidecar_that_is_to_be_another_worker_and_was_not_told_yet_is_talked_to(stations: MakeStations) -> None:
+def test_sidecar_that_is_to_be_another_worker_and_was_not_told_yet_is_talked_to(
+    stations: MakeStations,
+) -> None:
     """A restore need not wait for it: what it holds it has, whoever it is called."""
     job = stations(workers=3)
     dial(job[0].identity, 2, Peer(1, job.host(2)), job.port).close()
 
 
-def test_caller_that_is_late_learns_of_the_attempt_in_which_workers_have_other_numbers(stations: MakeStations) -> None:
+def test_caller_that_is_late_learns_of_the_attempt_in_which_workers_have_other_numbers(
+    stations: MakeStations,
+) -> None:
     job = stations(workers=3)
     job.next_attempt()
     with pytest.raises(PeerRefused, match="in attempt 2") as refused:
@@ -168,7 +180,10 @@ def test_proof_of_any_text_is_refused_by_the_caller(stations: MakeStations, proo
         wire.receive(CallerClaim)
         wire.send(Challenge(1, "nonce", proof))
 
-    with answering(answer, host, job.port), pytest.raises(PeerRefused, match="does not know this job's token"):
+    with (
+        answering(answer, host, job.port),
+        pytest.raises(PeerRefused, match="does not know this job's token"),
+    ):
         dial(job[0].identity, 1, Peer(1, host), job.port)
 
 
@@ -275,7 +290,9 @@ class Tape(socket.socket):
         return got
 
 
-def spoken(words: list[Said], encrypted: bool, conversation: bytes = b"this one", back: bool = False) -> list[bytes]:
+def spoken(
+    words: list[Said], encrypted: bool, conversation: bytes = b"this one", back: bool = False
+) -> list[bytes]:
     """What travels for each of `words`."""
     frames = []
     with closing(Tape()) as tape, patch.object(os, "sendfile", tape.sendfile_):
@@ -324,11 +341,14 @@ def test_what_is_said_is_heard(encrypted: bool, words: list[Said]) -> None:
 def test_whatever_is_done_to_the_bytes_on_their_way_nothing_is_heard_that_was_not_said(
     encrypted: bool, data: st.DataObject
 ) -> None:
-    """Bits turned, bytes left out, put in, repeated or swapped, frames of another connection or of the other direction."""
+    """Bits turned, bytes left out, put in, repeated or swapped, frames of another connection or of the other
+    direction."""
     words = data.draw(st.lists(SAID, min_size=1, max_size=6))
     frames = spoken(words, encrypted)
     whole = b"".join(frames)
-    how = data.draw(st.sampled_from(["flip", "cut", "insert", "repeat", "drop", "swap", "other", "back", "body"]))
+    how = data.draw(
+        st.sampled_from(["flip", "cut", "insert", "repeat", "drop", "swap", "other", "back", "body"])
+    )
     at = data.draw(st.integers(0, len(whole) - 1))
     which = data.draw(st.integers(0, len(frames) - 1))
     if how == "flip":
@@ -352,13 +372,15 @@ def test_whatever_is_done_to_the_bytes_on_their_way_nothing_is_heard_that_was_no
         frames[which] = frames[which][:begin] + new + frames[which][begin + length :]
         stream = b"".join(frames)
     else:
-        frames[which] = spoken(words, encrypted, b"another one" if how == "other" else b"this one", how == "back")[
-            which
-        ]
+        frames[which] = spoken(
+            words, encrypted, b"another one" if how == "other" else b"this one", how == "back"
+        )[which]
         stream = b"".join(frames)
     understood = heard(words, stream, encrypted)
     assert understood == words[: len(understood)], "a beginning of what was said"
-    same = next((n for n, (one, two) in enumerate(zip(whole, stream, strict=False)) if one != two), len(whole))
+    same = next(
+        (n for n, (one, two) in enumerate(zip(whole, stream, strict=False)) if one != two), len(whole)
+    )
     if len(understood) == len(words):
         assert stream[: len(whole)] == whole
     else:
@@ -383,7 +405,8 @@ class Turning(Between):
 def on_the_path(
     job: Stations, monkeypatch: pytest.MonkeyPatch, at: int | None = None
 ) -> Iterator[tuple[Turning, Line]]:
-    """Worker 0's line to worker 1 leads through somebody who is no end of it: both believe to be connected directly."""
+    """Worker 0's line to worker 1 leads through somebody who is no end of it: both believe to be connected
+    directly."""
     here = (f"{job.network}.200", job.port)
     monkeypatch.setattr(Wire, "near_end", property(lambda _: here))
     with (

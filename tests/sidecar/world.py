@@ -1,4 +1,5 @@
-"""A small world for sidecar tests: one job's credentials, real sidecar processes on 127.x addresses, a scripted trainer."""
+"""A small world for sidecar tests: one job's credentials, real sidecar processes on 127.x addresses, a
+scripted trainer."""
 
 from __future__ import annotations
 
@@ -74,10 +75,16 @@ def write_credentials(folder: Path) -> str:
     server = builder(x509.Name([]), key.public_key()).add_extension(
         x509.SubjectAlternativeName([x509.DNSName(names.TLS_SERVER_NAME)]), False
     )
-    (folder / "ca.crt").write_bytes(authority.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    (folder / "tls.crt").write_bytes(server.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    (folder / "ca.crt").write_bytes(
+        authority.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    )
+    (folder / "tls.crt").write_bytes(
+        server.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    )
     (folder / "tls.key").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
     )
     token = secrets.token_hex(32)
     (folder / "token").write_text(token)
@@ -87,7 +94,9 @@ def write_credentials(folder: Path) -> str:
 class World:
     """One job. Sidecars are real processes; everything they keep lies under `root`."""
 
-    def __init__(self, root: Path, memory: Path, workers: int = 1, procs: int = 1, limit: int = 64 << 20) -> None:
+    def __init__(
+        self, root: Path, memory: Path, workers: int = 1, procs: int = 1, limit: int = 64 << 20
+    ) -> None:
         self.root, self.memory, self.workers, self.procs, self.limit = root, memory, workers, procs, limit
         self.network = f"127.{os.getpid() % 200 + 20}.{next(_HOSTS) % 250}"
         self.token = write_credentials(root / "credentials")
@@ -125,7 +134,9 @@ class World:
         return 12000 + 3 * self.places.get(worker, worker) if self.on_one_host else names.CONTROL_PORT
 
     def peer(self, worker: int) -> Peer:
-        return Peer(worker, join_address(self.host(worker), self.first_port(worker) if self.on_one_host else None))
+        return Peer(
+            worker, join_address(self.host(worker), self.first_port(worker) if self.on_one_host else None)
+        )
 
     def memory_dir(self, worker: int) -> Path:
         return self.memory / f"worker-{self.places.get(worker, worker)}"
@@ -137,7 +148,9 @@ class World:
         env = {
             names.ENV_JOB: "default/gpt",
             names.ENV_JOB_UID: JOB_UID,
-            names.ENV_WORKER: names.SPARE_WORKER if worker in self.spares else str(self.places.get(worker, worker)),
+            names.ENV_WORKER: names.SPARE_WORKER
+            if worker in self.spares
+            else str(self.places.get(worker, worker)),
             names.ENV_PROCS_PER_WORKER: str(self.procs),
             names.ENV_POD_UID: self.pods[worker],
             names.ENV_POD_IP: self.host(worker),
@@ -312,12 +325,17 @@ class World:
             )
             assert status == 200, body
 
-    def begin(self, version: Version | None = None, sources: dict[int, tuple[Source, ...]] | None = None) -> None:
+    def begin(
+        self, version: Version | None = None, sources: dict[int, tuple[Source, ...]] | None = None
+    ) -> None:
         """Next attempt: hold, restore everywhere, release."""
         self.new_attempt(version)
         self.direct(Phase.HOLD, sources)
         for worker in sorted(self._processes):
-            until(lambda worker=worker: self.report(worker).restore.state.value == "Ready", f"worker {worker} restored")
+            until(
+                lambda worker=worker: self.report(worker).restore.state.value == "Ready",
+                f"worker {worker} restored",
+            )
         self.direct(Phase.RELEASE, sources)
 
     def from_peer(self, worker: int) -> Source:
@@ -338,7 +356,8 @@ class World:
 
     @contextlib.contextmanager
     def ranks(self, size: int = 300_000, delta: int = 0) -> Iterator[list[FakeRank]]:
-        """Every rank of the job, with slots reserved for snapshots of `size` and deltas of at most `delta` bytes."""
+        """Every rank of the job, with slots reserved for snapshots of `size` and deltas of at most `delta`
+        bytes."""
         with contextlib.ExitStack() as stack:
             ranks = [stack.enter_context(self.rank(rank)) for rank in range(self.workers * self.procs)]
             for rank in ranks:
@@ -384,7 +403,8 @@ class FakeLauncher(Lines):
         self.tell("idle", 0)
 
     def order(self) -> Order:
-        """The next one; like a launcher below which nothing runs it says at once that it waits for the release."""
+        """The next one; like a launcher below which nothing runs it says at once that it waits for the
+        release."""
         order = self.receive(Order)
         if order.phase is Phase.HOLD:
             self.tell("idle", order.attempt)
@@ -422,11 +442,18 @@ class FakeRank(Lines):
         return self.ask("begin", step=step, kind=kind, bytes=size)
 
     def write(
-        self, path: str, step: int, finish: bool = True, kind: Kind = Kind.SNAPSHOT, plan: SlotLayout | None = None
+        self,
+        path: str,
+        step: int,
+        finish: bool = True,
+        kind: Kind = Kind.SNAPSHOT,
+        plan: SlotLayout | None = None,
     ) -> None:
         plan = plan or self.layout
         assert plan is not None
-        header = plan.header(self.hello.rank, Version(step, self.hello.attempt), self.hello.world_size, {}, kind)
+        header = plan.header(
+            self.hello.rank, Version(step, self.hello.attempt), self.hello.world_size, {}, kind
+        )
         with open(path, "r+b") as file:
             file.seek(8)
             file.write(header)

@@ -43,8 +43,10 @@ def main() -> int:
             print(f"{done} schedules, {broken} broken", flush=True)
     seconds, of_cores = time.monotonic() - began, sum(os.times()[:4])
     print(
-        f"{options.schedules} schedules from seed {options.seed}, {broken} broken; {simulated / 3600:.1f} simulated hours in "
-        f"{seconds:.0f} s, {options.schedules / seconds:.1f} schedules a second, {options.schedules / of_cores:.1f} per second of a core"
+        f"{options.schedules} schedules from seed {options.seed}, {broken} broken; {simulated / 3600:.1f} "
+        "simulated hours in "
+        f"{seconds:.0f} s, {options.schedules / seconds:.1f} schedules a second, "
+        f"{options.schedules / of_cores:.1f} per second of a core"
     )
     return 1 if broken else 0
 
@@ -53,14 +55,18 @@ def _mutations(most: int, first: int, only: str) -> int:
     from tests.simulation import runs
 
     missed = 0
-    print("| bug | what it does | found after | promise that it broke | seed |\n| --- | --- | --- | --- | --- |")
+    print(
+        "| bug | what it does | found after | promise that it broke | seed |\n| --- | --- | --- | --- | --- |"
+    )
     for mutation in runs.MUTATIONS:
         if only and mutation.name != only:
             continue
         found = runs.find(mutation, most, first)
         missed += found.seed is None
         after = f"{found.tried} schedules" if found.seed is not None else f"**not in {found.tried}**"
-        print(f"| {mutation.name} | {mutation.breaks} | {after} | {found.promise} | {found.seed} |", flush=True)
+        print(
+            f"| {mutation.name} | {mutation.breaks} | {after} | {found.promise} | {found.seed} |", flush=True
+        )
     return 1 if missed else 0
 
 

@@ -1,7 +1,7 @@
 """The promises, checked from what happened: reads a history, and knows nothing of how anything was decided.
 
-It imports none of the code under test, and does its own arithmetic: which version lies on the line that the job came, what can
-be rebuilt from a snapshot and deltas, what was in whose memory and in the bucket when.
+It imports none of the code under test, and does its own arithmetic: which version lies on the line that the
+job came, what can be rebuilt from a snapshot and deltas, what was in whose memory and in the bucket when.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class Checker:
                 link = after
         return found
 
-    def _held(self, pods: Iterable[str], rank: int, tiers: Sequence[str], together: bool, attempt: int) -> set[Step]:
+    def _held(
+        self, pods: Iterable[str], rank: int, tiers: Sequence[str], together: bool, attempt: int
+    ) -> set[Step]:
         """What can be rebuilt of the rank: by all these pods together, or by one of them."""
         found: set[Step] = set()
         both: tuple[set[Step], set[Step]] = (set(), set())
@@ -144,7 +146,9 @@ class Checker:
                 found |= self._rebuildable(*here, attempt)
         return found | self._rebuildable(*both, attempt) if together else found
 
-    def _common(self, pods: Iterable[str], tiers: Sequence[str], attempt: int, together: bool = False) -> set[Step]:
+    def _common(
+        self, pods: Iterable[str], tiers: Sequence[str], attempt: int, together: bool = False
+    ) -> set[Step]:
         pods = list(pods)
         sets = [self._held(pods, rank, tiers, together, attempt) for rank in range(self.workers)]
         return set.intersection(*sets)
@@ -184,11 +188,15 @@ class Checker:
             and name in self.announced
             and not (name == "peer" and self.bare)
         ]
-        before = [max(self._common(self.memory, tiers, self.attempt), default=(0, 0)) for _, _, tiers in watched]
+        before = [
+            max(self._common(self.memory, tiers, self.attempt), default=(0, 0)) for _, _, tiers in watched
+        ]
         held -= set(f["what"])
         known = self.memory
         # Whoever gives something up for what a pod has cannot know yet that the pod is gone.
-        self.memory = known | {pod: lost for pod, (at, lost) in self.lost.items() if self.now - at < _HEARD_OF}
+        self.memory = known | {
+            pod: lost for pod, (at, lost) in self.lost.items() if self.now - at < _HEARD_OF
+        }
         for (name, mark, tiers), had in zip(watched, before, strict=True):
             left = max(self._common(self.memory, tiers, self.attempt), default=(0, 0))
             if had >= mark > left:
@@ -226,10 +234,13 @@ class Checker:
             self._look_for_health(before, f"attempt {number} begins")
         if chosen is not None:
             if not self._on_line(chosen, before):
-                self._say("one history", f"attempt {number} goes back to {chosen}, which the job had left before")
+                self._say(
+                    "one history", f"attempt {number} goes back to {chosen}, which the job had left before"
+                )
             if any((rank, chosen) not in self.trained for rank in range(self.workers)):
                 self._say(
-                    "restored was committed", f"attempt {number} goes back to {chosen}, which not every rank reached"
+                    "restored was committed",
+                    f"attempt {number} goes back to {chosen}, which not every rank reached",
                 )
         if before:
             self._look_at_loss(number, chosen, f["heard"])
@@ -246,7 +257,10 @@ class Checker:
         for name, best, worth in (("own memory", own, 0), ("memory", memory, _WORTH["memory"])):
             newest = max(best, default=(0, 0))
             if newest[0] - worth > step:
-                self._say("no more is lost", f"attempt {number} goes back to {chosen}; {newest} can be had from {name}")
+                self._say(
+                    "no more is lost",
+                    f"attempt {number} goes back to {chosen}; {newest} can be had from {name}",
+                )
 
     def _look_for_health(self, attempt: int, what: str) -> None:
         """Whether what trains well is stopped."""
@@ -254,9 +268,12 @@ class Checker:
             return
         ranks = range(self.workers)
         if all(rank in self.stepped for rank in ranks) and all(
-            self.now - self.stepped[rank][0] <= _HEALTHY and self.stepped[rank][1] == attempt for rank in ranks
+            self.now - self.stepped[rank][0] <= _HEALTHY and self.stepped[rank][1] == attempt
+            for rank in ranks
         ):
-            self._say("the healthy are left alone", f"{what} although all ranks of attempt {attempt} make steps")
+            self._say(
+                "the healthy are left alone", f"{what} although all ranks of attempt {attempt} make steps"
+            )
 
     def _neighbour(self, f: Mapping[str, Any]) -> None:
         self.neighbours.add(f["pod"])
@@ -274,12 +291,14 @@ class Checker:
         self.crews[attempt].add(f["pod"])
         if loaded != self.from_.get(attempt):
             self._say(
-                "all or none", f"rank {rank} begins attempt {attempt} from {loaded}, not {self.from_.get(attempt)}"
+                "all or none",
+                f"rank {rank} begins attempt {attempt} from {loaded}, not {self.from_.get(attempt)}",
             )
         right = FRESH if loaded is None else self.trained.get((rank, loaded))
         if f["state"] != right:
             self._say(
-                "never another history", f"rank {rank} of attempt {attempt} loaded what it never was in at {loaded}"
+                "never another history",
+                f"rank {rank} of attempt {attempt} loaded what it never was in at {loaded}",
             )
 
     # Watermarks
@@ -309,18 +328,24 @@ class Checker:
         """Whether what is said to be complete is."""
         if name == "remote":
             if version not in self._stored() and not self._had("store behind"):
-                self._say("complete is complete", f"remote {version} is announced; there are {sorted(self._stored())}")
+                self._say(
+                    "complete is complete",
+                    f"remote {version} is announced; there are {sorted(self._stored())}",
+                )
             return
         if name == "snapshot" or self.flipped or (name == "peer" and self.bare):
             return
         holders = {
-            rank: bool(self._held(self.memory, rank, (name,), False, self.attempt)) for rank in range(self.workers)
+            rank: bool(self._held(self.memory, rank, (name,), False, self.attempt))
+            for rank in range(self.workers)
         }
         if not all(holders.values()):
             return  # somebody's pod has just been lost
         newest = max(self._common(self.memory, (name,), self.attempt), default=(0, 0))
         if newest < version and not self._lost_lately():
-            self._say("complete is complete", f"{name} {version} is announced, {newest} is the newest that all have")
+            self._say(
+                "complete is complete", f"{name} {version} is announced, {newest} is the newest that all have"
+            )
 
     def _lost_lately(self) -> bool:
         return self.attempt in self.ended or any(
@@ -339,7 +364,10 @@ class Checker:
             self._say("a version is written once", f"{key} was written again with other content")
         lacking = [one for one, each in named.items() if self.objects.get(one) != each["size"]]
         if lacking or len(named) != self.workers:
-            self._say("nothing named is gone", f"{key} is written, and names {lacking or 'too few'} that are not there")
+            self._say(
+                "nothing named is gone",
+                f"{key} is written, and names {lacking or 'too few'} that are not there",
+            )
         if any((rank, _version_of(key)) not in self.trained for rank in range(self.workers)):
             self._say("stored was trained", f"{key} was never reached by every rank")
         self.manifests[key] = sorted(named)
@@ -357,9 +385,13 @@ class Checker:
         line = {each for each in left if self._on_line(each, self.attempt)}
         if not self._had("store behind"):
             if len(left) < self.keep:
-                self._say("the newest are kept", f"{key} was deleted, and {len(left)} of {self.keep} are left")
+                self._say(
+                    "the newest are kept", f"{key} was deleted, and {len(left)} of {self.keep} are left"
+                )
             if self._on_line(version, self.attempt) and version > max(line, default=(0, 0)):
-                self._say("the newest are kept", f"{key} was deleted, the newest that the job could come back to")
+                self._say(
+                    "the newest are kept", f"{key} was deleted, the newest that the job could come back to"
+                )
 
     # What is told
 
@@ -374,11 +406,17 @@ class Checker:
             return
         self.bare_since = self.now if self.bare_since is None else self.bare_since
         if self.told[0] and self.now - self.bare_since > _TOLD:
-            self._say("protected or told", f"for {_TOLD:.0f} s a rank has no copy elsewhere, and Protected is true")
+            self._say(
+                "protected or told", f"for {_TOLD:.0f} s a rank has no copy elsewhere, and Protected is true"
+            )
             self.bare_since = self.now
 
     def _covered(self, rank: int) -> bool:
-        own = {pod for pod, held in self.memory.items() if any(t.value == "local" and r == rank for t, r, _, _ in held)}
+        own = {
+            pod
+            for pod, held in self.memory.items()
+            if any(t.value == "local" and r == rank for t, r, _, _ in held)
+        }
         nodes = {self.homes[pod][0] for pod in own if pod in self.homes}
         others = [pod for pod in self.memory if pod not in own or len(own) > 1]
         away = [pod for pod in others if self.homes.get(pod, ("", 0))[0] not in nodes or len(nodes) > 1]
@@ -396,7 +434,10 @@ class Checker:
         if not common:
             self._say("it goes on", f"{passed} no step had been made by all ranks")
             return
-        bare = self.told[1] in ("NoCopies", "UnprotectedWorkers")  # no node is left for copies, or none are wanted
+        bare = self.told[1] in (
+            "NoCopies",
+            "UnprotectedWorkers",
+        )  # no node is left for copies, or none are wanted
         for name in ("local", *(() if bare else ("peer",)), *(("remote",) if self.keep else ())):
             if self.newest.get(name, (0, 0))[0] <= min(common):
                 self._say("it is protected again", f"{passed} {name} was at {self.newest.get(name)}")
@@ -411,7 +452,8 @@ def _version_of(key: str) -> Step:
 
 def _names(what: Iterable[Any]) -> str:
     return ", ".join(
-        f"{tier.value} {kind.value} {rank}@{version.step}/{version.attempt}" for tier, rank, kind, version in what
+        f"{tier.value} {kind.value} {rank}@{version.step}/{version.attempt}"
+        for tier, rank, kind, version in what
     )
 
 

@@ -82,8 +82,8 @@ def strike(world: Simulation, fault: Fault) -> None:
 
 
 def flip(world: Simulation, uid: str, choose: Callable[[list[Path]], Path | None]) -> None:
-    """A bit of something that is sealed in the pod's memory. Not between a restore's verification and the load: there the trainer's
-    own fingerprint guards, which is not simulated.
+    """A bit of something that is sealed in the pod's memory. Not between a restore's verification and the
+    load: there the trainer's own fingerprint guards, which is not simulated.
     """
     if world.status.recovery is not None:
         world.later(5.0, lambda: flip(world, uid, choose))
@@ -97,7 +97,9 @@ def flip(world: Simulation, uid: str, choose: Callable[[list[Path]], Path | None
         return
     area, seal = world.volumes.files[path], world.volumes.seals[path]
     area[seal.digests.size - 1] ^= 1
-    world.record("flipped", pod=uid, what=(seal.tier, seal.rank, seal.kind, seal.version), own=seal.tier is Tier.LOCAL)
+    world.record(
+        "flipped", pod=uid, what=(seal.tier, seal.rank, seal.kind, seal.version), own=seal.tier is Tier.LOCAL
+    )
 
 
 def newest(volumes: Volumes, sealed: list[Path]) -> Path | None:
@@ -131,4 +133,6 @@ def heal(world: Simulation) -> None:
         world.revive_node(name)
     for name in list(world.stopped_kubelets):
         world.start_kubelet(name)
-    world.nodes = {name: replace(node, cordoned=False, schedulable=True) for name, node in world.nodes.items()}
+    world.nodes = {
+        name: replace(node, cordoned=False, schedulable=True) for name, node in world.nodes.items()
+    }

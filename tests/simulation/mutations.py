@@ -1,7 +1,8 @@
-"""Deliberate bugs, each of a kind that would cost somebody a training run. The simulation has to find every one of them.
+"""Deliberate bugs, each of a kind that would cost somebody a training run. The simulation has to find every
+one of them.
 
-Each is a patch of the code under test, named after what it takes away. `focus` narrows schedules to jobs where the bug can
-show, so that it is found soon; nothing else about the schedules differs.
+Each is a patch of the code under test, named after what it takes away. `focus` narrows schedules to jobs
+where the bug can show, so that it is found soon; nothing else about the schedules differs.
 """
 
 from __future__ import annotations
@@ -174,7 +175,10 @@ def _forget_copies() -> list[Patch]:
 
 
 def _release_at_once() -> list[Patch]:
-    return [(decide, "wanted_phase", lambda _: Phase.RELEASE), (barrier, "wanted_phase", lambda _: Phase.RELEASE)]
+    return [
+        (decide, "wanted_phase", lambda _: Phase.RELEASE),
+        (barrier, "wanted_phase", lambda _: Phase.RELEASE),
+    ]
 
 
 def _attempt_goes_back() -> list[Patch]:
@@ -203,7 +207,12 @@ def _manifest_before_artifacts() -> list[Patch]:
         from tiercheck.protocol.manifest import Manifest
 
         return Manifest(
-            self._board.config.job, directive.job_uid, verdict.upload, directive.workers, tuple(mine.values()), 0.0
+            self._board.config.job,
+            directive.job_uid,
+            verdict.upload,
+            directive.workers,
+            tuple(mine.values()),
+            0.0,
         )
 
     return [(remote_store.RemoteStore, "commit", early), (coordinator.Coordinator, "manifest", eager)]
@@ -225,7 +234,9 @@ def _retention_of_unfinished() -> list[Patch]:
 def _objects_before_their_manifest() -> list[Patch]:
     real = remote_store.RemoteStore._delete_artifacts
 
-    def retain(self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None, history: Any = None) -> Any:
+    def retain(
+        self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None, history: Any = None
+    ) -> Any:
         committed = self._committed()
         for version in retention.to_delete(committed, keep, protect, seconds, history):
             real(self, version)
@@ -282,11 +293,15 @@ def _holes_in_chains() -> list[Patch]:
         if not bases:
             return None
         base = max(bases)
-        return Chain(base, tuple(each for each in sorted(deltas) if base < each <= version and history.accepts(each)))
+        return Chain(
+            base, tuple(each for each in sorted(deltas) if base < each <= version and history.accepts(each))
+        )
 
     def everything(snapshots: Any, deltas: Any, history: History) -> frozenset[Version]:
         bases = [each for each in snapshots if history.accepts(each)]
-        return frozenset(bases) | {each for each in deltas if bases and each > min(bases) and history.accepts(each)}
+        return frozenset(bases) | {
+            each for each in deltas if bases and each > min(bases) and history.accepts(each)
+        }
 
     from tiercheck_sidecar.model import stock
 

@@ -1,7 +1,9 @@
-"""Pods of others with a job's own labels, as the API server would show them, read by the operator's real parser.
+"""Pods of others with a job's own labels, as the API server would show them, read by the operator's real
+parser.
 
-Whoever may make pods may label them. Each says that it is the newest pod of a worker, and that it has failed, or is being deleted, or runs
-where the real one does: a decision that believed it would end a healthy attempt, or delete the wrong pod.
+Whoever may make pods may label them. Each says that it is the newest pod of a worker, and that it has failed,
+or is being deleted, or runs where the real one does: a decision that believed it would end a healthy attempt,
+or delete the wrong pod.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def make_neighbour(world: Simulation, number: int, amount: float) -> Raw:
 
 
 def with_neighbours(found: Observation, neighbours: list[Raw]) -> Observation:
-    """What the operator takes for pods of the job, beside those that are. As its loop does it for a job that is not attached."""
+    """What the operator takes for pods of the job, beside those that are. As its loop does it for a job that
+    is not attached."""
     seen = ClusterView()
     for raw in neighbours:
         seen.put_pod(raw["metadata"]["uid"], parsing.parse_pod(raw), 1)

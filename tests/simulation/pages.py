@@ -1,7 +1,9 @@
-"""The memory volume of every simulated pod: the real `Vault` runs on it, its slot files are byte arrays in this process.
+"""The memory volume of every simulated pod: the real `Vault` runs on it, its slot files are byte arrays in
+this process.
 
-Only what touches the file system is replaced: making, tearing, sealing and removing a slot's file, and taking inventory of
-what an earlier process left. Slots hold real slot headers and eight bytes of state, and every digest is computed.
+Only what touches the file system is replaced: making, tearing, sealing and removing a slot's file, and taking
+inventory of what an earlier process left. Slots hold real slot headers and eight bytes of state, and every
+digest is computed.
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ class Volumes:
                 (Path, "chmod", lambda *_, **__: None),
             ):
                 stack.enter_context(mock.patch.object(where, name, what))
-            stack.enter_context(mock.patch.object(slots, "break_seal", lambda path: self.seals.pop(path, None)))
+            stack.enter_context(
+                mock.patch.object(slots, "break_seal", lambda path: self.seals.pop(path, None))
+            )
             stack.enter_context(mock.patch.object(vault, "near", return_value=contextlib.nullcontext()))
             yield
 
@@ -112,7 +116,9 @@ def write_delta(area: memoryview, name: Artifact, world: int, before: bytes, aft
     _write(area, _STEP, name, world, (before, after))
 
 
-def _write(area: memoryview, layout: SlotLayout, name: Artifact, world: int, parts: tuple[bytes, ...]) -> None:
+def _write(
+    area: memoryview, layout: SlotLayout, name: Artifact, world: int, parts: tuple[bytes, ...]
+) -> None:
     header = layout.header(name.rank, name.version, world, {}, name.kind)
     area[8 : 8 + len(header)] = header
     for tensor, part in zip(layout.tensors, parts, strict=True):

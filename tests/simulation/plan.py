@@ -20,10 +20,12 @@ FAULTS = {
 LATER_FAULTS = {"neighbour": 2}
 """That long schedules of the first seeds do not know."""
 LAST_FAULTS = {"rot": 2}
-"""That only the newest seeds know: what is about to be uploaded, copied or restored is hit while that is still to come."""
+"""That only the newest seeds know: what is about to be uploaded, copied or restored is hit while that is
+still to come."""
 
 FIRST_SHORT = 20_000
-"""Seeds below this one stand for long schedules, drawn as they were when some of them were kept. From it on most are short."""
+"""Seeds below this one stand for long schedules, drawn as they were when some of them were kept. From it on
+most are short."""
 FIRST_OF_ALL_FAULTS = 30_000
 """Seeds before this one do not know the last of the faults."""
 FIRST_WITH_SPARES = 1_000_000
@@ -102,7 +104,8 @@ def plan_of(seed: int) -> Plan:
     if seed < FIRST_SHORT or rng.random() < _LONG:
         seconds, count = rng.choice((25.0, 35.0, 50.0)), rng.choice((0, 1, 2, 3, 4, 6))
     else:
-        # Few kinds of faults in one schedule, and several of a kind, come together in ways that all kinds at once hardly do.
+        # Few kinds of faults in one schedule, and several of a kind, come together in ways that all kinds at
+        # once hardly do.
         seconds, count = rng.choice((9.0, 12.0, 16.0)), rng.choice((1, 2, 2, 3, 4))
         names = rng.choices(names, weights, k=rng.choice((1, 2, 3)))
         weights = [1] * len(names)

@@ -1,9 +1,11 @@
-"""One life of a sidecar's process, in one thread: the real state, vault, coordinator, tiers, reclaim, replication, restore and offload.
+"""One life of a sidecar's process, in one thread: the real state, vault, coordinator, tiers, reclaim,
+replication, restore and offload.
 
-A loop of the sidecar runs turn by turn: it is called as it is, and where it would wait for news it is left again (`OneTurn`).
-What blocks in reality (a call to the store, a transfer, a fetch) lets simulated time pass instead, in which everybody else
-goes on, and this process may be killed. Modelled are the wires: a call reaches its end or does not, a chunk comes damaged or
-not, and what a holder is offered goes through its real `Session` and `Inbox`.
+A loop of the sidecar runs turn by turn: it is called as it is, and where it would wait for news it is left
+again (`OneTurn`). What blocks in reality (a call to the store, a transfer, a fetch) lets simulated time pass
+instead, in which everybody else goes on, and this process may be killed. Modelled are the wires: a call
+reaches its end or does not, a chunk comes damaged or not, and what a holder is offered goes through its real
+`Session` and `Inbox`.
 """
 
 from __future__ import annotations
@@ -377,7 +379,9 @@ class _Lane:
             self._reviewed_at = world.now
             replicator._review(self._holder, self._list, lambda: None, self._era)
         candidates = first_of_each_rank(replicator._due(self._holder, self._kind, self._era))
-        ready = (each for each in candidates if waits.ready(each.rank, world.now) and waits.ready(None, world.now))
+        ready = (
+            each for each in candidates if waits.ready(each.rank, world.now) and waits.ready(None, world.now)
+        )
         seal = next(ready, None)
         if seal is None:
             return
@@ -405,7 +409,10 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
         return Pushed.BUSY
     if said.state != "send":
         raise PushRefused(said.message)
-    with vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot, slot.mapped(size=seal.digests.size) as view:
+    with (
+        vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot,
+        slot.mapped(size=seal.digests.size) as view,
+    ):
         body = bytearray(view)
     if first_mismatch(memoryview(body), seal.digests) is not None:
         raise TooDamaged("chunk 0 arrived damaged 3 times")  # our own memory has rotted
@@ -453,7 +460,9 @@ class Reach:
             holder = self._process.dial(source.peer)
         except WireBroken as error:
             raise SourceFailed(str(error)) from error
-        listed = holder.session(self._process.board.config.worker, self._process.board.attempt)._list(rank).listed
+        listed = (
+            holder.session(self._process.board.config.worker, self._process.board.attempt)._list(rank).listed
+        )
         return {each.artifact: each.bytes for each in listed}
 
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
@@ -510,7 +519,9 @@ class _Client:
             other = world.connect(mine, self.host, 0)
             answer = other.hear_report(body)
         except WireBroken as error:
-            raise CallFailed(str(error), Break.SILENT if isinstance(error, PeerSilent) else Break.REFUSED) from error
+            raise CallFailed(
+                str(error), Break.SILENT if isinstance(error, PeerSilent) else Break.REFUSED
+            ) from error
         if world.rng.random() < world.plan.loss:
             raise CallFailed("no answer", Break.SILENT)
         return answer

@@ -1,4 +1,5 @@
-"""Runs schedules: one seed, many, many with a bug in the product. A failing seed's history is printed for people."""
+"""Runs schedules: one seed, many, many with a bug in the product. A failing seed's history is printed for
+people."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class Outcome:
 def history_of(seed: int) -> list[Entry]:
     """What happens in the schedule that the seed stands for."""
     quiet, _ = logging.root.manager.disable, logging.disable(logging.CRITICAL)
-    collecting, _ = gc.isenabled(), gc.disable()  # a schedule is small, and what it leaves behind goes at once
+    collecting, _ = (
+        gc.isenabled(),
+        gc.disable(),
+    )  # a schedule is small, and what it leaves behind goes at once
     try:
         gc.freeze()  # of what is there already nothing goes
         return Simulation(plan_of(seed)).play()
@@ -75,7 +79,9 @@ def run_many(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
 
 def kept_seeds() -> dict[int, str]:
     """By seed, why it is kept."""
-    lines = (line.partition(" ") for line in KEPT.read_text().splitlines() if line and not line.startswith("#"))
+    lines = (
+        line.partition(" ") for line in KEPT.read_text().splitlines() if line and not line.startswith("#")
+    )
     return {int(seed): why.strip() for seed, _, why in lines}
 
 
@@ -97,7 +103,11 @@ def _told(fields: dict[str, object]) -> str:
         if name == "body":
             continue
         text = (
-            value.hex() if isinstance(value, bytes) else _artifacts(value) if name in ("what", "held") else str(value)
+            value.hex()
+            if isinstance(value, bytes)
+            else _artifacts(value)
+            if name in ("what", "held")
+            else str(value)
         )
         shown.append(f"{name}={text}")
     return " ".join(shown)
@@ -119,8 +129,8 @@ class Found:
 
 
 def find(mutation: Mutation, most: int, first: int = 0) -> Found:
-    """Schedules until the bug shows, at most so many. A seed that breaks a promise without the bug shows nothing, and nor does an exception:
-    that may be of the patch, which no longer fits what it patches.
+    """Schedules until the bug shows, at most so many. A seed that breaks a promise without the bug shows
+    nothing, and nor does an exception: that may be of the patch, which no longer fits what it patches.
     """
     began, tried, seed = time.process_time(), 0, first
     while tried < most:

@@ -1,7 +1,8 @@
-"""A bucket in memory under the real `RemoteStore`: slow, failing, forgetful of what it said, and sometimes behind with its lists.
+"""A bucket in memory under the real `RemoteStore`: slow, failing, forgetful of what it said, and sometimes
+behind with its lists.
 
-What it does is recorded, so that the checker can say what existed when. One `Bucket` is the place; each process has a `Folder`
-of it, through which its calls may fail or take their time.
+What it does is recorded, so that the checker can say what existed when. One `Bucket` is the place; each
+process has a `Folder` of it, through which its calls may fail or take their time.
 """
 
 from __future__ import annotations
@@ -50,12 +51,17 @@ class Bucket:
         now = self.clock()
         late = now - (self.rng.uniform(0, self.behind) if self.behind else 0.0)
         there = [Stored(key, len(body), when) for key, (body, when) in self.objects.items() if when <= late]
-        there += [Stored(key, len(body), when) for key, (body, when, gone) in self._gone.items() if gone > late >= when]
+        there += [
+            Stored(key, len(body), when)
+            for key, (body, when, gone) in self._gone.items()
+            if gone > late >= when
+        ]
         return [each for each in there if each.key.startswith(prefix)]
 
 
 class Folder(Objects):
-    """One process's way to the bucket. `wait` lets simulated time pass, and raises if the process is killed meanwhile."""
+    """One process's way to the bucket. `wait` lets simulated time pass, and raises if the process is killed
+    meanwhile."""
 
     def __init__(self, bucket: Bucket, wait: Callable[[float], None], cut: Callable[[], bool]) -> None:
         self._bucket, self._wait, self._cut = bucket, wait, cut

@@ -1,4 +1,5 @@
-"""The whole under faults, from seeds: promises hold, a seed replays exactly, and the checker finds deliberate bugs."""
+"""The whole under faults, from seeds: promises hold, a seed replays exactly, and the checker finds deliberate
+bugs."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_deliberate_bug_still_fits_what_it_patches(mutation: Mutation) -> None:
         pass
 
 
-@pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.name in OFTEN], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "mutation", [each for each in MUTATIONS if each.name in OFTEN], ids=lambda each: each.name
+)
 def test_deliberate_bug_is_found(mutation: object) -> None:
     found = find(mutation, most=20)  # type: ignore[arg-type]
     assert found.seed is not None

@@ -1,7 +1,8 @@
-"""One pod's trainer container: a model of launcher and rank. What it says to its sidecar goes through the real `RankSession`.
+"""One pod's trainer container: a model of launcher and rank. What it says to its sidecar goes through the
+real `RankSession`.
 
-A state is eight bytes: a digest of the state before, the rank, the step and the attempt. So two attempts that reach the same
-step are in different states, and whoever loads something that was never trained is found out.
+A state is eight bytes: a digest of the state before, the rank, the step and the attempt. So two attempts that
+reach the same step are in different states, and whoever loads something that was never trained is found out.
 """
 
 from __future__ import annotations
@@ -167,7 +168,9 @@ class Launcher:
         if welcome.error:
             return None
         self._session, self._served_by = session, process
-        self._every = welcome.snapshot_every or self._every  # a sidecar that has just begun may not know it yet
+        self._every = (
+            welcome.snapshot_every or self._every
+        )  # a sidecar that has just begun may not know it yet
         self._deltas = welcome.delta is not DeltaMode.NONE
         deltas = pages.DELTA_BYTES if self._deltas else 0
         self._ask(ReserveSlots(pages.SNAPSHOT_BYTES, deltas))
@@ -207,7 +210,12 @@ class Launcher:
         self._ask(ReportRestored())
         self.loaded = True
         self.world.record(
-            "started", pod=self.pod.uid, rank=self.rank, attempt=self.attempt, version=version, state=self.state
+            "started",
+            pod=self.pod.uid,
+            rank=self.rank,
+            attempt=self.attempt,
+            version=version,
+            state=self.state,
         )
 
     def _read(self, welcome: Welcome) -> bytes:
@@ -216,7 +224,9 @@ class Launcher:
         state = pages.read_snapshot(files[Path(welcome.restore_path)])
         for path in welcome.restore_deltas:
             before, after = pages.read_delta(files[Path(path)])
-            state = after if before == state else trained(state, -1, 0, 0)  # a replay on another state gives neither
+            state = (
+                after if before == state else trained(state, -1, 0, 0)
+            )  # a replay on another state gives neither
         return state
 
     def _ask(self, request: Request) -> Any:
@@ -246,7 +256,9 @@ class Launcher:
     def _save(self, kind: Kind, before: bytes) -> None:
         size = pages.SNAPSHOT_BYTES if kind is Kind.SNAPSHOT else pages.DELTA_BYTES
         reply = self._ask(BeginSlot(self.position, size, kind))
-        self._every = reply.snapshot_every or self._every or (self._session._board.every if self._session else 0)
+        self._every = (
+            reply.snapshot_every or self._every or (self._session._board.every if self._session else 0)
+        )
         if not reply.path:
             return
         session, state = self._session, self.state

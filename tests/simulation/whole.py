@@ -1,8 +1,10 @@
-"""The whole in one thread: the operator's real decisions, a process for every sidecar, and everything around them that may fail.
+"""The whole in one thread: the operator's real decisions, a process for every sidecar, and everything around
+them that may fail.
 
-Kubelets, scheduler and API are those of `World` (`tests/operator/world_in_memory.py`), nodes and networks too. Sidecars
-are real but for their wires (`process.py`), trainers are a model (`trainer.py`). Everything random comes from one seed.
-What happens is written into `history`, and nothing is judged here: `checker.py` reads it afterwards.
+Kubelets, scheduler and API are those of `World` (`tests/operator/world_in_memory.py`), nodes and networks
+too. Sidecars are real but for their wires (`process.py`), trainers are a model (`trainer.py`). Everything
+random comes from one seed. What happens is written into `history`, and nothing is judged here: `checker.py`
+reads it afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from tiercheck_sidecar.exchange.frames import PeerSilent, WireBroken
 
 Entry = tuple[float, str, dict[str, Any]]
 LIVES_WITHIN = 900.0
-"""Simulated seconds after everything is healed in which training must go on: two back-offs of a kubelet, and what follows."""
+"""Simulated seconds after everything is healed in which training must go on: two back-offs of a kubelet, and
+what follows."""
 
 
 class Pod:
@@ -174,7 +177,9 @@ class Simulation(World):
             return False
         since = self.history[healed][0]
         steps = [
-            f["step"] for at, what, f in self.history[healed:] if what == "step" and f["attempt"] == self.status.attempt
+            f["step"]
+            for at, what, f in self.history[healed:]
+            if what == "step" and f["attempt"] == self.status.attempt
         ]
         marks = [f for at, what, f in self.history[healed:] if what == "verdict" and at > since]
         if not steps or not marks:
@@ -219,7 +224,9 @@ class Simulation(World):
         assert first.order is not None
         size = first.order.workers
         broken = any(each.attempt == attempt and each.failed for each in crews)
-        if broken or (len(team) < size and any(each.loaded for each in team.values()) and self._lacks(attempt, team)):
+        if broken or (
+            len(team) < size and any(each.loaded for each in team.values()) and self._lacks(attempt, team)
+        ):
             for each in team.values():
                 self.later(self.rng.uniform(0.0, 1.0), each.crash)
             return
@@ -233,7 +240,9 @@ class Simulation(World):
 
     def _lacks(self, attempt: int, team: dict[int, Launcher]) -> bool:
         """Whether somebody who was there is gone: the others' collective breaks."""
-        began = {f["rank"] for _, what, f in self.history[-400:] if what == "started" and f["attempt"] == attempt}
+        began = {
+            f["rank"] for _, what, f in self.history[-400:] if what == "started" and f["attempt"] == attempt
+        }
         return bool(began - set(team))
 
     def poll(self) -> None:
@@ -268,9 +277,13 @@ class Simulation(World):
         known = self.reports.get(uid, WorkerReport(None, None, None))
         ahead = self.skew.get(self.sidecars[uid].node, 0.0)
         report = by_our_clock(report, ahead if abs(ahead) > 2.0 else 0.0)
-        before = known.report.trainer.step if known.report and known.report.attempt == report.attempt else None
+        before = (
+            known.report.trainer.step if known.report and known.report.attempt == report.attempt else None
+        )
         stepped = before is not None and (report.trainer.step or 0) > before
-        self.reports[uid] = WorkerReport(report, self.now, None, stepped_at=self.now if stepped else known.stepped_at)
+        self.reports[uid] = WorkerReport(
+            report, self.now, None, stepped_at=self.now if stepped else known.stepped_at
+        )
 
     def _maybe_reconcile(self) -> None:
         """The loop of a job is woken by what changed, or when the last decision asked for it."""
@@ -327,7 +340,9 @@ class Simulation(World):
         now = self.status
         if now.attempt != before.attempt:
             heard = tuple(
-                uid for uid, since in self._heard_since.items() if self.now - since >= 3.0 and self._stays(uid)
+                uid
+                for uid, since in self._heard_since.items()
+                if self.now - since >= 3.0 and self._stays(uid)
             )
             self.record("attempt", number=now.attempt, version=now.restored_version, heard=heard)
         protected = now.condition(conditions.PROTECTED)

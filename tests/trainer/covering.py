@@ -1,4 +1,5 @@
-"""A few cases in place of a product of many: every combination of values of some axes is in one of them (a covering array)."""
+"""A few cases in place of a product of many: every combination of values of some axes is in one of them (a
+covering array)."""
 
 from __future__ import annotations
 
@@ -13,17 +14,25 @@ _DRAWN = 60
 
 
 def covering(
-    axes: Sequence[Sequence[str]], possible: Callable[[Case], bool], together: Sequence[tuple[int, ...]], seed: int = 5
+    axes: Sequence[Sequence[str]],
+    possible: Callable[[Case], bool],
+    together: Sequence[tuple[int, ...]],
+    seed: int = 5,
 ) -> list[Case]:
-    """`together`: the axes, by their numbers, of which all combinations of values must occur that are possible at all.
+    """`together`: the axes, by their numbers, of which all combinations of values must occur that are
+    possible at all.
 
-    Greedy: each case has a combination that was missing until then, and of some random ones that do it is the one with the most.
+    Greedy: each case has a combination that was missing until then, and of some random ones that do it is the
+      one with the most.
     """
     chance = random.Random(seed)
 
     def containing(combination: Combination) -> Iterator[Case]:
         fixed = dict(combination)
-        values = [[fixed[axis]] if axis in fixed else chance.sample(each, len(each)) for axis, each in enumerate(axes)]
+        values = [
+            [fixed[axis]] if axis in fixed else chance.sample(each, len(each))
+            for axis, each in enumerate(axes)
+        ]
         return filter(possible, itertools.product(*values))
 
     missing: dict[Combination, None] = {}

@@ -71,7 +71,9 @@ class Run:
     def load(self, storage: Storage) -> int:
         state = self.state()
         step = storage.load(state)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         self.extra = state["extra"]
         return step
 
@@ -79,7 +81,9 @@ class Run:
         """A fingerprint of each tensor, gathered."""
         found: dict[str, str] = {}
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        states = {f"{name}.{key}": value for name, kept in optimizer["state"].items() for key, value in kept.items()}
+        states = {
+            f"{name}.{key}": value for name, kept in optimizer["state"].items() for key, value in kept.items()
+        }
         for name, value in {**model, **states}.items():
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
             found[name] = fingerprints([full.detach().contiguous()])[0]
@@ -119,7 +123,9 @@ def main(folder: Path, actions: list[str]) -> dict[str, Any]:
                 storage.async_save(run.state(), step, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
                 storage.wait()
             elif action == "fail-on-1":
-                said["ok"] = storage.save({**run.state(), **({"bad": Unpicklable()} if rank == 1 else {})}, step)
+                said["ok"] = storage.save(
+                    {**run.state(), **({"bad": Unpicklable()} if rank == 1 else {})}, step
+                )
             elif action == "raw-fail-on-1":
                 try:
                     dcp.save(
@@ -140,7 +146,11 @@ def main(folder: Path, actions: list[str]) -> dict[str, Any]:
             elif action == "whole":
                 said.setdefault("whole", []).append(run.whole())
             storage.end_step(run.extra["position"])
-    said["saved"], said["failed"], said["group"] = storage.saved, storage.failed, storage.process_group is not None
+    said["saved"], said["failed"], said["group"] = (
+        storage.saved,
+        storage.failed,
+        storage.process_group is not None,
+    )
     return said
 
 

@@ -1,7 +1,9 @@
-"""Runs whose replicas drift apart on purpose, one after the other: `python drifting_script.py NUMBER FOLDER RUN...`.
+"""Runs whose replicas drift apart on purpose, one after the other: `python drifting_script.py NUMBER FOLDER
+RUN...`.
 
-RUN is NAME:STEPS:DRIFTS_AFTER:HOW:RANKS, NAME that of its folder. HOW: "local" (no averaging of gradients any more, as in local SGD), "element" (one rank changes some elements of one parameter),
-"hidden" (as local, and nobody compares while it trains). Prints what a test compares.
+RUN is NAME:STEPS:DRIFTS_AFTER:HOW:RANKS, NAME that of its folder. HOW: "local" (no averaging of gradients any
+more, as in local SGD), "element" (one rank changes some elements of one parameter), "hidden" (as local, and
+nobody compares while it trains). Prints what a test compares.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def drift(folder: Path, steps: int, drifts_after: int, how: str) -> dict[str, ob
     if how == "hidden":
         Equality.judge = lambda *_: None  # type: ignore[method-assign]
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 64)))
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 64))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inner = model.module
 

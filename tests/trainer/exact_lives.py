@@ -1,7 +1,9 @@
-"""Loops with everything that a script draws from, averages or schedules by: `python exact_lives.py FOLDER`. Prints losses, as bits.
+"""Loops with everything that a script draws from, averages or schedules by: `python exact_lives.py FOLDER`.
+Prints losses, as bits.
 
-Each loop is trained whole in one process, and again in three, of which two are killed in the middle of an update. Each process
-begins with other seeds and other weights than the one before it. All are forks of one that has imported torch.
+Each loop is trained whole in one process, and again in three, of which two are killed in the middle of an
+update. Each process begins with other seeds and other weights than the one before it. All are forks of one
+that has imported torch.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ def schedules(folder: Path) -> Life:
 
 
 def gradient_scaler_and_accumulation(folder: Path) -> Life:
-    """Two micro-batches for each update, and killed between them; some updates overflow, and are skipped by the scaler."""
+    """Two micro-batches for each update, and killed between them; some updates overflow, and are skipped by
+    the scaler."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -171,12 +174,16 @@ def loader_with_a_resumable_sampler(folder: Path, workers: int = 2) -> Life:
     """Its workers fetch ahead of the training; epochs of six batches."""
     order = ResumableSampler(24, 4, seed=1)
     return _with(
-        DataLoader(_samples(), batch_sampler=order, num_workers=workers), order.follow, {"order": order}, folder
+        DataLoader(_samples(), batch_sampler=order, num_workers=workers),
+        order.follow,
+        {"order": order},
+        folder,
     )
 
 
 def stateful_data_loader(folder: Path, workers: int = 0) -> Life:
-    """torchdata's; with generators of its own for order and workers, as docs/start/training-scripts.md has it."""
+    """torchdata's; with generators of its own for order and workers, as docs/start/training-scripts.md has
+    it."""
     order = RandomSampler(_samples(), generator=torch.Generator().manual_seed(1))
     loader = StatefulDataLoader(
         _samples(), batch_size=4, sampler=order, generator=torch.Generator(), num_workers=workers
@@ -219,8 +226,11 @@ LIVES: dict[str, Callable[[Path], Life]] = {
 NEED_TORCHDATA = {"stateful_data_loader", "stateful_data_loader_with_workers"}
 
 
-def live(build: Callable[[Path], Life], folder: Path, seed: int, killed: int | None = None) -> Iterator[dict[str, Any]]:
-    """First what step it begins after; then each step and its loss. `killed`: the step in whose middle it ends by SIGKILL."""
+def live(
+    build: Callable[[Path], Life], folder: Path, seed: int, killed: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """First what step it begins after; then each step and its loss. `killed`: the step in whose middle it
+    ends by SIGKILL."""
     seed_all(seed)
     update, checkpointer = build(folder)
     first = checkpointer.restore()
@@ -257,7 +267,9 @@ def in_a_process_of_its_own(
     os.close(writes)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # a loader's workers, which notice after some seconds that nobody needs them
+        os.killpg(
+            pid, signal.SIGKILL
+        )  # a loader's workers, which notice after some seconds that nobody needs them
     with open(reads) as lines:
         said = [json.loads(line) for line in lines]
     losses = {line["step"]: line["loss"] for line in said[1:]}
@@ -270,7 +282,9 @@ def main(folder: Path) -> None:
         if name in NEED_TORCHDATA and StatefulDataLoader is None:
             continue
         planned = [("whole", 1, None), ("cut", 1, KILLED[0]), ("cut", 2, KILLED[1]), ("cut", 3, None)]
-        found[name] = [in_a_process_of_its_own(build, folder / name / place, seed, end) for place, seed, end in planned]
+        found[name] = [
+            in_a_process_of_its_own(build, folder / name / place, seed, end) for place, seed, end in planned
+        ]
     print(json.dumps(found), flush=True)
 
 

@@ -1,6 +1,8 @@
-"""Host memory as if it lay on a device whose copies happen as late as they may: only when somebody waits for them.
+"""Host memory as if it lay on a device whose copies happen as late as they may: only when somebody waits for
+them.
 
-The training stream is the program itself, so a copy that the next update does not come after reads what the update has written.
+The training stream is the program itself, so a copy that the next update does not come after reads what the
+update has written.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class LazyDevice:
     holds: int = 0
     follows: int = 0
     streams: int = 1
-    """Of training. With more than one, what is held is only one of them, and copies stay late for the others."""
+    """Of training. With more than one, what is held is only one of them, and copies stay late for the others.
+    """
     waits: Counter[str] = field(default_factory=Counter)
     """How often each thread waited, by its name."""
     running: threading.Event = field(default_factory=threading.Event)

@@ -1,8 +1,10 @@
-"""Runs of a matrix: `python matrix_runs.py FOLDER RUNS`, RUNS a file of JSON. Prints what each rank of each run said.
+"""Runs of a matrix: `python matrix_runs.py FOLDER RUNS`, RUNS a file of JSON. Prints what each rank of each
+run said.
 
-One process imports torch and forks the ranks of each run, so that a rank costs milliseconds and can really be killed. It has no
-thread of its own when it forks (with a TCPStore's server in it, ranks now and then hung). A run starts
-when the one that it comes `after` has ended, beside others while no more than `TOGETHER` ranks live.
+One process imports torch and forks the ranks of each run, so that a rank costs milliseconds and can really be
+killed. It has no thread of its own when it forks (with a TCPStore's server in it, ranks now and then hung). A
+run starts when the one that it comes `after` has ended, beside others while no more than `TOGETHER` ranks
+live.
 """
 
 from __future__ import annotations
@@ -117,7 +119,12 @@ class Run:
         if "pipe" in axes:
             model = nn.Sequential(OrderedDict(named[4:] if mesh["pipe"].get_local_rank() else named[:4]))
         if "tensor" in axes:
-            plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
+            plan = {
+                "0": ColwiseParallel(),
+                "2": RowwiseParallel(),
+                "4": ColwiseParallel(),
+                "6": RowwiseParallel(),
+            }
             plan["8"] = ColwiseParallel(output_layouts=Replicate())
             here = {name: each for name, each in plan.items() if name in dict(model.named_children())}
             parallelize_module(model, mesh["tensor"], here)
@@ -131,7 +138,8 @@ class Run:
             model[6].weight = model[2].weight
 
     def _optimizers(self, name: str) -> Iterator[torch.optim.Optimizer]:
-        """Muon, which mixes all elements of a matrix, is used as it is meant: with another for what is no matrix."""
+        """Muon, which mixes all elements of a matrix, is used as it is meant: with another for what is no
+        matrix."""
         trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         if name != "Muon":
             yield self._optimizer(trained, *ELEMENTWISE[name])
@@ -212,7 +220,8 @@ def _mesh(axes: tuple[str, ...], world: int) -> DeviceMesh:
 
 
 def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One rank of one run. `killed`: [rank, step, moment] of its end by SIGKILL; `watched`: steps after which the state is told."""
+    """One rank of one run. `killed`: [rank, step, moment] of its end by SIGKILL; `watched`: steps after which
+    the state is told."""
     made = Run(run["kind"], run["optimizer"], run["quirk"])
     said: dict[str, Any] = {"losses": {}, "states": {}}
     victim, last, moment = run.get("killed") or (-1, -1, "")
@@ -251,7 +260,8 @@ def train(run: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def prepare(run: dict[str, Any], folder: Path) -> bool:
-    """The folder as the failure leaves it; False if there is nothing to begin with. `begins`: [folder, step], what a run that ended after that step has left there.
+    """The folder as the failure leaves it; False if there is nothing to begin with. `begins`: [folder, step],
+    what a run that ended after that step has left there.
 
     `hurt`: [rank, step, how], that rank's part of the version is lost, or a byte of it is another one.
     """
@@ -308,7 +318,10 @@ class Runs:
             if not ranks.left:
                 self._live.remove(ranks)
                 self._ended.add(ranks.number)
-        return [[self._said(number, rank) for rank in range(run["world"])] for number, run in enumerate(self._runs)]
+        return [
+            [self._said(number, rank) for rank in range(run["world"])]
+            for number, run in enumerate(self._runs)
+        ]
 
     def _start(self) -> None:
         for number in list(self._waiting):
@@ -317,7 +330,9 @@ class Runs:
             if run.get("after", -1) in {-1, *self._ended} and living + run["world"] <= TOGETHER:
                 self._waiting.remove(number)
                 if not prepare(run, self._folder):
-                    self._ended.add(number)  # what it should come back from was not made, and is reported as such
+                    self._ended.add(
+                        number
+                    )  # what it should come back from was not made, and is reported as such
                     continue
                 ranks = Ranks(number)
                 for rank in range(run["world"]):
@@ -344,7 +359,9 @@ class Runs:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=run["world"])
             said = train(run, self._folder / run["folder"])
             whole = self._answer(number, rank)
-            part = whole.with_suffix(".part")  # an end while it is written leaves no answer, never half of one
+            part = whole.with_suffix(
+                ".part"
+            )  # an end while it is written leaves no answer, never half of one
             part.write_text(json.dumps(said))
             part.rename(whole)
             dist.barrier()  # nobody leaves while others still need it

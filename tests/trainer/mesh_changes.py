@@ -1,4 +1,5 @@
-"""One process of a run that changes its mesh again and again: `torchrun mesh_changes.py FOLDER KIND:RANKS...`."""
+"""One process of a run that changes its mesh again and again: `torchrun mesh_changes.py FOLDER
+KIND:RANKS...`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def stage(kind: str, folder: Path) -> None:
     optimizer = make_optimizer(kind, model)
     forward_backward = trainer(kind, model)
     position = {"samples": 0}
-    with Checkpointer(model, optimizer, folder=folder, every=STEPS, state={"position": position}) as checkpointer:
+    with Checkpointer(
+        model, optimizer, folder=folder, every=STEPS, state={"position": position}
+    ) as checkpointer:
         first = checkpointer.restore()
         torch.manual_seed(first if "tensor" in kind else 100 * first + dist.get_rank())
         for _ in range(STEPS):

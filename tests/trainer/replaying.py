@@ -1,4 +1,5 @@
-"""Trains a script under a sidecar, restores it in the middle of a chain, and compares every bit with the run that went on."""
+"""Trains a script under a sidecar, restores it in the middle of a chain, and compares every bit with the run
+that went on."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ Build = Callable[[], Script]
 
 
 def master_weights(width: int) -> tuple[nn.Module, Optimizer, Callable[[], Tensor]]:
-    """Mixed precision by hand: a model, an optimizer of parameters that no module has, and what makes a step of both."""
+    """Mixed precision by hand: a model, an optimizer of parameters that no module has, and what makes a step
+    of both."""
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).bfloat16()
     masters = [parameter.detach().float().clone().requires_grad_() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-2)
@@ -111,7 +113,8 @@ def survives_from_a_snapshot(build: Build, folder: Path) -> None:
 
 
 def survives(sidecar: ScriptedSidecar, build: Build, missing: int = 0) -> None:
-    """Restores step 9 from the snapshot of step 4 and five deltas. `missing`: deltas that may be skipped before step 4."""
+    """Restores step 9 from the snapshot of step 4 and five deltas. `missing`: deltas that may be skipped
+    before step 4."""
     whole, checkpointer = started(build)
     checkpointer.restore()
     train(whole, checkpointer, STEP)
@@ -165,7 +168,9 @@ def outcome(sidecar: ScriptedSidecar, build: Callable[[], Script]) -> str:
     checkpointer.close()
     if resumed == losses[step:]:
         return EQUAL if step >= STEP - 1 else TOLD if told else "behind, and nobody was told"
-    return TOLD if told and any(each.message for each in sidecar.asked("cannot-save")) else "silently different"
+    return (
+        TOLD if told and any(each.message for each in sidecar.asked("cannot-save")) else "silently different"
+    )
 
 
 def _end_of_chain(base: int, deltas: dict[int, str]) -> int:

@@ -1,4 +1,5 @@
-"""A sidecar that does what a test tells it: it speaks the real protocol on a real socket, and misbehaves on order."""
+"""A sidecar that does what a test tells it: it speaks the real protocol on a real socket, and misbehaves on
+order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A training script of several ranks, for tests: `python sharded_script.py STEPS KIND...`. Prints what a test compares, a line per KIND.
+"""A training script of several ranks, for tests: `python sharded_script.py STEPS KIND...`. Prints what a test
+compares, a line per KIND.
 
-One KIND is trained after the other, each with the sidecar in a folder RANK/KIND below TIERCHECK_RUN_DIR: starting torch takes
-longer than any of them. KIND: ddp, zero (ZeroRedundancyOptimizer), fsdp, hybrid (FSDP on each half of the ranks, replicated between them), tensor
-(tensor parallel), fsdp-tensor (both), pipeline (a stage per rank).
+One KIND is trained after the other, each with the sidecar in a folder RANK/KIND below TIERCHECK_RUN_DIR:
+starting torch takes longer than any of them. KIND: ddp, zero (ZeroRedundancyOptimizer), fsdp, hybrid (FSDP on
+each half of the ranks, replicated between them), tensor (tensor parallel), fsdp-tensor (both), pipeline (a
+stage per rank).
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ WIDE = 1301
 
 def make_model() -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(9, 34), nn.ReLU(), nn.Linear(34, WIDE), nn.ReLU(), nn.Linear(WIDE, 30), nn.ReLU(), nn.Linear(30, 5)
+        nn.Linear(9, 34),
+        nn.ReLU(),
+        nn.Linear(34, WIDE),
+        nn.ReLU(),
+        nn.Linear(WIDE, 30),
+        nn.ReLU(),
+        nn.Linear(30, 5),
     )
 
 

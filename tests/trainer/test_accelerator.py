@@ -1,4 +1,5 @@
-"""Promise: what lies on a device is saved and comes back bit by bit, and training neither waits for that nor disturbs it."""
+"""Promise: what lies on a device is saved and comes back bit by bit, and training neither waits for that nor
+disturbs it."""
 
 from __future__ import annotations
 
@@ -131,7 +132,12 @@ def test_no_value_of_a_device_is_asked_for_in_any_hook_or_in_step(delta_sidecar:
     assert not asked
 
 
-ASKING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.is_nonzero, torch.ops.aten.nonzero, torch.ops.aten.equal}
+ASKING = {
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.is_nonzero,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.equal,
+}
 """Operations that wait for a device, because the program goes on with what they found."""
 
 
@@ -154,7 +160,9 @@ def listened_to(call: Callable[..., Any], asked: list[str]) -> Callable[..., Any
     return listened
 
 
-def test_parameter_changed_behind_the_optimizers_back_is_never_stored(tmp_path: Path, device: LazyDevice) -> None:
+def test_parameter_changed_behind_the_optimizers_back_is_never_stored(
+    tmp_path: Path, device: LazyDevice
+) -> None:
     script, checkpointer = started(build, folder=tmp_path, every=1, keep=9)
     with checkpointer:
         script.update()
@@ -250,7 +258,9 @@ def test_slot_is_never_given_back_while_a_device_may_write_to_it(
     script, checkpointer = started(build, folder=tmp_path, every=1)
     with checkpointer:
         script.update()
-        monkeypatch.setattr(flight.Flight, "_pack", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        monkeypatch.setattr(
+            flight.Flight, "_pack", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory"))
+        )
         checkpointer.step()
         assert checkpointer.wait(DEADLINE)
         assert (checkpointer.captured, checkpointer.skipped) == (0, 1)
@@ -264,7 +274,8 @@ def look_at_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def beside(moved: Callable[[nn.Module], Tensor], when: Callable[[int], bool]) -> Callable[[], Script]:
-    """A part of the model that no optimizer has, and that follows the rest through `.data`, which no counter of torch's tells of."""
+    """A part of the model that no optimizer has, and that follows the rest through `.data`, which no counter
+    of torch's tells of."""
 
     def build() -> Script:
         model = nn.ModuleDict({"online": nn.Linear(WIDTH, WIDTH), "target": nn.Linear(WIDTH, WIDTH)})
@@ -314,7 +325,10 @@ def test_deltas_end_where_they_would_never_tell_all(
             train(script, checkpointer, 1)
             assert checkpointer.wait(DEADLINE)
         (told,) = delta_sidecar.asked("no-deltas")
-        assert "model/target.weight, which no optimizer updates, is changed behind torch's counters" in told.message
+        assert (
+            "model/target.weight, which no optimizer updates, is changed behind torch's counters"
+            in told.message
+        )
 
 
 def test_state_on_several_devices_is_refused() -> None:

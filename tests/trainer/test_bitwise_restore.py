@@ -1,4 +1,5 @@
-"""Promise: after a restore, every following loss and every tensor has the bits of a run that was never interrupted."""
+"""Promise: after a restore, every following loss and every tensor has the bits of a run that was never
+interrupted."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_run_continues_with_the_same_bits(tmp_path: Path, optimizer: str) -> Non
     losses = first.train(5)
     first.checkpointer.close()
 
-    second = Run(make, tmp_path / "cut", seed=99)  # other parameters, other random numbers: all must be replaced
+    second = Run(
+        make, tmp_path / "cut", seed=99
+    )  # other parameters, other random numbers: all must be replaced
     assert second.checkpointer.restore() == 5
     losses += second.train(4)
     assert losses == expected
@@ -94,7 +97,9 @@ def test_low_precision_parameters_and_channels_last_keep_their_bits_and_order(tm
     model = build()
     optimizer = adamw(model)
     with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
-        (model[0](torch.randn(1, 3, 4, 4)).sum() + model[1](torch.ones(1, 2, dtype=torch.bfloat16)).sum()).backward()
+        (
+            model[0](torch.randn(1, 3, 4, 4)).sum() + model[1](torch.ones(1, 2, dtype=torch.bfloat16)).sum()
+        ).backward()
         optimizer.step()
         checkpointer.step()
     again = build()
@@ -131,7 +136,9 @@ def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 def test_state_that_would_need_code_to_read_is_refused_before_training(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     checkpointer = Checkpointer(model, adamw(model), state={"data": {"object": Path("x")}}, folder=tmp_path)
-    with pytest.raises(TypeError, match=r"state\['data'\]/object: a pathlib\.PosixPath could not be read back"):
+    with pytest.raises(
+        TypeError, match=r"state\['data'\]/object: a pathlib\.PosixPath could not be read back"
+    ):
         checkpointer.restore()
 
 

@@ -26,7 +26,9 @@ def layers() -> nn.Module:
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_updates_on_the_gpu_are_replayed(delta_sidecar: ScriptedSidecar, kernel: str, dtype: torch.dtype) -> None:
+def test_updates_on_the_gpu_are_replayed(
+    delta_sidecar: ScriptedSidecar, kernel: str, dtype: torch.dtype
+) -> None:
     def build() -> Script:
         model = layers().to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{kernel: True})

@@ -15,16 +15,22 @@ from tiercheck import ResumableSampler
 
 
 def ranks_of(world_size: int, length: int, size: int, **options: object) -> list[ResumableSampler]:
-    return [ResumableSampler(length, size, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    return [
+        ResumableSampler(length, size, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
+    ]
 
 
 @st.composite
 def lives(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int]]]:
-    """(samples, global batch, lives): in each life a number of ranks, batches trained, and how many of them are lost by its end."""
+    """(samples, global batch, lives): in each life a number of ranks, batches trained, and how many of them
+    are lost by its end."""
     length = draw(st.integers(1, 60))
     size = draw(st.integers(1, length))
     runs = draw(
-        st.lists(st.tuples(st.integers(1, size), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6)
+        st.lists(
+            st.tuples(st.integers(1, size), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6
+        )
     )
     return length, size, runs
 

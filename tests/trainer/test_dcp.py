@@ -1,4 +1,5 @@
-"""Promise: a script that uses torch.distributed.checkpoint keeps its calls, and what it saves comes back, on any number of ranks."""
+"""Promise: a script that uses torch.distributed.checkpoint keeps its calls, and what it saves comes back, on
+any number of ranks."""
 
 from __future__ import annotations
 
@@ -66,11 +67,15 @@ def test_what_is_saved_in_a_thread_or_a_process_is_the_state_of_its_step(launch:
 
 
 def test_if_one_rank_fails_no_version_appears_and_training_goes_on(launch: Launch) -> None:
-    told = launch(2, "train", "save", "train", "fail-on-1", "raw-fail-on-1", "train", "save", "train", "fail-on-1")
+    told = launch(
+        2, "train", "save", "train", "fail-on-1", "raw-fail-on-1", "train", "save", "train", "fail-on-1"
+    )
     assert [rank["ok"] for rank in told] == [False, False]
     assert [rank["raised"] for rank in told] == [False, False]  # CheckpointException is no Exception
     assert [(rank["saved"], rank["failed"]) for rank in told] == [(2, 2), (2, 2)]
-    assert not any(rank["group"] for rank in told), "who holds it keeps gloo's threads beyond destroy_process_group"
+    assert not any(rank["group"] for rank in told), (
+        "who holds it keeps gloo's threads beyond destroy_process_group"
+    )
     assert {rank["start"] for rank in launch(2)} == {6}
 
 
@@ -103,13 +108,18 @@ def test_what_would_run_code_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "hacked").exists()
 
 
-def test_what_would_run_code_never_reaches_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_run_code_never_reaches_the_planner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as careless:  # somebody else wrote the slot
         careless.setattr(writer, "checked", lambda fqn, content: content)
         with alone(tmp_path / "checkpoints") as storage:
             assert storage.save({"weight": torch.ones(3), "bad": Malicious(tmp_path / "hacked")}, 1)
     state = {"weight": torch.zeros(3), "bad": None}
-    with alone(tmp_path / "checkpoints") as storage, pytest.raises(CheckpointException, match="could run code"):
+    with (
+        alone(tmp_path / "checkpoints") as storage,
+        pytest.raises(CheckpointException, match="could run code"),
+    ):
         storage.load(state)
     assert not (tmp_path / "hacked").exists()
 
@@ -164,7 +174,9 @@ def test_a_checkpointer_says_that_such_a_version_is_not_its_own(tmp_path: Path) 
         assert storage.save({"weight": torch.ones(3)}, 1)
     model = torch.nn.Linear(2, 2)
     with (
-        Checkpointer(model, torch.optim.SGD(model.parameters()), folder=tmp_path / "checkpoints") as checkpointer,
+        Checkpointer(
+            model, torch.optim.SGD(model.parameters()), folder=tmp_path / "checkpoints"
+        ) as checkpointer,
         pytest.raises(RestoreError, match=r"saved by torch\.distributed\.checkpoint"),
     ):
         checkpointer.restore()
@@ -187,9 +199,13 @@ def test_in_a_cluster_saves_go_to_the_sidecars_slots_and_loads_are_borrowed(
         assert [request.step for request in sidecar.asked("restored")] == [0]
         assert sidecar.asked("progress")[0].loss == 0.5
         assert sidecar.asked("no-deltas")
-        sidecar.welcome = dataclasses.replace(sidecar.welcome, restore_version=Version(10, 1), restore_world_size=1)
+        sidecar.welcome = dataclasses.replace(
+            sidecar.welcome, restore_version=Version(10, 1), restore_world_size=1
+        )
         path = sidecar.completed(Kind.SNAPSHOT)[10]
-        sidecar.answer = lambda request: Reply(True, path) if request.op == "borrow" else sidecar.behave(request)
+        sidecar.answer = lambda request: (
+            Reply(True, path) if request.op == "borrow" else sidecar.behave(request)
+        )
         loaded = {"weight": torch.zeros(6), "position": 0}
         with Storage() as storage:
             assert storage.load(loaded) == 10
@@ -203,7 +219,9 @@ def test_in_a_cluster_saves_go_to_the_sidecars_slots_and_loads_are_borrowed(
         sidecar.stop()
 
 
-def test_without_a_sidecar_a_save_fails_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_sidecar_a_save_fails_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("TIERCHECK_ATTEMPT", "1")
     sidecar = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=5))
@@ -221,7 +239,9 @@ def test_note_is_read_as_it_was_written() -> None:
         planner_paths({"a": object()})
 
 
-def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(lives: Lives, tmp_path: Path) -> None:
+def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(
+    lives: Lives, tmp_path: Path
+) -> None:
     def losses(folder: Path, kill_at: int | None = None) -> dict[int, float]:
         words = [EXAMPLE, "--folder", tmp_path / folder, "--steps", "16", "--every", "4"]
         (said,) = lives.run(MODULES, words, kill_at=kill_at)
@@ -234,7 +254,9 @@ def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(live
     assert {**first, **second} == wanted
 
 
-def test_progress_is_told_again_after_what_nobody_thought_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_again_after_what_nobody_thought_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("TIERCHECK_ATTEMPT", "1")
     real, left = SidecarBackend.flush, iter(range(2))

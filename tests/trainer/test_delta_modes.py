@@ -1,4 +1,5 @@
-"""Promise: whether an optimizer can be replayed exactly is found out and reported; if it cannot, there are snapshots only."""
+"""Promise: whether an optimizer can be replayed exactly is found out and reported; if it cannot, there are
+snapshots only."""
 
 from __future__ import annotations
 
@@ -183,7 +184,9 @@ def test_probing_does_not_disturb_training(delta_sidecar: ScriptedSidecar) -> No
 
 
 def test_user_may_vouch_for_an_optimizer(delta_sidecar: ScriptedSidecar) -> None:
-    delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, delta=DeltaMode.REPLAY, snapshot_every=1)
+    delta_sidecar.welcome = dataclasses.replace(
+        delta_sidecar.welcome, delta=DeltaMode.REPLAY, snapshot_every=1
+    )
     running, checkpointer = started(script(Dithering))
     checkpointer.restore()
     train(running, checkpointer, 3)
@@ -238,7 +241,9 @@ def test_no_failure_of_ours_ends_an_update(
 
 
 @pytest.mark.parametrize("how", ["in place", "data"])
-def test_parameters_that_move_outside_the_optimizer_end_deltas(delta_sidecar: ScriptedSidecar, how: str) -> None:
+def test_parameters_that_move_outside_the_optimizer_end_deltas(
+    delta_sidecar: ScriptedSidecar, how: str
+) -> None:
     delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=2)
     running, checkpointer = started(script(torch.optim.SGD))
     checkpointer.restore()

@@ -43,7 +43,9 @@ def simple() -> Script:
 
 def low_rank() -> Script:
     """A large frozen layer, and a small one beside it that learns."""
-    model = nn.ModuleDict({"base": nn.Linear(1536, 1536), "down": nn.Linear(1536, 1), "up": nn.Linear(1, 1536)})
+    model = nn.ModuleDict(
+        {"base": nn.Linear(1536, 1536), "down": nn.Linear(1536, 1), "up": nn.Linear(1, 1536)}
+    )
     model["base"].requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 
@@ -96,7 +98,9 @@ def test_slots_are_reserved_for_what_deltas_need(delta_sidecar: ScriptedSidecar)
     assert delta_sidecar.asked("begin", Kind.DELTA) == []
 
 
-def test_delta_that_outgrows_its_slot_is_skipped_and_the_next_chain_fits(delta_sidecar: ScriptedSidecar) -> None:
+def test_delta_that_outgrows_its_slot_is_skipped_and_the_next_chain_fits(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
     delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=2)
     used = [3]
 
@@ -127,7 +131,9 @@ def test_delta_that_outgrows_its_slot_is_skipped_and_the_next_chain_fits(delta_s
     assert small < 300_000 < 20_000 * 16 * 4 <= large < 20_000 * 16 * 4 + 300_000
 
 
-def test_first_delta_after_a_restore_from_a_snapshot_alone_has_its_slot_in_time(delta_sidecar: ScriptedSidecar) -> None:
+def test_first_delta_after_a_restore_from_a_snapshot_alone_has_its_slot_in_time(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
     """How large it will be lies in the snapshot: a sidecar in a new pod knows nothing of it."""
     running, checkpointer = started(simple)
     checkpointer.restore()
@@ -333,9 +339,14 @@ KILLED = textwrap.dedent("""
 """)
 
 
-def test_trainer_killed_in_mid_copy_leaves_a_torn_slot_and_everything_before_it(delta_sidecar: ScriptedSidecar) -> None:
+def test_trainer_killed_in_mid_copy_leaves_a_torn_slot_and_everything_before_it(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(Path(__file__).parent)], env=dict(os.environ), timeout=120, check=False
+        [sys.executable, "-c", KILLED, str(Path(__file__).parent)],
+        env=dict(os.environ),
+        timeout=120,
+        check=False,
     )
     assert killed.returncode == -signal.SIGKILL
     assert sorted(delta_sidecar.completed(Kind.DELTA)) == [5, 6, 7]
@@ -368,7 +379,9 @@ def test_sidecar_that_was_away_is_told_again_that_there_are_no_deltas(delta_side
     checkpointer.close()
 
 
-def test_rank_restored_without_a_chain_does_not_say_that_it_takes_no_deltas(delta_sidecar: ScriptedSidecar) -> None:
+def test_rank_restored_without_a_chain_does_not_say_that_it_takes_no_deltas(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
     running, checkpointer = started(simple)
     checkpointer.restore()
     train(running, checkpointer, 4)

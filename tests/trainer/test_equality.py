@@ -1,4 +1,5 @@
-"""Promise: what replicas hold differently is never mixed into a state that nobody had: a restore brings equal replicas, or each its own."""
+"""Promise: what replicas hold differently is never mixed into a state that nobody had: a restore brings equal
+replicas, or each its own."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def runs(folder: Path) -> Runs:
 def complete(folder: Path, world: int = 2) -> list[int]:
     """Steps of which every rank has completed its part."""
     held = [
-        {int(p.stem.partition("-")[0]) for p in (folder / f"rank-{r}-of-{world}").glob("*.json")} for r in range(world)
+        {int(p.stem.partition("-")[0]) for p in (folder / f"rank-{r}-of-{world}").glob("*.json")}
+        for r in range(world)
     ]
     return sorted(set.intersection(*held))
 
@@ -77,7 +79,8 @@ def test_a_person_is_told_once_which_ranks_and_which_tensors(runs: Runs) -> None
         assert "should hold the same bits" in rank["whole"]
         assert len([text for text in rank["warnings"] if "ReplicasDiffer" in text]) <= 1
     assert any(
-        "ranks 0 and 1" in text or "ranks 1 and 0" in text for text in drifting[0]["warnings"] + drifting[1]["warnings"]
+        "ranks 0 and 1" in text or "ranks 1 and 0" in text
+        for text in drifting[0]["warnings"] + drifting[1]["warnings"]
     )
     assert any("model/0.weight" in text for text in drifting[0]["warnings"] + drifting[1]["warnings"])
 
@@ -104,7 +107,9 @@ def test_a_part_of_one_tensor_that_differs_is_found(runs: Runs, folder: Path) ->
     assert 2 not in complete(folder / "element")
 
 
-def test_shares_that_nobody_compared_when_they_were_saved_are_compared_before_they_are_put_together(runs: Runs) -> None:
+def test_shares_that_nobody_compared_when_they_were_saved_are_compared_before_they_are_put_together(
+    runs: Runs,
+) -> None:
     for rank in runs["nobody compared"]:
         assert "different bits" in rank["refused"]
 
@@ -112,7 +117,8 @@ def test_shares_that_nobody_compared_when_they_were_saved_are_compared_before_th
 def written(whole: bool, *seen: dict[str, int | None]) -> str:
     samples = {
         f"ring{number}": {
-            name: None if byte is None else torch.tensor([byte], dtype=torch.uint8) for name, byte in each.items()
+            name: None if byte is None else torch.tensor([byte], dtype=torch.uint8)
+            for name, byte in each.items()
         }
         for number, each in enumerate(seen)
     }

@@ -88,7 +88,9 @@ def test_every_cuda_device_draws_on_where_it_was(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(cuda, "device_count", lambda: len(states))
-    monkeypatch.setattr(cuda, "get_rng_state", lambda device=None: states[current if device is None else device])
+    monkeypatch.setattr(
+        cuda, "get_rng_state", lambda device=None: states[current if device is None else device]
+    )
     monkeypatch.setattr(cuda, "get_rng_state_all", lambda: list(states))
 
     def put(state: Tensor, device: int | None = None) -> None:

@@ -1,4 +1,5 @@
-"""Promise: outside a cluster the newest version that is complete and intact for all ranks is found, whatever happened."""
+"""Promise: outside a cluster the newest version that is complete and intact for all ranks is found, whatever
+happened."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def write(folder: Path, rank: int, world: int, step: int, content: bytes = b"x" 
 
 
 def steps_in(folder: Path, rank: int, world: int) -> list[int]:
-    return sorted(int(path.stem.partition("-")[0]) for path in (folder / f"rank-{rank}-of-{world}").glob("*.json"))
+    return sorted(
+        int(path.stem.partition("-")[0]) for path in (folder / f"rank-{rank}-of-{world}").glob("*.json")
+    )
 
 
 def found(folder: Path, rank: int = 0, world: int = 1) -> int | None:
@@ -106,7 +109,9 @@ def test_checkpoint_of_another_number_of_ranks_is_offered_if_it_is_newer(tmp_pat
     assert Path(offer.borrow(0, ())).is_file()
 
 
-def test_checkpoints_of_another_number_of_ranks_go_when_enough_newer_ones_are_complete(tmp_path: Path) -> None:
+def test_checkpoints_of_another_number_of_ranks_go_when_enough_newer_ones_are_complete(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 0, 1, 10)
     for step in (20, 30):
         assert steps_in(tmp_path, 0, 1) == [10]

@@ -1,4 +1,5 @@
-"""A folder of a laptop or a shared disk after a power cut: an older version goes only once the newer one is there for good."""
+"""A folder of a laptop or a shared disk after a power cut: an older version goes only once the newer one is
+there for good."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from crash_disk import CrashDisk
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 
 
-def test_whenever_the_power_goes_one_whole_version_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whenever_the_power_goes_one_whole_version_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = CrashDisk(tmp_path, monkeypatch)
     folder = tmp_path / "run"
     backend = FolderBackend(folder, 0, 1, keep=1)

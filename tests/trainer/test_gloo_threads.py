@@ -68,6 +68,9 @@ def test_waits_for_a_busy_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checkpointer_makes_its_process_wait_after_all_later_hooks(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", AT_EXIT.format(folder=str(tmp_path))], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", AT_EXIT.format(folder=str(tmp_path))],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     assert run.stdout.split("\n")[:2] == ["later hook", "waited"]

@@ -1,4 +1,5 @@
-"""Promise: whatever form a gradient is stored in, it comes back with the same bits, and mostly-zero ones are small."""
+"""Promise: whatever form a gradient is stored in, it comes back with the same bits, and mostly-zero ones are
+small."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Idioms of training loops that strangers use, each left after nine steps and resumed by a new life of its script.
+"""Idioms of training loops that strangers use, each left after nine steps and resumed by a new life of its
+script.
 
-Equal, or refused, or told; never silently different, never the script's end. Equal means that the losses after the resumption are
-those of the run that went on, in every bit. Told means that the job knows by then that deltas are off, or that nothing can be saved.
+Equal, or refused, or told; never silently different, never the script's end. Equal means that the losses
+after the resumption are those of the run that went on, in every bit. Told means that the job knows by then
+that deltas are off, or that nothing can be saved.
 """
 
 from __future__ import annotations
@@ -451,11 +453,15 @@ def tied() -> nn.Module:
 
 
 def dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+    )
 
 
 def normed() -> nn.Module:
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+    )
     return nn.Sequential(model, nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)))
 
 
@@ -627,7 +633,9 @@ def mask_of_both() -> Script:
 # Models that become others on their way.
 
 
-def at_step_six(model: Callable[[], nn.Module], change: Callable[[Any, Optimizer], None]) -> Callable[[], Script]:
+def at_step_six(
+    model: Callable[[], nn.Module], change: Callable[[Any, Optimizer], None]
+) -> Callable[[], Script]:
     def build() -> Script:
         script, at = simple(adam, model=model)(), {"step": 0}
         inner = script.update
@@ -651,7 +659,8 @@ def head_made_anew(model: Any, optimizer: Optimizer) -> None:
 
 
 class Centred(nn.Module):
-    """Takes the mean of what it has seen from its input. `late`: the first forward makes its buffer, which no state_dict holds."""
+    """Takes the mean of what it has seen from its input. `late`: the first forward makes its buffer, which no
+    state_dict holds."""
 
     def __init__(self, late: bool = False) -> None:
         super().__init__()
@@ -753,7 +762,10 @@ IDIOMS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "dropout and batch norm": (simple(adam, model=dropout), {EQUAL}),
     "spectral and weight norm": (simple(adam, model=normed), {EQUAL, TOLD}),
     "pruned": (simple(adam, model=pruned), {EQUAL}),
-    "adapter on frozen layers": (simple(lambda p: AdamW([q for q in p if q.requires_grad]), model=adapted), {EQUAL}),
+    "adapter on frozen layers": (
+        simple(lambda p: AdamW([q for q in p if q.requires_grad]), model=adapted),
+        {EQUAL},
+    ),
     "sparse gradients": (sparse_gradients, {EQUAL}),
     "Python's random numbers": (python_random, {EQUAL, TOLD}),
     "state_dict of copies": (full_state_hook, {REFUSED}),

@@ -1,7 +1,9 @@
-"""Idioms whose next step depends on what no update of an optimizer makes: target networks, buffers that come and go, phases of a training,
-what a script moves between groups or keeps in them, gradients in memory of its own.
+"""Idioms whose next step depends on what no update of an optimizer makes: target networks, buffers that come
+and go, phases of a training, what a script moves between groups or keeps in them, gradients in memory of its
+own.
 
-Each is left and resumed twice, from a snapshot and the deltas after it, and from a snapshot alone. As in `test_idioms`: equal, or told.
+Each is left and resumed twice, from a snapshot and the deltas after it, and from a snapshot alone. As in
+`test_idioms`: equal, or told.
 """
 
 from __future__ import annotations
@@ -250,7 +252,9 @@ def anchors_in_a_group() -> Script:
 
     def after(step: int) -> None:
         if step % 2:
-            for parameter, anchor in zip(model.parameters(), optimizer.param_groups[0]["anchors"], strict=True):
+            for parameter, anchor in zip(
+                model.parameters(), optimizer.param_groups[0]["anchors"], strict=True
+            ):
                 anchor.copy_(parameter.detach())
 
     return loop(model, optimizer, after=after)
@@ -322,7 +326,9 @@ def gradients_of_odd_strides() -> Script:
         loss = loss_of(model)
         parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient.t().contiguous().t() if gradient.dim() > 1 else gradient.mean().expand(WIDTH)
+            parameter.grad = (
+                gradient.t().contiguous().t() if gradient.dim() > 1 else gradient.mean().expand(WIDTH)
+            )
         optimizer.step()
         return loss
 
@@ -481,7 +487,8 @@ def test_idiom_comes_back_equal_from_a_snapshot(tmp_path: Path, name: str) -> No
 def test_fingerprint_of_a_state_that_the_script_has_changed_by_then_is_none(
     delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two steps a script may empty its momentum, and a delta that is right would be found wrong by it at the restore."""
+    """Between two steps a script may empty its momentum, and a delta that is right would be found wrong by it
+    at the restore."""
     model = net()
     optimizer = momentum(model.parameters())
     script, checkpointer = started(lambda: loop(model, optimizer), every=BASE)
@@ -565,8 +572,13 @@ def test_tensor_that_is_kept_on_a_parameter_is_told(tmp_path: Path, caplog: pyte
     def after(step: int) -> None:
         speed.speed = speed.grad
 
-    script, checkpointer = started(lambda: loop(model, adam(model.parameters()), after=after), folder=tmp_path, every=1)
+    script, checkpointer = started(
+        lambda: loop(model, adam(model.parameters()), after=after), folder=tmp_path, every=1
+    )
     with checkpointer, caplog.at_level(logging.WARNING):
         checkpointer.restore()
         train(script, checkpointer, 1)
-    assert "Attribute: a tensor that is kept as an attribute of the parameter 0.weight is in no version" in caplog.text
+    assert (
+        "Attribute: a tensor that is kept as an attribute of the parameter 0.weight is in no version"
+        in caplog.text
+    )

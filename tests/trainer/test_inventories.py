@@ -1,4 +1,5 @@
-"""A remembered inventory is the one that would be taken anew, whatever happened to model and optimizer in between."""
+"""A remembered inventory is the one that would be taken anew, whatever happened to model and optimizer in
+between."""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ def train(net: Net, optimizer: torch.optim.Optimizer) -> None:
 
 def described(inventory: Inventory) -> tuple[list[tuple[object, ...]], str]:
     entries = [
-        (e.name, e.tensor.data_ptr(), e.tensor.dtype, e.tensor.shape, e.lazy, e.must_be_finite, e.origin._version)
+        (
+            e.name,
+            e.tensor.data_ptr(),
+            e.tensor.dtype,
+            e.tensor.shape,
+            e.lazy,
+            e.must_be_finite,
+            e.origin._version,
+        )
         for e in inventory.entries
         if e.origin is not None
     ]
@@ -80,7 +89,9 @@ def kept_buffer(net: Net, optimizer: torch.optim.Optimizer) -> None:
 def hooked(net: Net, optimizer: torch.optim.Optimizer) -> None:
     net.head.weight.requires_grad_(False)  # what is trained may not be left out
 
-    def without_head(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+    def without_head(
+        module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object
+    ) -> None:
         state.pop("head.weight", None)  # once is enough
 
     net.register_state_dict_post_hook(without_head)
@@ -89,7 +100,9 @@ def hooked(net: Net, optimizer: torch.optim.Optimizer) -> None:
 def patched(net: Net, optimizer: torch.optim.Optimizer) -> None:
     net.head.weight.requires_grad_(False)
     plain = net.state_dict
-    net.state_dict = lambda *a, **k: {key: value for key, value in plain(*a, **k).items() if key != "head.weight"}
+    net.state_dict = lambda *a, **k: {
+        key: value for key, value in plain(*a, **k).items() if key != "head.weight"
+    }
 
 
 def other_hyper_parameters(net: Net, optimizer: torch.optim.Optimizer) -> None:

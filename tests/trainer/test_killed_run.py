@@ -1,4 +1,5 @@
-"""Promise: a sharded run that is killed without warning continues bit for bit, and ends with the same parameters."""
+"""Promise: a sharded run that is killed without warning continues bit for bit, and ends with the same
+parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_killed_sharded_run_ends_with_the_same_losses_and_parameters(lives: Live
     run(lives, tmp_path / "cut", kill_at=10)
     resumed = run(lives, tmp_path / "cut")
     first = resumed[0]["step"]
-    assert first % EVERY == 1 < first < STEPS  # after the newest version of which every rank's copy was complete
+    assert (
+        first % EVERY == 1 < first < STEPS
+    )  # after the newest version of which every rank's copy was complete
     losses = {line["step"]: line["loss_hex"] for line in whole if "step" in line}
     assert list(losses) == list(range(1, STEPS + 1))
     assert {line["step"]: line["loss_hex"] for line in resumed if "step" in line} == {

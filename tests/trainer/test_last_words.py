@@ -1,4 +1,5 @@
-"""Promise: why a rank ended can be read in the job's status, and telling it changes nothing about how it ends."""
+"""Promise: why a rank ended can be read in the job's status, and telling it changes nothing about how it
+ends."""
 
 from __future__ import annotations
 
@@ -23,8 +24,14 @@ LastWords(lambda reason, message, code: sys.stdout.write(f"{reason}|{message}|{c
     [
         (ValueError("bad sample"), "UncaughtException"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "OutOfGPUMemory"),
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be"), "GPUFault"),
-        (RuntimeError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"), "GPUFault"),
+        (
+            RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be"),
+            "GPUFault",
+        ),
+        (
+            RuntimeError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"),
+            "GPUFault",
+        ),
         (RuntimeError("CUDA error: unspecified launch failure"), "GPUFault"),
         (RuntimeError("No CUDA-capable device is detected"), "GPUFault"),
         (OSError("GPU 0000:1b:00.0 has fallen off the bus"), "GPUFault"),
@@ -32,7 +39,10 @@ LastWords(lambda reason, message, code: sys.stdout.write(f"{reason}|{message}|{c
         (RuntimeError("driver reports Xid 94"), "GPUFault"),
         (RuntimeError("driver reports Xid 13"), "UncaughtException"),
         (RuntimeError("CUDA error: device-side assert triggered"), "UncaughtException"),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.3]:1"), "CollectiveFailed"),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.3]:1"),
+            "CollectiveFailed",
+        ),
         (torch.distributed.DistBackendError("NCCL error in: unhandled system error"), "CollectiveFailed"),
         (ValueError("gloo is not a valid value"), "UncaughtException"),
         (SystemExit(42), "Exited"),

@@ -1,9 +1,10 @@
-"""Promise: however people train, whatever fails, and on whatever ranks they go on, every bit of the state comes back.
+"""Promise: however people train, whatever fails, and on whatever ranks they go on, every bit of the state
+comes back.
 
-Parallelism x optimizer x what is odd about the model x failure x mesh after it: what goes wrong goes wrong where two things meet,
-and the full product is seventeen thousand cases. Here every value is in some case;
-`make test-extended` has every pair of two values, every mesh before with every mesh after it, every parallelism and optimizer with
-every failure, at every moment.
+Parallelism x optimizer x what is odd about the model x failure x mesh after it: what goes wrong goes wrong
+where two things meet, and the full product is seventeen thousand cases. Here every value is in some case;
+`make test-extended` has every pair of two values, every mesh before with every mesh after it, every
+parallelism and optimizer with every failure, at every moment.
 """
 
 from __future__ import annotations
@@ -27,20 +28,35 @@ SCRIPT = Path(__file__).parent / "matrix_runs.py"
 STEPS, EVERY = 8, 2
 LAST = 6
 """Newest version where nobody is killed: the run ended in step 7."""
-BEGIN = ("ddp:2", "zero:2", "fsdp:4", "hybrid:4", "tensor:2", "fsdp-tensor:4", "pipeline:2", "pipeline-fsdp-tensor:8")
+BEGIN = (
+    "ddp:2",
+    "zero:2",
+    "fsdp:4",
+    "hybrid:4",
+    "tensor:2",
+    "fsdp-tensor:4",
+    "pipeline:2",
+    "pipeline-fsdp-tensor:8",
+)
 """Parallelism and number of ranks. No layer can be divided evenly by three or four, few by two."""
 MESHES = (
     *BEGIN, "ddp:1", "fsdp:2", "fsdp:3", "zero:3", "ddp:4", "zero:4", "fsdp:5", "ddp:6", "hybrid:6", "fsdp-tensor:6", "fsdp:8",
 )  # fmt: skip
 """Those that a run can go on with."""
-OPTIMIZERS = ("foreach AdamW", "fused AdamW", "SGD", "Adafactor", *(["Muon"] if hasattr(torch.optim, "Muon") else []))
+OPTIMIZERS = (
+    "foreach AdamW",
+    "fused AdamW",
+    "SGD",
+    "Adafactor",
+    *(["Muon"] if hasattr(torch.optim, "Muon") else []),
+)
 """The last two are not elementwise; Adafactor's state has other shapes than its parameters."""
 QUIRKS = ("tied", "frozen", "groups", "bf16", "averaged")
 MOMENTS = ("before the update", "after the update", "while it is copied")
 """When one rank gets SIGKILL; then the others are ended, as the controller does."""
 FAILURES = ("killed", "newest lost", "newest damaged", "all gone")
-"""Where no rank is killed, all processes have ended, and the folder alone is left: without one rank's part of the newest version,
-with one other bit in it, or intact."""
+"""Where no rank is killed, all processes have ended, and the folder alone is left: without one rank's part of
+the newest version, with one other bit in it, or intact."""
 AFTER = ("the same", "fewer ranks", "another mesh", "more ranks")
 
 
@@ -65,11 +81,12 @@ def kind(mesh: str) -> str:
 def trains(mesh: str, optimizer: str, quirk: str) -> bool:
     """Whether there is such a run at all, without us."""
     if optimizer == "Adafactor" and kind(mesh) not in ("ddp", "zero", "pipeline"):
-        # torch 2.13's makes no step with DTensors: "aten.pow_.Scalar: in-place operations that require placement changes are
-        # not supported". Muon takes its place there.
+        # torch 2.13's makes no step with DTensors: "aten.pow_.Scalar: in-place operations that require
+        # placement changes are not supported". Muon takes its place there.
         return False
     if optimizer == "Muon" and mesh in ("fsdp:8", "fsdp-tensor:6"):
-        return False  # nor does its Muon with shards as unequal as these: "aten.add_.Tensor: in-place operations ..."
+        # nor does its Muon with shards as unequal as these: "aten.add_.Tensor: in-place operations ..."
+        return False
     return quirk != "tied" or not kind(mesh).startswith("pipeline")  # the tied layers are in two stages
 
 
@@ -81,7 +98,9 @@ def meshes_after(case: Case) -> list[str]:
         chosen = [case.begin]
     else:
         before = ranks(case.begin)
-        fits = {"fewer ranks": before.__gt__, "another mesh": before.__eq__, "more ranks": before.__lt__}[case.after]
+        fits = {"fewer ranks": before.__gt__, "another mesh": before.__eq__, "more ranks": before.__lt__}[
+            case.after
+        ]
         chosen = [mesh for mesh in MESHES if mesh != case.begin and fits(ranks(mesh))]
     return [mesh for mesh in chosen if trains(mesh, case.optimizer, case.quirk)]
 
@@ -114,7 +133,8 @@ class Found:
 
 
 class Plan:
-    """All runs of some cases: undisturbed ones, one for all cases that have it; those that are killed; those that come back."""
+    """All runs of some cases: undisturbed ones, one for all cases that have it; those that are killed; those
+    that come back."""
 
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
@@ -206,12 +226,15 @@ def test_every_bit_comes_back(case: Case, found: tuple[dict[Case, Found], list[l
 def test_fsdp_on_4_ranks_goes_on_with_2_then_with_tensor_parallelism_and_back(
     found: tuple[dict[Case, Found], list[list[Any]]],
 ) -> None:
-    """Universal Checkpointing's case (arXiv 2406.18820): saved on one mesh, loaded on another, again and again."""
+    """Universal Checkpointing's case (arXiv 2406.18820): saved on one mesh, loaded on another, again and
+    again."""
     stages = found[1][: len(NAMED)]
     for number in range(1, len(NAMED)):
         step, change = 2 + EVERY * number, f"{NAMED[number - 1]} to {NAMED[number]}"
         assert all(stages[number]), change
-        assert {(rank["first"], rank["captured"], rank["skipped"]) for rank in stages[number]} == {(step, 1, 0)}, change
+        assert {(rank["first"], rank["captured"], rank["skipped"]) for rank in stages[number]} == {
+            (step, 1, 0)
+        }, change
         same(gathered(stages[number], step), gathered(stages[number - 1], step))
 
 
@@ -248,11 +271,14 @@ def comes_back(case: Case, one: Found) -> None:
     if one.then == case.begin:
         same(gathered(one.resumed, STEPS), gathered(one.whole, STEPS))
         for again, before in zip(one.resumed, one.whole, strict=True):
-            assert again["losses"] == {step: loss for step, loss in before["losses"].items() if int(step) > first}
+            assert again["losses"] == {
+                step: loss for step, loss in before["losses"].items() if int(step) > first
+            }
 
 
 def gathered(said: list[Any], step: int) -> dict[str, str]:
-    """Fingerprints of the whole state after a step, as all ranks say together; where several know a tensor, they know the same."""
+    """Fingerprints of the whole state after a step, as all ranks say together; where several know a tensor,
+    they know the same."""
     known: dict[str, str] = {}
     for rank in said:
         for name, fingerprint in rank["states"][str(step)].items():

@@ -95,7 +95,9 @@ def test_training_does_not_wait_for_the_copy_before_the_next_update(
     assert not torch.equal(run.model.norm.running_mean, norm_before)  # forward moves buffers ...
     may_copy.set()
     run.checkpointer.close()
-    assert torch.equal(saved(tmp_path, 1)["model/norm.running_mean"], norm_before)  # ... but not those of the snapshot
+    assert torch.equal(
+        saved(tmp_path, 1)["model/norm.running_mean"], norm_before
+    )  # ... but not those of the snapshot
 
 
 def test_parameter_changed_behind_the_optimizers_back_never_makes_a_torn_snapshot(
@@ -124,7 +126,10 @@ def test_parameter_changed_behind_the_optimizers_back_never_makes_a_torn_snapsho
         changed.set()
         assert run.checkpointer.wait(DEADLINE)
     run.checkpointer.close()
-    assert (run.checkpointer.captured, run.checkpointer.skipped) == (1, 1)  # refused once, then copied at once
+    assert (run.checkpointer.captured, run.checkpointer.skipped) == (
+        1,
+        1,
+    )  # refused once, then copied at once
     assert torch.equal(saved(tmp_path, 2)["model/first.bias"], expected)
 
 

@@ -1,7 +1,8 @@
-"""Scripts that do what no list of idioms has: their state is in odd places, changes its kind, or is not where a state_dict looks.
+"""Scripts that do what no list of idioms has: their state is in odd places, changes its kind, or is not where
+a state_dict looks.
 
-Each is left and resumed twice: from a snapshot and the deltas after it, and from a snapshot alone. Equal, refused or told, as in
-`test_idioms`; never silently different, never the script's end.
+Each is left and resumed twice: from a snapshot and the deltas after it, and from a snapshot alone. Equal,
+refused or told, as in `test_idioms`; never silently different, never the script's end.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)
+        )
 
     def keeps(self, x: Tensor) -> Tensor:
         return x
@@ -46,7 +49,10 @@ def adam(parameters: Iterable[Tensor]) -> Optimizer:
 
 
 def run(
-    model: nn.Module, optimizer: Optimizer, after: After = lambda *_: None, state: dict[str, Any] | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    after: After = lambda *_: None,
+    state: dict[str, Any] | None = None,
 ) -> Script:
     """The plain loop. `after`: called with the number of the step that was made."""
     count = {"step": 0}
@@ -63,7 +69,9 @@ def run(
     return Script(model, [optimizer], update, {"count": count, **(state or {})})
 
 
-def of(kind: Callable[[], nn.Module], make: Callable[[Iterable[Tensor]], Optimizer] = adam) -> Callable[[], Script]:
+def of(
+    kind: Callable[[], nn.Module], make: Callable[[Iterable[Tensor]], Optimizer] = adam
+) -> Callable[[], Script]:
     def build() -> Script:
         model = kind()
         return run(model, make(model.parameters()))
@@ -414,7 +422,9 @@ SCRIPTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script_comes_back_equal_from_deltas_or_is_refused_or_told(delta_sidecar: ScriptedSidecar, name: str) -> None:
+def test_script_comes_back_equal_from_deltas_or_is_refused_or_told(
+    delta_sidecar: ScriptedSidecar, name: str
+) -> None:
     build, allowed = SCRIPTS[name]
     assert outcome(delta_sidecar, build) in allowed
 
@@ -450,7 +460,8 @@ def test_state_dict_that_shows_a_part_of_a_parameter_is_refused(tmp_path: Path) 
 
 
 def test_what_the_model_has_no_place_for_is_never_left_out(tmp_path: Path) -> None:
-    """A folder has the slots of all ranks, so that a state which does not fit is looked for on another mesh too."""
+    """A folder has the slots of all ranks, so that a state which does not fit is looked for on another mesh
+    too."""
 
     def build(extra: bool) -> Script:
         model = Net()
@@ -482,7 +493,9 @@ def test_lazy_layers_may_get_their_shape_before_the_restore(tmp_path: Path) -> N
         assert checkpointer.captured == 2
 
 
-def test_memory_for_copies_of_gradients_is_given_back_once_they_are_fresh(delta_sidecar: ScriptedSidecar) -> None:
+def test_memory_for_copies_of_gradients_is_given_back_once_they_are_fresh(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
     """At first nobody knows whether a gradient's memory is used again."""
     script, checkpointer = started(of(Net), every=4)
     checkpointer.restore()

@@ -24,7 +24,9 @@ def test_second_checkpointer_of_a_folder_is_refused_and_the_first_goes_on(tmp_pa
     model, first = made(tmp_path / "here")
     with first:
         first.restore()
-        with pytest.raises(ValueError, match=r"another Checkpointer of this process saves to .*/here: close it first"):
+        with pytest.raises(
+            ValueError, match=r"another Checkpointer of this process saves to .*/here: close it first"
+        ):
             made(tmp_path / "elsewhere" / ".." / "here")
         model(torch.randn(2, 4)).sum().backward()
         first._trained.optimizers[0].step()

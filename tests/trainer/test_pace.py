@@ -1,4 +1,5 @@
-"""Promise: deltas that take longer than steps end by themselves, the owner is told, and they come back when there is time."""
+"""Promise: deltas that take longer than steps end by themselves, the owner is told, and they come back when
+there is time."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def test_delta_that_takes_as_long_as_its_step_is_never_taken(taken: bool, delta:
 
 @given(seconds, seconds)
 def test_answer_stands_as_long_as_nothing_changes(delta: float, step: float) -> None:
-    """Whatever was before: else deltas would come and go, and each time a snapshot would have to begin a new chain."""
+    """Whatever was before: else deltas would come and go, and each time a snapshot would have to begin a new
+    chain."""
     for taken in (False, True):
         now = there_is_time(taken, delta, step)
         assert there_is_time(now, delta, step) is now
@@ -68,7 +70,14 @@ class Clock:
 
 
 def run(
-    measured: Pace, clock: Clock, steps: int, *, step: float, delta: float | None, taken: bool, waited: float = 0
+    measured: Pace,
+    clock: Clock,
+    steps: int,
+    *,
+    step: float,
+    delta: float | None,
+    taken: bool,
+    waited: float = 0,
 ) -> bool:
     for _ in range(steps):
         clock.now += step + waited

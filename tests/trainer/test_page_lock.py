@@ -1,4 +1,5 @@
-"""Whatever page-locking does, training goes on, and nothing stays registered by halves. With a runtime that stands in for CUDA's."""
+"""Whatever page-locking does, training goes on, and nothing stays registered by halves. With a runtime that
+stands in for CUDA's."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def memory_volume() -> Iterator[Path]:
 def test_slots_are_mapped_where_the_huge_pages_of_their_files_fit(
     memory_volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere each of them is mapped as hundreds of small pages: to touch a slot, or to register it, takes that much longer."""
+    """Elsewhere each of them is mapped as hundreds of small pages: to touch a slot, or to register it, takes
+    that much longer."""
     monkeypatch.setattr(mapping, "huge_page", lambda: 2 * MIB)
     sizes = [size * MIB + 4096 for size in (2, 5, 9, 3)]
     writers = []

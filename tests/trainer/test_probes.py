@@ -1,4 +1,5 @@
-"""Promise: that updates can be made again, bit for bit, is proved while training, of every class of optimizer, and costs next to nothing."""
+"""Promise: that updates can be made again, bit for bit, is proved while training, of every class of
+optimizer, and costs next to nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "EVERY", EVERY)
 
 
-def script(make: Callable[[Any], Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1), *, closure: bool = False) -> Build:
+def script(
+    make: Callable[[Any], Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1), *, closure: bool = False
+) -> Build:
     """Its gradients are views into one larger memory, one element behind its beginning, as in a bucket."""
 
     def build() -> Script:
@@ -94,7 +97,10 @@ class Calls:
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("scale", [by_address, Calls()], ids=["by address", "by a count"])
 def test_known_class_whose_updates_cannot_be_made_again_is_found_out_before_a_delta_is_taken(
-    delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, scale: Callable[..., float], closure: bool
+    delta_sidecar: ScriptedSidecar,
+    monkeypatch: pytest.MonkeyPatch,
+    scale: Callable[..., float],
+    closure: bool,
 ) -> None:
     tamper(monkeypatch, scale)
     running, checkpointer = started(script(closure=closure))
@@ -227,7 +233,9 @@ def test_large_parameter_is_looked_at_part_by_part_within_the_room(monkeypatch: 
     kernel = module.adam
     cloned: list[int] = []
 
-    def last_element_of_the_real_one(params: list[Tensor], grads: list[Tensor], *rest: Any, **named: Any) -> None:
+    def last_element_of_the_real_one(
+        params: list[Tensor], grads: list[Tensor], *rest: Any, **named: Any
+    ) -> None:
         kernel(params, grads, *rest, **named)
         real = any(parameter is weight for parameter in params)
         if real:
@@ -274,7 +282,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["SGD", "Muon"])
 def test_clones_of_shards_never_begin_a_collective(name: str, looked: list[int]) -> None:
-    """Another rank may have given up, and would not come. Where elements are not alone, shards cannot be probed without one."""
+    """Another rank may have given up, and would not come. Where elements are not alone, shards cannot be
+    probed without one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -1,4 +1,5 @@
-"""Promise: a snapshot and the deltas after it give the state after the last one, bit for bit, for every optimizer we know."""
+"""Promise: a snapshot and the deltas after it give the state after the last one, bit for bit, for every
+optimizer we know."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from test_bitwise_restore import OPTIMIZERS
 from tiercheck.protocol.version import Kind
 
 MORE: dict[str, MakeOptimizer] = {
-    "sgd-momentum-plain": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, dampening=0.1),
+    "sgd-momentum-plain": lambda model: torch.optim.SGD(
+        model.parameters(), lr=1e-2, momentum=0.9, dampening=0.1
+    ),
     "sgd-fused": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True),
     "sgd-weight-decay-maximize": lambda model: torch.optim.SGD(
         model.parameters(), lr=1e-3, weight_decay=0.1, maximize=True, foreach=True

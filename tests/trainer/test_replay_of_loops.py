@@ -1,4 +1,5 @@
-"""Promise: however the training loop treats its gradients, replaying what the optimizer consumed gives the same bits."""
+"""Promise: however the training loop treats its gradients, replaying what the optimizer consumed gives the
+same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Promise: each rank of a sharded or replicated run replays its own part, and the run goes on with the same losses."""
+"""Promise: each rank of a sharded or replicated run replays its own part, and the run goes on with the same
+losses."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.timeout(600)  # whichever test comes first trains for a
 
 @dataclass
 class Trained:
-    """What the ranks of one kind said, in a whole run and in one that was resumed in new processes, and what they stored."""
+    """What the ranks of one kind said, in a whole run and in one that was resumed in new processes, and what
+    they stored."""
 
     sidecars: list[ScriptedSidecar]
     whole: list[dict[str, Any]]
@@ -61,10 +63,14 @@ def trained(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield found
 
 
-def run(lives: Lives, folder: Path, ranks: int, kinds: list[str], steps: int) -> dict[str, list[dict[str, Any]]]:
+def run(
+    lives: Lives, folder: Path, ranks: int, kinds: list[str], steps: int
+) -> dict[str, list[dict[str, Any]]]:
     """What each rank said, by kind."""
     env = {"TIERCHECK_RUN_DIR": str(folder), "TIERCHECK_ATTEMPT": "1"}
-    said = lives.run(["torch.distributed.fsdp", "tiercheck"], [SCRIPT, str(steps), *kinds], ranks=ranks, env=env)
+    said = lives.run(
+        ["torch.distributed.fsdp", "tiercheck"], [SCRIPT, str(steps), *kinds], ranks=ranks, env=env
+    )
     return {kind: [lines[number] for lines in said] for number, kind in enumerate(kinds)}
 
 
@@ -77,7 +83,9 @@ def test_every_rank_replays_its_shard(trained: dict[str, Trained], kind: str) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_store_the_whole_state_together_and_replicas_a_share_each(trained: dict[str, Trained], kind: str) -> None:
+def test_ranks_store_the_whole_state_together_and_replicas_a_share_each(
+    trained: dict[str, Trained], kind: str
+) -> None:
     slots = [SlotReader.open(sidecar.completed(Kind.SNAPSHOT)[4]) for sidecar in trained[kind].sidecars]
     held: dict[str, list[tuple[int, Piece]]] = {}
     for rank, slot in enumerate(slots):

@@ -15,7 +15,9 @@ MIB = 2**20
 
 @given(
     shape=st.lists(st.integers(1, 70), max_size=3),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex64]),
+    dtype=st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex64]
+    ),
 )
 def test_small_tensor_is_seen_whole(shape: list[int], dtype: torch.dtype) -> None:
     tensor = torch.zeros(shape, dtype=dtype)

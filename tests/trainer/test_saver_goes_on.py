@@ -1,4 +1,5 @@
-"""Promise: whatever goes wrong in the thread that saves, training neither ends nor waits for it, and later versions are saved."""
+"""Promise: whatever goes wrong in the thread that saves, training neither ends nor waits for it, and later
+versions are saved."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ STEPS = 6
 
 
 def failing(times: int, real: Callable[..., Any]) -> tuple[Callable[..., Any], threading.Event]:
-    """`real`, of which the first calls fail in a way that nobody thought of; and whether all of these are over."""
+    """`real`, of which the first calls fail in a way that nobody thought of; and whether all of these are
+    over."""
     left, over = iter(range(times)), threading.Event()
 
     def sometimes(*given: Any, **more: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Promise: where a probe tries out a part of a tensor, the optimizer gives it the bits that the whole would have got."""
+"""Promise: where a probe tries out a part of a tensor, the optimizer gives it the bits that the whole would
+have got."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from tiercheck.trainer.deltas.encoding import same_bits
 from tiercheck.trainer.proof.replayable import inseparable
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "SGD": [{}, {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}, {"maximize": True, "foreach": True}],
+    "SGD": [
+        {},
+        {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+        {"maximize": True, "foreach": True},
+    ],
     "Adam": [{}, {"weight_decay": 0.01, "amsgrad": True}],
     "AdamW": [{}, {"amsgrad": True, "foreach": True}],
     "Adamax": [{}, {"weight_decay": 0.01}],
@@ -44,7 +49,9 @@ def test_parts_get_the_bits_of_the_whole(
 ) -> None:
     options = data.draw(st.sampled_from(OPTIONS[name]))
     cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=4))})
-    make: Callable[[list[nn.Parameter]], Optimizer] = lambda p: getattr(torch.optim, name)(p, lr=0.01, **options)  # noqa: E731
+    make: Callable[[list[nn.Parameter]], Optimizer] = lambda p: getattr(torch.optim, name)(
+        p, lr=0.01, **options
+    )  # noqa: E731
     torch.manual_seed(seed)
     begin = torch.randn(count).to(dtype)
     whole = nn.Parameter(begin.clone())

@@ -1,4 +1,5 @@
-"""Promise: what is read straight into a tensor has the stored bits, and a file that was cut off is refused, not half believed."""
+"""Promise: what is read straight into a tensor has the stored bits, and a file that was cut off is refused,
+not half believed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tiercheck.trainer.state.leaves import dtype_name
 from tiercheck.trainer.state.slot_file import SlotReader, SlotWriter
 
 LARGE = 10_000_019
-"""Elements of fp32: above the size for which several threads read, and no multiple of the pieces they read."""
+"""Elements of fp32: above the size for which several threads read, and no multiple of the pieces they read.
+"""
 
 
 def store(path: Path, tensors: dict[str, Tensor]) -> SlotLayout:
@@ -90,7 +92,9 @@ def test_only_the_target_is_written_and_torch_counts_the_change(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("elements", [1000, LARGE])
-def test_file_cut_off_after_it_was_opened_is_refused_and_nothing_is_written(tmp_path: Path, elements: int) -> None:
+def test_file_cut_off_after_it_was_opened_is_refused_and_nothing_is_written(
+    tmp_path: Path, elements: int
+) -> None:
     layout = store(tmp_path / "slot", {"x": torch.ones(elements)})
     tensors = SlotReader.open(str(tmp_path / "slot")).tensors()
     os.truncate(tmp_path / "slot", layout.size - 1)
@@ -117,11 +121,15 @@ def test_file_cut_off_while_it_is_read_is_refused(
         tensors.read_into([("x", torch.zeros(elements))])
 
 
-def test_reads_that_bring_less_than_asked_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_that_bring_less_than_asked_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(1000)
     store(tmp_path / "slot", {"x": x})
     read = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: read(descriptor, [buffers[0][:7]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda descriptor, buffers, offset: read(descriptor, [buffers[0][:7]], offset)
+    )
     target = torch.zeros(1000)
     SlotReader.open(str(tmp_path / "slot")).tensors().read_into([("x", target)])
     assert torch.equal(target, x)

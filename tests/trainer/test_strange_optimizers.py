@@ -1,4 +1,5 @@
-"""Promise: classes of optimizers that nobody here has seen are neither disturbed nor believed, and a call from an odd place is none that hurts."""
+"""Promise: classes of optimizers that nobody here has seen are neither disturbed nor believed, and a call
+from an odd place is none that hurts."""
 
 from __future__ import annotations
 
@@ -169,7 +170,9 @@ def test_forked_process_never_waits_for_copies_that_nobody_makes_there(
         pid = os.fork()
         if not pid:
             script.optimizers[0].zero_grad()
-            script.optimizers[0].step()  # without gradients: the threads of a matrix product are not here either
+            script.optimizers[
+                0
+            ].step()  # without gradients: the threads of a matrix product are not here either
             checkpointer.step()
             refused = False
             try:

@@ -1,6 +1,8 @@
-"""States as today's recipes have them: quantised, in lists, master copies, thawed on the way. Each comes back exactly.
+"""States as today's recipes have them: quantised, in lists, master copies, thawed on the way. Each comes back
+exactly.
 
-A run that is left after six steps and resumed by a new life of its script must make the same losses as one that was not.
+A run that is left after six steps and resumed by a new life of its script must make the same losses as one
+that was not.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class Run:
     """What a script makes at its start, and how it makes a step."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], before: Callable[[int], None] = lambda _: None
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        before: Callable[[int], None] = lambda _: None,
     ):
         self.model, self.optimizers, self.before = model, list(optimizers), before
 
@@ -47,7 +52,8 @@ class Run:
 
 
 def lives(script: Script, folder: Path, *ends: int) -> list[float]:
-    """Losses of the last life. Each trains from what is found until its end, with other initial weights than the one before."""
+    """Losses of the last life. Each trains from what is found until its end, with other initial weights than
+    the one before."""
     losses: list[float] = []
     for seed, end in enumerate(ends):
         run = script(seed)

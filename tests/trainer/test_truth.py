@@ -1,6 +1,8 @@
-"""Whatever a script does to its weights: what comes back is what was there, or the script is refused, or its owner is told.
+"""Whatever a script does to its weights: what comes back is what was there, or the script is refused, or its
+owner is told.
 
-The idioms are those of public training scripts. Each is run, killed by leaving it, and resumed by a new life of the script.
+The idioms are those of public training scripts. Each is run, killed by leaving it, and resumed by a new life
+of the script.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def swapped(model: nn.Module, how: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("how", ["data", "pointers", "in place"])
-def test_weights_swapped_for_an_evaluation_are_never_restored_for_those_of_the_step(tmp_path: Path, how: str) -> None:
+def test_weights_swapped_for_an_evaluation_are_never_restored_for_those_of_the_step(
+    tmp_path: Path, how: str
+) -> None:
     """The slot is large enough for the copy to be under way when the weights are swapped, most often."""
     for life in range(3):
         folder = tmp_path / str(life)
@@ -84,7 +88,9 @@ def test_weights_swapped_for_an_evaluation_are_never_restored_for_those_of_the_s
                     model(torch.randn(2, 1024))
                 assert checkpointer.wait(60)
         again = build(1, layers=6, width=1024)
-        with Checkpointer(again, torch.optim.AdamW(again.parameters(), lr=1e-3), folder=folder) as checkpointer:
+        with Checkpointer(
+            again, torch.optim.AdamW(again.parameters(), lr=1e-3), folder=folder
+        ) as checkpointer:
             step = checkpointer.restore()
             assert step in truth, "what is copied at once is always right"
             assert all(map(torch.equal, again.parameters(), truth[step]))
@@ -178,7 +184,9 @@ def test_script_that_writes_other_tensors_each_time_is_protected_after_one_copy_
 
 
 def copies(model: nn.Module) -> None:
-    model._register_state_dict_hook(lambda module, state, *_: state.update({k: v.clone() for k, v in state.items()}))
+    model._register_state_dict_hook(
+        lambda module, state, *_: state.update({k: v.clone() for k, v in state.items()})
+    )
 
 
 def left_out(model: nn.Module) -> None:
@@ -189,7 +197,9 @@ def left_out(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("how", [copies, left_out], ids=lambda how: how.__name__)
-def test_state_dict_that_is_not_the_state_is_refused_at_once(tmp_path: Path, how: Callable[[nn.Module], None]) -> None:
+def test_state_dict_that_is_not_the_state_is_refused_at_once(
+    tmp_path: Path, how: Callable[[nn.Module], None]
+) -> None:
     model = build()
     how(model)
     with pytest.raises(NotCapturable, match=r"0\.weight"):
@@ -224,7 +234,9 @@ class Keeps(nn.Module):
 
 def test_tensor_that_a_module_keeps_without_registering_it_comes_back(tmp_path: Path) -> None:
     model = Keeps(computed=False)
-    with Checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path, every=1) as checkpointer:
+    with Checkpointer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path, every=1
+    ) as checkpointer:
         checkpointer.restore()
         model.kept.fill_(5.0)
         checkpointer.step()

@@ -37,7 +37,9 @@ def test_everything_has_its_turn_within_the_room(
         assert sum(spent(part, candidates) for part in parts) <= ROOM
         assert len({part.number for part in parts}) == len(parts)
         for part in parts:
-            seen[part.number].update([0] if part.is_whole else range(part.begin // 1024, -(-part.end // 1024)))
+            seen[part.number].update(
+                [0] if part.is_whole else range(part.begin // 1024, -(-part.end // 1024))
+            )
     for each in candidates:
         wanted = range(1) if each.size <= ROOM else range(-(-each.elements // 1024))
         assert seen[each.number] == set(wanted)

@@ -1,4 +1,5 @@
-"""Promise: a delta does not pass that is silent about something which changed, on a device where the training thread does not look."""
+"""Promise: a delta does not pass that is silent about something which changed, on a device where the training
+thread does not look."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def snapshot(untold: Untold, step: int, tensors: dict[str, Tensor]) -> None:
     untold.snapshot(step, dict(zip(tensors, sums, strict=True)))
 
 
-def test_change_since_training_began_or_since_the_delta_before_is_named_once(tensors: dict[str, Tensor]) -> None:
+def test_change_since_training_began_or_since_the_delta_before_is_named_once(
+    tensors: dict[str, Tensor],
+) -> None:
     untold = watching(tensors)
     tensors["model/target"].data.add_(1)
     assert [delta(untold, step) for step in (1, 2)] == ["model/target", ""]
@@ -49,7 +52,9 @@ def test_what_a_delta_tells_of_may_change(tensors: dict[str, Tensor]) -> None:
     assert [delta(untold, 1, "model/codes"), delta(untold, 2)] == ["", ""]
 
 
-def test_delta_of_the_step_whose_snapshot_was_looked_at_first_does_not_pass(tensors: dict[str, Tensor]) -> None:
+def test_delta_of_the_step_whose_snapshot_was_looked_at_first_does_not_pass(
+    tensors: dict[str, Tensor],
+) -> None:
     """It would lead the chain before it to that step."""
     untold = watching(tensors)
     tensors["model/target"].data.add_(1)
@@ -73,7 +78,9 @@ def test_host_memory_is_left_to_the_training_thread() -> None:
     assert untold.look() is None
 
 
-def test_what_a_delta_tells_of_may_change_although_the_snapshot_was_looked_at_first(tensors: dict[str, Tensor]) -> None:
+def test_what_a_delta_tells_of_may_change_although_the_snapshot_was_looked_at_first(
+    tensors: dict[str, Tensor],
+) -> None:
     untold = watching(tensors)
     for step in range(1, PATIENCE + 2):
         tensors["model/codes"].data.add_(1)

@@ -1,4 +1,5 @@
-"""Promise: with the sidecar well, snapshots reach it complete; with the sidecar ill, training does not notice."""
+"""Promise: with the sidecar well, snapshots reach it complete; with the sidecar ill, training does not
+notice."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_snapshots_arrive_complete_as_often_as_the_job_says(sidecar: ScriptedSid
     same_bits({name: value for name, value in load_file(newest).items() if name in state}, state)
 
 
-def test_slots_are_reserved_before_the_first_snapshot_is_due(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+def test_slots_are_reserved_before_the_first_snapshot_is_due(
+    sidecar: ScriptedSidecar, tmp_path: Path
+) -> None:
     run = trained(tmp_path, steps=1)
     run.checkpointer.close()
     (reserved,) = sidecar.asked("reserve")
@@ -70,7 +73,9 @@ def test_offered_version_is_restored_and_acknowledged(sidecar: ScriptedSidecar, 
     offered = tmp_path / "offered"
     shutil.copy(sidecar.asked("complete")[1].path, offered)
     offered.chmod(0o400)
-    sidecar.welcome = dataclasses.replace(sidecar.welcome, restore_version=Version(4, 3), restore_path=str(offered))
+    sidecar.welcome = dataclasses.replace(
+        sidecar.welcome, restore_version=Version(4, 3), restore_path=str(offered)
+    )
     sidecar.requests.clear()
     second = Run(adamw, tmp_path, seed=5, every=None)
     assert second.checkpointer.restore() == 4
@@ -91,7 +96,9 @@ def test_slot_of_another_version_than_offered_is_refused(sidecar: ScriptedSideca
 def test_torn_slot_is_never_loaded(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
     torn = tmp_path / "torn"
     torn.write_bytes(bytes(10_000))
-    sidecar.welcome = dataclasses.replace(sidecar.welcome, restore_version=Version(4, 3), restore_path=str(torn))
+    sidecar.welcome = dataclasses.replace(
+        sidecar.welcome, restore_version=Version(4, 3), restore_path=str(torn)
+    )
     with pytest.raises(RestoreError, match="torn"):
         Run(adamw, tmp_path).checkpointer.restore()
 
@@ -163,10 +170,14 @@ def test_no_free_slot_is_a_skipped_snapshot(sidecar: ScriptedSidecar, tmp_path: 
     assert run.checkpointer.skipped == 1
 
 
-def test_stale_attempt_stops_saving_for_good_but_not_training(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+def test_stale_attempt_stops_saving_for_good_but_not_training(
+    sidecar: ScriptedSidecar, tmp_path: Path
+) -> None:
     run = trained(tmp_path)
     sidecar.welcome = Welcome(attempt=4, snapshot_every=2, error="attempt 3 is over")
-    sidecar.answer = lambda request: None if request.op == "progress" else Reply(False, error="attempt 3 is over")
+    sidecar.answer = lambda request: (
+        None if request.op == "progress" else Reply(False, error="attempt 3 is over")
+    )
     for _ in range(4):
         run.train(2)
         run.checkpointer.wait(DEADLINE)
@@ -210,14 +221,18 @@ def test_rank_waits_until_the_sidecar_lets_it_in(sidecar: ScriptedSidecar, tmp_p
     run.checkpointer.close()
 
 
-def test_first_and_last_step_are_reported_though_not_every_one_is(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
+def test_first_and_last_step_are_reported_though_not_every_one_is(
+    sidecar: ScriptedSidecar, tmp_path: Path
+) -> None:
     run = Run(adamw, tmp_path, every=1000)
     run.checkpointer.restore()
     run.train(1)
     until(lambda: len(sidecar.asked("progress")) == 1, "the first step is reported at once")
     with run.checkpointer._backend._telling:  # type: ignore[attr-defined]  # nobody gets to tell anything
         losses = run.train(200)
-    until(lambda: sidecar.asked("progress")[-1].step == 201, "the last step is reported though training pauses")
+    until(
+        lambda: sidecar.asked("progress")[-1].step == 201, "the last step is reported though training pauses"
+    )
     reported = sidecar.asked("progress")
     assert [each.step for each in reported] == [1, 201]
     assert reported[-1].loss is not None
@@ -278,7 +293,8 @@ def test_end_of_a_script_that_does_well_is_no_failure(sidecar: ScriptedSidecar, 
 def test_host_memory_does_not_grow_with_what_was_saved(
     sidecar: ScriptedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """marin#6774, the hero run: each save left something in the host's memory, and every few hours the kernel ended the training."""
+    """marin#6774, the hero run: each save left something in the host's memory, and every few hours the kernel
+    ended the training."""
     turn = iter(range(10**6))
 
     def two_slots(request: Request) -> Reply | None:
@@ -312,7 +328,8 @@ def test_host_memory_does_not_grow_with_what_was_saved(
 def test_slot_is_given_back_whatever_kept_it_from_being_written(
     sidecar: ScriptedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, what: str
 ) -> None:
-    """Else it stays begun for as long as the connection lasts, and with the last of them nothing is saved any more."""
+    """Else it stays begun for as long as the connection lasts, and with the last of them nothing is saved any
+    more."""
     armed = tmp_path / "armed"
     armed.write_text(f"{point} {what} times=2\n")
     monkeypatch.setattr(failpoints, "_points", failpoints.Failpoints(str(armed)))

@@ -1,4 +1,5 @@
-"""A transformers Trainer restores before its first step and goes on in the middle of an epoch, bit for bit, by itself.
+"""A transformers Trainer restores before its first step and goes on in the middle of an epoch, bit for bit,
+by itself.
 
     from tiercheck.integrations.huggingface import Resumable
 
@@ -7,9 +8,10 @@
 
     MyTrainer(model, TrainingArguments(...)).train()
 
-It is no TrainerCallback, because none is called before the Trainer has decided in which epoch and at which batch it begins,
-nor after the evaluation of a step, whose random numbers belong to the step too. Needs transformers 5 (its methods
-`_init_training_state`, `_prepare_for_training`, `_run_epoch` and `_maybe_log_save_evaluate`).
+It is no TrainerCallback, because none is called before the Trainer has decided in which epoch and at which
+batch it begins, nor after the evaluation of a step, whose random numbers belong to the step too. Needs
+transformers 5 (its methods `_init_training_state`, `_prepare_for_training`, `_run_epoch` and
+`_maybe_log_save_evaluate`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find
 from tiercheck.trainer.state import user_state
 
-_NEEDED = ("_init_training_state", "_prepare_for_training", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")
+_NEEDED = (
+    "_init_training_state",
+    "_prepare_for_training",
+    "_run_epoch",
+    "_maybe_log_save_evaluate",
+    "_load_rng_state",
+)
 _RESUMED = "tiercheck"
 """Stands for the folder that the Trainer would have loaded a checkpoint from."""
 
@@ -31,8 +39,8 @@ else:
 
 
 class Resumable(_Trainer):  # type: ignore[misc]
-    """Put before the Trainer class among the bases. What the Trainer would save at a step itself is left out: set
-    `keeps_own_checkpoints` to have that too. `save_model` works as ever.
+    """Put before the Trainer class among the bases. What the Trainer would save at a step itself is left out:
+    set `keeps_own_checkpoints` to have that too. `save_model` works as ever.
 
     `checkpointing`: arguments of Checkpointer (`every`, `folder`, `keep`, `sanity_gate`; more for `state`).
     """
@@ -56,7 +64,12 @@ class Resumable(_Trainer):  # type: ignore[misc]
                 self.checkpointer.close()
 
     def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
+        self,
+        max_steps: int,
+        steps_per_epoch: int,
+        epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
     ) -> tuple[int, int]:
         begun: tuple[int, int] = super()._init_training_state(
             max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial
@@ -72,7 +85,9 @@ class Resumable(_Trainer):  # type: ignore[misc]
         rest = 0 if self.args.ignore_data_skip else step % steps_per_epoch
         return step // steps_per_epoch, rest * self.args.gradient_accumulation_steps
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         options = {**self.checkpointing}
         state = {"trainer": _TrainerState(self), "scheduler": self.lr_scheduler, **options.pop("state", {})}
@@ -89,7 +104,9 @@ class Resumable(_Trainer):  # type: ignore[misc]
         return model, loader
 
     def _run_epoch(self, *arguments: Any, **named: Any) -> Any:
-        if self._resumed:  # so that batches are skipped and random numbers put back where the Trainer does that
+        if (
+            self._resumed
+        ):  # so that batches are skipped and random numbers put back where the Trainer does that
             named["resume_from_checkpoint"] = _RESUMED
             self._put_back_losses()
         result = super()._run_epoch(*arguments, **named)
@@ -139,7 +156,11 @@ class _TrainerState:
         callbacks = [(name, each.state()["attributes"]) for name, each in self._stateful()]
         losses = getattr(trainer, "_tr_loss", None)
         waiting = None if losses is None else [float(losses), trainer._globalstep_last_logged]
-        return {"state": plain, "losses": waiting, "callbacks": [each for each in callbacks if _is_plain(each)]}
+        return {
+            "state": plain,
+            "losses": waiting,
+            "callbacks": [each for each in callbacks if _is_plain(each)],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state["state"].items():
@@ -157,9 +178,12 @@ class _TrainerState:
             self._trainer._tr_loss_kept = tuple(state["losses"])
 
     def _stateful(self) -> list[tuple[str, Any]]:
-        """Callbacks with a state of their own (`ExportableState`), such as EarlyStoppingCallback, by the names of their classes."""
+        """Callbacks with a state of their own (`ExportableState`), such as EarlyStoppingCallback, by the
+        names of their classes."""
         known = ((type(each).__name__, each) for each in self._trainer.callback_handler.callbacks)
-        return [(name, each) for name, each in known if hasattr(each, "state") and hasattr(each, "from_state")]
+        return [
+            (name, each) for name, each in known if hasattr(each, "state") and hasattr(each, "from_state")
+        ]
 
 
 def _is_plain(value: Any) -> bool:

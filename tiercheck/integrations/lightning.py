@@ -1,12 +1,14 @@
-"""A Lightning Trainer restores before its first batch and goes on in the middle of an epoch, bit for bit, by itself.
+"""A Lightning Trainer restores before its first batch and goes on in the middle of an epoch, bit for bit, by
+itself.
 
     Trainer(callbacks=[TierCheck(every=50)], enable_checkpointing=False).fit(model, loader)
 
-A callback is enough: `on_fit_start` is called when model and optimizers are where they will be trained, and before Lightning's
-loops look at how far they are. The loops, schedulers, precision plugin, other callbacks, the datamodule and the loader's
-position are what Lightning itself would write into its checkpoint. Lightning skips no batches: for a position inside of an epoch the
-loader needs `state_dict`, as torchdata's StatefulDataLoader has it. A step that a validation follows in mid-epoch is kept after
-it, with the metrics that schedules and other callbacks look at. Needs lightning (or pytorch_lightning) 2.5 or later.
+A callback is enough: `on_fit_start` is called when model and optimizers are where they will be trained, and
+before Lightning's loops look at how far they are. The loops, schedulers, precision plugin, other callbacks,
+the datamodule and the loader's position are what Lightning itself would write into its checkpoint. Lightning
+skips no batches: for a position inside of an epoch the loader needs `state_dict`, as torchdata's
+StatefulDataLoader has it. A step that a validation follows in mid-epoch is kept after it, with the metrics
+that schedules and other callbacks look at. Needs lightning (or pytorch_lightning) 2.5 or later.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         sanity_gate: bool | None = None,
         state: user_state.State | None = None,
     ) -> None:
-        self._options: dict[str, Any] = {"every": every, "folder": folder, "keep": keep, "sanity_gate": sanity_gate}
+        self._options: dict[str, Any] = {
+            "every": every,
+            "folder": folder,
+            "keep": keep,
+            "sanity_gate": sanity_gate,
+        }
         self._more = state or {}
         self._drawn: dict[str, Any] | None = None
         self._validates = False
@@ -50,9 +57,11 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         self.checkpointer: Checkpointer | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # What other callbacks do at the end of a batch or a validation belongs to the step; what they do at the start of
-        # an epoch comes after its last one, and is done again after a restore.
-        others = [each for each in trainer.callbacks if each is not self and not isinstance(each, _EpochStart)]
+        # What other callbacks do at the end of a batch or a validation belongs to the step; what they do at
+        # the start of an epoch comes after its last one, and is done again after a restore.
+        others = [
+            each for each in trainer.callbacks if each is not self and not isinstance(each, _EpochStart)
+        ]
         trainer.callbacks = [_EpochStart(self), *others, self]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -63,12 +72,14 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             pl_module if model is None else model, trainer.optimizers, state=state, **self._options
         )
         if self.checkpointer.restore():
-            # The loaders' iterators draw seeds before the first batch, which they would not have done in mid-epoch.
+            # The loaders' iterators draw seeds before the first batch, which they would not have done in
+            # mid-epoch.
             self._drawn = user_state.random_state()
             self._forget_ckpt_path(trainer)
 
     def _forget_ckpt_path(self, trainer: Any) -> None:
-        """What Lightning has read of `ckpt_path` would be loaded after this: it is where the first life began."""
+        """What Lightning has read of `ckpt_path` would be loaded after this: it is where the first life
+        began."""
         if trainer.ckpt_path is not None and trainer.strategy.restore_checkpoint_after_setup:
             raise RestoreError(
                 f"{type(trainer.strategy).__name__} would load {trainer.ckpt_path} now: leave ckpt_path out"
@@ -76,10 +87,15 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         trainer._checkpoint_connector._loaded_checkpoint = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.checkpointer is not None and not self.checkpointer.step_number and len(trainer.optimizers) == 1:
+        if (
+            self.checkpointer is not None
+            and not self.checkpointer.step_number
+            and len(trainer.optimizers) == 1
+        ):
             self.checkpointer.step_number = trainer.global_step  # `ckpt_path` is where it begins
         if self.between_epochs:
-            # The loaders came back at the end of their epoch, not yet aware of it: let them find out, and begin the next.
+            # The loaders came back at the end of their epoch, not yet aware of it: let them find out, and
+            # begin the next.
             fetcher = trainer.fit_loop._data_fetcher
             next(fetcher.iterator, None)
             iter(fetcher)
@@ -89,11 +105,15 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             user_state.set_random_state(self._drawn)
             self._drawn = None
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         epoch = trainer.fit_loop.epoch_loop
         if epoch.batch_progress.is_last_batch:
             return  # kept by `begin_epoch`
-        self._validates = epoch._should_check_val_fx(trainer.fit_loop._data_fetcher) and not epoch.val_loop.skip
+        self._validates = (
+            epoch._should_check_val_fx(trainer.fit_loop._data_fetcher) and not epoch.val_loop.skip
+        )
         if not self._validates:
             self._end_step(trainer)
 
@@ -126,7 +146,8 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
     def _keep_metrics(self, trainer: Any) -> None:
         # In host memory: they are written with every step, and nothing then has to wait for the device.
         self.metrics = {
-            name: torch.as_tensor(each).to("cpu", copy=True) for name, each in trainer.callback_metrics.items()
+            name: torch.as_tensor(each).to("cpu", copy=True)
+            for name, each in trainer.callback_metrics.items()
         }
 
     def _end_step(self, trainer: Any) -> None:
@@ -136,7 +157,8 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
 
     def _steps_kept(self, trainer: Any) -> int:
         assert self.checkpointer is not None
-        # With several optimizers (manual optimization) Lightning counts the updates of each: any of them ends the batch's step.
+        # With several optimizers (manual optimization) Lightning counts the updates of each: any of them ends
+        # the batch's step.
         return self.checkpointer.step_number if len(trainer.optimizers) == 1 else trainer.global_step - 1
 
     def _close(self) -> None:
@@ -189,4 +211,8 @@ class _Progress:
             trainer.datamodule.load_state_dict(state["datamodule"])
 
     def _others(self) -> list[Any]:
-        return [each for each in self._trainer.callbacks if each is not self._own and not isinstance(each, _EpochStart)]
+        return [
+            each
+            for each in self._trainer.callbacks
+            if each is not self._own and not isinstance(each, _EpochStart)
+        ]

@@ -1,7 +1,7 @@
 """The launcher's loop: orders from the sidecar, ends of processes and signals come in; the command follows.
 
-One thread, one selector. What the launcher is doing is told to the sidecar at each change, and again after each new
-connection, so that nothing is lost when the sidecar restarts.
+One thread, one selector. What the launcher is doing is told to the sidecar at each change, and again after
+each new connection, so that nothing is lost when the sidecar restarts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tiercheck.protocol.names import ENV_RUN_DIR, RUN_DIR, SOCKET_NAME
 from tiercheck.supervised import describe
 
 ENV_STOP_SECONDS = "TIERCHECK_STOP_SECONDS"
-"""How long the command may take to end after SIGTERM before it is killed; 5 if not set. For a new attempt it is killed at once."""
+"""How long the command may take to end after SIGTERM before it is killed; 5 if not set. For a new attempt it
+is killed at once."""
 
 ENV_UNKILLABLE_SECONDS = "TIERCHECK_UNKILLABLE_SECONDS"
 """How long what was killed may take to be gone before the sidecar is told that it is stuck; 30 if not set."""
@@ -104,7 +105,8 @@ class Launcher:
         return code
 
     def _turn(self, selector: selectors.BaseSelector, wakeups: socket.socket) -> int | None:
-        """Wait for the next thing, and do what follows from it. The container's exit code when its work is over."""
+        """Wait for the next thing, and do what follows from it. The container's exit code when its work is
+        over."""
         try:
             self._connect()
             self._prepare()
@@ -141,8 +143,8 @@ class Launcher:
                 self._state = replace(self._state, fault="")
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
-        """Have the selector look at what is open now. Whoever finds a socket broken closes it, and its number is given out again, so
-        all that are gone are forgotten first."""
+        """Have the selector look at what is open now. Whoever finds a socket broken closes it, and its number
+        is given out again, so all that are gone are forgotten first."""
         check = None if self._check is None else self._check.channel
         now = {"sidecar": self._line.channel, "warm": self._warm.channel, "check": check}
         for name, channel in list(self._watched.items()):
@@ -203,7 +205,8 @@ class Launcher:
         check.close()
 
     def _kill_rest(self) -> None:
-        """Until nothing of the command is there. What SIGKILL does not end holds on to its memory, also the GPU's."""
+        """Until nothing of the command is there. What SIGKILL does not end holds on to its memory, also the
+        GPU's."""
         left = processes.kill_descendants(self._warm.pid)
         if not left:
             if self._sweeping:
@@ -231,14 +234,16 @@ class Launcher:
         return self._pid is not None
 
     def _follow(self, order: Order) -> None:
-        """A running command of another attempt, or of a job that is over, has to stop; one that hangs is asked where."""
+        """A running command of another attempt, or of a job that is over, has to stop; one that hangs is
+        asked where."""
         if self._busy and order.dump_stacks and order.attempt == self._attempt > self._dumped:
             self._dumped = order.attempt
             dump_stacks()
         if self._busy and order.phase is Phase.FINISH:
             self._stop(signal.SIGTERM)
         elif self._busy and order.attempt > self._attempt:
-            # Where that begins is decided, so what this one would still save is of no use, and all others wait for its end.
+            # Where that begins is decided, so what this one would still save is of no use, and all others
+            # wait for its end.
             self._stop_deadline = time.monotonic()
 
     def _stop(self, number: int) -> None:
@@ -282,11 +287,16 @@ class Launcher:
         return None
 
     def _place_is_well(self, order: Order) -> bool:
-        """Whether the attempt may begin here, as far as is known. If that is not known, its health check begins."""
+        """Whether the attempt may begin here, as far as is known. If that is not known, its health check
+        begins."""
         wanted = order.health_check
         if wanted is None or self._check_passed == order.attempt:
             return True
-        if self._state.event == "unhealthy" and self._state.attempt == order.attempt and self._check_failed is not None:
+        if (
+            self._state.event == "unhealthy"
+            and self._state.attempt == order.attempt
+            and self._check_failed is not None
+        ):
             failed, again = self._check_failed
             if failed == wanted and time.monotonic() < again:
                 return False
@@ -332,7 +342,8 @@ class Launcher:
             self._tell(LauncherEvent("started", order.attempt))
 
     def _prepare(self) -> None:
-        """Make the next interpreter ready: while there is nothing to run, or when the command has had time to begin."""
+        """Make the next interpreter ready: while there is nothing to run, or when the command has had time to
+        begin."""
         if not self._warm.wanted or (self._busy and time.monotonic() < self._warm_at):
             return
         over = self._state.event == "exited" and self._state.exit_code == 0
@@ -341,7 +352,8 @@ class Launcher:
         self._warm.prepare()
 
     def _started_before(self, attempt: int) -> bool:
-        """Whether an earlier container of this pod has run this attempt: starting again would mix two lives of a rank."""
+        """Whether an earlier container of this pod has run this attempt: starting again would mix two lives
+        of a rank."""
         try:
             return int(self._marker.read_text()) >= attempt
         except (OSError, ValueError):
@@ -385,8 +397,12 @@ def _exited(attempt: int, code: int, out_of_memory: str) -> LauncherEvent:
     if out_of_memory:  # torchrun ends with 1 when a rank was killed, so the code alone would not tell
         return LauncherEvent("exited", attempt, code, names.OOM_KILLED, out_of_memory)
     if name := processes.signal_of(code):
-        return LauncherEvent("exited", attempt, code, names.SIGNALLED, f"The training command was ended by {name}.")
-    return LauncherEvent("exited", attempt, code, names.CRASHED, f"The training command ended with exit code {code}.")
+        return LauncherEvent(
+            "exited", attempt, code, names.SIGNALLED, f"The training command was ended by {name}."
+        )
+    return LauncherEvent(
+        "exited", attempt, code, names.CRASHED, f"The training command ended with exit code {code}."
+    )
 
 
 class _signals:  # noqa: N801  (used as a context manager)

@@ -1,6 +1,8 @@
-"""The training command as a process: everything it starts must end with it, or the next attempt meets its ghosts.
+"""The training command as a process: everything it starts must end with it, or the next attempt meets its
+ghosts.
 
-Where a hung process stands: what it says itself when asked, because it is about to be stopped and will not be asked again.
+Where a hung process stands: what it says itself when asked, because it is about to be stopped and will not be
+asked again.
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ def adopt_orphans() -> None:
 
 
 def start(
-    command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = (), output: int | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    descriptors: Sequence[int] = (),
+    output: int | None = None,
 ) -> int:
-    """Start `command` in a session of its own and return its pid; it inherits `descriptors`, and writes to `output` if given.
+    """Start `command` in a session of its own and return its pid; it inherits `descriptors`, and writes to
+    `output` if given.
 
     Raises OSError if it cannot be executed.
     """
@@ -110,10 +116,12 @@ def describe_stuck(pids: Collection[int]) -> str:
 
 
 def _has_living_thread(process: Path) -> bool:
-    """Of one whose first thread has ended. Another one may be stuck in a driver, and holds on to all memory, also the GPU's."""
+    """Of one whose first thread has ended. Another one may be stuck in a driver, and holds on to all memory,
+    also the GPU's."""
     try:
         states = [
-            (thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in (process / "task").iterdir()
+            (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            for thread in (process / "task").iterdir()
         ]
     except (OSError, IndexError):
         return False
@@ -147,13 +155,16 @@ def reap() -> dict[int, int]:
 pass  # HOUSE
 
 ASK = signal.SIGUSR2
-"""The trainer library answers it with the stack of every Python thread (`tiercheck.trainer.process.process_end`)."""
+"""The trainer library answers it with the stack of every Python thread
+(`tiercheck.trainer.process.process_end`)."""
 
 
 def dump_stacks() -> list[int]:
     """Ask every process below this one that catches the signal: any other would end by it. Their pids."""
     asked = [pid for pid in sorted(descendants(os.getpid(), parents())) if _catches(pid)]
-    print(f"tiercheck: no step for long; asking processes {asked} for their stacks", file=sys.stderr, flush=True)
+    print(
+        f"tiercheck: no step for long; asking processes {asked} for their stacks", file=sys.stderr, flush=True
+    )
     for pid in asked:
         try:
             os.kill(pid, ASK)

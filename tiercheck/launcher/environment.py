@@ -1,4 +1,5 @@
-"""`torchrun train.py` and `python train.py` must both work as they are: everything they need to meet is in variables.
+"""`torchrun train.py` and `python train.py` must both work as they are: everything they need to meet is in
+variables.
 
 An image without torch deserves a sentence, not a stack trace per restart: this looks before the first start.
 """
@@ -20,7 +21,8 @@ log = logging.getLogger(__name__)
 
 
 def seconds_of(environment: Mapping[str, str], name: str, usual: float) -> float:
-    """What a variable says; `usual`, and a line in the log, if that is no number: no setting of ours keeps the command from its start."""
+    """What a variable says; `usual`, and a line in the log, if that is no number: no setting of ours keeps
+    the command from its start."""
     text = environment.get(name) or str(usual)
     try:
         seconds = float(text)
@@ -49,7 +51,8 @@ def command_environment(base: Mapping[str, str], order: Order) -> dict[str, str]
         # A rank that fails must end the attempt: torchrun's own restart would begin without the others.
         "PET_MAX_RESTARTS": "0",
     }
-    # Set by other controllers in attached pods. With them torchrun would go to a rendezvous that knows nothing of attempts.
+    # Set by other controllers in attached pods. With them torchrun would go to a rendezvous that knows
+    # nothing of attempts.
     for name in ("PET_RDZV_ENDPOINT", "PET_STANDALONE"):
         environment.pop(name, None)
     if pod_ip := base.get(ENV_POD_IP):
@@ -72,7 +75,8 @@ _PROBE = "import importlib.util, sys; sys.exit(3 if importlib.util.find_spec('to
 
 
 def torch_missing(command: Sequence[str]) -> str:
-    """A sentence if `command` is python or torchrun and its interpreter has no torch; empty if all is well or unknown."""
+    """A sentence if `command` is python or torchrun and its interpreter has no torch; empty if all is well or
+    unknown."""
     name = Path(command[0]).name
     if name == "torchrun":
         script = shutil.which(command[0])

@@ -1,4 +1,5 @@
-"""The user's own check of a place, before training starts there: its exit code decides, its last lines are the reason."""
+"""The user's own check of a place, before training starts there: its exit code decides, its last lines are
+the reason."""
 
 from __future__ import annotations
 

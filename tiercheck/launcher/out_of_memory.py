@@ -1,4 +1,5 @@
-"""A SIGKILL does not say who sent it; the container's cgroup counts those that the kernel sent for want of memory."""
+"""A SIGKILL does not say who sent it; the container's cgroup counts those that the kernel sent for want of
+memory."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _UNLIMITED = 1 << 60
 
 
 class OutOfMemory:
-    """Of the cgroup at `folder`. What cannot be read counts as nothing seen: then the kubelet's word is all there is."""
+    """Of the cgroup at `folder`. What cannot be read counts as nothing seen: then the kubelet's word is all
+    there is."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,7 +1,7 @@
 """What a command line will make Python do, so that an interpreter that is already up can do just that.
 
-Only what is fully understood is warm: `python [flags] script arguments`, `python [flags] -m module arguments` and
-`torchrun arguments`. Anything else has no recipe, and starts as it always did.
+Only what is fully understood is warm: `python [flags] script arguments`, `python [flags] -m module arguments`
+and `torchrun arguments`. Anything else has no recipe, and starts as it always did.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?$")
 _ALONE = frozenset({"-u", "-O", "-OO", "-B", "-s", "-P", "-q", "-b", "-bb", "-d", "-v"})
-"""Flags without a value. Not -E, -I and -S: without PYTHONPATH and site the library may not be found; not -i and -x."""
+"""Flags without a value. Not -E, -I and -S: without PYTHONPATH and site the library may not be found; not -i
+and -x."""
 _WITH_VALUE = ("-W", "-X")
 _TORCHRUN_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
 
@@ -39,7 +40,8 @@ class Recipe:
 def recipe_of(
     command: Sequence[str], shebang: Callable[[str], tuple[str, str]] = lambda name: ("", "")
 ) -> Recipe | None:
-    """None: start it cold. `shebang(program)` gives the path and the interpreter of a program on the PATH, or nothing."""
+    """None: start it cold. `shebang(program)` gives the path and the interpreter of a program on the PATH, or
+    nothing."""
     name = Path(command[0]).name
     if name == "torchrun":
         path, interpreter = shebang(command[0])

@@ -1,4 +1,5 @@
-"""The launcher's end of the pod's socket: it comes and goes with the sidecar, and the command must not notice."""
+"""The launcher's end of the pod's socket: it comes and goes with the sidecar, and the command must not
+notice."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _LONGEST_LINE = 1024 * 1024
 
 
 class SidecarLine:
-    """Never raises and never blocks for long: what cannot be said now is said again after the next connection."""
+    """Never raises and never blocks for long: what cannot be said now is said again after the next
+    connection."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,9 @@
-"""The next attempt's interpreter, made ready beside the running command: importing torch is most of a restart in place.
+"""The next attempt's interpreter, made ready beside the running command: importing torch is most of a restart
+in place.
 
-It is a child of the launcher as the command is, and *becomes* the command: same session, same inherited output, same signal
-when the launcher dies. Whatever goes wrong with it, the command is started the ordinary way.
+It is a child of the launcher as the command is, and *becomes* the command: same session, same inherited
+output, same signal when the launcher dies. Whatever goes wrong with it, the command is started the ordinary
+way.
 """
 
 from __future__ import annotations
@@ -161,7 +163,10 @@ class WarmInterpreter:
 
     def _for_ranks(self) -> None:
         """torchrun sets this for its ranks if nobody has, and OpenMP reads it when torch is loaded."""
-        if "OMP_NUM_THREADS" not in self._environment and self._environment.get(ENV_PROCS_PER_WORKER, "1") != "1":
+        if (
+            "OMP_NUM_THREADS" not in self._environment
+            and self._environment.get(ENV_PROCS_PER_WORKER, "1") != "1"
+        ):
             self._expected = {"OMP_NUM_THREADS": "1"}
 
 
@@ -174,9 +179,12 @@ def _recipe(command: Sequence[str]) -> Recipe | None:
 
 
 def _yield_to_others(pid: int, yielding: bool) -> None:
-    """As batch work while it prepares itself. Niceness would be for good: only the privileged may take it back."""
+    """As batch work while it prepares itself. Niceness would be for good: only the privileged may take it
+    back."""
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setscheduler(int(task), os.SCHED_BATCH if yielding else os.SCHED_OTHER, os.sched_param(0))
+            os.sched_setscheduler(
+                int(task), os.SCHED_BATCH if yielding else os.SCHED_OTHER, os.sched_param(0)
+            )
     except OSError:
         return  # it is a courtesy

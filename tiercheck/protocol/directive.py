@@ -1,8 +1,9 @@
-"""Directive: what the controller tells one sidecar. It is a wanted state, not an event: the same one may be sent
-any number of times, and the sidecar converges to it.
+"""Directive: what the controller tells one sidecar. It is a wanted state, not an event: the same one may be
+sent any number of times, and the sidecar converges to it.
 
-Order is kept by three numbers. An older attempt is refused. Within an attempt the phase only moves forward. And each directive says
-how many the sidecar had followed when it was decided upon: what arrives after a later one is refused.
+Order is kept by three numbers. An older attempt is refused. Within an attempt the phase only moves forward.
+And each directive says how many the sidecar had followed when it was decided upon: what arrives after a later
+one is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from enum import Enum
 from tiercheck.protocol.version import History, Version
 
 RESTORE_STALL = 180.0
-"""Seconds without a byte after which a source of a restore is given up, if the job says nothing else. The grace of a file server that was
-restarted (90 s with NFSv4) fits in, and so do all tries of a request to a store."""
+"""Seconds without a byte after which a source of a restore is given up, if the job says nothing else. The
+grace of a file server that was restarted (90 s with NFSv4) fits in, and so do all tries of a request to a
+store."""
 
 
 class Phase(str, Enum):
@@ -62,7 +64,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class ParityGroup:
-    """Workers whose artifacts are folded into parity: any len(`holders`) of all these workers may be lost at once.
+    """Workers whose artifacts are folded into parity: any len(`holders`) of all these workers may be lost at
+    once.
 
     Local rank i of each member is coded with local rank i of the others.
     """
@@ -72,8 +75,9 @@ class ParityGroup:
     holders: tuple[Peer, ...]
     """Who keeps the parity blocks: block j lies at holder j. Never a member."""
     ranks: tuple[int, ...] = ()
-    """Of ranks that are no more (`Restore.world_size`): which ones were coded together. Then `members` are those who have their artifacts now,
-    whoever they are; a peer without a host stands for nobody, among `holders` too."""
+    """Of ranks that are no more (`Restore.world_size`): which ones were coded together. Then `members` are
+    those who have their artifacts now, whoever they are; a peer without a host stands for nobody, among
+    `holders` too."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +100,14 @@ class RankSources:
 
 @dataclass(frozen=True)
 class Restore:
-    """Bring every local rank to `version`: a snapshot, and the deltas after it, each from the nearest source that has it."""
+    """Bring every local rank to `version`: a snapshot, and the deltas after it, each from the nearest source
+    that has it."""
 
     version: Version
     ranks: tuple[RankSources, ...]
     world_size: int = 0
-    """Ranks that saved the version, if they are others than there are now: then it is a snapshot, `ranks` names the sources of
-    all of them, and each rank borrows what it needs. 0: as many as now."""
+    """Ranks that saved the version, if they are others than there are now: then it is a snapshot, `ranks`
+    names the sources of all of them, and each rank borrows what it needs. 0: as many as now."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ class HangLimits:
     seconds: float
     """so long, so that evaluations and the like fit in."""
     first_step: float | None = None
-    """Seconds that the first step of an attempt may take; None: any time, as not every script reports steps."""
+    """Seconds that the first step of an attempt may take; None: any time, as not every script reports steps.
+    """
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,8 @@ class HealthCheck:
     """What a worker's place has to pass before each start of the training command there."""
 
     command: tuple[str, ...]
-    """Run as it is in the trainer's container, with the environment of the training command. Exit code 0: it passed."""
+    """Run as it is in the trainer's container, with the environment of the training command. Exit code 0: it
+    passed."""
     seconds: float
     """How long it may take; then it has failed."""
 
@@ -188,13 +195,15 @@ class Directive:
     folded: tuple[ParityGroup, ...] = ()
     """Groups that this worker is a holder of."""
     pod_uid: str = ""
-    """Of the pod that is meant. Only by it a sidecar knows for certain that it is to be another worker from now on, and that it is not
-    addressed as whoever had its address before. Empty: an older operator does not say."""
+    """Of the pod that is meant. Only by it a sidecar knows for certain that it is to be another worker from
+    now on, and that it is not addressed as whoever had its address before. Empty: an older operator does not
+    say."""
     exit_code: int = 0
-    """With Finish: what the launcher exits with. Other than zero only for an attached job that failed, whose owner must see it."""
+    """With Finish: what the launcher exits with. Other than zero only for an attached job that failed, whose
+    owner must see it."""
     placement: str = ""
-    """Digest of who keeps what for whom in the whole job. Holders may change within an attempt; what was said of other ones then
-    counts no more."""
+    """Digest of who keeps what for whom in the whole job. Holders may change within an attempt; what was said
+    of other ones then counts no more."""
     revision: str = ""
     """Digest of the above, chosen by the controller; the sidecar echoes it in its report."""
     instance: str = ""

@@ -1,8 +1,8 @@
 """JSON for the protocol's dataclasses with the standard library alone.
 
-The trainer's side has nothing installed but torch, so it encodes and decodes here. Operator and sidecar decode the
-same classes with msgspec, which accepts exactly what `to_json` writes (a test holds the two together). What may come in at all,
-for both, is said in `plain_json`.
+The trainer's side has nothing installed but torch, so it encodes and decodes here. Operator and sidecar
+decode the same classes with msgspec, which accepts exactly what `to_json` writes (a test holds the two
+together). What may come in at all, for both, is said in `plain_json`.
 """
 
 from __future__ import annotations
@@ -49,16 +49,20 @@ def to_builtins(value: Any) -> Any:
 
 
 def field_names(kind: type) -> tuple[str, ...] | None:
-    """What is written of a dataclass, the name of its operation first if its class has one; None if it is no dataclass."""
+    """What is written of a dataclass, the name of its operation first if its class has one; None if it is no
+    dataclass."""
     if kind not in _FIELDS:
         found = dataclasses.is_dataclass(kind)
         names = tuple(field.name for field in dataclasses.fields(kind)) if found else None
-        _FIELDS[kind] = ("op", *names) if names is not None and "op" not in names and hasattr(kind, "op") else names
+        _FIELDS[kind] = (
+            ("op", *names) if names is not None and "op" not in names and hasattr(kind, "op") else names
+        )
     return _FIELDS[kind]
 
 
 def from_json(text: bytes | str, cls: type[T], most: int = MOST_BYTES) -> T:
-    """Decode `text`, of at most `most` bytes, into `cls`. Unknown fields are ignored (a newer sender may add some).
+    """Decode `text`, of at most `most` bytes, into `cls`. Unknown fields are ignored (a newer sender may add
+    some).
 
     Of a union of dataclasses it becomes the one whose class has the `op` that `text` names.
 
@@ -126,7 +130,9 @@ def _decode_dict(raw: Any, key: Any, item: Any, *, path: str) -> dict[Any, Any]:
         keys = [key(name) for name in raw]
     except ValueError as error:
         raise Malformed(f"{path}: a key is no {key.__name__}") from error
-    return dict(zip(keys, (_decode(entry, item, f"{path}.{name}") for name, entry in raw.items()), strict=True))
+    return dict(
+        zip(keys, (_decode(entry, item, f"{path}.{name}") for name, entry in raw.items()), strict=True)
+    )
 
 
 def _decode_dataclass(raw: Any, kind: Any, path: str) -> Any:

@@ -2,8 +2,10 @@
 
 One JSON object per line. A connection opens with `Hello`; after it
 
-- a *launcher* receives `Order` lines whenever the wanted state changes, and sends `Exited` / `Started` events;
-- a *rank* (one training process) sends one of `requests.Request` per line, each answered by one `Reply` line, in order.
+- a *launcher* receives `Order` lines whenever the wanted state changes, and sends `Exited` / `Started`
+  events;
+- a *rank* (one training process) sends one of `requests.Request` per line, each answered by one `Reply` line,
+  in order.
 
 Only small messages travel here; state bytes stay in the slots.
 """
@@ -18,7 +20,8 @@ from tiercheck.protocol.version import Version
 
 @dataclass(frozen=True)
 class Hello:
-    """First line of a connection. `role` is "launcher" or "rank"; `rank`, `world_size`, `attempt` are for ranks."""
+    """First line of a connection. `role` is "launcher" or "rank"; `rank`, `world_size`, `attempt` are for
+    ranks."""
 
     role: str
     pid: int
@@ -39,7 +42,8 @@ class Order:
     master_host: str
     master_port: int
     dump_stacks: bool = False
-    """No step for long: the running command's processes are to write where they stand to the log, once per attempt."""
+    """No step for long: the running command's processes are to write where they stand to the log, once per
+    attempt."""
     exit_code: int = 0
     """With Finish: what the launcher exits with."""
     health_check: HealthCheck | None = None
@@ -52,9 +56,11 @@ class LauncherEvent:
 
     `event`:
 
-    - "idle": nothing of an earlier command is there any more, and the launcher waits for the release of `attempt`.
+    - "idle": nothing of an earlier command is there any more, and the launcher waits for the release of
+      `attempt`.
     - "started", "exited": the command of `attempt`, with all that it started.
-    - "checking", "unhealthy": the health check of `attempt` runs; it has failed, as `message` says, and is repeated every minute.
+    - "checking", "unhealthy": the health check of `attempt` runs; it has failed, as `message` says, and is
+      repeated every minute.
     - "stuck": something of the command of `attempt` does not end although it was killed; `message` names it.
     """
 
@@ -64,7 +70,8 @@ class LauncherEvent:
     reason: str = ""
     message: str = ""
     fault: str = ""
-    """What went wrong in the launcher itself, of a kind that nobody thought of, since it last said so: a few words. It goes on."""
+    """What went wrong in the launcher itself, of a kind that nobody thought of, since it last said so: a few
+    words. It goes on."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,8 @@ class Welcome:
     restore_deltas: tuple[str, ...] = ()
     """Sealed, verified deltas, to be replayed on the snapshot in this order to get to the version."""
     restore_world_size: int = 0
-    """Ranks that saved the version. If they are not as many as now, there is no `restore_path`, and all is borrowed."""
+    """Ranks that saved the version. If they are not as many as now, there is no `restore_path`, and all is
+    borrowed."""
     delta: DeltaMode = DeltaMode.NONE
     sanity_gate: bool = True
     verify_all: bool = False

@@ -2,12 +2,14 @@
 
 Layout under the job's prefix (`<prefix>/<namespace>/<job>/`):
 
-    artifacts/<step, 12 digits>-<attempt>/<digest>/rank-<rank>.safetensors
-    artifacts/<step, 12 digits>-<attempt>/<digest>/rank-<rank>.json   that rank's digests (RankArtifact)
-    manifests/<step, 12 digits>-<attempt>.json                        written last, with If-None-Match: *; one digest per rank
-    owner/<number>.json                                               who may write here (tiercheck_sidecar.remote.ownership)
+    artifacts/<step, 12 digits>-<attempt>/<digest>/rank-<rank>.safetensors artifacts/<step, 12
+    digits>-<attempt>/<digest>/rank-<rank>.json   that rank's digests (RankArtifact) manifests/<step, 12
+    digits>-<attempt>.json                        written last, with If-None-Match: *; one digest per rank
+    owner/<number>.json                                               who may write here
+    (tiercheck_sidecar.remote.ownership)
 
-<digest> is that of the rank's digests. Releases that did not write it there are still read: a manifest names its keys.
+<digest> is that of the rank's digests. Releases that did not write it there are still read: a manifest names
+its keys.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Digests:
 class RankArtifact:
     """One rank's artifact in a store, with what is needed to verify it.
 
-    The object beside the artifact carries `digests`. The manifest, which names thousands of ranks, carries the `digest` of them only;
-    manifests of older versions carry `digests` as well.
+    The object beside the artifact carries `digests`. The manifest, which names thousands of ranks, carries
+    the `digest` of them only; manifests of older versions carry `digests` as well.
     """
 
     rank: int

@@ -1,8 +1,10 @@
 """Names that more than one part must spell the same way: labels, paths, ports, environment variables.
 
-Why a training command or one of its ranks ended: the words that launcher, rank and sidecar say and the controller judges.
+Why a training command or one of its ranks ended: the words that launcher, rank and sidecar say and the
+controller judges.
 
-Where a sidecar is reached: an IP address, with its first port where that is not the usual one (pods in the host's network).
+Where a sidecar is reached: an IP address, with its first port where that is not the usual one (pods in the
+host's network).
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ LABEL_JOB_UID = "tiercheck.io/job-uid"
 LABEL_WORKER = "tiercheck.io/worker"
 """On pods: the worker's index, 0..N-1."""
 LABEL_SPARE = "tiercheck.io/spare"
-"""On pods made as spares: their number. A spare becomes a member by getting the label of a worker; this one stays."""
+"""On pods made as spares: their number. A spare becomes a member by getting the label of a worker; this one
+stays."""
 LABEL_INCARNATION = "tiercheck.io/incarnation"
-"""On pods: how many pods this worker has had before, so that a replacement never waits for the old pod's name."""
+"""On pods: how many pods this worker has had before, so that a replacement never waits for the old pod's
+name."""
 
 POLICY_KIND = "TierCheckPolicy"
 POLICY_PLURAL = "tiercheckpolicies"
@@ -58,7 +62,8 @@ LIBRARY_DIR = "/tiercheck/lib"
 CREDENTIALS_DIR = "/tiercheck/credentials"
 """The job's Secret: ca.crt, tls.crt, tls.key, token. Mounted in the sidecar only."""
 REMOTE_CREDENTIALS_DIR = "/tiercheck/remote-credentials"
-"""The Secret of `tiers.remote.s3.credentialsSecretName`, for its changes to be noticed. Mounted in the sidecar only."""
+"""The Secret of `tiers.remote.s3.credentialsSecretName`, for its changes to be noticed. Mounted in the
+sidecar only."""
 SOCKET_NAME = "sidecar.sock"
 
 CONTROL_PORT = 8470
@@ -77,28 +82,33 @@ ENV_JOB = "TIERCHECK_JOB"
 """The job as "namespace/name"."""
 ENV_JOB_UID = "TIERCHECK_JOB_UID"
 ENV_CLUSTER = "TIERCHECK_CLUSTER"
-"""UID of the cluster's namespace kube-system, by which clusters that share a bucket are told apart; absent: not known."""
+"""UID of the cluster's namespace kube-system, by which clusters that share a bucket are told apart; absent:
+not known."""
 ENV_WORKER = "TIERCHECK_WORKER"
-"""The worker's index; `SPARE_WORKER` in the pod of a spare, whose sidecar learns it from its first directive. The launcher
-sets it for the training command in any case."""
+"""The worker's index; `SPARE_WORKER` in the pod of a spare, whose sidecar learns it from its first directive.
+The launcher sets it for the training command in any case."""
 SPARE_WORKER = "spare"
 ENV_PROCS_PER_WORKER = "TIERCHECK_PROCS_PER_WORKER"
 ENV_POD_UID = "TIERCHECK_POD_UID"
 ENV_POD_IP = "TIERCHECK_POD_IP"
 ENV_FIRST_PORT = "TIERCHECK_FIRST_PORT"
-"""Of the sidecar's three, where they are not the usual ones: control, exchange, metrics, in a row (pods with hostNetwork)."""
+"""Of the sidecar's three, where they are not the usual ones: control, exchange, metrics, in a row (pods with
+hostNetwork)."""
 ENV_MEMORY_DIR = "TIERCHECK_MEMORY_DIR"
 ENV_MEMORY_LIMIT = "TIERCHECK_MEMORY_LIMIT"
 """Bytes that the memory volume may hold (`tiers.local.sizeLimit`)."""
 ENV_NODE_MEMORY_KEEP = "TIERCHECK_NODE_MEMORY_KEEP"
-"""Set if ENV_MEMORY_DIR is in the node's memory: seconds after which what a dead pod left there may be removed."""
+"""Set if ENV_MEMORY_DIR is in the node's memory: seconds after which what a dead pod left there may be
+removed."""
 ENV_RUN_DIR = "TIERCHECK_RUN_DIR"
 ENV_CREDENTIALS_DIR = "TIERCHECK_CREDENTIALS_DIR"
 ENV_REMOTE = "TIERCHECK_REMOTE"
-"""JSON of `spec.tiers.remote` as the sidecar needs it: {"s3": {...}} or {"directory": {"path": ...}}; absent: no remote tier."""
+"""JSON of `spec.tiers.remote` as the sidecar needs it: {"s3": {...}} or {"directory": {"path": ...}}; absent:
+no remote tier."""
 ENV_REMOTE_CREDENTIALS_DIR = "TIERCHECK_REMOTE_CREDENTIALS_DIR"
 ENV_GRACE_SECONDS = "TIERCHECK_GRACE_SECONDS"
-"""The pod's terminationGracePeriodSeconds: how long the sidecar has between the trainer's end and being killed."""
+"""The pod's terminationGracePeriodSeconds: how long the sidecar has between the trainer's end and being
+killed."""
 ENV_ATTEMPT = "TIERCHECK_ATTEMPT"
 """Set by the launcher for the training command: the attempt it belongs to."""
 
@@ -146,6 +156,7 @@ def split_address(address: str) -> tuple[str, int | None]:
 
 
 def endpoint(address: str, usual_port: int) -> tuple[str, int]:
-    """Host and port to connect to for what usually listens at `usual_port`; a sidecar's ports follow one another. Raises ValueError."""
+    """Host and port to connect to for what usually listens at `usual_port`; a sidecar's ports follow one
+    another. Raises ValueError."""
     host, first_port = split_address(address)
     return host, usual_port if first_port is None else first_port + usual_port - CONTROL_PORT

@@ -1,7 +1,8 @@
-"""The one way in for JSON that somebody else wrote: its size, depth and counts are known before anything is made of it.
+"""The one way in for JSON that somebody else wrote: its size, depth and counts are known before anything is
+made of it.
 
-What comes from the network, a store, shared memory, a file or an environment may hold anything. Here every way to
-fail becomes `Malformed`, whichever decoder reads the text. Only the standard library is needed.
+What comes from the network, a store, shared memory, a file or an environment may hold anything. Here every
+way to fail becomes `Malformed`, whichever decoder reads the text. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ MOST_BYTES = 64 * 1024 * 1024
 MOST_DEPTH = 100
 """Objects and lists inside each other. What is deeper ends some reader's stack."""
 MOST_VALUES = 4_000_000
-"""Of a text that becomes objects whatever is in it: an empty list takes 3 bytes of text, and 64 of memory. Enough for 200,000 tensors."""
+"""Of a text that becomes objects whatever is in it: an empty list takes 3 bytes of text, and 64 of memory.
+Enough for 200,000 tensors."""
 LEAST_WHOLE, MOST_WHOLE = -(2**63), 2**63 - 1
 """Whole numbers, which may become sizes and offsets that the operating system counts in 64 bits."""
 
@@ -35,7 +37,8 @@ class Malformed(ValueError):
 
 
 def parse_json(text: bytes | bytearray | str, most: int = MOST_BYTES) -> Any:
-    """Dicts, lists and scalars; whole numbers of 64 bits, finite floats, strings that are Unicode. Raises Malformed."""
+    """Dicts, lists and scalars; whole numbers of 64 bits, finite floats, strings that are Unicode. Raises
+    Malformed."""
     return decode_with(_loads, text, most, MOST_VALUES)
 
 
@@ -45,7 +48,8 @@ def decode_with(
     most: int = MOST_BYTES,
     most_values: int | None = None,
 ) -> T:
-    """What `decode` makes of the text, which has at most `most` bytes. Raises Malformed, whatever `decode` raises.
+    """What `decode` makes of the text, which has at most `most` bytes. Raises Malformed, whatever `decode`
+    raises.
 
     `most_values`: for one that makes something of every value; None: its type bounds what it makes.
     """
@@ -58,7 +62,9 @@ def decode_with(
     except Malformed:
         raise
     except Exception as error:  # of json, of msgspec, of the classes decoded into: all mean the same
-        raise Malformed(f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)) from error
+        raise Malformed(
+            f"not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+        ) from error
 
 
 def _check(text: bytes | bytearray, most_values: int | None) -> None:
@@ -69,7 +75,8 @@ def _check(text: bytes | bytearray, most_values: int | None) -> None:
     if most_values is not None and text.count(b",") + text.count(b"[") + text.count(b"{") > most_values:
         raise Malformed(f"it has more than {most_values} values")
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that every quote begins or ends a string
-    # Most strings have no brackets and are two quotes now; where one followed another directly, both become one.
+    # Most strings have no brackets and are two quotes now; where one followed another directly, both become
+    # one.
     nested = plain.translate(_BRACKETS, _OTHERS).replace(b'""', b"")
     if b'"' in nested:
         blank = bytearray(nested)

@@ -1,4 +1,5 @@
-"""Report: what a sidecar tells the controller. Complete each time; the controller keeps no other memory of a worker."""
+"""Report: what a sidecar tells the controller. Complete each time; the controller keeps no other memory of a
+worker."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class RestoreReport:
     progress: RestoreProgress | None = None
     """While it runs; None: an older sidecar, which does not say."""
     stalled: tuple[str, ...] = ()
-    """Sources that were given up because nothing came from them for `Policy.restore_stall` seconds, as sentences call them; at most 8."""
+    """Sources that were given up because nothing came from them for `Policy.restore_stall` seconds, as
+    sentences call them; at most 8."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +110,13 @@ class TrainerReport:
     step_seconds: float | None = None
     """Moving average."""
     not_finite: int = 0
-    """Steps in a row, up to now, whose loss, gradient or state the sanity gate refused; the largest count of any local rank."""
+    """Steps in a row, up to now, whose loss, gradient or state the sanity gate refused; the largest count of
+    any local rank."""
     no_deltas: str = ""
     """Why this worker's ranks take no deltas although the job wants them: a sentence; empty if they do."""
     stalled_since: float | None = None
-    """Last sign of life of a rank that should have made a step long since (`directive.HangLimits`), unix seconds by this node's
-    clock; None: all go on."""
+    """Last sign of life of a rank that should have made a step long since (`directive.HangLimits`), unix
+    seconds by this node's clock; None: all go on."""
     slowest_rank: int | None = None
     """The local rank whose newest step is the lowest; None: none has made a step in this attempt."""
     slowest_step: int | None = None
@@ -121,17 +124,19 @@ class TrainerReport:
     failure: RankFailure | None = None
     """Of the local rank that spoke first, or of the first one whose failure is not that of a collective."""
     busy: str = ""
-    """What the launcher has to do before it can wait for the release, as a clause; empty: nothing, or there is no launcher."""
+    """What the launcher has to do before it can wait for the release, as a clause; empty: nothing, or there
+    is no launcher."""
     stuck: str = ""
-    """Which processes of the training command do not end although they were killed, as a clause; empty: none. They may be those of an
-    earlier attempt."""
+    """Which processes of the training command do not end although they were killed, as a clause; empty: none.
+    They may be those of an earlier attempt."""
     unhealthy: str = ""
     """How the health check of this attempt failed, as a clause; empty: it passed, or there is none."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """One verified artifact in this sidecar's memory. `tier` is local for own ranks, peer for copies of others."""
+    """One verified artifact in this sidecar's memory. `tier` is local for own ranks, peer for copies of
+    others."""
 
     rank: int
     """Of a parity block: the first of its ranks."""
@@ -152,7 +157,8 @@ class RemoteReport:
     versions: tuple[Version, ...] = ()
     """Complete versions (manifest present), oldest first."""
     ranks: tuple[int, ...] = ()
-    """For each of them by how many ranks it was made, 0 if that cannot be read. Empty: not looked up, as only worker 0 does it."""
+    """For each of them by how many ranks it was made, 0 if that cannot be read. Empty: not looked up, as only
+    worker 0 does it."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,8 @@ class Watermarks:
     peer: Version | None = None
     remote: Version | None = None
     snapshot: Version | None = None
-    """Newest version of which every rank holds a whole snapshot in its own memory: what an upload can begin from."""
+    """Newest version of which every rank holds a whole snapshot in its own memory: what an upload can begin
+    from."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,8 @@ class MemoryReport:
     """Bytes the memory volume may hold."""
     used: int
     needed: int
-    """Bytes for all slots of this worker's ranks and of the copies it hosts, as far as sizes are known; else 0."""
+    """Bytes for all slots of this worker's ranks and of the copies it hosts, as far as sizes are known; else
+    0."""
     local: int = 0
     """The part of `needed` that is for own ranks."""
     peer: int = 0
@@ -198,8 +206,8 @@ class Quarantined:
 
 @dataclass(frozen=True)
 class Proof:
-    """All that a restore of this worker's ranks would read from a tier was read as a restore reads it, and every byte was verified. Deltas
-    are verified, not replayed."""
+    """All that a restore of this worker's ranks would read from a tier was read as a restore reads it, and
+    every byte was verified. Deltas are verified, not replayed."""
 
     tier: Tier
     version: Version
@@ -210,14 +218,16 @@ class Proof:
     """How long the reading took, pauses included."""
     bytes: int
     parts: int = 1
-    """Of how many versions, one after the other, it was read. More than 1: none of them lived for as long as that takes."""
+    """Of how many versions, one after the other, it was read. More than 1: none of them lived for as long as
+    that takes."""
 
 
 class Break(str, Enum):
     """How a peer cannot be reached, which tells two troubles apart."""
 
     REFUSED = "Refused"
-    """Its host answers, its sidecar does not: it was closed, is being started again, or its address belongs to somebody else."""
+    """Its host answers, its sidecar does not: it was closed, is being started again, or its address belongs
+    to somebody else."""
     SILENT = "Silent"
     """Nothing comes back: its host is down, or the network between us is."""
 
@@ -252,7 +262,8 @@ class Counters:
     refused_stale: int = 0
     """Messages refused because they carried an older attempt."""
     refused_reports: int = 0
-    """Tier reports of other sidecars that were refused because they cannot be true, or cannot be reckoned with."""
+    """Tier reports of other sidecars that were refused because they cannot be true, or cannot be reckoned
+    with."""
     deltas: int = 0
     """Deltas captured."""
     deltas_skipped: int = 0
@@ -294,14 +305,17 @@ class Report:
     can_change_worker: bool = False
     """This sidecar takes another worker's identity if a new attempt says so; older ones did not."""
     owes: bool = False
-    """The training command does not run (any more), and holders still lack something of this worker that they should have."""
+    """The training command does not run (any more), and holders still lack something of this worker that they
+    should have."""
     settled: bool = False
-    """The job is over, the training command has ended, and nothing that is here could go to the remote tier any more: the pod may go."""
+    """The job is over, the training command has ended, and nothing that is here could go to the remote tier
+    any more: the pod may go."""
     counters: Counters = Counters()
     snapshot_every: int = 0
-    """Steps between snapshots that the coordinator has named (`checkpoint.snapshot.everySteps` if given); 0: not decided yet."""
+    """Steps between snapshots that the coordinator has named (`checkpoint.snapshot.everySteps` if given); 0:
+    not decided yet."""
     proofs: tuple[Proof, ...] = ()
     """The newest of each tier, as far as there is one of every own rank. What went wrong is a problem."""
     followed: int = 0
-    """Directives that this process has followed so far; the next one's number must be greater. Always 0: an older sidecar, which takes
-    any."""
+    """Directives that this process has followed so far; the next one's number must be greater. Always 0: an
+    older sidecar, which takes any."""

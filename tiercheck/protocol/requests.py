@@ -13,7 +13,8 @@ from tiercheck.protocol.version import Kind
 
 @dataclass(frozen=True)
 class ReserveSlots:
-    """Slots for this rank. Answered when the snapshot slots are allocated and pre-faulted; delta slots follow."""
+    """Slots for this rank. Answered when the snapshot slots are allocated and pre-faulted; delta slots
+    follow."""
 
     op: ClassVar[str] = "reserve"
     bytes: int
@@ -75,7 +76,8 @@ class DeclineDeltas:
     op: ClassVar[str] = "no-deltas"
     message: str = ""
     step: int = 0
-    """Unless 0: what it took in this attempt from this step on must not be replayed either, wherever it lies."""
+    """Unless 0: what it took in this attempt from this step on must not be replayed either, wherever it lies.
+    """
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class ReportCannotSave:
 class ReportMismatch:
     """The artifact of `step` is wrong, as `message` says. No version that needs it may be restored again.
 
-    A delta: replaying it did not give the state that it was taken from. A snapshot: replicas did not hold the same.
+    A delta: replaying it did not give the state that it was taken from. A snapshot: replicas did not hold the
+    same.
     """
 
     op: ClassVar[str] = "mismatch"
@@ -111,8 +114,8 @@ class ReportRestored:
 class BorrowArtifact:
     """The artifact of another `rank`, of `kind` after `step`.
 
-    The reply carries the `path` of a file with the bytes asked for at their places, verified; what else is in it is undefined.
-    It is there until `ReportRestored`; a delta until one of a later step is borrowed.
+    The reply carries the `path` of a file with the bytes asked for at their places, verified; what else is in
+    it is undefined. It is there until `ReportRestored`; a delta until one of a later step is borrowed.
     """
 
     op: ClassVar[str] = "borrow"
@@ -125,7 +128,8 @@ class BorrowArtifact:
 
 @dataclass(frozen=True)
 class ReportFailing:
-    """The process is about to end with `exit_code`, because of `message`; `reason` is a CamelCase word for it."""
+    """The process is about to end with `exit_code`, because of `message`; `reason` is a CamelCase word for
+    it."""
 
     op: ClassVar[str] = "failing"
     reason: str

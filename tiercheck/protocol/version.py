@@ -2,15 +2,17 @@
 
 Which state is meant: a version, and the one history that versions must belong to.
 
-Two attempts may both reach step 50. After a rollback those are two different states, and mixing them would give
-a model that never existed. So a version names the attempt that produced it, and a `History` says which attempt
-owns which steps.
+Two attempts may both reach step 50. After a rollback those are two different states, and mixing them would
+give a model that never existed. So a version names the attempt that produced it, and a `History` says which
+attempt owns which steps.
 
 What a rank leaves behind: snapshots and deltas, and how an artifact is named.
 
-A version is rebuildable from a snapshot and every delta after it. This is that rule, on sets of versions of one rank.
+A version is rebuildable from a snapshot and every delta after it. This is that rule, on sets of versions of
+one rank.
 
-All steps of a chain must belong to the accepted history: the delta of step *s* applies to the one accepted state after
+All steps of a chain must belong to the accepted history: the delta of step *s* applies to the one accepted
+state after
 *s*-1, whichever attempts the two come from.
 """
 
@@ -25,8 +27,8 @@ from enum import Enum
 class Version:
     """The state after optimizer step `step`, produced by attempt `attempt`.
 
-    Ordered by step, then attempt. Within one accepted history a step has one attempt only, so there the order is
-    simply "newer".
+    Ordered by step, then attempt. Within one accepted history a step has one attempt only, so there the order
+    is simply "newer".
     """
 
     step: int
@@ -84,7 +86,8 @@ class History:
         return next((branch.ranks for branch in self.branches if branch.attempt == version.attempt), 0)
 
     def continues(self, version: Version) -> bool:
-        """Whether it is of this line, and of as many ranks as the newest attempt has, so that these can go on from it slot by slot."""
+        """Whether it is of this line, and of as many ranks as the newest attempt has, so that these can go on
+        from it slot by slot."""
         if not self.accepts(version):
             return False
         ranks = self.ranks
@@ -108,7 +111,8 @@ class Kind(str, Enum):
     SNAPSHOT = "snapshot"
     """One rank's complete state after a step."""
     DELTA = "delta"
-    """What the optimizer consumed at one step: replayed on the state before it, it gives the state after it."""
+    """What the optimizer consumed at one step: replayed on the state before it, it gives the state after it.
+    """
 
 
 @dataclass(frozen=True, order=True)
@@ -171,7 +175,9 @@ def chain_to(
     return Chain(link, tuple(reversed(links)))
 
 
-def rebuildable(snapshots: Collection[Version], deltas: Collection[Version], history: History) -> frozenset[Version]:
+def rebuildable(
+    snapshots: Collection[Version], deltas: Collection[Version], history: History
+) -> frozenset[Version]:
     """Every accepted version that these artifacts of one rank lead to."""
     found: set[Version] = set()
     for base in snapshots:

@@ -1,6 +1,7 @@
 """Takes credentials out of text on its way to people: status, Events, logs and exports.
 
-It is better to lose a harmless word than to give a secret away. The time it takes is linear in the length of the text.
+It is better to lose a harmless word than to give a secret away. The time it takes is linear in the length of
+the text.
 """
 
 from tiercheck.redaction.logs import log_redacted

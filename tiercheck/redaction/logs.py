@@ -23,7 +23,8 @@ class _Redacting(logging.Formatter):
 
 
 def log_redacted(level: int | str = logging.INFO, known: Iterable[str] = ()) -> None:
-    """The root logger writes to stderr from now on, and so does whatever ends a thread or the process unexpectedly.
+    """The root logger writes to stderr from now on, and so does whatever ends a thread or the process
+    unexpectedly.
 
     `known`: credentials that this process holds.
     """

@@ -1,6 +1,8 @@
-"""Values that are secret because of the name before them: `password: x`, `WANDB_API_KEY x`, `--hf-token x`, `{"secret": "x"}`.
+"""Values that are secret because of the name before them: `password: x`, `WANDB_API_KEY x`, `--hf-token x`,
+`{"secret": "x"}`.
 
-The keyword is looked for first, then the name around it and the value after it, so that no place of a line is looked at twice.
+The keyword is looked for first, then the name around it and the value after it, so that no place of a line is
+looked at twice.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import re
 from tiercheck.redaction.shapes import GONE, mixed, opaque, random_run
 
 _KEYWORD = re.compile(
-    r"(?i)p(?:as)?sw(?:or)?[dt]|pass[-_. ]?phrase|passcode|pwd?(?![a-z])|secret|token|credential|authorization|cookie"
+    r"(?i)p(?:as)?sw(?:or)?[dt]|pass[-_. "
+    r"]?phrase|passcode|pwd?(?![a-z])|secret|token|credential|authorization|cookie"
     r"|pass(?=[\"'`\]]*\s{0,2}(?:[=:]|\Z))|(?<=[a-z_.-])pass(?![a-z])|psk(?![a-z])|(?<![a-z])creds(?![a-z])"
     r"|mnemonic|(?:seed|recovery)[-_. ]?phrase"
     r"|kennwort|mot de passe|contrase.{1,2}a|wachtwoord|senha(?![a-z])|парол|密[码碼]|パスワード"
@@ -25,7 +28,9 @@ _HINTS = (
 """In lower case: a line without any of them has no keyword, and most of a log is such lines."""
 _WEAK = re.compile(r"(?i)(?:code|auth|jwt|otp|sig|signature|session.*|sid|dsn|key)\Z")
 """Keywords that many harmless things are called by: the value has to look secret as well."""
-_PASSWORD = re.compile(r"(?i)pass|psw|pwd?(?![a-z])|psk|phrase|mnemonic|kennwort|woord|contrase|senha|парол|密|パスワ")
+_PASSWORD = re.compile(
+    r"(?i)pass|psw|pwd?(?![a-z])|psk|phrase|mnemonic|kennwort|woord|contrase|senha|парол|密|パスワ"
+)
 _SHORT = re.compile(r"(?i)(?:pass|psk)\Z")
 """Keywords whose values are one word, or quoted: there is a forward pass, and a bypass."""
 _OTHER_PASSES = {
@@ -37,7 +42,8 @@ _CALL = re.compile(r"[A-Za-z_][\w.]*\(\)\s*\Z")
 """Code, as in a traceback: `password = getpass()`."""
 _SAID = re.compile(
     r"(?i)(?:must|should|cannot|can't|required|invalid|missing|unexpected|expected|unknown|expired|denied|refused"
-    r"|refreshed|rotated|loaded|forbidden|failed|unauthorized|unsupported|error)\b[a-z ,.:'-]*(?:\b\d{1,6}\b[a-z ,.:'-]*){0,3}\Z"
+    r"|refreshed|rotated|loaded|forbidden|failed|unauthorized|unsupported|error)\b[a-z "
+    r",.:'-]*(?:\b\d{1,6}\b[a-z ,.:'-]*){0,3}\Z"
 )
 """What is said about a value in place of it: `password: must have 12 characters`."""
 _HEADER = re.compile(r"(?i)authorization|cookie|x-auth|-(?:token|key|secret|signature|auth)$")
@@ -62,20 +68,27 @@ _SEPARATOR = re.compile(
     r"|\s[\w:.-]{1,40}=(?:\"[^\"<>]{0,80}\"|'[^'<>]{0,80}')\s*>)\s*"
     r"(?:(?:Invalid|Unsupported|Duplicate) value:\s+(?=[\"']))?)"
     r"|(?P<comma>\s*,\s*)|(?P<loose>(?:\s+[A-Za-z]{1,12}){1,4}:\s+|\s*\|\s*)|"
-    r"(?P<blank>\s+(?P<verb>(?:(?:is|was|are|has been)\s+)?(?P<told>(?:re)?(?:set|changed|rotated|equal|updated)\s+(?:to|from)\s+)?)))"
+    r"(?P<blank>\s+(?P<verb>(?:(?:is|was|are|has "
+    r"been)\s+)?(?P<told>(?:re)?(?:set|changed|rotated|equal|updated)\s+(?:to|from)\s+)?)))"
 )
-"""`loose`: what follows is a value only if it looks like one, as in `invalid API key provided: x` or in a table."""
-_OPENING = re.compile(rf"(?P<bracket>(?:[A-Z]\w{{0,40}}\(|\[\]byte\(|[\[(])*)\s*[bBuUrRfF]?(?P<quote>{_QUOTE})")
+"""`loose`: what follows is a value only if it looks like one, as in `invalid API key provided: x` or in a
+table."""
+_OPENING = re.compile(
+    rf"(?P<bracket>(?:[A-Z]\w{{0,40}}\(|\[\]byte\(|[\[(])*)\s*[bBuUrRfF]?(?P<quote>{_QUOTE})"
+)
 _WORD = re.compile(r"(?:[^\s\"'`;&,<>]|,(?!\s|$))*")
 _PHRASE = re.compile(r"[^;&\n]*")
 _FLAG_VALUE = re.compile(r"(?!-)[^\s\"'`,;]+")
 _LINE_BEGINS = re.compile(r"[\s#>+-]*(?:(?:export|set|env|setx|ARG|ENV)\s+)?[\"']?\Z")
 _BLOCK = re.compile(r"(?:[|>][+-]?\d?[+-]?|[\[(])\s*\Z")
 _NOTHING = re.compile(
-    r"(?i)(?:null|none|nil|true|false|yes|no|unset|empty|redacted|\*+|</?[A-Za-z _.|-]*>|\\|\$[({]{0,2}\w+[)}]{0,2})?\Z"
+    r"(?i)(?:null|none|nil|true|false|yes|no|unset|empty|redacted|\*+|</?[A-Za-z "
+    r"_.|-]*>|\\|\$[({]{0,2}\w+[)}]{0,2})?\Z"
 )
 _NUMBER = re.compile(r"[-+~]?\d[\d.,_]{0,14}(?:e[-+]?\d+)?\s?[kKMGTB]?(?:/s)?%?\Z")
-_NUMBERS = re.compile(r"(?:[a-z][\w.]{0,16}\()?[\[(][-+\d.,\s\[\]()]*(?:,?\s*(?:dtype|device)=[\w.:']{1,24}){0,2}\)?\Z")
+_NUMBERS = re.compile(
+    r"(?:[a-z][\w.]{0,16}\()?[\[(][-+\d.,\s\[\]()]*(?:,?\s*(?:dtype|device)=[\w.:']{1,24}){0,2}\)?\Z"
+)
 _DURATION = re.compile(r"[\d.,]+\s?[a-zA-Z%/]{0,3},?\Z")
 _PROSE = {
     "is", "was", "to", "or", "and", "must", "not", "with", "for", "in", "has", "from", "as", "if", "the", "a", "an", "of", "on",
@@ -98,8 +111,9 @@ def is_secret_name(name: str) -> bool:
 
 
 def without_named(line: str) -> tuple[str, str]:
-    """One line, and where the value of its last name goes on: "" nowhere; "line", "rest": on the next, if it looks so and anyway;
-    "block": on all that are indented more; "name", "listed": it begins on the next, after a colon, or in quotes; quotes: up to those.
+    """One line, and where the value of its last name goes on: "" nowhere; "line", "rest": on the next, if it
+    looks so and anyway; "block": on all that are indented more; "name", "listed": it begins on the next,
+    after a colon, or in quotes; quotes: up to those.
     """
     lowered = line.lower()
     if not any(hint in lowered for hint in _HINTS):
@@ -118,7 +132,9 @@ def without_named(line: str) -> tuple[str, str]:
         while end > found.end() and line[end - 1] in ".-":
             end -= 1
         name = line[begin:end]
-        if not _judge(name, found[0], found.end() - begin) or (_A_FILE.search(name) and line[end : end + 1] != "="):
+        if not _judge(name, found[0], found.end() - begin) or (
+            _A_FILE.search(name) and line[end : end + 1] != "="
+        ):
             continue
         weak = bool(_WEAK.match(found[0]))
         value = _value(line, begin, end, weak=weak, short=bool(_SHORT.match(found[0])))
@@ -212,7 +228,9 @@ def _value(line: str, begin: int, end: int, *, weak: bool, short: bool) -> tuple
         return None if weak or not (assigned or line[low:].strip()) else (len(line), len(line))
     if assigned and line[low:].strip() in ("[", "("):
         return None if weak else (low, len(line))
-    if opening is None and ((assigned.lstrip()[:1] == ":" and _SAID.match(line, low)) or _CALL.match(content)):
+    if opening is None and (
+        (assigned.lstrip()[:1] == ":" and _SAID.match(line, low)) or _CALL.match(content)
+    ):
         return None
     if short and opening is None and (" " in content or len(content) < 4 or _DURATION.match(content)):
         return None
@@ -231,7 +249,8 @@ def _value(line: str, begin: int, end: int, *, weak: bool, short: bool) -> tuple
 
 
 def _is_told(line: str, begin: int, name: str, high: int, verb: str) -> bool:
-    """Whether a word after the name of a password is its value: `login bob password x`, `bindpw x`, `password set to x`, a line of two."""
+    """Whether a word after the name of a password is its value: `login bob password x`, `bindpw x`, `password
+    set to x`, a line of two."""
     alone = len(line[begin:high].split()) == 2 and not line[:begin].strip(" \t-*") and not line[high:].strip()
     return alone or bool(_A_SUFFIX.search(name)) or bool(verb) or "login " in line[:begin]
 
@@ -241,9 +260,15 @@ def _is_secret(name: str, content: str, *, sure: bool, placed: bool, weak: bool,
 
     `sure`: it is a value; `placed`: it stands where one belongs; `asked`: in an address.
     """
-    if content[:1] == "{" or content[:2] == "[{" or all(_NOTHING.match(one) for one in _LISTED.split(content)):
+    if (
+        content[:1] == "{"
+        or content[:2] == "[{"
+        or all(_NOTHING.match(one) for one in _LISTED.split(content))
+    ):
         return False
-    if "token" in name.lower() and (_NUMBER.match(content.partition(" ")[0].rstrip(",;")) or _NUMBERS.match(content)):
+    if "token" in name.lower() and (
+        _NUMBER.match(content.partition(" ")[0].rstrip(",;")) or _NUMBERS.match(content)
+    ):
         return False  # how many of a text
     if asked:
         return True
@@ -277,7 +302,9 @@ def _quoted(line: str, opening: re.Match[str]) -> tuple[int, int]:
 def _closing(line: str, begin: int, quote: str) -> int:
     """Where a quoted value ends: before the next quote of the same kind, or with the line."""
     if quote.lstrip("\\") not in ('"', "'", "`"):
-        end = line.find({"“": "”", "‘": "’", "„": "“", "‚": "‘", "«": "»", "»": "«", "‹": "›"}.get(quote, quote), begin)
+        end = line.find(
+            {"“": "”", "‘": "’", "„": "“", "‚": "‘", "«": "»", "»": "«", "‹": "›"}.get(quote, quote), begin
+        )
         return end if end >= 0 else len(line)
     mark, slashes = quote[-1], len(quote) - 1
     at = line.find(mark, begin)
@@ -288,7 +315,11 @@ def _closing(line: str, begin: int, quote: str) -> int:
         if mark == "'" and not slashes and line[at + 1 : at + 2] == mark:  # as YAML and SQL write one within
             at = line.find(mark, at + 2)
             continue
-        if (at - before == slashes) or (slashes == 0 and (at - before) % 2 == 0) or (slashes and at - before < slashes):
+        if (
+            (at - before == slashes)
+            or (slashes == 0 and (at - before) % 2 == 0)
+            or (slashes and at - before < slashes)
+        ):
             return before
         at = line.find(mark, at + 1)
     return len(line)

@@ -1,4 +1,5 @@
-"""Credentials that are known by their looks, whatever stands before them. Every pattern is searched in linear time."""
+"""Credentials that are known by their looks, whatever stands before them. Every pattern is searched in linear
+time."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _KEY_BODY = re.compile(r"[^\n]*(?:\n[ \t]*[A-Za-z0-9+/]+={0,2}[ \t\r]*(?=\n|\Z))
 _EDGE = r"(?:(?<![A-Za-z0-9_-])|(?<=\\[nrt]))"
 """The beginning of a word; in quoted JSON a line's end is two characters of which one is a letter."""
 _LOOKS = re.compile(
-    # GitHub, GitLab, npm, PyPI, Hugging Face, Slack, Vault, Docker, DigitalOcean, Shopify, Linear, Atlassian, age
+    # GitHub, GitLab, npm, PyPI, Hugging Face, Slack, Vault, Docker, DigitalOcean, Shopify, Linear, Atlassian,
+    # age
     r"(?:gh[pousr]_|github_pat_|gl[a-z]{2,5}-|npm_|pypi-|hf_|api_org_|xox[a-z]-|xapp-|hv[sbr]\.|dckr_[a-z]{2,4}_|do[opr]_v1_"
     r"|shp[a-z]{2}_|lin_api_|ATATT3|AGE-SECRET-KEY-|PMAK-|NRAK-|SG\.|rubygems_|sntry[su]_|xkeysib-|rdme_|pscale_[a-z]{2,5}_|gl[cs]a?_|whsec_"
     r"|sm_[aps]at_|sha256~|pat[A-Za-z0-9]{14}\.(?=[0-9a-f])|EZ[AT]K|sq0[a-z]{3}-|FLWSECK_|CLOJARS_"
@@ -50,7 +52,8 @@ _AUTH = re.compile(
 )
 _ORACLE = re.compile(r"(jdbc:oracle:[a-z]{3,8}:[^\s/@]{1,64}/)[^\s@]+(?=@)")
 _HEADER_VALUE = re.compile(
-    r"(?i)((?:invalid|illegal|bad|wrong|forbidden|control characters? in|newlines?[a-z ]{0,40} in)[^\n:'\"]{0,40}"
+    r"(?i)((?:invalid|illegal|bad|wrong|forbidden|control characters? in|newlines?[a-z ]{0,40} "
+    r"in)[^\n:'\"]{0,40}"
     r"\bheaders?\b[^\n:'\"]{0,24}[: ]\s*|\bheader (?:part|value)s?\b[^\n'\"(]{0,12})(b?['\"(].*)"
 )
 """What HTTP libraries say of a header that they refuse: its value follows."""
@@ -69,16 +72,20 @@ _PIPED = re.compile(
     r"(\becho\s{1,4}(?:-[neE]{1,3}\s{1,4})?)(?:'[^']*'|\"[^\"]*\"|[^\s|-]\S*)(?=\s*\|[^|\n]{0,200}(?:-stdin\b|\bsudo\s+-S|\bpasswd\b|\bcryptsetup\b))"
 )
 _LITERAL = re.compile(
-    r"(--from-literal[= ][\"']?[\w.-]{1,128}=)[^\s\"']+|(\bIDENTIFIED\s{1,4}BY\s{1,4}(?:PASSWORD\s{1,4})?['\"])[^'\"\n]+",
+    r"(--from-literal[= "
+    r"][\"']?[\w.-]{1,128}=)[^\s\"']+|(\bIDENTIFIED\s{1,4}BY\s{1,4}(?:PASSWORD\s{1,4})?['\"])[^'\"\n]+",
     re.IGNORECASE,
 )
 _HASHED = re.compile(
     r"\$(?:1|2[abxy]|5|6|7|y|apr1|argon2[a-z]{1,2}|pbkdf2[\w-]{0,16}|scrypt)\$[A-Za-z0-9./$=,+_-]{16,}"
 )
 _USER = re.compile(
-    r"((?:^|\s|[\"'])(?:-u|-U|--user|--proxy-user|login=|userpwd=)[ =]?[\"']?)([^\s\"':%]{0,80}[:%](?!\d+(?:\s|$))[^\s\"']+)"
+    r"((?:^|\s|[\"'])(?:-u|-U|--user|--proxy-user|login=|userpwd=)[ "
+    r"=]?[\"']?)([^\s\"':%]{0,80}[:%](?!\d+(?:\s|$))[^\s\"']+)"
 )
-_USER_AT = re.compile(r"((?<![\w/])[A-Za-z][\w.-]{0,64}:)[^\s/@:'\"]{4,256}@(?!sha\d)(?=[A-Za-z0-9-]{1,64}[.:/])")
+_USER_AT = re.compile(
+    r"((?<![\w/])[A-Za-z][\w.-]{0,64}:)[^\s/@:'\"]{4,256}@(?!sha\d)(?=[A-Za-z0-9-]{1,64}[.:/])"
+)
 _SCHEMED = re.compile(r"://")
 _ADDRESS = re.compile(r"[^\s\"'`<>\\]*")
 _RUN = re.compile(r"[A-Za-z0-9+/_-]{20,}={0,2}")
@@ -128,7 +135,8 @@ def opaque(word: str) -> bool:
 
 
 def random_run(run: str) -> bool:
-    """Whether upper case, lower case and digits follow one another as by chance. Digests and UIDs have one case and no letter after F."""
+    """Whether upper case, lower case and digits follow one another as by chance. Digests and UIDs have one
+    case and no letter after F."""
     if _MANGLED.match(run):
         return False
     run = _UID.sub("", run)
@@ -143,7 +151,8 @@ def random_run(run: str) -> bool:
 
 
 def _changes(run: str) -> float:
-    """How often, of once a letter, the kind of letter changes; 0 where there is no digit, and for what may be hexadecimal."""
+    """How often, of once a letter, the kind of letter changes; 0 where there is no digit, and for what may be
+    hexadecimal."""
     if not _DIGIT.search(run) or not (_two_cases(run) or _BEYOND_HEX.search(run)):
         return 0
     kinds = ["u" if c.isupper() else "l" if c.islower() else "d" if c.isdigit() else "" for c in run]
@@ -190,10 +199,13 @@ def _addresses(line: str) -> str:
 _NAMED_LATER = re.compile(
     r"(?i)\s(?:is|was|are|as|for)\s(?:(?:not|now|an?|the|your|my|our|their|(?:in)?valid|wrong|right|correct|new|old|[a-z]{1,16}'s)\s){0,4}"
     r"(?:[a-z]{1,12}\s)?"
-    r"(?P<name>password|passphrase|passcode|psk|secret|token|api[ _-]?key|credentials?)(?!\w|[ _-](?!(?:for|of|to|on|and|but|or)\b)[a-z])"
+    r"(?P<name>password|passphrase|passcode|psk|secret|token|api[ _-]?key|credentials?)(?!\w|[ "
+    r"_-](?!(?:for|of|to|on|and|but|or)\b)[a-z])"
     r"|(?P<bracket>\s\()(?:[a-z]{1,16}[/,]\s?)?(?P<listed>password|passphrase|secret|token|api[ _-]?key)\)"
 )
-_BEFORE = re.compile(r"(?P<quote>[\"'`])(?P<quoted>[^\"'`{}\n]{4,128})(?P=quote)\Z|(?P<bare>[^\s\"'`,;:=()]{6,128})\Z")
+_BEFORE = re.compile(
+    r"(?P<quote>[\"'`])(?P<quoted>[^\"'`{}\n]{4,128})(?P=quote)\Z|(?P<bare>[^\s\"'`,;:=()]{6,128})\Z"
+)
 
 
 def _named_later(line: str) -> str:
@@ -208,7 +220,9 @@ def _named_later(line: str) -> str:
         if group == "bare" and "/" in before["bare"]:
             low = line.rfind("/", low, high) + 1
         value, name = line[low:high], (found["name"] or found["listed"]).lower()
-        if value != GONE and (mixed(value) or (group == "quoted" and name.startswith("pass") and " " not in value)):
+        if value != GONE and (
+            mixed(value) or (group == "quoted" and name.startswith("pass") and " " not in value)
+        ):
             parts += [line[done:low], GONE]
             done = high
     return "".join(parts) + line[done:] if parts else line
@@ -243,4 +257,5 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[str], str]], ...] = (
     ((" is ", " was ", " are ", " as ", " for ", " ("), _named_later),
     (("@",), lambda line: _USER_AT.sub(rf"\1{GONE}@", line)),
 )
-"""Each with words, in lower case, of which a line must have one: most lines have none, and most of a log is such lines."""
+"""Each with words, in lower case, of which a line must have one: most lines have none, and most of a log is
+such lines."""

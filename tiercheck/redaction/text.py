@@ -1,4 +1,5 @@
-"""A text as somebody reads it: without colours and what nobody sees, and with escapes of ordinary characters resolved.
+"""A text as somebody reads it: without colours and what nobody sees, and with escapes of ordinary characters
+resolved.
 
 Rules look at these as well, so that none of them needs to know of colours, of wide letters or of `%70`.
 
@@ -53,7 +54,11 @@ def _ordinary(character: str) -> str:
 def _resolved(found: re.Match[str]) -> str:
     if found["name"]:
         return _NAMED[found["name"]]
-    code = int(found["decimal"]) if found["decimal"] else int(found["percent"] or found["code"] or found["hex"], 16)
+    code = (
+        int(found["decimal"])
+        if found["decimal"]
+        else int(found["percent"] or found["code"] or found["hex"], 16)
+    )
     return chr(code) if 32 <= code < 127 else found[0]
 
 
@@ -67,13 +72,16 @@ _ENTRY = re.compile(
     r"[\s-]*[\"']?name[\"']?\s*[:=]\s*[\"']?([A-Za-z0-9_.-]{1,128})[\"']?\s*,?\s*\Z|\[\[?\s*([A-Za-z0-9_.-]{1,128})\s*\]\]?\s*\Z"
 )
 _PREFIX = re.compile(
-    r"\d{4}-\d\d-\d\d[T ][\d:.,+Z-]{6,36} (?:(?:stdout|stderr) (?P<part>[FP]) )?|\[[a-z]*\d[\d,]*\](?:<[a-z]+>)?: ?|[<>] "
+    r"\d{4}-\d\d-\d\d[T ][\d:.,+Z-]{6,36} (?:(?:stdout|stderr) (?P<part>[FP]) "
+    r")?|\[[a-z]*\d[\d,]*\](?:<[a-z]+>)?: ?|[<>] "
 )
 """What writers of logs, torchrun, mpirun and curl put before each line."""
 _ALONE = re.compile(r"\s*(?P<quote>[\"']).*(?P=quote)[,;)\]}\s]*\Z")
 _BEGINS_WITH_VALUE = re.compile(r"(\s*(?:[:=]|=>)\s*)(?=\S)")
 _QUOTES = ('"', "'")
-_SECRET_OBJECT = re.compile(r"(?m)(?:^|[\s{,])\\*[\"']?kind\\*[\"']?\s{0,4}:\s{0,4}\\*[\"']?Secret\b(?![ \t]*[\w.])")
+_SECRET_OBJECT = re.compile(
+    r"(?m)(?:^|[\s{,])\\*[\"']?kind\\*[\"']?\s{0,4}:\s{0,4}\\*[\"']?Secret\b(?![ \t]*[\w.])"
+)
 _DATA = re.compile(r"[\s\"'-]*(?:data|stringData)[\"']?\s*:\s*\{?\s*\Z")
 _DATA_INLINE = re.compile(r"(\\*[\"']?(?:data|stringData)\\*[\"']?\s{0,4}:\s{0,4}\{)[^{}]+")
 _KEYED = re.compile(r"\s*[\"']?[A-Za-z0-9_.-]+[\"']?\s*:\s*")
@@ -82,7 +90,8 @@ _ITS_VALUE = re.compile(r"(\s*[\"']?value[\"']?\s*[:=]\s*).*\Z", re.DOTALL)
 
 
 def redacted(text: str, known: Iterable[str] = ()) -> str:
-    """`text` with REDACTED in place of what is, or looks like, a credential; lines of more than `LONGEST_LINE` are cut.
+    """`text` with REDACTED in place of what is, or looks like, a credential; lines of more than
+    `LONGEST_LINE` are cut.
 
     `known`: credentials that are to be taken out wherever they stand.
     """
@@ -110,8 +119,8 @@ def _lines(text: str) -> list[str]:
     """Line by line, with what goes on over lines."""
     lines: list[str] = []
     goes_on, below, named, partly = "", 0, False, False
-    """How the value of a secret name goes on in lines that are indented by more than `below`; whether a name was that of a secret;
-    whether the writer of the log broke a line here."""
+    """How the value of a secret name goes on in lines that are indented by more than `below`; whether a name
+    was that of a secret; whether the writer of the log broke a line here."""
     a_secret = _SECRET_OBJECT.search(text) is not None
     every = without_keys(text).split("\n")
     for number, whole in enumerate(every):

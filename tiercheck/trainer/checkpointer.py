@@ -51,19 +51,20 @@ _UNDECIDED_WITH_DELTAS = 4
 class Checkpointer:
     """Saves and restores the state of one rank.
 
-    `state`: whatever else the next step depends on - objects with `state_dict`/`load_state_dict`, plain dicts, generators
-    (torch.Generator, numpy's). Modules in it, such as averaged weights, are stored as tensors like the model.
-    The default random number generators (torch, all CUDA devices, python, numpy) are always included.
-    `every`: steps between snapshots; None: as the job says, 50 outside a cluster.
-    `folder`, `keep`: outside a cluster, where snapshots go and how many complete ones stay.
-    One process has one Checkpointer for a folder, and in a cluster one at all, until it is closed: a second one is a ValueError.
-    `found`: what `find` returned, for frameworks that must know the step before they make model and optimizer.
-    `sanity_gate`: refuse what has a loss, gradient, parameter or optimizer state that is not finite; None: as the job says.
-    `verify_all`: compare every byte of a snapshot with the state before the next update, which waits for it; None: as the job says.
+    `state`: whatever else the next step depends on - objects with `state_dict`/`load_state_dict`, plain
+    dicts, generators (torch.Generator, numpy's). Modules in it, such as averaged weights, are stored as
+    tensors like the model. The default random number generators (torch, all CUDA devices, python, numpy) are
+    always included. `every`: steps between snapshots; None: as the job says, 50 outside a cluster. `folder`,
+    `keep`: outside a cluster, where snapshots go and how many complete ones stay. One process has one
+    Checkpointer for a folder, and in a cluster one at all, until it is closed: a second one is a ValueError.
+    `found`: what `find` returned, for frameworks that must know the step before they make model and
+    optimizer. `sanity_gate`: refuse what has a loss, gradient, parameter or optimizer state that is not
+    finite; None: as the job says. `verify_all`: compare every byte of a snapshot with the state before the
+    next update, which waits for it; None: as the job says.
 
-    Only `optimizer.step` may change parameters; call `step` after the scheduler and everything else has moved.
-    No failure to save raises: it is logged once per kind and counted in `skipped`. What can never be saved is refused here and by
-    `restore`: NotCapturable, a TypeError, names it.
+    Only `optimizer.step` may change parameters; call `step` after the scheduler and everything else has
+    moved. No failure to save raises: it is logged once per kind and counted in `skipped`. What can never be
+    saved is refused here and by `restore`: NotCapturable, a TypeError, names it.
     """
 
     def __init__(
@@ -139,7 +140,11 @@ class Checkpointer:
     @property
     def every(self) -> int:
         """Steps between snapshots."""
-        return self._every or self._backend.every or (_UNDECIDED_WITH_DELTAS if self._deltas.active else _UNDECIDED)
+        return (
+            self._every
+            or self._backend.every
+            or (_UNDECIDED_WITH_DELTAS if self._deltas.active else _UNDECIDED)
+        )
 
     @property
     def sanity_gate(self) -> bool:
@@ -148,10 +153,12 @@ class Checkpointer:
 
     @torch.inference_mode(False)
     def restore(self) -> int:
-        """Load the version to continue from and return its step; 0 is a fresh start. Call it once, before training.
+        """Load the version to continue from and return its step; 0 is a fresh start. Call it once, before
+        training.
 
-        Raises RestoreError if the version cannot be found out or read, DifferentState (a ValueError) if it does not fit,
-        TypeError if `state` holds something that could not be read back later. Training must not begin then.
+        Raises RestoreError if the version cannot be found out or read, DifferentState (a ValueError) if it
+        does not fit, TypeError if `state` holds something that could not be read back later. Training must
+        not begin then.
         """
         if self._forked:
             raise NotCapturable(
@@ -202,8 +209,9 @@ class Checkpointer:
         self._hooks.move_inside()
 
     def alive(self) -> None:
-        """Say that this rank is well although it makes no step: during a long evaluation, for example. Without it, a pause
-        far longer than any before counts as a hang (`failurePolicy.hang`), and the job is restarted."""
+        """Say that this rank is well although it makes no step: during a long evaluation, for example.
+        Without it, a pause far longer than any before counts as a hang (`failurePolicy.hang`), and the job is
+        restarted."""
         if not self._forked:
             self._progress.tell(self.step_number)
 
@@ -234,7 +242,8 @@ class Checkpointer:
 
     @property
     def _forked(self) -> bool:
-        """Whether this process is a fork of the one that is saved: here nobody copies anything, and what it trains is its own."""
+        """Whether this process is a fork of the one that is saved: here nobody copies anything, and what it
+        trains is its own."""
         return os.getpid() != self._pid
 
     def _before_update(self, index: int, _: Optimizer, arguments: Any, named: Any) -> None:

@@ -1,5 +1,6 @@
-"""No sample twice and none left out, whenever a run is stopped and on however many ranks it goes on: the order of samples
-is a function of seed and epoch alone, and the position in it is counted in samples of all ranks together.
+"""No sample twice and none left out, whenever a run is stopped and on however many ranks it goes on: the
+order of samples is a function of seed and epoch alone, and the position in it is counted in samples of all
+ranks together.
 
     order = ResumableSampler(len(dataset), global_batch_size=64, seed=0)
     loader = DataLoader(dataset, batch_sampler=order, num_workers=4)
@@ -30,14 +31,15 @@ _Batch = TypeVar("_Batch")
 class ResumableSampler(Sampler[list[int]]):
     """A batch sampler: of each global batch, the consecutive part of this rank.
 
-    `length`: samples of the dataset. `global_batch_size`: samples that all ranks together take at once (one micro-batch);
-    it does not depend on their number, so neither do the global batches. Parts differ by at most one sample if it is
-    not divisible. `tail`: what becomes of an epoch's last samples if they do not fill a global batch: "drop" leaves them
-    out of this epoch (each epoch has another order); "carry" fills the batch from the next epoch, so that every sample comes
-    exactly once in each. `rank`, `world_size`: as torch.distributed or torchrun's environment say.
+    `length`: samples of the dataset. `global_batch_size`: samples that all ranks together take at once (one
+    micro-batch); it does not depend on their number, so neither do the global batches. Parts differ by at
+    most one sample if it is not divisible. `tail`: what becomes of an epoch's last samples if they do not
+    fill a global batch: "drop" leaves them out of this epoch (each epoch has another order); "carry" fills
+    the batch from the next epoch, so that every sample comes exactly once in each. `rank`, `world_size`: as
+    torch.distributed or torchrun's environment say.
 
-    It needs 8 bytes of memory per sample for the order of an epoch. Raises ValueError if no global batch can be
-    filled, or if there are more ranks than samples in one.
+    It needs 8 bytes of memory per sample for the order of an epoch. Raises ValueError if no global batch can
+    be filled, or if there are more ranks than samples in one.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class ResumableSampler(Sampler[list[int]]):
             raise ValueError(f"rank {self.rank} is none of {self.world_size} ranks")
         if not self.world_size <= global_batch_size <= length:
             raise ValueError(
-                f"a global batch of {global_batch_size} must have a sample for each of {self.world_size} ranks "
+                f"a global batch of {global_batch_size} must have a sample for each of {self.world_size} "
+                "ranks "
                 f"and no more than the {length} there are"
             )
         self._length, self._global, self._seed = length, global_batch_size, seed
@@ -87,9 +90,12 @@ class ResumableSampler(Sampler[list[int]]):
         return epoch if end < self._length else epoch + 1
 
     def follow(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """The loader's batches, each counted when it is handed out: so a checkpoint taken in the loop's body has it behind it."""
+        """The loader's batches, each counted when it is handed out: so a checkpoint taken in the loop's body
+        has it behind it."""
         drawn = torch.get_rng_state()
-        batches = iter(loader)  # draws a seed for its workers, and would do so once more in an epoch that is resumed
+        batches = iter(
+            loader
+        )  # draws a seed for its workers, and would do so once more in an epoch that is resumed
         torch.set_rng_state(drawn)
         for batch in batches:
             self.advance()
@@ -115,10 +121,13 @@ class ResumableSampler(Sampler[list[int]]):
         order = [self._length, self._seed, self._shuffle, self._carry]
         if state["order"] != order:
             raise ValueError(
-                f"the position is one in another order of samples: (length, seed, shuffle, carry) were {state['order']}, here they are {order}"
+                "the position is one in another order of samples: (length, seed, shuffle, carry) were "
+                f"{state['order']}, here they are {order}"
             )
         self.epoch, self.position = state["epoch"], state["position"]
-        if self._epoch_at(self.position, self.epoch) != self.epoch:  # what is left fills no batch of the new size
+        if (
+            self._epoch_at(self.position, self.epoch) != self.epoch
+        ):  # what is left fills no batch of the new size
             self.epoch, self.position = self.epoch + 1, 0
 
     def _part(self, epoch: int, position: int) -> list[int]:

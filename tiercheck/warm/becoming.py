@@ -1,7 +1,8 @@
-"""From a waiting interpreter to the training command: whatever does not fit exactly is executed anew, in the same process.
+"""From a waiting interpreter to the training command: whatever does not fit exactly is executed anew, in the
+same process.
 
-`exec` keeps the process id, the session and the signal of a parent's death, so a cold start from here is the command that
-the launcher would have started, only later.
+`exec` keeps the process id, the session and the signal of a parent's death, so a cold start from here is the
+command that the launcher would have started, only later.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _FOR_TORCHRUN = "torch.distributed.run"
 
 @dataclass
 class Command:
-    """What is left to run: `module` by its name with `run_module`, or else `code` with `names` as its globals."""
+    """What is left to run: `module` by its name with `run_module`, or else `code` with `names` as its
+    globals."""
 
     names: dict[str, Any]
     module: str = ""
@@ -50,8 +52,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Imports:
-    """How the imports were made: what was there `before`, with which `environment`, and which `variables` and warning
-    `filters` torch has set."""
+    """How the imports were made: what was there `before`, with which `environment`, and which `variables` and
+    warning `filters` torch has set."""
 
     before: frozenset[str]
     environment: dict[str, str]
@@ -105,8 +107,11 @@ class Unfit(Exception):
     """This process cannot become that command; says why."""
 
 
-def prepare(descriptor: int, arguments: Sequence[str], names: Mapping[str, Any], before: frozenset[str]) -> Command:
-    """Import, wait for the order, and return what to run. `arguments`: the launcher's command as a recipe, in JSON."""
+def prepare(
+    descriptor: int, arguments: Sequence[str], names: Mapping[str, Any], before: frozenset[str]
+) -> Command:
+    """Import, wait for the order, and return what to run. `arguments`: the launcher's command as a recipe, in
+    JSON."""
     channel = Channel(descriptor)
     spec = json.loads(arguments[0])
     recipe = Recipe(**{**spec, "flags": tuple(spec["flags"]), "arguments": tuple(spec["arguments"])})
@@ -198,13 +203,15 @@ def refuse_other_library() -> None:
 
 
 def set_search_path(recipe: Recipe) -> None:
-    """The folder that Python puts first for this command, before anything is imported: what lies there may shadow."""
+    """The folder that Python puts first for this command, before anything is imported: what lies there may
+    shadow."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd() if recipe.module else os.path.dirname(os.path.realpath(recipe.target)))
 
 
 def refuse_script(path: str, *, must_exist: bool = True) -> bytes:
-    """Its source. Raises Unfit if it is not a plain script, or names a variable that must be set before torch is imported."""
+    """Its source. Raises Unfit if it is not a plain script, or names a variable that must be set before torch
+    is imported."""
     if pkgutil.get_importer(os.path.abspath(path)) is not None:
         raise Unfit(f"{path} is a folder or an archive")
     try:
@@ -225,7 +232,8 @@ def build(recipe: Recipe, names: Mapping[str, Any]) -> Command:
     """Everything that can fail, before anything is changed. Raises Unfit."""
     if recipe.module:
         return Command(
-            {name: names[name] for name in names if name not in ("__file__", "__cached__")}, module=recipe.target
+            {name: names[name] for name in names if name not in ("__file__", "__cached__")},
+            module=recipe.target,
         )
     source = refuse_script(recipe.target)
     file = recipe.target if os.path.isabs(recipe.target) else os.path.join(os.getcwd(), recipe.target)
@@ -261,14 +269,17 @@ def take_over(recipe: Recipe, command: Command) -> None:
 
 
 def draw_curtain(imports: Imports, given: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Hide what was imported, until the script imports it with the variables of this moment; `given` is what to execute if not."""
+    """Hide what was imported, until the script imports it with the variables of this moment; `given` is what
+    to execute if not."""
     process = os.getpid()
     at_first = dict(os.environ)
 
     def opening() -> None:
         name = set_too_late(at_first, os.environ)
         if name and os.getpid() == process:
-            print(f"tiercheck: {name} was set before torch was imported; starting again, cold", file=sys.stderr)
+            print(
+                f"tiercheck: {name} was set before torch was imported; starting again, cold", file=sys.stderr
+            )
             sys.stdout.flush()
             sys.stderr.flush()
             cold(given, environment)
@@ -297,7 +308,8 @@ def rank_command(arguments: Sequence[str], names: Mapping[str, Any]) -> tuple[Re
 
 
 def new_identity() -> None:
-    """What two processes must not share, and would if one was forked: seeds and keys. The standard library does its own."""
+    """What two processes must not share, and would if one was forked: seeds and keys. The standard library
+    does its own."""
     multiprocessing.process.current_process().authkey = os.urandom(32)
     sys.modules["torch"].default_generator.seed()
     if numpy_random := sys.modules.get("numpy.random"):

@@ -1,7 +1,7 @@
 """What was imported beforehand stays out of sight until the script imports it itself.
 
-So the script sees the `sys.modules` that it would have seen, and the moment of its first `import torch` is known: a variable
-that it has set before, and that torch reads at import, is then noticed.
+So the script sees the `sys.modules` that it would have seen, and the moment of its first `import torch` is
+known: a variable that it has set before, and that torch reads at import, is then noticed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from types import ModuleType
 
 
 class Curtain(MetaPathFinder, Loader):
-    """`before`: names of modules that stay visible. `opening` is called once, just before the others are shown."""
+    """`before`: names of modules that stay visible. `opening` is called once, just before the others are
+    shown."""
 
     def __init__(self, before: frozenset[str], opening: Callable[[], None]) -> None:
         self._opening = opening
         seen = {name.partition(".")[0] for name in before} | sys.stdlib_module_names | {"__mp_main__"}
-        self._hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] not in seen}
+        self._hidden = {
+            name: module for name, module in sys.modules.items() if name.partition(".")[0] not in seen
+        }
         for name in self._hidden:
             del sys.modules[name]
         sys.meta_path.insert(0, self)

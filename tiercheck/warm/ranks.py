@@ -1,7 +1,9 @@
-"""Ranks of torchrun, forked before torchrun has begun to run: at that moment there is one thread, no socket and no store.
+"""Ranks of torchrun, forked before torchrun has begun to run: at that moment there is one thread, no socket
+and no store.
 
-torchrun starts each rank as a subprocess of its own. Here the subprocess is there already, as a child of torchrun that waits
-to be told its arguments, its environment and its output; what torchrun then holds answers as a `subprocess.Popen` does.
+torchrun starts each rank as a subprocess of its own. Here the subprocess is there already, as a child of
+torchrun that waits to be told its arguments, its environment and its output; what torchrun then holds answers
+as a `subprocess.Popen` does.
 """
 
 from __future__ import annotations
@@ -87,7 +89,11 @@ def _install(original: Callable[..., Any], reserve: Reserve) -> None:
 
 
 def _take(
-    reserve: Reserve, args: Sequence[str], env: Mapping[str, str], stdout: IO[str] | None, stderr: IO[str] | None
+    reserve: Reserve,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    stdout: IO[str] | None,
+    stderr: IO[str] | None,
 ) -> ForkedRank | None:
     """A waiting child that runs `args` now; None if there is none that can."""
     outputs = [opened.fileno() for opened in (stdout, stderr) if opened is not None]

@@ -1,7 +1,8 @@
 """Which environment variables may still be set once torch has been imported, and which may not.
 
-Between preparing and starting, only variables of the first kind may differ; anything else means a cold start. And a script
-that sets a variable of the second kind before its own `import torch` must find that it has an effect.
+Between preparing and starting, only variables of the first kind may differ; anything else means a cold start.
+And a script that sets a variable of the second kind before its own `import torch` must find that it has an
+effect.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _EARLY = re.compile(
     r"\b(?:(?:OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|DNNL|ONEDNN|MKLDNN|ATEN|PYTORCH|LD|TRITON|NPY|NUMPY|SYMPY|MALLOC|TBB)_[A-Z0-9_]+|PYTHON[A-Z0-9_]+"
     r"|TORCH(?!ELASTIC_|_NCCL_)[A-Z0-9_]+)\b"
 )
-"""Read by torch, and by the libraries that it loads, while it is imported: by OpenMP, MKL, OpenBLAS, the dynamo ..."""
+"""Read by torch, and by the libraries that it loads, while it is imported: by OpenMP, MKL, OpenBLAS, the
+dynamo ..."""
 _SET = re.compile(r"environ|putenv|setenv|load_dotenv")
 
 
@@ -38,8 +40,11 @@ def cannot_be_applied(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def set_too_late(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """A variable that the user's own code has changed before it imported torch, and that torch reads at import."""
-    return next((name for name in _different(before, now) if not may_differ(name) and _EARLY.fullmatch(name)), "")
+    """A variable that the user's own code has changed before it imported torch, and that torch reads at
+    import."""
+    return next(
+        (name for name in _different(before, now) if not may_differ(name) and _EARLY.fullmatch(name)), ""
+    )
 
 
 def named_in(source: str) -> str:

@@ -1,4 +1,5 @@
-"""`helm test`: the operator serves what it should, seen from another pod. Needs no library, so any Python image will do."""
+"""`helm test`: the operator serves what it should, seen from another pod. Needs no library, so any Python
+image will do."""
 
 import os
 import signal

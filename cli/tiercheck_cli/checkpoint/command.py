@@ -33,7 +33,9 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-NEEDS_TORCH = "torch is not installed, which --format dcp and imports need; run: pip install 'tiercheck[trainer]'"
+NEEDS_TORCH = (
+    "torch is not installed, which --format dcp and imports need; run: pip install 'tiercheck[trainer]'"
+)
 
 
 class Format(str, Enum):
@@ -45,7 +47,9 @@ class Format(str, Enum):
 
 RemoteUrl = Annotated[
     str | None,
-    typer.Option("--remote", help="s3://BUCKET/PREFIX, or the path of a shared directory.", rich_help_panel=_PANEL),
+    typer.Option(
+        "--remote", help="s3://BUCKET/PREFIX, or the path of a shared directory.", rich_help_panel=_PANEL
+    ),
 ]
 StoredAs = Annotated[
     str | None, typer.Option("--job", help="NAMESPACE/NAME of the job in --remote.", rich_help_panel=_PANEL)
@@ -161,15 +165,21 @@ def import_checkpoint(
     *,
     to: Annotated[
         str,
-        typer.Option(help="A Checkpointer's folder, s3://BUCKET/PREFIX, or with --job the path of a shared directory."),
+        typer.Option(
+            help="A Checkpointer's folder, s3://BUCKET/PREFIX, or with --job the path of a shared directory."
+        ),
     ],
     came: Annotated[Path, typer.Option("--from", help="The folder to read.")],
     form: Annotated[Format, typer.Option("--format", help="What wrote it.")],
     step: Annotated[
         int, typer.Option(help="The step that it is the state after; training goes on from there.", min=1)
     ] = 1,
-    prefix: Annotated[str, typer.Option(help='dcp: the name of the model in it; "" if all is the model.')] = "model",
-    job: Annotated[str | None, typer.Option("--job", help="NAMESPACE/NAME of the job that will begin from it.")] = None,
+    prefix: Annotated[
+        str, typer.Option(help='dcp: the name of the model in it; "" if all is the model.')
+    ] = "model",
+    job: Annotated[
+        str | None, typer.Option("--job", help="NAMESPACE/NAME of the job that will begin from it.")
+    ] = None,
     endpoint: Endpoint = None,
     region: Region = None,
 ) -> None:

@@ -37,9 +37,13 @@ def settings_of_url(url: str, endpoint: str | None, region: str | None) -> str:
         return json.dumps({"directory": {"path": url}})
     parts = urlsplit(url)
     if parts.scheme != "s3" or not parts.netloc:
-        raise CannotDo(f"{url} is no remote tier; give s3://BUCKET/PREFIX, or the path of a shared directory", USAGE)
+        raise CannotDo(
+            f"{url} is no remote tier; give s3://BUCKET/PREFIX, or the path of a shared directory", USAGE
+        )
     given = {"prefix": parts.path.strip("/"), "endpoint": endpoint, "region": region}
-    return json.dumps({"s3": {"bucket": parts.netloc, **{key: value for key, value in given.items() if value}}})
+    return json.dumps(
+        {"s3": {"bucket": parts.netloc, **{key: value for key, value in given.items() if value}}}
+    )
 
 
 def settings_of_job(job: Mapping[str, Any], endpoint: str | None = None, region: str | None = None) -> str:
@@ -57,7 +61,8 @@ def settings_of_job(job: Mapping[str, Any], endpoint: str | None = None, region:
         return json.dumps({"s3": {key: found[key] for key in keys if found.get(key)}})
     if remote.get("directory"):
         raise CannotDo(
-            f"the remote tier of {name} is a volume; mount it here and give --remote PATH --job NAMESPACE/{name}"
+            f"the remote tier of {name} is a volume; mount it here and give --remote PATH --job "
+            f"NAMESPACE/{name}"
         )
     raise CannotDo(f"{name} has no remote tier, and what is in memory cannot be read from outside its pods")
 
@@ -81,7 +86,9 @@ def open_version(store: RemoteStore, step: int | None) -> Saved:
             raise CannotDo(f"{store.location} has no complete version{asked}{there}", NOT_FOUND)
         version = found[-1]
         manifest = store.read_manifest(version)
-        return Saved.open(version, tuple(_slot(store, artifact) for artifact in sorted(manifest.artifacts, key=_rank)))
+        return Saved.open(
+            version, tuple(_slot(store, artifact) for artifact in sorted(manifest.artifacts, key=_rank))
+        )
     except RemoteError as error:
         raise CannotDo(str(error)) from error
 

@@ -88,7 +88,9 @@ def take_over(
     ] = None,
     cluster_uid: Annotated[
         str,
-        typer.Option("--cluster", help="UID of its cluster's namespace kube-system, if --uid alone is not unique."),
+        typer.Option(
+            "--cluster", help="UID of its cluster's namespace kube-system, if --uid alone is not unique."
+        ),
     ] = "",
     endpoint: Endpoint = None,
     region: Region = None,
@@ -122,7 +124,9 @@ def take_over(
     remark("before: " + ("nobody" if former is None else former.described))
 
 
-def _settings(job: Callable[[], Mapping[str, Any]], place: str | None, endpoint: str | None, region: str | None) -> str:
+def _settings(
+    job: Callable[[], Mapping[str, Any]], place: str | None, endpoint: str | None, region: str | None
+) -> str:
     """`job` is looked up only where nothing else says where its folder is."""
     from tiercheck_cli.checkpoint import remote as tier
 

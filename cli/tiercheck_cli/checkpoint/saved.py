@@ -112,7 +112,9 @@ class Saved:
                 len(slots),
                 Kind.SNAPSHOT,
             ):
-                raise CannotDo(f"{slot.place} holds {header.version} of rank {header.rank} of {header.world_size}")
+                raise CannotDo(
+                    f"{slot.place} holds {header.version} of rank {header.rank} of {header.world_size}"
+                )
             headers.append(header)
             pieces.append(table)
         found = Saved(version, slots, tuple(headers), {}, ())
@@ -123,7 +125,10 @@ class Saved:
                 notes.append(note)
                 called = note["names"]
                 names.append(
-                    {each.name: called.get(each.name, each.name.removeprefix("dcp/")) for each in header.tensors}
+                    {
+                        each.name: called.get(each.name, each.name.removeprefix("dcp/"))
+                        for each in header.tensors
+                    }
                 )
         try:
             tensors = contents(list(zip(headers, pieces, strict=True)), names)
@@ -140,7 +145,9 @@ def _note(place: str, text: bytes) -> Mapping[str, Any]:
         names, items, planner = note["names"], note["bytes"], note["planner"]
         words = [*names.values(), *(fqn for fqn, _ in planner or ())]
         steps = [step for _, path in planner or () for step in path]
-        if not all(type(word) is str for word in words) or not all(type(step) in (str, int) for step in steps):
+        if not all(type(word) is str for word in words) or not all(
+            type(step) in (str, int) for step in steps
+        ):
             raise ValueError("its names are no words")
         if not all(0 <= begin <= end for begin, end in items.values()):
             raise ValueError("its items have no places")
@@ -175,7 +182,9 @@ def _file(folder: Path, rank: int, world: int, version: Version) -> SavedArtifac
         with open(path.with_suffix(".json"), "rb") as file:
             record = parse_json(file.read(MOST_BYTES + 1))
         size, chunk, sums = record["size"], record["chunk"], record["crc32"]
-        if not all(type(each) is int and each > 0 for each in (size, chunk)) or len(sums) != -(-size // chunk):
+        if not all(type(each) is int and each > 0 for each in (size, chunk)) or len(sums) != -(
+            -size // chunk
+        ):
             raise ValueError("sizes and checksums do not belong together")
         if path.stat().st_size < size:
             raise CannotDo(f"{path} is cut off: it has {path.stat().st_size} bytes, {size} are needed")
@@ -214,7 +223,9 @@ def slabs(tensor: WholeTensor, most: int = SLAB) -> Iterator[Box]:
     row = math.prod(tensor.shape[1:]) * tensor.itemsize
     rows = max(1, most // max(1, row))
     for first in range(0, tensor.shape[0], rows):
-        yield Box((first, *(0,) * (len(tensor.shape) - 1)), (min(rows, tensor.shape[0] - first), *tensor.shape[1:]))
+        yield Box(
+            (first, *(0,) * (len(tensor.shape) - 1)), (min(rows, tensor.shape[0] - first), *tensor.shape[1:])
+        )
 
 
 def read_box(saved: Saved, tensor: WholeTensor, wanted: Box) -> bytearray:
@@ -232,11 +243,14 @@ def read_box(saved: Saved, tensor: WholeTensor, wanted: Box) -> bytearray:
     return filled
 
 
-def _together(sources: list[tuple[int, int]], targets: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def _together(
+    sources: list[tuple[int, int]], targets: list[tuple[int, int]]
+) -> Iterator[tuple[int, int, int]]:
     """Runs of the same elements in both: (first in the one, first in the other, number)."""
     step = min(sources[0][1] - sources[0][0], targets[0][1] - targets[0][0])
     cut = (
-        [first + at for first, last in ranges for at in range(0, last - first, step)] for ranges in (sources, targets)
+        [first + at for first, last in ranges for at in range(0, last - first, step)]
+        for ranges in (sources, targets)
     )
     for source, target in zip(*cut, strict=True):
         yield source, target, step

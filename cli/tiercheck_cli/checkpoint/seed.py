@@ -84,7 +84,9 @@ def write(found: Incoming, folder: Path, version: Version, progress: Progress) -
         backend.complete(path, version.step, layout.size, Kind.SNAPSHOT)
     except CannotDo:
         raise
-    except Exception as error:  # what was found may be of any shape, and torch has an error of its own for each
+    except (
+        Exception
+    ) as error:  # what was found may be of any shape, and torch has an error of its own for each
         raise CannotDo(f"it cannot be made a version: {error}") from error
     return backend.path_of(0, version)
 
@@ -212,11 +214,15 @@ def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
             found.left_out.append(fqn)
     groups = nested.get("optimizer", {}).get("param_groups")
     if groups and optimizer["states"]:
-        optimizer["groups"] = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        optimizer["groups"] = [
+            {key: value for key, value in group.items() if key != "params"} for group in groups
+        ]
         found.optimizer = optimizer
     elif optimizer["states"]:
         found.left_out += [name for name in found.tensors if name.startswith("optimizer0/")]
-        found.tensors = {name: each for name, each in found.tensors.items() if not name.startswith("optimizer0/")}
+        found.tensors = {
+            name: each for name, each in found.tensors.items() if not name.startswith("optimizer0/")
+        }
     found.state = nested.get("state", {})
     if not any(name.startswith("model/") for name in found.tensors):
         tops = sorted({fqn.partition(".")[0] for fqn in metadata.state_dict_metadata})
@@ -238,7 +244,9 @@ class _DcpFolder:
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
-        self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        self._places = {
+            (index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()
+        }
 
     def value(self, fqn: str) -> Any:
         return self._load(fqn, ())

@@ -35,7 +35,9 @@ def chosen(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
     }
     if not found:
         tops = sorted({name.replace("/", ".").partition(".")[0] for name in saved.tensors})
-        raise CannotDo(f'no tensor is below "{prefix}"; give --prefix one of {", ".join(tops)}, or "" for all', USAGE)
+        raise CannotDo(
+            f'no tensor is below "{prefix}"; give --prefix one of {", ".join(tops)}, or "" for all', USAGE
+        )
     return found
 
 
@@ -49,13 +51,17 @@ def write(
             shards.append({})
         shards[-1][name] = tensor
     count = len(shards)
-    files = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    files = (
+        [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
     for file, shard in zip(files, shards, strict=True):
         _write_file(saved, shard, folder / file, progress)
     if count > 1:
         index = {
             "metadata": {"total_size": sum(tensor.size for tensor in tensors.values())},
-            "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in sorted(shard)},
+            "weight_map": {
+                name: file for file, shard in zip(files, shards, strict=True) for name in sorted(shard)
+            },
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         files.append(INDEX)

@@ -33,7 +33,9 @@ _GOOD = {"Recovered", "Completed", "TrainingReleased", "Grown"}
 def events(
     job: Annotated[str, typer.Argument(help="The job.")],
     *,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on with what happens next, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Go on with what happens next, until Ctrl-C.")
+    ] = False,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks with --watch.")] = 2.0,
     output: OutputFormat = Output.TABLE,
     namespace: Namespace = None,
@@ -50,7 +52,8 @@ def events(
         return
     if not told:
         remark(
-            f"nothing is told of {job}: Kubernetes forgets Events after an hour, and it has not recovered from anything"
+            f"nothing is told of {job}: Kubernetes forgets Events after an hour, and it has not recovered "
+            "from anything"
         )
     terminal = console()
     if told:

@@ -41,7 +41,9 @@ class PastRecovery:
     @property
     def farthest(self) -> Tier | None:
         """The tier that the worst-off rank needed; None: training began from scratch."""
-        return next((tier for tier in (Tier.REMOTE, Tier.PEER, Tier.LOCAL) if self.tiers.get(tier.value)), None)
+        return next(
+            (tier for tier in (Tier.REMOTE, Tier.PEER, Tier.LOCAL) if self.tiers.get(tier.value)), None
+        )
 
     @property
     def sources(self) -> str:

@@ -25,9 +25,15 @@ class Happening:
 def story(job: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> tuple[Happening, ...]:
     """Oldest first. Where an Event of a recovery's end is still there, the recovery is not told twice."""
     told = [_of_event(event) for event in events]
-    ends = {entry.message.split(" ", 3)[1] for entry in told if entry.reason == "Recovered" and " " in entry.message}
+    ends = {
+        entry.message.split(" ", 3)[1]
+        for entry in told
+        if entry.reason == "Recovered" and " " in entry.message
+    }
     told += [
-        _of_recovery(entry) for entry in recoveries(job) if entry.ended is not None and str(entry.attempt) not in ends
+        _of_recovery(entry)
+        for entry in recoveries(job)
+        if entry.ended is not None and str(entry.attempt) not in ends
     ]
     return tuple(sorted(told, key=lambda entry: entry.at))
 

@@ -47,7 +47,9 @@ def scenario_of(layout: JobLayout, job: Mapping[str, Any] | None) -> tuple[Scena
     checkpoint = status.get("checkpoint") or {}
     deltas = checkpoint.get("deltas") == "EveryStep" if checkpoint.get("deltas") else wanted.deltas
     every = (
-        checkpoint.get("snapshotEverySteps") or wanted.snapshot_every or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
+        checkpoint.get("snapshotEverySteps")
+        or wanted.snapshot_every
+        or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
     )
     if step is None:
         saving = Saving(every, deltas, remote_every=wanted.remote_every)

@@ -68,7 +68,9 @@ def explain(
     else:
         described, listed = job_and_nodes(file, nodes, made_up)
         if not what_if:
-            raise CannotDo("of a job that is only a file there is nothing to explain but --if: say what dies", USAGE)
+            raise CannotDo(
+                "of a job that is only a file there is nothing to explain but --if: say what dies", USAGE
+            )
         layout = planned(described, listed, workers_per_node)
     _what_if(what_if, layout, found, pods, output)
 

@@ -86,5 +86,7 @@ def _guessed_restore(failure: AssumedFailure) -> float:
     if failure.spare and tier is not Tier.REMOTE:
         usual = _SPARE
     else:
-        usual = max(_RESTORE[tier], _RESTORE[Tier.PEER] if failure.pods_lost else 0.0)  # new pods take their time
+        usual = max(
+            _RESTORE[tier], _RESTORE[Tier.PEER] if failure.pods_lost else 0.0
+        )  # new pods take their time
     return usual + failure.carry_seconds

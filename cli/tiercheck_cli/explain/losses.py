@@ -20,7 +20,9 @@ class LostMemory:
     workers: frozenset[int]
 
 
-def losses(asked: Sequence[str], layout: JobLayout, pods: Mapping[str, int] | None = None) -> tuple[LostMemory, ...]:
+def losses(
+    asked: Sequence[str], layout: JobLayout, pods: Mapping[str, int] | None = None
+) -> tuple[LostMemory, ...]:
     """What `--if` says, all of it at once; or, for the bare name of a level, each of its domains by itself.
     `pods`: worker by name of the pod. Raises CannotDo.
     """
@@ -28,7 +30,9 @@ def losses(asked: Sequence[str], layout: JobLayout, pods: Mapping[str, int] | No
         return _each_domain(asked[0], layout)
     parts = [_loss(entry, layout, pods or {}) for entry in asked]
     return (
-        LostMemory(" and ".join(part.name for part in parts), frozenset().union(*(part.workers for part in parts))),
+        LostMemory(
+            " and ".join(part.name for part in parts), frozenset().union(*(part.workers for part in parts))
+        ),
     )
 
 
@@ -82,13 +86,17 @@ def _domain(level: str, name: str, layout: JobLayout) -> LostMemory:
         if path is not None and name in (path, short_name(path)):
             found.setdefault(path, set()).add(site.worker)
     if len(found) > 1:
-        raise CannotDo(f"there are several of the name {name}: say which of {', '.join(sorted(found))}", USAGE)
+        raise CannotDo(
+            f"there are several of the name {name}: say which of {', '.join(sorted(found))}", USAGE
+        )
     if not found:
         known = sorted(
             {short_name(path) for site in layout.sites if (path := layout.topology.domain(site.node, level))}
         )
         there = (
-            f"there are {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}" if known else "the labels name none"
+            f"there are {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}"
+            if known
+            else "the labels name none"
         )
         raise CannotDo(f'no worker is in a {level} "{name}": {there}', USAGE)
     ((_, workers),) = found.items()

@@ -49,7 +49,11 @@ def why(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width:
 
 def _under_way(recovery: Mapping[str, Any], name: str, now: float) -> Group:
     since = moment(recovery.get("failedAt")) or moment(recovery.get("detectedAt"))
-    lines = [Text.assemble((name, "bold"), " is on its way back now", f", for {short(now - since)}" if since else "")]
+    lines = [
+        Text.assemble(
+            (name, "bold"), " is on its way back now", f", for {short(now - since)}" if since else ""
+        )
+    ]
     lines.append(Text(f"  what failed   {recovery.get('message') or recovery.get('cause')}"))
     if recovery.get("reason"):
         lines.append(Text(f"  comes back to {recovery['reason']}"))
@@ -74,7 +78,9 @@ def _recovery(entry: PastRecovery, name: str, now: float, width: int) -> list[Re
         Text(f"{plural(entry.lost_steps, 'step')} trained again, {short(entry.total)} without training"),
     )
     return [
-        Text.assemble((name, "bold"), f": why attempt {entry.attempt} began at step {entry.step:,}", (when, "dim")),
+        Text.assemble(
+            (name, "bold"), f": why attempt {entry.attempt} began at step {entry.step:,}", (when, "dim")
+        ),
         Text(),
         grid,
         Text(),
@@ -177,10 +183,14 @@ def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
             _back(entry),
             Text(f"{found.lost_steps:,}" if found.tiers else "all"),
             _tier(found.farthest),
-            Text(("" if entry.without_training.measured else "about ") + short(entry.without_training.seconds)),
+            Text(
+                ("" if entry.without_training.measured else "about ") + short(entry.without_training.seconds)
+            ),
         )
     parts: list[RenderableType] = [Text.assemble((layout.name, "bold"), _moment(answers[0])), Text(), table]
-    guessed = next((entry.without_training.source for entry in answers if not entry.without_training.measured), "")
+    guessed = next(
+        (entry.without_training.source for entry in answers if not entry.without_training.measured), ""
+    )
     if guessed:
         parts.append(Text(f"about: {guessed}", style="dim"))
     return Group(*parts)
@@ -201,7 +211,9 @@ def _full(entry: WhatIf, layout: JobLayout) -> Group:
         grid.add_row("", Text(hint))
         grid.add_row(
             "  lost",
-            Text("all that was trained" if entry.step is None else f"{plural(found.lost_steps, 'step')}{again}"),
+            Text(
+                "all that was trained" if entry.step is None else f"{plural(found.lost_steps, 'step')}{again}"
+            ),
         )
     else:
         grid.add_row(
@@ -237,7 +249,9 @@ def _peers(entry: WhatIf, layout: JobLayout) -> str:
     shown = list(entry.from_whom.items())[:_PEERS_NAMED]
     coded = bool(layout.placement.groups)
     told = ", ".join(
-        f"worker {worker} rebuilt from {len(givers)} workers" if coded else f"worker {worker} from {_either(givers)}"
+        f"worker {worker} rebuilt from {len(givers)} workers"
+        if coded
+        else f"worker {worker} from {_either(givers)}"
         for worker, givers in shown
         if givers
     )

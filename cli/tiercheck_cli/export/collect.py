@@ -101,7 +101,9 @@ def _metrics_port(pod: Mapping[str, Any]) -> int:
     """Pods in their node's network have ports of their own."""
     containers = (pod.get("spec") or {}).get("initContainers") or []
     ports = [port for entry in containers for port in entry.get("ports") or []]
-    return next((int(port["containerPort"]) for port in ports if port.get("name") == "tc-metrics"), names.METRICS_PORT)
+    return next(
+        (int(port["containerPort"]) for port in ports if port.get("name") == "tc-metrics"), names.METRICS_PORT
+    )
 
 
 def _view(cluster: Cluster, job: Mapping[str, Any], pods: list[dict[str, Any]], now: float) -> Any:

@@ -51,17 +51,24 @@ def export(
     to: Annotated[
         Path | None,
         typer.Option(
-            help="FILE.tar.gz, or a new folder. Default: JOB-diagnostics-TIME.tar.gz. A new folder for checkpoint."
+            help=(
+                "FILE.tar.gz, or a new folder. Default: JOB-diagnostics-TIME.tar.gz. A new folder for "
+                "checkpoint."
+            )
         ),
     ] = None,
     trainer_logs: Annotated[
         bool,
-        typer.Option("--trainer-logs", help="Also what the training commands printed. Look through it first."),
+        typer.Option(
+            "--trainer-logs", help="Also what the training commands printed. Look through it first."
+        ),
     ] = False,
     form: Annotated[
         Format | None, typer.Option("--format", help="Of the checkpoint.", rich_help_panel=_CHECKPOINT)
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Default: the newest.", rich_help_panel=_CHECKPOINT)] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Default: the newest.", rich_help_panel=_CHECKPOINT)
+    ] = None,
     folder: Annotated[
         Path | None,
         typer.Option(help="A Checkpointer's folder, instead of a job.", rich_help_panel=_CHECKPOINT),
@@ -92,8 +99,12 @@ def export(
         if sum(each is not None for each in (job, folder, remote)) != 1:
             raise CannotDo("give one of JOB, --folder and --remote", USAGE)
         if form is None or to is None:
-            raise CannotDo("a checkpoint needs --format dcp or safetensors, and --to with a new folder", USAGE)
-        source = VersionSource(job, folder, remote, stored_as, endpoint, region, namespace, context, kubeconfig)
+            raise CannotDo(
+                "a checkpoint needs --format dcp or safetensors, and --to with a new folder", USAGE
+            )
+        source = VersionSource(
+            job, folder, remote, stored_as, endpoint, region, namespace, context, kubeconfig
+        )
         export_checkpoint(source, form, to, step, prefix=prefix, shard_size=shard_size)
         return
     if job is None:

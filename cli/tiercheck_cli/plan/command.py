@@ -35,11 +35,15 @@ NodesFile = Annotated[
 ]  # fmt: skip
 Shape = Annotated[
     str | None,
-    typer.Option("--made-up", help="Invent nodes: 25x40 racks x nodes, 2x25x40 with zones.", rich_help_panel=_FILES),
+    typer.Option(
+        "--made-up", help="Invent nodes: 25x40 racks x nodes, 2x25x40 with zones.", rich_help_panel=_FILES
+    ),
 ]
 PerNode = Annotated[
     int | None,
-    typer.Option("--workers-per-node", min=1, rich_help_panel=_FILES, help="Default: by accelerators, else one."),
+    typer.Option(
+        "--workers-per-node", min=1, rich_help_panel=_FILES, help="Default: by accelerators, else one."
+    ),
 ]
 
 
@@ -80,9 +84,13 @@ def plan(
 def job_and_nodes(file: str | None, nodes: str | None, made_up: str | None) -> tuple[dict[str, Any], Nodes]:
     """What a plan without a cluster is made of. Raises CannotDo."""
     if file is None:
-        raise CannotDo("give the name of a job in the cluster, or a job's file with -f and nodes with --nodes", USAGE)
+        raise CannotDo(
+            "give the name of a job in the cluster, or a job's file with -f and nodes with --nodes", USAGE
+        )
     if (nodes is None) == (made_up is None):
-        raise CannotDo("say on which nodes: --nodes FILE (kubectl get nodes -o json), or --made-up 25x40", USAGE)
+        raise CannotDo(
+            "say on which nodes: --nodes FILE (kubectl get nodes -o json), or --made-up 25x40", USAGE
+        )
     if file == nodes == "-":
         raise CannotDo("only one of -f and --nodes can be standard input", USAGE)
     return read_job(file), read_nodes(nodes) if nodes is not None else made_up_nodes(made_up or "")
@@ -101,11 +109,15 @@ def as_json(layout: JobLayout) -> dict[str, Any]:
             {
                 "worker": site.worker,
                 "node": site.node,
-                "domains": {level: layout.topology.domain(site.node, level) for level in layout.topology.level_names},
+                "domains": {
+                    level: layout.topology.domain(site.node, level) for level in layout.topology.level_names
+                },
                 "holders": list(placement.holders[site.worker]),
             }
             for site in layout.sites
         ],
-        "groups": [{"members": list(group.members), "holders": list(group.holders)} for group in placement.groups],
+        "groups": [
+            {"members": list(group.members), "holders": list(group.holders)} for group in placement.groups
+        ],
         "remarks": list(layout.remarks),
     }

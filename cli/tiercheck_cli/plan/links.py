@@ -52,7 +52,9 @@ class Links:
     def between(self) -> Counter[tuple[int, int]]:
         """By (owner's domain, keeper's domain): how many copies or blocks."""
         where = self.domain_of
-        return Counter((where[owner], where[keeper]) for owner, kept in self.keepers.items() for keeper in kept)
+        return Counter(
+            (where[owner], where[keeper]) for owner, kept in self.keepers.items() for keeper in kept
+        )
 
     def kept(self) -> Counter[int]:
         """By worker: how many copies or blocks it keeps."""

@@ -52,7 +52,9 @@ def svg(layout: JobLayout) -> str:
     spots = _spots(drawn)
     placement = layout.placement
     survives = "; ".join(placement.tolerates)
-    head = f"{layout.name}: {plural(len(layout.sites), 'worker')} in {plural(len(drawn.domains), drawn.level)}"
+    head = (
+        f"{layout.name}: {plural(len(layout.sites), 'worker')} in {plural(len(drawn.domains), drawn.level)}"
+    )
     foot = f"survives the loss of {survives}" if survives else "survives no loss of a pod"
     what = "block of its group" if drawn.group else "copy"
     with new_figure(_SIZE / 100, _SIZE / 100, layout=None) as figure:
@@ -125,14 +127,22 @@ def _add_rim(axes: Any, drawn: Links, spots: dict[int, float]) -> None:
             math.degrees(angles[0] - 0.006),
             math.degrees(angles[-1] + 0.006),
         )
-        axes.add_patch(Arc(_MIDDLE, wide, wide, theta1=begin, theta2=end, color=colour(index), linewidth=_points(7)))
+        axes.add_patch(
+            Arc(_MIDDLE, wide, wide, theta1=begin, theta2=end, color=colour(index), linewidth=_points(7))
+        )
         if index % every == 0:
             name = domain.name if unique or not domain.parent else f"{domain.parent}/{domain.name}"
             _add_label(axes, _mean(angles), _RADIUS + 30, name)
         for worker in domain.workers if len(spots) <= _DOTS else ():
-            ring = {"edgecolor": _RED, "linewidth": _points(3)} if worker in drawn.unprotected else {"linewidth": 0}
+            ring = (
+                {"edgecolor": _RED, "linewidth": _points(3)}
+                if worker in drawn.unprotected
+                else {"linewidth": 0}
+            )
             spot = _at(spots[worker], _RADIUS)
-            axes.add_patch(Circle(spot, size, facecolor=colour(index), zorder=3, gid=f"worker {worker}", **ring))
+            axes.add_patch(
+                Circle(spot, size, facecolor=colour(index), zorder=3, gid=f"worker {worker}", **ring)
+            )
             if len(spots) <= _NUMBERS:
                 x, y = _at(spots[worker], _RADIUS - 17)
                 _write(axes, x, y + 4, str(worker), 11, anchor="center")

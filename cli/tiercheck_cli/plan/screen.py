@@ -57,12 +57,16 @@ def _summary(layout: JobLayout, drawn: Links) -> Group:
     lines.append(
         Text.assemble(("  survives     ", "dim"), (f"the loss of {survives}", "bold green"))
         if survives
-        else Text.assemble(("  survives     ", "dim"), ("no loss of a pod: its memory is the only one", "bold red"))
+        else Text.assemble(
+            ("  survives     ", "dim"), ("no loss of a pod: its memory is the only one", "bold red")
+        )
     )
     if placement.achieved_level != wanted.level and (any(placement.holders) or placement.groups):
         got = f"only by {placement.achieved_level}" if placement.achieved_level else "not even by node"
         lines.append(
-            Text.assemble(("  apart        ", "dim"), (f"{got}, and {wanted.level} was asked for", "bold yellow"))
+            Text.assemble(
+                ("  apart        ", "dim"), (f"{got}, and {wanted.level} was asked for", "bold yellow")
+            )
         )
     kept = drawn.kept()
     if kept:
@@ -71,9 +75,13 @@ def _summary(layout: JobLayout, drawn: Links) -> Group:
         many = f"{least} to {most}" if least != most else str(most)
         noun = unit if many == "1" else {"block": "blocks", "copy": "copies"}[unit]
         lines.append(Text.assemble(("  each keeps   ", "dim"), f"{many} {noun} for others"))
-    lines += [Text.assemble(("  note         ", "dim"), Text(remark, style="yellow")) for remark in layout.remarks]
+    lines += [
+        Text.assemble(("  note         ", "dim"), Text(remark, style="yellow")) for remark in layout.remarks
+    ]
     if placement.unprotected and (any(placement.holders) or placement.groups):
-        shown = ", ".join(map(str, placement.unprotected[:12])) + (" ..." if len(placement.unprotected) > 12 else "")
+        shown = ", ".join(map(str, placement.unprotected[:12])) + (
+            " ..." if len(placement.unprotected) > 12 else ""
+        )
         lines.append(
             Text.assemble(
                 ("  unprotected  ", "dim"),
@@ -127,7 +135,9 @@ def _box(drawn: Links, domain: Domain, where: dict[int, int], position: int) -> 
         grid.add_row(name, cell)
         longest = max(longest, len(name) + 1 + cell.cell_len)
     title = Text(f"{drawn.level} {domain.name}", style=f"bold {colour(position)}")
-    panel = Panel(grid, title=title, title_align="left", border_style=colour(position), box=box.ROUNDED, expand=True)
+    panel = Panel(
+        grid, title=title, title_align="left", border_style=colour(position), box=box.ROUNDED, expand=True
+    )
     return panel, max(longest, title.cell_len + 2) + 4
 
 
@@ -164,7 +174,9 @@ def _groups(layout: JobLayout, drawn: Links) -> Table:
     for index, group in enumerate(layout.placement.groups):
         table.add_row(
             Text(group_name(index)),
-            Text(" ").join(Text(str(worker), style=f"bold {colour(where[worker])}") for worker in group.members),
+            Text(" ").join(
+                Text(str(worker), style=f"bold {colour(where[worker])}") for worker in group.members
+            ),
             Text(" ").join(Text(str(worker), style=colour(where[worker])) for worker in group.holders),
         )
     return table
@@ -186,7 +198,9 @@ def _matrix(drawn: Links) -> Group:
         cells = [_cell(counts[(row, column)], row == column) for column in range(len(drawn.domains))]
         table.add_row(Text(domain.name, style=f"bold {colour(row)}"), str(len(domain.workers)), *cells)
     return Group(
-        Text(f"copies of the workers of each {drawn.level}, by the {drawn.level} that keeps them", style="dim"),
+        Text(
+            f"copies of the workers of each {drawn.level}, by the {drawn.level} that keeps them", style="dim"
+        ),
         table,
     )
 

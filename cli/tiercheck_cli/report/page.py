@@ -29,7 +29,8 @@ def page(record: RunRecord) -> str:
         [
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_verdict(record)}: {escape(record.title)}</title><style>{CSS}</style></head><body><main>",
+            f"<title>{_verdict(record)}: "
+            f"{escape(record.title)}</title><style>{CSS}</style></head><body><main>",
             _head(record),
             _section("What failed, and what it cost", _FAULTS, f'<div class="card">{_faults(record)}</div>'),
             _section(
@@ -62,9 +63,7 @@ _LOSS = (
     "again."
 )
 _PROGRESS = "A fault throws the run back to the newest complete version and holds it up for a while (grey)."
-_RECOVERY = (
-    "From the fault to the end of the first new step. Below each name: how many ranks came back from which tier."
-)
+_RECOVERY = "From the fault to the end of the first new step. Below each name: how many ranks came back from which tier."
 _RANKS = "One column per fault. Own memory is the nearest source; the remote store is the farthest."
 _GUIDE = """<dl class="guide">
 <dt>Bitwise equal</dt><dd>Every loss has the same bits as in the uninterrupted run, and so have all parameters
@@ -94,7 +93,9 @@ def _card(key: str, chart: str) -> str:
 def _head(record: RunRecord) -> str:
     kind = "" if record.bitwise_equal else " bad"
     racks = len(set(record.nodes.values()))
-    where = f"{plural(record.workers, 'worker')}, {plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}"
+    where = (
+        f"{plural(record.workers, 'worker')}, {plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}"
+    )
     figures = (
         ("faults injected", str(len(record.faults))),
         ("steps trained", str(len({step.step for step in record.steps}))),
@@ -160,7 +161,11 @@ def _ranks(record: RunRecord) -> str:
         for number, fault in enumerate(record.faults, start=1)
         if fault.reason
     )
-    why = f"<table><thead><tr><th colspan=2>Why that version</th></tr></thead>{reasons}</table>" if reasons else ""
+    why = (
+        f"<table><thead><tr><th colspan=2>Why that version</th></tr></thead>{reasons}</table>"
+        if reasons
+        else ""
+    )
     return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>{why}"
 
 
@@ -176,7 +181,9 @@ def _evidence(record: RunRecord) -> str:
         ("nodes", ", ".join(f"{node} ({rack})" for node, rack in sorted(record.nodes.items()))),
         ("from", f"{_date(record.started)} to {_date(record.ended)}"),
     ]
-    cells = "".join(f"<tr><td>{escape(name)}</td><td><code>{escape(value)}</code></td></tr>" for name, value in entries)
+    cells = "".join(
+        f"<tr><td>{escape(name)}</td><td><code>{escape(value)}</code></td></tr>" for name, value in entries
+    )
     return f"<table>{cells}</table><p class=soft>All numbers of this page are in run.json beside it.</p>"
 
 

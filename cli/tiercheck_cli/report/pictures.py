@@ -57,7 +57,9 @@ def write_loss_png(record: RunRecord, path: Path) -> None:
         if loss.get_legend_handles_labels()[0]:
             loss.legend(loc="upper right", fontsize=9, framealpha=0.95, edgecolor="0.9")
         if progress.get_legend_handles_labels()[0]:
-            progress.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, fontsize=9, frameon=False)
+            progress.legend(
+                loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, fontsize=9, frameon=False
+            )
         save_figure(figure, path)
 
 
@@ -68,7 +70,9 @@ def write_recovery_png(record: RunRecord, path: Path) -> None:
         _draw_recovery(axes, record)
         axes.set_title("How long each recovery took", loc="left", pad=28, fontweight="bold")
         if record.faults:
-            axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)
+            axes.legend(
+                frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2
+            )
         save_figure(figure, path)
 
 
@@ -88,7 +92,9 @@ def _draw_loss(axes: Any, record: RunRecord) -> None:
         axes.plot(*_columns(curve), color=style.RUN, linewidth=1.4, label="_" if index else "this run")
     for mark in marks:
         label = "_" if mark.number > 1 else "trained again"
-        axes.axvspan(mark.restored_step, mark.last_step, color=style.AGAIN, linewidth=0, zorder=0, label=label)
+        axes.axvspan(
+            mark.restored_step, mark.last_step, color=style.AGAIN, linewidth=0, zorder=0, label=label
+        )
     axes.margins(x=0.01)
     _finish(axes, "step", "loss")
     _mark_faults(axes, [mark.last_step for mark in marks])
@@ -102,7 +108,9 @@ def _draw_progress(axes: Any, record: RunRecord) -> None:
         stairs = watermark_curve(record, tier)
         if stairs:
             colour, label = style.TIERS[tier], f"complete in {TIER_WORDS[tier]}"
-            axes.plot(*_columns(stairs), color=colour, linewidth=1.4, linestyle=style.DASHES[tier], label=label)
+            axes.plot(
+                *_columns(stairs), color=colour, linewidth=1.4, linestyle=style.DASHES[tier], label=label
+            )
     for mark in marks:
         label = "_" if mark.number > 1 else "no training"
         axes.axvspan(mark.injected, mark.resumed, color=style.DOWN, linewidth=0, zorder=0, label=label)
@@ -131,8 +139,12 @@ def _draw_recovery(axes: Any, record: RunRecord) -> None:
                 axes.text(begin + length / 2, row, seconds(length), ha="center", va="center", fontsize=9)
         begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
     for row, total in enumerate(begins):
-        axes.text(total + longest * 0.01, row, seconds(total), va="center", fontweight="bold", color=style.RUN)
-    names = [f"{number}  {fault.name}\n{tier_note(fault.tiers)}" for number, fault in enumerate(record.faults, 1)]
+        axes.text(
+            total + longest * 0.01, row, seconds(total), va="center", fontweight="bold", color=style.RUN
+        )
+    names = [
+        f"{number}  {fault.name}\n{tier_note(fault.tiers)}" for number, fault in enumerate(record.faults, 1)
+    ]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.1)

@@ -52,7 +52,9 @@ def progress_curves(record: RunRecord) -> list[list[tuple[float, float]]]:
 def watermark_curve(record: RunRecord, tier: str) -> list[tuple[float, float]]:
     """(seconds since the start, newest complete step) of a tier, as stairs."""
     stairs: list[tuple[float, float]] = []
-    for sample in sorted((sample for sample in record.samples if sample.tier == tier), key=lambda sample: sample.time):
+    for sample in sorted(
+        (sample for sample in record.samples if sample.tier == tier), key=lambda sample: sample.time
+    ):
         time = sample.time - record.started
         if stairs:
             stairs.append((time, stairs[-1][1]))

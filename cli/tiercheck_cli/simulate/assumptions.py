@@ -72,7 +72,8 @@ class Assumptions:
         host = topology.level_names[-1]
         return FailureRates(
             process=self.process * nodes / len(sites) / 24_000.0,
-            domains={host: self.node / 24_000.0} | {level: rate / 24_000.0 for level, rate in self.domains.items()},
+            domains={host: self.node / 24_000.0}
+            | {level: rate / 24_000.0 for level, rate in self.domains.items()},
         )
 
     def failures_per_day(self, sites: Sequence[WorkerSite], topology: Topology) -> float:
@@ -102,7 +103,9 @@ def domain_rates(told: Sequence[str], topology: Topology) -> dict[str, float]:
         try:
             found[level] = float(text)
         except ValueError as error:
-            raise CannotDo(f'"{entry}" must be LEVEL=RATE, with a number of failures per 1,000 days', USAGE) from error
+            raise CannotDo(
+                f'"{entry}" must be LEVEL=RATE, with a number of failures per 1,000 days', USAGE
+            ) from error
         if not 0 <= found[level] < float("inf"):
             raise CannotDo(f'"{entry}": a rate must not be negative', USAGE)
     return found

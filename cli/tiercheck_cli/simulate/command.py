@@ -204,8 +204,14 @@ def _assume(layout: JobLayout, spec: dict[str, Any], told: _Told) -> Assumptions
         )
         domains = {wanted.level: shared} if shared else {}
     tiers = spec.get("tiers") or {}
-    peer = told.peer_bandwidth or (tiers.get("peer") or {}).get("bandwidth") or str(assumptions.PEER_BANDWIDTH)
-    remote = told.remote_bandwidth or (tiers.get("remote") or {}).get("bandwidth") or str(assumptions.REMOTE_BANDWIDTH)
+    peer = (
+        told.peer_bandwidth or (tiers.get("peer") or {}).get("bandwidth") or str(assumptions.PEER_BANDWIDTH)
+    )
+    remote = (
+        told.remote_bandwidth
+        or (tiers.get("remote") or {}).get("bandwidth")
+        or str(assumptions.REMOTE_BANDWIDTH)
+    )
     times = assumptions.times(
         wanted,
         peer_bandwidth=_bytes("--peer-bandwidth", peer),
@@ -215,7 +221,9 @@ def _assume(layout: JobLayout, spec: dict[str, Any], told: _Told) -> Assumptions
         replace=told.replace,
     )
     restore = times.restore
-    rates = ", ".join(f"{name} {rate:.3g}" for name, rate in {"node": node, "process": process, **domains}.items())
+    rates = ", ".join(
+        f"{name} {rate:.3g}" for name, rate in {"node": node, "process": process, **domains}.items()
+    )
     guess = "" if wanted.state_size else " (guesses: checkpoint.stateSize is not given)"
     return Assumptions(
         node=node,

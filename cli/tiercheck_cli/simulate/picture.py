@@ -72,9 +72,13 @@ def _spread(axes: Any, results: Sequence[Result]) -> None:
     remove_frame(axes, "x")
 
 
-def _cadence(axes: Any, curves: dict[str, list[tuple[int, float]]], layout: JobLayout, assumed: Assumptions) -> None:
+def _cadence(
+    axes: Any, curves: dict[str, list[tuple[int, float]]], layout: JobLayout, assumed: Assumptions
+) -> None:
     for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), "-", color=_STYLES[name], marker="o", markersize=3.5, label=name)
+        axes.plot(
+            *zip(*points, strict=True), "-", color=_STYLES[name], marker="o", markersize=3.5, label=name
+        )
     formula = [(every, store_only(layout, assumed, every)) for every in _CADENCES]
     axes.plot(
         *zip(*formula, strict=True),

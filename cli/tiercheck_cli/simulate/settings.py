@@ -33,7 +33,9 @@ def settings(base: Wanted, compare: Sequence[str]) -> tuple[Setting, ...]:
             changed = _changed(base, key, value)
             if changed == base:
                 rows[0] = Setting(
-                    f"{rows[0].name}, {key}={value}" if rows[0].name != "as it is" else f"as it is: {key}={value}",
+                    f"{rows[0].name}, {key}={value}"
+                    if rows[0].name != "as it is"
+                    else f"as it is: {key}={value}",
                     base,
                 )
             else:

@@ -32,10 +32,16 @@ from tiercheck_operator.planning.topology import Topology
 def status(
     job: Annotated[str | None, typer.Argument(help="The job. Without it: all jobs of the namespace.")] = None,
     *,
-    wide: Annotated[bool, typer.Option("--wide", "-w", help="Every worker: pod, node, domain, restarts.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")] = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", "-w", help="Every worker: pod, node, domain, restarts.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")
+    ] = False,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks with --watch.")] = 2.0,
-    all_namespaces: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")] = False,
+    all_namespaces: Annotated[
+        bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")
+    ] = False,
     output: OutputFormat = Output.TABLE,
     namespace: Namespace = None,
     context: Context = None,
@@ -43,7 +49,9 @@ def status(
 ) -> None:
     """Phase, step, tiers, tolerance, what needs attention, and recent recoveries."""
     if job is not None and all_namespaces:
-        raise CannotDo("a job is in one namespace: give its name with -n NAMESPACE, or -A without a name", USAGE)
+        raise CannotDo(
+            "a job is in one namespace: give its name with -n NAMESPACE, or -A without a name", USAGE
+        )
     if watch and output is not Output.TABLE:
         raise CannotDo("--watch is for people: leave out -o, or look once", USAGE)
     cluster = Cluster.connect(kubeconfig, context, namespace)

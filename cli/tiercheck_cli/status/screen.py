@@ -89,7 +89,11 @@ def _headline(view: StatusView) -> Text:
 
 
 def _crew(view: StatusView) -> str:
-    many = str(view.workers) if view.workers == view.wanted_workers else f"{view.workers} of {view.wanted_workers}"
+    many = (
+        str(view.workers)
+        if view.workers == view.wanted_workers
+        else f"{view.workers} of {view.wanted_workers}"
+    )
     return f"{many} {'worker' if view.wanted_workers == 1 else 'workers'}"
 
 
@@ -126,7 +130,9 @@ def _facts(view: StatusView) -> Table:
 def _restored(restoring: RestoreView) -> Text:
     pace = "" if not restoring.bytes_per_second else f", {_gib(int(restoring.bytes_per_second))}/s"
     share = min(100, 100 * restoring.bytes // restoring.wanted)
-    return Text.assemble((f"{share} %", "bold"), f"   {_gib(restoring.bytes)} of {_gib(restoring.wanted)}{pace}")
+    return Text.assemble(
+        (f"{share} %", "bold"), f"   {_gib(restoring.bytes)} of {_gib(restoring.wanted)}{pace}"
+    )
 
 
 def _survives(view: StatusView) -> str:

@@ -1,4 +1,5 @@
-"""A transformers Trainer that comes back from any kill: a tiny Llama made from a config, nothing is downloaded.
+"""A transformers Trainer that comes back from any kill: a tiny Llama made from a config, nothing is
+downloaded.
 
 python examples/frameworks/huggingface/train.py --folder /tmp/huggingface
 torchrun --nproc-per-node 2 examples/frameworks/huggingface/train.py --folder /tmp/huggingface-2
@@ -34,7 +35,12 @@ class Say(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **named) -> None:
         if "loss" in logs and state.is_world_process_zero:
             loss = logs["loss"]
-            line = {"step": state.global_step, "loss": loss, "loss_hex": loss.hex(), "rate": logs["learning_rate"]}
+            line = {
+                "step": state.global_step,
+                "loss": loss,
+                "loss_hex": loss.hex(),
+                "rate": logs["learning_rate"],
+            }
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
 

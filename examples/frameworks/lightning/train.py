@@ -1,4 +1,5 @@
-"""A Lightning Trainer that comes back from any kill, in the middle of an epoch and of accumulated gradients too.
+"""A Lightning Trainer that comes back from any kill, in the middle of an epoch and of accumulated gradients
+too.
 
 python examples/frameworks/lightning/train.py --folder /tmp/lightning
 torchrun --nproc-per-node 2 examples/frameworks/lightning/train.py --folder /tmp/lightning-2
@@ -78,7 +79,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # The order follows from seed and epoch, and workers have a generator of their own: to begin or resume an epoch draws from no other.
+    # The order follows from seed and epoch, and workers have a generator of their own: to begin or resume an
+    # epoch draws from no other.
     order = StatefulDistributedSampler(data, world, rank, shuffle=True, seed=1)
     loader = StatefulDataLoader(data, batch_size=4, sampler=order, generator=torch.Generator())
     trainer.fit(Small(), loader, DataLoader(data, batch_size=16, generator=torch.Generator()))

@@ -1,4 +1,5 @@
-"""A loop like torchtitan's: a Trainer that is Stateful itself, FSDP2, a StatefulDataLoader, averaged weights, gradient accumulation.
+"""A loop like torchtitan's: a Trainer that is Stateful itself, FSDP2, a StatefulDataLoader, averaged weights,
+gradient accumulation.
 
 python examples/frameworks/plain-loop/train.py --folder /tmp/plain-loop
 torchrun --nproc-per-node 2 examples/frameworks/plain-loop/train.py --folder /tmp/plain-loop-2
@@ -37,11 +38,13 @@ class Trainer:
         if self.world > 1:
             for whole in (self.model, self.average.module):
                 for part in (whole[0], whole[3], whole):
-                    # Also at the root: the average is only evaluated, and nothing else would make it shards again.
+                    # Also at the root: the average is only evaluated, and nothing else would make it shards
+                    # again.
                     fully_shard(part, reshard_after_forward=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=args.steps)
-        # The order follows from seed and epoch, and workers have a generator of their own: to begin or resume an epoch draws from no other.
+        # The order follows from seed and epoch, and workers have a generator of their own: to begin or resume
+        # an epoch draws from no other.
         self.order = StatefulDistributedSampler(data, self.world, self.rank, shuffle=True, seed=1)
         self.loader = StatefulDataLoader(
             data, batch_size=4, sampler=self.order, generator=torch.Generator(), num_workers=args.workers
@@ -93,7 +96,12 @@ class Trainer:
             if self.world > 1:
                 dist.all_reduce(loss)
                 loss /= self.world
-            line = {"step": step, "loss": loss.item(), "loss_hex": loss.item().hex(), "samples": self.samples_seen}
+            line = {
+                "step": step,
+                "loss": loss.item(),
+                "loss_hex": loss.item().hex(),
+                "samples": self.samples_seen,
+            }
             if self.rank == 0:
                 sys.stdout.write(json.dumps(line) + "\n")
                 sys.stdout.flush()
@@ -102,7 +110,9 @@ class Trainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small network in a loop of its own under TierCheck.")
+    parser = argparse.ArgumentParser(
+        description="Train a small network in a loop of its own under TierCheck."
+    )
     parser.add_argument("--folder", default="checkpoints", help="for snapshots outside a cluster")
     parser.add_argument("--every", type=int, help="steps between snapshots; default: as the job says")
     parser.add_argument("--steps", type=int, default=18)

@@ -44,7 +44,9 @@ async def serve(port: int, directory: Path, history: int) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     await web.SockSite(runner, listener, ssl_context=_context(pair)).start()
-    write_kubeconfig(directory / "kubeconfig", f"https://127.0.0.1:{listener.getsockname()[1]}", token, pair.ca)
+    write_kubeconfig(
+        directory / "kubeconfig", f"https://127.0.0.1:{listener.getsockname()[1]}", token, pair.ca
+    )
     await stop.wait()
     await runner.cleanup()
 

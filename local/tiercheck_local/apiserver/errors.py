@@ -64,7 +64,9 @@ def _details(name: str, group: str, kind: str) -> Object:
 
 
 def not_found(plural: str, group: str, name: str) -> ApiError:
-    return ApiError(404, "NotFound", f'{qualified(plural, group)} "{name}" not found', _details(name, group, plural))
+    return ApiError(
+        404, "NotFound", f'{qualified(plural, group)} "{name}" not found', _details(name, group, plural)
+    )
 
 
 def no_such_path() -> ApiError:
@@ -102,11 +104,15 @@ def bad_request(message: str) -> ApiError:
 
 
 def method_not_allowed() -> ApiError:
-    return ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {})
+    return ApiError(
+        405, "MethodNotAllowed", "the server does not allow this method on the requested resource", {}
+    )
 
 
 def unsupported_media_type(accepted: Sequence[str]) -> ApiError:
-    message = "the body of the request was in an unknown format - accepted media types include: " + ", ".join(accepted)
+    message = "the body of the request was in an unknown format - accepted media types include: " + ", ".join(
+        accepted
+    )
     return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "UnsupportedMediaType", message)
 
 

@@ -84,7 +84,11 @@ class Registry:
 
     def replace_custom(self, group: str, plural: str, versions: list[Resource]) -> None:
         """Serve exactly `versions` of this custom resource; none of them removes it."""
-        kept = {k: r for k, r in self._resources.items() if not (r.custom and (r.group, r.plural) == (group, plural))}
+        kept = {
+            k: r
+            for k, r in self._resources.items()
+            if not (r.custom and (r.group, r.plural) == (group, plural))
+        }
         self._resources = kept | {(r.group, r.version, r.plural): r for r in versions}
 
     def groups(self) -> dict[str, list[str]]:

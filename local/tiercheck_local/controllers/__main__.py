@@ -93,7 +93,9 @@ async def _control(client: Client, grace: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tiercheck_local.controllers", description=__doc__)
     parser.add_argument("--kubeconfig", required=True, type=Path)
-    parser.add_argument("--grace", type=float, default=2.0, help="seconds without lease until a node is unreachable")
+    parser.add_argument(
+        "--grace", type=float, default=2.0, help="seconds without lease until a node is unreachable"
+    )
     parser.add_argument(
         "--lifeline",
         action="store_true",

@@ -40,7 +40,9 @@ class Disruption:
         metadata, spec = budget["metadata"], budget.get("spec") or {}
         wanted = budget_status(budget, list(self._pods.objects.values()))
         known = budget.get("status") or {}
-        if isinstance(spec.get("minAvailable"), int) and any(known.get(key) != value for key, value in wanted.items()):
+        if isinstance(spec.get("minAvailable"), int) and any(
+            known.get(key) != value for key, value in wanted.items()
+        ):
             body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": wanted}
             await self._client.patch(
                 DISRUPTION_BUDGETS, metadata["namespace"], metadata["name"], body, subresource="status"

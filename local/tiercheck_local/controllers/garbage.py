@@ -122,7 +122,9 @@ class GarbageCollector:
         for cache in list(self._owners.values()):
             for owner in list(cache.objects.values()) if cache is not None else []:
                 finalizers = owner["metadata"].get("finalizers") or []
-                if not owner["metadata"].get("deletionTimestamp") or not {_FOREGROUND, _ORPHAN} & set(finalizers):
+                if not owner["metadata"].get("deletionTimestamp") or not {_FOREGROUND, _ORPHAN} & set(
+                    finalizers
+                ):
                     continue
                 uid = owner["metadata"]["uid"]
                 left = [
@@ -164,7 +166,9 @@ class GarbageCollector:
                 continue
             if lost or never_bound:
                 log.info("pod %s/%s has no node", metadata["namespace"], metadata["name"])
-                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0)
+                await self._client.delete(
+                    PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0
+                )
 
     async def _node_exists(self, name: str) -> bool:
         return await self._client.find(NODES, None, name) is not None

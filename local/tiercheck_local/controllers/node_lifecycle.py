@@ -95,7 +95,11 @@ class NodeLifecycle:
         await self._patch_node(node, {"spec": {"taints": [*kept, *added]}})
 
     async def _untaint(self, node: Object) -> None:
-        kept = [taint for taint in node["spec"].get("taints") or [] if taint["key"] not in {UNREACHABLE, NOT_READY}]
+        kept = [
+            taint
+            for taint in node["spec"].get("taints") or []
+            if taint["key"] not in {UNREACHABLE, NOT_READY}
+        ]
         await self._patch_node(node, {"spec": {"taints": kept or None}})
 
     async def _patch_node(self, node: Object, patch: dict[str, Any], subresource: str = "") -> None:
@@ -153,8 +157,14 @@ class NodeLifecycle:
                 continue
             metadata = pod["metadata"]
             if by_force and metadata.get("deletionTimestamp"):
-                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0)
-            elif not metadata.get("deletionTimestamp") and not is_finished(pod) and _patience_is_over(pod, taints):
+                await self._client.delete(
+                    PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0
+                )
+            elif (
+                not metadata.get("deletionTimestamp")
+                and not is_finished(pod)
+                and _patience_is_over(pod, taints)
+            ):
                 log.info(
                     "pod %s/%s does not tolerate its node's taint any longer",
                     metadata["namespace"],

@@ -37,7 +37,9 @@ class Scheduler:
     async def _schedule_all(self) -> None:
         known = self._pods.objects
         self._assumed = {
-            uid: node for uid, node in self._assumed.items() if uid in known and not known[uid]["spec"].get("nodeName")
+            uid: node
+            for uid, node in self._assumed.items()
+            if uid in known and not known[uid]["spec"].get("nodeName")
         }
         waiting = [pod for uid, pod in known.items() if uid not in self._assumed and _waits(pod)]
         for pod in sorted(waiting, key=lambda p: (p["metadata"]["creationTimestamp"], p["metadata"]["name"])):
@@ -50,7 +52,9 @@ class Scheduler:
     async def _schedule(self, pod: Object) -> None:
         metadata = pod["metadata"]
         placed = [
-            {**other, "spec": {**other["spec"], "nodeName": self._assumed[uid]}} if uid in self._assumed else other
+            {**other, "spec": {**other["spec"], "nodeName": self._assumed[uid]}}
+            if uid in self._assumed
+            else other
             for uid, other in self._pods.objects.items()
         ]
         nodes = sorted(self._nodes.objects.values(), key=lambda node: str(node["metadata"]["name"]))

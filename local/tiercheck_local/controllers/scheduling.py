@@ -196,7 +196,9 @@ def _term_holds(term: Object, node: Object) -> bool:
     of_fields = term.get("matchFields") or []
     if not expressions and not of_fields:  # an empty term selects nothing
         return False
-    return all(_holds(entry, labels) for entry in expressions) and all(_holds(entry, fields) for entry in of_fields)
+    return all(_holds(entry, labels) for entry in expressions) and all(
+        _holds(entry, fields) for entry in of_fields
+    )
 
 
 def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
@@ -212,12 +214,16 @@ def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
     if operator == "DoesNotExist":
         return value is None
     try:
-        return value is not None and (int(value) > int(values[0]) if operator == "Gt" else int(value) < int(values[0]))
+        return value is not None and (
+            int(value) > int(values[0]) if operator == "Gt" else int(value) < int(values[0])
+        )
     except ValueError:
         return False
 
 
-def _crowd(pod: Object, node: Object, nodes: Sequence[Object], present: Mapping[str, list[Object]]) -> list[int]:
+def _crowd(
+    pod: Object, node: Object, nodes: Sequence[Object], present: Mapping[str, list[Object]]
+) -> list[int]:
     """For each of the pod's topologySpreadConstraints, in order: how many matching pods the node's domain has
     already.
 

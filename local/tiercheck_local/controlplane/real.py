@@ -80,7 +80,9 @@ class RealControlPlane(ControlPlane):
         process = lifetime.start(command, log)
         self._processes.append(process)
         ca = certificates / "apiserver.crt"
-        wait_until(lambda: ca.exists() and _answers(f"{url}/readyz", ca, token), process, log, "kube-apiserver")
+        wait_until(
+            lambda: ca.exists() and _answers(f"{url}/readyz", ca, token), process, log, "kube-apiserver"
+        )
         write_kubeconfig(self.kubeconfig, url, token, ca.read_bytes())
 
     def _signing_keys(self) -> tuple[Path, Path]:

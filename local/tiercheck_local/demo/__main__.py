@@ -98,7 +98,8 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
         faults.append(fault)
         live.say(
             f"  ✓ back at step {fault.restored_step} after {fault.total_seconds:.1f} s, {fault.lost_steps} "
-            "steps lost: " + ", ".join(f"rank {rank} from {source}" for rank, source in enumerate(fault.rank_sources))
+            "steps lost: "
+            + ", ".join(f"rank {rank} from {source}" for rank, source in enumerate(fault.rank_sources))
         )
     story.finish()
     live.say("  ✓ the job is complete; now the same training without any failure, to compare ...")
@@ -106,7 +107,10 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
         command, workers, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
     )
     return run_record(
-        machine=f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        machine=(
+            f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python "
+            f"{platform.python_version()}"
+        ),
         started=started,
         ended=time.time(),
         workers=workers,

@@ -59,14 +59,18 @@ class Live:
 
     def count(self, description: str, step: int) -> None:
         """Show a plain count (the reference run)."""
-        self._progress.update(self._task, description=description, completed=step, state=f"step {step}/{self._steps}")
+        self._progress.update(
+            self._task, description=description, completed=step, state=f"step {step}/{self._steps}"
+        )
 
 
 def describe(status: Mapping[str, Any], step: int, loss: float | None) -> str:
     """The job in one line: phase, step, loss, and what is safe where."""
     tiers = status.get("tiers") or {}
     safe = " ".join(
-        f"{tier}:{tiers[tier]['step']}" for tier in ("local", "peer", "remote") if "step" in tiers.get(tier, {})
+        f"{tier}:{tiers[tier]['step']}"
+        for tier in ("local", "peer", "remote")
+        if "step" in tiers.get(tier, {})
     )
     words = [str(status.get("phase") or "Pending"), f"step {step}"]
     if loss is not None:

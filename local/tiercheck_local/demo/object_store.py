@@ -61,7 +61,9 @@ class ObjectStore:
         end = time.monotonic() + deadline
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                raise RuntimeError(f"the local S3 server ended with {self._process.returncode}; see {self._log}")
+                raise RuntimeError(
+                    f"the local S3 server ended with {self._process.returncode}; see {self._log}"
+                )
             try:
                 with socket.create_connection(("127.0.0.1", self._port), timeout=1.0):
                     return

@@ -36,7 +36,9 @@ def run_uninterrupted(
                 directory.mkdir()
                 # In a folder of its own: whatever the command saves is found by nobody.
                 environment = _environment(rank, ranks, port)
-                processes.append(lifetime.start(command, directory / "out.log", environment, folder=directory))
+                processes.append(
+                    lifetime.start(command, directory / "out.log", environment, folder=directory)
+                )
             log = TrainingLog(logs, "rank-0/out.log")
             _follow(processes, log, deadline, on_step, logs)
             return log.steps, log.digest
@@ -63,13 +65,21 @@ def _follow(
             on_step(step)
         failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
         if failed or remaining <= 0:
-            why = f"rank {failed[0]} exited with {processes[failed[0]].returncode}" if failed else "it took too long"
-            tail = (logs / f"rank-{failed[0] if failed else 0}" / "out.log").read_text(errors="replace")[-2000:]
+            why = (
+                f"rank {failed[0]} exited with {processes[failed[0]].returncode}"
+                if failed
+                else "it took too long"
+            )
+            tail = (logs / f"rank-{failed[0] if failed else 0}" / "out.log").read_text(errors="replace")[
+                -2000:
+            ]
             raise ReferenceFailed(f"the uninterrupted run failed: {why}\n{tail}")
     for rank, process in enumerate(processes):
         if process.wait(timeout=max(remaining, 1.0)) != 0:
             tail = (logs / f"rank-{rank}" / "out.log").read_text(errors="replace")[-2000:]
-            raise ReferenceFailed(f"rank {rank} of the uninterrupted run exited with {process.returncode}\n{tail}")
+            raise ReferenceFailed(
+                f"rank {rank} of the uninterrupted run exited with {process.returncode}\n{tail}"
+            )
     for step in log.poll():
         on_step(step)
 

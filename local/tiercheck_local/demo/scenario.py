@@ -83,12 +83,16 @@ class Story:
             if ended := failed_message(status):
                 raise StoryFailed(f"while waiting for {what}, the job failed: {ended}")
             if time.monotonic() > end:
-                raise StoryFailed(f"waited {self.patience:.0f} s in vain for {what}; conditions: {in_words(status)}")
+                raise StoryFailed(
+                    f"waited {self.patience:.0f} s in vain for {what}; conditions: {in_words(status)}"
+                )
             time.sleep(0.1)
 
     def play(self, failure: Failure, at_step: int) -> Outcome:
         """Wait for `at_step`, inflict the failure, and follow the job until it trains again."""
-        status = self.wait_for(f"step {at_step}, protected", lambda status: self._ready_for(failure, at_step, status))
+        status = self.wait_for(
+            f"step {at_step}, protected", lambda status: self._ready_for(failure, at_step, status)
+        )
         if failure.prepare is not None:
             self.announce(failure.prepare(self.stage))
         before = self.step
@@ -155,7 +159,9 @@ class Story:
             attempt=attempt,
             step_before=before,
             restored_step=restored_step,
-            lost_steps=max(0, max(step.step for step in self.log.steps if step.attempt < attempt) - restored_step),
+            lost_steps=max(
+                0, max(step.step for step in self.log.steps if step.attempt < attempt) - restored_step
+            ),
             ranks=ranks,
             cause=str(finished.get("cause", "")),
             reason=str(finished.get("reason", "")),

@@ -33,7 +33,9 @@ class LaptopStage:
 
     def pod(self, worker: int) -> Object:
         """The worker's newest pod."""
-        pods = [pod for pod in self.pods() if pod["metadata"]["labels"].get(names.LABEL_WORKER) == str(worker)]
+        pods = [
+            pod for pod in self.pods() if pod["metadata"]["labels"].get(names.LABEL_WORKER) == str(worker)
+        ]
         return max(pods, key=_age)
 
     def pod_of(self, worker: int) -> str:

@@ -117,7 +117,9 @@ def compare(
         return RunVerdict(False, "the uninterrupted run did not finish, so there is nothing to compare with")
     missing = sorted(set(expected) - seen)
     if missing:
-        return RunVerdict(False, f"step {missing[0]} was never trained ({len(missing)} of {len(expected)} missing)")
+        return RunVerdict(
+            False, f"step {missing[0]} was never trained ({len(missing)} of {len(expected)} missing)"
+        )
     for step in sorted(run, key=lambda step: step.step):
         if step.loss_hex != expected.get(step.step):
             return RunVerdict(
@@ -128,15 +130,19 @@ def compare(
                 trained_again=trained_again,
             )
     if run_digest is None:
-        return RunVerdict(False, "the run printed no digest of its final parameters", trained_again=trained_again)
+        return RunVerdict(
+            False, "the run printed no digest of its final parameters", trained_again=trained_again
+        )
     if run_digest != wanted:
         return RunVerdict(
             False,
-            f"all losses agree, but the final parameters have digest {run_digest.value[:16]}, not {wanted.value[:16]}",
+            f"all losses agree, but the final parameters have digest {run_digest.value[:16]}, not "
+            f"{wanted.value[:16]}",
             trained_again=trained_again,
         )
     return RunVerdict(
         True,
-        f"all {len(expected)} losses and the digest of the final parameters are bitwise equal to an uninterrupted run",
+        f"all {len(expected)} losses and the digest of the final parameters are bitwise equal to an "
+        "uninterrupted run",
         trained_again=trained_again,
     )

@@ -73,7 +73,9 @@ class _Links:
                 hole, far = socket.socketpair()
                 self._holes.append(far)
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    hole.setsockopt(socket.SOL_SOCKET, option, found.getsockopt(socket.SOL_SOCKET, option, 16))
+                    hole.setsockopt(
+                        socket.SOL_SOCKET, option, found.getsockopt(socket.SOL_SOCKET, option, 16)
+                    )
                 fcntl.fcntl(hole, fcntl.F_SETFL, fcntl.fcntl(found, fcntl.F_GETFL))
                 self._kept.append(os.dup(number))  # the other end must not see an end
                 os.dup2(hole.fileno(), number, inheritable=False)

@@ -21,21 +21,31 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, bool]:
     parser.add_argument("--name", required=True)
     parser.add_argument("--kubeconfig", required=True, type=Path)
     parser.add_argument("--directory", required=True, type=Path, help="where logs/<pod>/<container>.log go")
-    parser.add_argument("--address-prefix", required=True, help="three octets, such as 127.7.1; pods get the fourth")
+    parser.add_argument(
+        "--address-prefix", required=True, help="three octets, such as 127.7.1; pods get the fourth"
+    )
     parser.add_argument("--labels", type=_pairs, default={}, help="k=v,... of the Node")
     parser.add_argument("--pods", type=int, default=8, help="how many pods fit")
-    parser.add_argument("--resources", type=_pairs, default={}, help="allocatable, such as cpu=8,nvidia.com/gpu=4")
-    parser.add_argument("--image-paths", type=_pairs, default={}, help="path in images=folder of this machine,...")
+    parser.add_argument(
+        "--resources", type=_pairs, default={}, help="allocatable, such as cpu=8,nvidia.com/gpu=4"
+    )
+    parser.add_argument(
+        "--image-paths", type=_pairs, default={}, help="path in images=folder of this machine,..."
+    )
     parser.add_argument("--cluster", default=os.environ.get(markers.CLUSTER, "alone"))
     parser.add_argument("--memory", type=Path, help="folder for memory volumes")
-    parser.add_argument("--scratch", type=Path, help="folder for other volumes; keep it short, sockets live there")
+    parser.add_argument(
+        "--scratch", type=Path, help="folder for other volumes; keep it short, sockets live there"
+    )
     parser.add_argument("--claims", type=Path, help="folder that stands for persistent volumes")
     parser.add_argument("--lease-seconds", type=float, default=0.5)
     parser.add_argument(
         "--back-off", type=float, default=FIRST_BACK_OFF, help="first wait for a container that keeps ending"
     )
     parser.add_argument("--cuts", help="file that names the links that are cut")
-    parser.add_argument("--failpoints", type=Path, help="folder of the files that arm the containers' failpoints")
+    parser.add_argument(
+        "--failpoints", type=Path, help="folder of the files that arm the containers' failpoints"
+    )
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     given = parser.parse_args(arguments)
     memory, scratch = markers.folders(given.cluster)

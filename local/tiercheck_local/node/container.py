@@ -94,7 +94,11 @@ class Container:
     def ready(self) -> bool:
         if self.kind is ContainerKind.INIT:
             return self.finished and self.exit_code == 0
-        return self.running and self.started.is_set() and (self.probed_ready or "readinessProbe" not in self.spec)
+        return (
+            self.running
+            and self.started.is_set()
+            and (self.probed_ready or "readinessProbe" not in self.spec)
+        )
 
     @property
     def is_sidecar(self) -> bool:
@@ -223,7 +227,9 @@ class Container:
 
         run, ports = self._exec(recipe), self._ports()
         if "startupProbe" in self.spec:
-            await probes.watch(self.spec["startupProbe"], self._pod_ip, ports, run, report=set_started, once=True)
+            await probes.watch(
+                self.spec["startupProbe"], self._pod_ip, ports, run, report=set_started, once=True
+            )
         async with asyncio.TaskGroup() as group:
             for name, report in (("readinessProbe", set_ready), ("livenessProbe", kill_if_dead)):
                 if name in self.spec:
@@ -241,13 +247,17 @@ class Container:
             await asyncio.sleep(min(grace, float(hook["sleep"]["seconds"])))
 
     def _ports(self) -> dict[str, int]:
-        return {port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if "name" in port}
+        return {
+            port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if "name" in port
+        }
 
     def _exec(self, recipe: ContainerRecipe) -> probes.Exec:
         async def run(command: list[str]) -> bool:
             env = {**recipe.env, markers.POD: f"{recipe.env[markers.POD]}/exec-{next(self._exec_numbers)}"}
             try:
-                process = HostProcess([recipe.translate(word) for word in command], env, recipe.cwd, recipe.log)
+                process = HostProcess(
+                    [recipe.translate(word) for word in command], env, recipe.cwd, recipe.log
+                )
             except CannotStart:
                 return False
             try:

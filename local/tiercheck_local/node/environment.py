@@ -163,5 +163,7 @@ async def fetch_references(client: Client, pod: Mapping[str, Any]) -> Lookup:
             plain = dict(found.get("data") or {})
             encoded.update({key: base64.b64encode(value.encode()).decode() for key, value in plain.items()})
         text[f"{kind}/binary", name] = encoded
-        text[kind, name] = {key: base64.b64decode(value).decode(errors="replace") for key, value in encoded.items()}
+        text[kind, name] = {
+            key: base64.b64decode(value).decode(errors="replace") for key, value in encoded.items()
+        }
     return lambda kind, name: text.get((kind, name))

@@ -101,7 +101,9 @@ class Pod:
 
     def _container(self, spec: Object, kind: ContainerKind) -> Container:
         whose = f"{self.name}_{self.namespace}({self.uid})"
-        return Container(spec, kind, self.ip, self._changed, pod=whose, back_off=BackOff(self._settings.back_off))
+        return Container(
+            spec, kind, self.ip, self._changed, pod=whose, back_off=BackOff(self._settings.back_off)
+        )
 
     @property
     def _containers(self) -> Sequence[Container]:
@@ -157,7 +159,10 @@ class Pod:
             if container.kind is ContainerKind.SIDECAR:
                 self._spawn(container.run(recipes[container.name], "Always"))
                 await container.started.wait()
-            elif await container.run(recipes[container.name], "Never" if policy == "Never" else "OnFailure") != 0:
+            elif (
+                await container.run(recipes[container.name], "Never" if policy == "Never" else "OnFailure")
+                != 0
+            ):
                 await self._finish()
                 return
         self._initialized = True
@@ -204,7 +209,9 @@ class Pod:
                 self._refuse_missing_images()
                 lookup = await environment.fetch_references(self._client, self.manifest)
                 folders = volumes.prepare(self._facts, self._settings.roots, lookup)
-                return {container.name: self._recipe(container, folders, lookup) for container in self._containers}
+                return {
+                    container.name: self._recipe(container, folders, lookup) for container in self._containers
+                }
             except _NoImage as error:
                 reason, message, first = "ErrImagePull", str(error), error.container
             except BadReference as error:
@@ -218,14 +225,18 @@ class Pod:
             if NO_IMAGE in container.spec.get("image", ""):
                 raise _NoImage(container)
 
-    def _recipe(self, container: Container, folders: Mapping[str, Path], lookup: environment.Lookup) -> ContainerRecipe:
+    def _recipe(
+        self, container: Container, folders: Mapping[str, Path], lookup: environment.Lookup
+    ) -> ContainerRecipe:
         scratch = self._settings.roots.of_pod(self.uid)[1]
         home = scratch / f"-{container.name}"
         home.mkdir(parents=True, exist_ok=True)
         last_words = home / "termination-log"
         path_of_last_words = container.spec.get("terminationMessagePath") or "/dev/termination-log"
         mounts = volumes.mounts(container.spec, folders)
-        translate = PathTranslation({**self._settings.image_paths, path_of_last_words: str(last_words), **mounts})
+        translate = PathTranslation(
+            {**self._settings.image_paths, path_of_last_words: str(last_words), **mounts}
+        )
         wanted = environment.environment(container.spec, self._facts, lookup)
         argv = environment.command_line(container.spec, wanted)
         env = {
@@ -239,7 +250,8 @@ class Pod:
         cwd = translate(container.spec.get("workingDir") or "")
         if cwd and not Path(cwd).is_dir():
             raise BadReference(
-                f"workingDir {container.spec['workingDir']!r} is in no volume and not a folder of this machine"
+                f"workingDir {container.spec['workingDir']!r} is in no volume and not a folder of this "
+                "machine"
             )
         logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
         env = links.hooked(env, self._settings.cuts)

@@ -66,7 +66,9 @@ async def ask(probe: Probe, host: str, ports: Mapping[str, int], run: Exec) -> b
                 return await _http(probe["httpGet"], host, ports)
             if "tcpSocket" in probe:
                 target = probe["tcpSocket"]
-                _, writer = await asyncio.open_connection(target.get("host") or host, _port(target["port"], ports))
+                _, writer = await asyncio.open_connection(
+                    target.get("host") or host, _port(target["port"], ports)
+                )
                 writer.close()
                 return True
             if "exec" in probe:

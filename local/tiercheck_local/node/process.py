@@ -54,7 +54,11 @@ class HostProcess:
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, log: Path) -> None:
         """Start it, its output appended to `log`. Call from the main thread, in a running loop. Raises
         CannotStart."""
-        path = sys.executable if argv[0] in {"python", "python3"} else shutil.which(argv[0], path=env.get("PATH"))
+        path = (
+            sys.executable
+            if argv[0] in {"python", "python3"}
+            else shutil.which(argv[0], path=env.get("PATH"))
+        )
         if path is None:
             raise CannotStart(f"exec: {argv[0]!r}: executable file not found in $PATH")
         agent = os.getpid()

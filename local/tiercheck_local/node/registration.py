@@ -37,7 +37,9 @@ def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
     labels = {
         "kubernetes.io/hostname": settings.name,
         "kubernetes.io/os": "linux",
-        "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine()),
+        "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(
+            platform.machine(), platform.machine()
+        ),
         **settings.labels,
     }
     return {
@@ -105,7 +107,9 @@ class Registration:
             metadata = {"labels": wanted["metadata"]["labels"]}
             await self._client.patch(NODES, None, self._settings.name, {"metadata": metadata})
         # A create may drop the status, as it does for custom resources.
-        await self._client.patch(NODES, None, self._settings.name, {"status": wanted["status"]}, subresource="status")
+        await self._client.patch(
+            NODES, None, self._settings.name, {"status": wanted["status"]}, subresource="status"
+        )
 
     async def _keep_node(self) -> None:
         """The life-cycle controller may have declared this node unknown while its agent was stopped: it
@@ -114,7 +118,9 @@ class Registration:
             if isinstance(news, Changed) and news.object["metadata"]["name"] != self._settings.name:
                 continue
             gone = isinstance(news, Changed) and news.kind == "DELETED"
-            nodes: list[Mapping[str, Any]] = [n for n in news.items] if isinstance(news, Listing) else [news.object]
+            nodes: list[Mapping[str, Any]] = (
+                [n for n in news.items] if isinstance(news, Listing) else [news.object]
+            )
             mine = [node for node in nodes if node["metadata"]["name"] == self._settings.name and not gone]
             if not mine or not _is_ready(mine[0]):
                 await self._persist(self.register)

@@ -109,7 +109,9 @@ def _conditions(
 ) -> list[Mapping[str, Any]]:
     sidecars = [view for view in situation.inits if view.is_sidecar]
     unready = [view.name for view in (*situation.mains, *sidecars) if not view.ready]
-    incomplete = [view.name for view in situation.inits if not (view.is_started if view.is_sidecar else view.ready)]
+    incomplete = [
+        view.name for view in situation.inits if not (view.is_started if view.is_sidecar else view.ready)
+    ]
     ended = phase in {"Succeeded", "Failed"}
     not_ready: Object = {
         "reason": {"Succeeded": "PodCompleted", "Failed": "PodFailed"}.get(phase, "ContainersNotReady"),
@@ -144,9 +146,13 @@ log = logging.getLogger(__name__)
 class Publisher:
     """`compute(previous status)` gives the status to write; it is called when `changed` was."""
 
-    def __init__(self, client: Client, pod: Mapping[str, Any], compute: Callable[[Mapping[str, Any]], Object]) -> None:
+    def __init__(
+        self, client: Client, pod: Mapping[str, Any], compute: Callable[[Mapping[str, Any]], Object]
+    ) -> None:
         self._client, self._compute = client, compute
-        self._namespace, self._name, self._uid = (pod["metadata"][key] for key in ("namespace", "name", "uid"))
+        self._namespace, self._name, self._uid = (
+            pod["metadata"][key] for key in ("namespace", "name", "uid")
+        )
         self._current = pod
         self._written: Mapping[str, Any] | None = None
         self._dirty = asyncio.Event()
@@ -227,7 +233,9 @@ class Publisher:
 
 
 def _own(status: Mapping[str, Any]) -> dict[str, str]:
-    return {entry["type"]: entry["status"] for entry in status.get("conditions") or [] if entry["type"] in OWNED}
+    return {
+        entry["type"]: entry["status"] for entry in status.get("conditions") or [] if entry["type"] in OWNED
+    }
 
 
 def _version(pod: Mapping[str, Any]) -> int:

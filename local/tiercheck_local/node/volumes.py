@@ -35,7 +35,9 @@ class PathTranslation:
         begins = r"(?:(?<![\w./~-])|(?<=://))"
         ends = r"(?=/|[^\w.-]|\.(?![\w])|$)"
         self._pattern = (
-            re.compile(begins + "(" + "|".join(map(re.escape, longest_first)) + ")" + ends) if longest_first else None
+            re.compile(begins + "(" + "|".join(map(re.escape, longest_first)) + ")" + ends)
+            if longest_first
+            else None
         )
 
     def __call__(self, text: str) -> str:
@@ -82,7 +84,10 @@ class Roots:
 def prepare(facts: PodFacts, roots: Roots, lookup: Lookup) -> dict[str, Path]:
     """Make every volume of the pod; name to folder (or file, for a hostPath). Idempotent. Raises
     BadReference."""
-    return {volume["name"]: _prepare(volume, facts, roots, lookup) for volume in facts.pod["spec"].get("volumes") or []}
+    return {
+        volume["name"]: _prepare(volume, facts, roots, lookup)
+        for volume in facts.pod["spec"].get("volumes") or []
+    }
 
 
 def mounts(container: Object, volumes: Mapping[str, Path]) -> dict[str, str]:
@@ -114,7 +119,9 @@ def _prepare(volume: Object, facts: PodFacts, roots: Roots, lookup: Lookup) -> P
         elif not folder.exists():
             raise BadReference(f"hostPath {folder} does not exist; use type DirectoryOrCreate to make it")
     elif "persistentVolumeClaim" in volume:
-        folder = roots.claims / facts.pod["metadata"]["namespace"] / volume["persistentVolumeClaim"]["claimName"]
+        folder = (
+            roots.claims / facts.pod["metadata"]["namespace"] / volume["persistentVolumeClaim"]["claimName"]
+        )
         folder.mkdir(parents=True, exist_ok=True)
     else:
         files = _files(volume, facts, lookup)
@@ -165,6 +172,8 @@ def _source_files(source: Object, mode: int, facts: PodFacts, lookup: Lookup) ->
             if missing and not reference.get("optional"):
                 raise BadReference(f"{kind.lower()} {name!r} has no key {missing[0]!r}")
             return {
-                item["path"]: (decoded[item["key"]], item.get("mode", mode)) for item in items if item["key"] in decoded
+                item["path"]: (decoded[item["key"]], item.get("mode", mode))
+                for item in items
+                if item["key"] in decoded
             }
     raise BadReference(f"unsupported projected source: {', '.join(source)}")

@@ -1,4 +1,5 @@
-"""One pod at admission: what it is to be, or why it stays as it is. Reads from the API server, changes nothing there."""
+"""One pod at admission: what it is to be, or why it stays as it is. Reads from the API server, changes
+nothing there."""
 
 from __future__ import annotations
 
@@ -27,11 +28,14 @@ from tiercheck_operator.kubernetes.identity import ClusterIdentity
 
 log = logging.getLogger(__name__)
 
-POLICIES = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.POLICY_PLURAL}/{{name}}"
+POLICIES = (
+    f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.POLICY_PLURAL}/{{name}}"
+)
 _REMEMBERED = 5.0
 """Seconds that an answer of the API server is used again: the pods of a workload come in one burst."""
 _PATIENCE = 4.0
-"""Seconds for all that a pod needs to be read; less than the webhook's own timeout, so that the pod still hears why."""
+"""Seconds for all that a pod needs to be read; less than the webhook's own timeout, so that the pod still
+hears why."""
 
 
 class Admission:
@@ -78,7 +82,9 @@ class Admission:
             # The job has it already; what pods of one job agree on must not depend on when they came.
             attach = job["spec"]["attach"]
             procs, workers = int(job["spec"]["procsPerWorker"]), int(job["spec"]["workers"])
-            attachment = Attachment(owner, attach.get("policy") or policy, attach["container"], workers, procs)
+            attachment = Attachment(
+                owner, attach.get("policy") or policy, attach["container"], workers, procs
+            )
         outfit = self._outfit
         if ((job["spec"].get("tiers") or {}).get("remote")) is not None:
             outfit = replace(outfit, cluster=await self._cluster.uid())

@@ -1,4 +1,5 @@
-"""Sees to it that every owner with attached pods has its TierCheckJob. Pods say all that is needed, so nothing is remembered."""
+"""Sees to it that every owner with attached pods has its TierCheckJob. Pods say all that is needed, so
+nothing is remembered."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ _BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Adoption:
-    """`pod_seen` for every pod that a watch shows. `has_job` tells whether the job of an owner, by its namespace and UID, is known,
-    `pods_of` what pods there still are of it."""
+    """`pod_seen` for every pod that a watch shows. `has_job` tells whether the job of an owner, by its
+    namespace and UID, is known, `pods_of` what pods there still are of it."""
 
     def __init__(
-        self, kube: Kube, has_job: Callable[[str, str], bool], pods_of: Callable[[str, str], Iterable[PodView]]
+        self,
+        kube: Kube,
+        has_job: Callable[[str, str], bool],
+        pods_of: Callable[[str, str], Iterable[PodView]],
     ) -> None:
         self._kube, self._has_job, self._pods_of = kube, has_job, pods_of
         self._events = ObjectEvents(kube)
@@ -56,7 +60,8 @@ class Adoption:
                 await task
 
     async def _make(self, namespace: str, attachment: Attachment) -> None:
-        """Again and again until the job is there or nobody needs it: the pods cannot start without its Secret."""
+        """Again and again until the job is there or nobody needs it: the pods cannot start without its
+        Secret."""
         owner, failures = attachment.owner, 0
         while not self._has_job(namespace, owner.uid) and any(self._pods_of(namespace, owner.uid)):
             try:
@@ -65,7 +70,9 @@ class Adoption:
             except ApiFailure as error:
                 log.warning("%s/%s: no job for %s: %s", namespace, owner.name, owner.kind, error)
                 if error.refused or error.not_found:
-                    await self._events.warn({**spell(owner), "namespace": namespace}, NOT_ATTACHED, str(error))
+                    await self._events.warn(
+                        {**spell(owner), "namespace": namespace}, NOT_ATTACHED, str(error)
+                    )
                 failures += 1
             await asyncio.sleep(_BACKOFF[min(failures, len(_BACKOFF) - 1)] if failures else _BACKOFF[-1])
 
@@ -81,7 +88,9 @@ class Adoption:
             raise ApiFailure(404, f"{owner.kind} {owner.name} of its pods is gone")
         policy = await self._kube.get(POLICIES, namespace=namespace, name=attachment.policy)
         if policy is None:
-            raise ApiFailure(404, f"there is no TierCheckPolicy {attachment.policy} in namespace {namespace} any more")
+            raise ApiFailure(
+                404, f"there is no TierCheckPolicy {attachment.policy} in namespace {namespace} any more"
+            )
         job = attached_job(namespace, attachment, policy.get("spec") or {})
         try:
             await self._kube.create(JOBS, job, namespace=namespace)

@@ -1,7 +1,9 @@
-"""HTTPS for whoever can reach the port: strangers get little room and little time, so that the API server finds both.
+"""HTTPS for whoever can reach the port: strangers get little room and little time, so that the API server
+finds both.
 
-Nobody who calls a webhook proves who he is. So connections are counted, from before their TLS handshake on, in all and by address;
-each request has to be there within seconds; and few large ones are held in memory at a time.
+Nobody who calls a webhook proves who he is. So connections are counted, from before their TLS handshake on,
+in all and by address; each request has to be there within seconds; and few large ones are held in memory at a
+time.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from aiohttp import web
 from tiercheck.connections import Arrivals
 
 PATIENCE = 10.0
-"""Seconds for the TLS handshake, for the headers, and for the body; of a connection without a request, too."""
+"""Seconds for the TLS handshake, for the headers, and for the body; of a connection without a request, too.
+"""
 LARGEST = 3 * 2**20
 """Bytes of a body: twice what the API server lets an object have."""
 _SMALL = 128 * 2**10
@@ -38,7 +41,11 @@ class Doors:
         self._small, self._large = asyncio.Semaphore(_SMALL_AT_ONCE), asyncio.Semaphore(_LARGE_AT_ONCE)
         self._runner = web.ServerRunner(
             web.Server(
-                self._answer, access_log=None, keepalive_timeout=patience, lingering_time=0.0, auto_decompress=False
+                self._answer,
+                access_log=None,
+                keepalive_timeout=patience,
+                lingering_time=0.0,
+                auto_decompress=False,
             ),
             shutdown_timeout=5.0,
         )
@@ -71,7 +78,11 @@ class Doors:
         assert server is not None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                server, connection, ssl=self._context, ssl_handshake_timeout=seconds, ssl_shutdown_timeout=seconds
+                server,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=seconds,
+                ssl_shutdown_timeout=seconds,
             )
         except OSError:  # ssl.SSLError and TimeoutError are some
             connection.close()

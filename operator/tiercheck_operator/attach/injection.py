@@ -1,4 +1,5 @@
-"""A pod of another controller becomes a worker: the same sidecar, volumes and launcher as in pods of our own. Pure."""
+"""A pod of another controller becomes a worker: the same sidecar, volumes and launcher as in pods of our own.
+Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tiercheck_operator.model.parsing import LONGEST_ATTACHMENT, parse_job
 from tiercheck_operator.model.spelling import spell
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
-"""Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes."""
+"""Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes.
+"""
 _LONGEST_NAME = 40
 _DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
 _PROCS = "PET_NPROC_PER_NODE"
@@ -63,18 +65,28 @@ class Attachment:
         try:
             raw = parse_json(text, LONGEST_ATTACHMENT)
             owner = raw["owner"]
-            said = (owner["apiVersion"], owner["kind"], owner["name"], owner["uid"], raw["policy"], raw["container"])
+            said = (
+                owner["apiVersion"],
+                owner["kind"],
+                owner["name"],
+                owner["uid"],
+                raw["policy"],
+                raw["container"],
+            )
             counts = (raw["workers"], raw["procsPerWorker"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"not an attachment: {error}") from error
-        if not all(type(each) is str for each in said) or not all(type(each) is int and each > 0 for each in counts):
+        if not all(type(each) is str for each in said) or not all(
+            type(each) is int and each > 0 for each in counts
+        ):
             raise ValueError("not an attachment: it is not of words and counts")
         api_version, kind, name, uid, policy, container = said
         return Attachment(Owner(api_version, kind, name, uid), policy, container, *counts)
 
 
 def job_name(owner: Owner) -> str:
-    """The name of the owner's TierCheckJob: known before the job is, and the same again for an owner of the same name."""
+    """The name of the owner's TierCheckJob: known before the job is, and the same again for an owner of the
+    same name."""
     plain = f"{owner.kind.lower()}-{owner.name}"
     if len(plain) <= _LONGEST_NAME and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", plain):
         return plain
@@ -104,7 +116,9 @@ def attached_job(namespace: str, attachment: Attachment, policy: Mapping[str, An
     }
 
 
-def attachment_of(pod: Mapping[str, Any], owner: Owner, seat: Seat, policy: str, procs: int | None) -> Attachment:
+def attachment_of(
+    pod: Mapping[str, Any], owner: Owner, seat: Seat, policy: str, procs: int | None
+) -> Attachment:
     """`procs`: processes per worker by the policy; None: what the pod says. Raises Unattachable."""
     container = _trainer(pod)
     return Attachment(owner, policy, container["name"], seat.workers, procs or _procs(container))
@@ -129,13 +143,25 @@ def inject(
     _check_names(spec)
     if wrong := pod_problem(spec, attachment.container) or resources_problem(view.spec, spec):
         raise Unattachable(wrong)
-    if view.spec.remote is not None and spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE) == _DEFAULT_GRACE:
-        # The API server's default is not the user's wish; the sidecar may still have to upload when the trainers have ended.
+    if (
+        view.spec.remote is not None
+        and spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE) == _DEFAULT_GRACE
+    ):
+        # The API server's default is not the user's wish; the sidecar may still have to upload when the
+        # trainers have ended.
         spec["terminationGracePeriodSeconds"] = _GRACE_WITH_REMOTE
     # A job keeps the sidecar that it began with, however often the operator is upgraded.
     image = view.status.sidecar_image or outfit.image
     ports = worker_ports(view.identity, seat.worker)
-    equip(view, str(seat.worker), spec, attachment.container, image, host_ports=ports, node_memory=outfit.node_memory)
+    equip(
+        view,
+        str(seat.worker),
+        spec,
+        attachment.container,
+        image,
+        host_ports=ports,
+        node_memory=outfit.node_memory,
+    )
     _withhold_token(spec)
     new = with_pull_settings(new, outfit.pull_policy, outfit.pull_secrets)
     metadata = new["metadata"]
@@ -145,7 +171,10 @@ def inject(
         names.LABEL_JOB_UID: view.identity,
         names.LABEL_WORKER: str(seat.worker),
     }
-    metadata["annotations"] = {**(metadata.get("annotations") or {}), names.ANNOTATION_ATTACHED: attachment.to_json()}
+    metadata["annotations"] = {
+        **(metadata.get("annotations") or {}),
+        names.ANNOTATION_ATTACHED: attachment.to_json(),
+    }
     return new
 
 
@@ -158,7 +187,8 @@ def refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
 
 
 def _view(job: Mapping[str, Any], attachment: Attachment) -> JobView:
-    """Of a job that may not exist yet. What its schema would refuse for so few workers is refused here, before the pod waits for it."""
+    """Of a job that may not exist yet. What its schema would refuse for so few workers is refused here,
+    before the pod waits for it."""
     metadata = {"uid": "", **job["metadata"]}
     try:
         view = parse_job({**job, "metadata": metadata})
@@ -167,7 +197,8 @@ def _view(job: Mapping[str, Any], attachment: Attachment) -> JobView:
     needed = sum(view.spec.parity) if view.spec.parity else view.spec.copies + 1
     if needed > view.spec.workers:
         raise Unattachable(
-            f"tiers.peer of TierCheckPolicy {attachment.policy} needs at least {needed} workers, and there are {view.spec.workers}"
+            f"tiers.peer of TierCheckPolicy {attachment.policy} needs at least {needed} workers, and "
+            f"there are {view.spec.workers}"
         )
     return view
 
@@ -179,18 +210,22 @@ def _trainer(pod: Mapping[str, Any]) -> Mapping[str, Any]:
     if named:
         found = by_name.get(named)
         if found is None:
-            raise Unattachable(f"the pod has no container named {named!r}, which {names.ANNOTATION_CONTAINER} names")
+            raise Unattachable(
+                f"the pod has no container named {named!r}, which {names.ANNOTATION_CONTAINER} names"
+            )
     else:
         found = next((by_name[name] for name in _KNOWN_CONTAINERS if name in by_name), None)
         if found is None and len(containers) == 1:
             found = containers[0]
         if found is None:
             raise Unattachable(
-                f"it is not clear which container trains; name it in the annotation {names.ANNOTATION_CONTAINER} of the pod template"
+                "it is not clear which container trains; name it in the annotation "
+                f"{names.ANNOTATION_CONTAINER} of the pod template"
             )
     if not found.get("command"):
         raise Unattachable(
-            f"container {found.get('name')!r} has no command; set `command` in the pod template, because the entry point of the "
+            f"container {found.get('name')!r} has no command; set `command` in the pod template, because "
+            "the entry point of the "
             "image cannot be seen from here and so cannot be started by TierCheck's launcher"
         )
     return dict(found)
@@ -202,14 +237,16 @@ def _procs(container: Mapping[str, Any]) -> int:
             return max(1, int(entry["value"]))
         if entry.get("name") == _PROCS:
             raise Unattachable(
-                f"{_PROCS} is {entry.get('value') or 'not a plain value'!r}; set spec.procsPerWorker of the TierCheckPolicy, "
+                f"{_PROCS} is {entry.get('value') or 'not a plain value'!r}; set spec.procsPerWorker of "
+                "the TierCheckPolicy, "
                 "because ranks must be known before they start"
             )
     return 1
 
 
 def _withhold_token(spec: dict[str, Any]) -> None:
-    """Ours need no API token. The API server mounts the pod's into every container that has nothing at its path, after us again."""
+    """Ours need no API token. The API server mounts the pod's into every container that has nothing at its
+    path, after us again."""
     spec["volumes"].append({"name": _NO_TOKEN, "emptyDir": {}})
     for container in spec["initContainers"]:
         if container["name"].startswith("tiercheck-"):

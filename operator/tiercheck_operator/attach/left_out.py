@@ -1,9 +1,11 @@
-"""Pods that asked to be attached and were not: an Event says why, and one whose job already waits for it is made again.
+"""Pods that asked to be attached and were not: an Event says why, and one whose job already waits for it is
+made again.
 
-The webhook's failure policy is Ignore, so a pod that was created while no operator answered runs without TierCheck. At the start of
-a workload that is what was promised. Later it is not: the other workers are held until this one has a sidecar too, and would be held
-for ever. So it is evicted, for its own controller to make another; by eviction, because that is no failure in a Job's eyes
-(`podFailurePolicy`, DisruptionTarget) and respects disruption budgets.
+The webhook's failure policy is Ignore, so a pod that was created while no operator answered runs without
+TierCheck. At the start of a workload that is what was promised. Later it is not: the other workers are held
+until this one has a sidecar too, and would be held for ever. So it is evicted, for its own controller to make
+another; by eviction, because that is no failure in a Job's eyes (`podFailurePolicy`, DisruptionTarget) and
+respects disruption budgets.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _UNASKED = "TierCheck was not asked, or did not answer, when the pod was created
 def must_go(pod: Mapping[str, Any], has_job: Callable[[str, str], bool]) -> bool:
     """Whether the pod keeps a job from going on that could go on with another in its place."""
     metadata = pod.get("metadata") or {}
-    if names.ANNOTATION_NOT_ATTACHED in (metadata.get("annotations") or {}) or metadata.get("deletionTimestamp"):
+    if names.ANNOTATION_NOT_ATTACHED in (metadata.get("annotations") or {}) or metadata.get(
+        "deletionTimestamp"
+    ):
         return False  # another one would be refused as well
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return False
@@ -84,7 +88,13 @@ class LeftOut:
         namespace, name = str(metadata["namespace"]), str(metadata["name"])
         if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
             return
-        about = {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": metadata["uid"]}
+        about = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "namespace": namespace,
+            "name": name,
+            "uid": metadata["uid"],
+        }
         going = must_go(pod, self._has_job)
         said = (metadata.get("annotations") or {}).get(names.ANNOTATION_NOT_ATTACHED) or _UNASKED
         if going:

@@ -1,8 +1,8 @@
 """Whose pod this is and which worker it will be, read from what its controller writes on it. Pure.
 
-Each controller has its own names: `batch.kubernetes.io/job-completion-index` is Kubernetes' Job API; the jobset.sigs.k8s.io
-labels are those of JobSet v1alpha2 (a TrainJob is a JobSet by the time it has pods); the training.kubeflow.org ones are the
-training operator's, which numbers the master 0 and worker i as i + 1.
+Each controller has its own names: `batch.kubernetes.io/job-completion-index` is Kubernetes' Job API; the
+jobset.sigs.k8s.io labels are those of JobSet v1alpha2 (a TrainJob is a JobSet by the time it has pods); the
+training.kubeflow.org ones are the training operator's, which numbers the master 0 and worker i as i + 1.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def find_owner(pod: Mapping[str, Any]) -> Owner:
     group = str(controller.get("apiVersion")).partition("/")[0]
     if _GROUPS.get(controller.get("kind", "")) != group:
         raise Unattachable(
-            f"the pod belongs to a {controller.get('kind')} ({group}); pods of Job, JobSet, TrainJob and PyTorchJob can be attached"
+            f"the pod belongs to a {controller.get('kind')} ({group}); pods of Job, JobSet, TrainJob and "
+            "PyTorchJob can be attached"
         )
     return Owner(controller["apiVersion"], controller["kind"], controller["name"], controller["uid"])
 
@@ -103,7 +104,9 @@ def _parallelism(spec: Mapping[str, Any], named: str, mode: str = "NonIndexed") 
     parallelism = int(_or_one(spec.get("parallelism")))
     completions = spec.get("completions")
     if completions is not None and int(completions) != parallelism:
-        raise Unattachable(f"{named} has completions {completions} and parallelism {parallelism}; they must be equal")
+        raise Unattachable(
+            f"{named} has completions {completions} and parallelism {parallelism}; they must be equal"
+        )
     return parallelism
 
 
@@ -129,11 +132,14 @@ def _seat_in_jobset(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any
 
 
 def _seat_in_pytorchjob(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any]) -> Seat:
-    replicas = {str(kind).lower(): entry or {} for kind, entry in (spec.get("pytorchReplicaSpecs") or {}).items()}
+    replicas = {
+        str(kind).lower(): entry or {} for kind, entry in (spec.get("pytorchReplicaSpecs") or {}).items()
+    }
     silent = [kind for kind, entry in replicas.items() if not _asks(entry.get("template") or {})]
     if silent:
         raise Unattachable(
-            f"the {silent[0]} replicas of PyTorchJob {owner.name} do not ask to be attached; put {names.LABEL_INJECT} on the "
+            f"the {silent[0]} replicas of PyTorchJob {owner.name} do not ask to be attached; put "
+            f"{names.LABEL_INJECT} on the "
             "templates of all replica types, because they train together"
         )
     counts = {kind: int(_or_one(entry.get("replicas"))) for kind, entry in replicas.items()}

@@ -16,9 +16,11 @@ from tiercheck_operator.model.observed import PodView
 
 
 class AttachService:
-    """Does nothing if the webhook is not configured. Every replica answers the API server, only the leading one makes jobs.
+    """Does nothing if the webhook is not configured. Every replica answers the API server, only the leading
+    one makes jobs.
 
-    `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` are asked with namespace and UID of an owner.
+    `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` are asked with
+    namespace and UID of an owner.
     """
 
     def __init__(
@@ -35,9 +37,14 @@ class AttachService:
         self._left_out: LeftOut | None = None
         if config.webhook is not None:
             settings = config.webhook
-            trust = Trust(always, settings.secret, settings.configuration, settings.hosts, deployment=config.lease)
+            trust = Trust(
+                always, settings.secret, settings.configuration, settings.hosts, deployment=config.lease
+            )
             outfit = Outfit(
-                config.sidecar_image, config.sidecar_pull_policy, config.sidecar_pull_secrets, config.node_memory
+                config.sidecar_image,
+                config.sidecar_pull_policy,
+                config.sidecar_pull_secrets,
+                config.node_memory,
             )
             admission = Admission(always, outfit)
             self._webhook = Webhook(settings.host, settings.port, trust, admission)

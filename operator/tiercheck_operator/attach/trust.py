@@ -1,8 +1,10 @@
-"""The webhook's certificate, and that the API server trusts it: made, shared by replicas and renewed without anybody's help.
+"""The webhook's certificate, and that the API server trusts it: made, shared by replicas and renewed without
+anybody's help.
 
-The Secret is the one truth. Every replica looks at it now and then, makes it if it is missing, renews it when two thirds of its life
-are over, and sees to it that the webhook configuration names its authorities. A renewed Secret keeps the last authority too, and a
-replica shows a new certificate only after it found the configuration to name the new authority, so that no call fails in between.
+The Secret is the one truth. Every replica looks at it now and then, makes it if it is missing, renews it when
+two thirds of its life are over, and sees to it that the webhook configuration names its authorities. A
+renewed Secret keeps the last authority too, and a replica shows a new certificate only after it found the
+configuration to name the new authority, so that no call fails in between.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ def _plain(host: str) -> str:
 
 
 class Trust:
-    """For one replica. `secret`: namespace and name; `configuration`: the MutatingWebhookConfiguration; `hosts`: our names;
-    `deployment`: the operator's, namespace and name.
+    """For one replica. `secret`: namespace and name; `configuration`: the MutatingWebhookConfiguration;
+    `hosts`: our names; `deployment`: the operator's, namespace and name.
     """
 
     def __init__(
@@ -81,7 +83,8 @@ class Trust:
         self._deployment = deployment
 
     async def establish(self, now: datetime.datetime) -> tuple[Bundle, bool]:
-        """The bundle to show, and whether the API server has had time to hear of its authority. Raises ApiFailure."""
+        """The bundle to show, and whether the API server has had time to hear of its authority. Raises
+        ApiFailure."""
         namespace, name = self._secret
         raw = await self._kube.get(_SECRETS + "/{name}", namespace=namespace, name=name)
         current = None if raw is None else _parsed(raw)
@@ -92,7 +95,8 @@ class Trust:
                 body["metadata"] |= await self._belonging()
                 await self._kube.create(_SECRETS, body, namespace=namespace)
             else:
-                # With the version that was read: of two replicas one fails here, and takes the other's next time.
+                # With the version that was read: of two replicas one fails here, and takes the other's next
+                # time.
                 kept = ("resourceVersion", "ownerReferences")
                 body["metadata"] |= {key: raw["metadata"][key] for key in kept if key in raw["metadata"]}
                 await self._kube.replace(_SECRETS + "/{name}", body, namespace=namespace, name=name)
@@ -117,7 +121,11 @@ class Trust:
         if raw is None:
             raise ApiFailure(404, f"there is no MutatingWebhookConfiguration {self._configuration}")
         text = base64.b64encode(bundle.authorities).decode()
-        stale = [hook for hook in raw.get("webhooks") or [] if (hook.get("clientConfig") or {}).get("caBundle") != text]
+        stale = [
+            hook
+            for hook in raw.get("webhooks") or []
+            if (hook.get("clientConfig") or {}).get("caBundle") != text
+        ]
         if not stale:
             return True
         for hook in stale:
@@ -132,7 +140,11 @@ def _secret(namespace: str, name: str, bundle: Bundle) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "kubernetes.io/tls",
-        "metadata": {"name": name, "namespace": namespace, "labels": {"app.kubernetes.io/managed-by": "tiercheck"}},
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "labels": {"app.kubernetes.io/managed-by": "tiercheck"},
+        },
         "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
     }
 

@@ -1,9 +1,12 @@
-"""An admission answer is a JSON patch (RFC 6902): this finds the one that turns what was sent into what is wanted.
+"""An admission answer is a JSON patch (RFC 6902): this finds the one that turns what was sent into what is
+wanted.
 
-The mutating webhook's HTTPS server: AdmissionReview v1 in, AdmissionReview v1 out. It allows every pod, whatever happens.
+The mutating webhook's HTTPS server: AdmissionReview v1 in, AdmissionReview v1 out. It allows every pod,
+whatever happens.
 
-Not kopf's: that one lives and dies with the watches of one leading process, makes a certificate of its own in each replica, and
-wants to write the webhook configuration. This one has no state, so every replica answers, leader or not.
+Not kopf's: that one lives and dies with the watches of one leading process, makes a certificate of its own in
+each replica, and wants to write the webhook configuration. This one has no state, so every replica answers,
+leader or not.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ log = logging.getLogger(__name__)
 
 PATH = "/mutate-pods"
 _LOOK_EVERY, _RETRY = 60.0, 2.0
-"""Seconds between two looks at certificate and configuration, and the same while they could not be looked at."""
+"""Seconds between two looks at certificate and configuration, and the same while they could not be looked at.
+"""
 _LONGEST_WARNING = 256
 
 
@@ -136,7 +140,10 @@ class Webhook:
         except Exception:
             # A pod is never refused for a fault of ours: it runs as it would without us.
             log.exception("a pod could not be looked at")
-            operations, warning = [], "TierCheck does not look after this pod: its operator has a fault; see its log."
+            operations, warning = (
+                [],
+                "TierCheck does not look after this pod: its operator has a fault; see its log.",
+            )
         if operations:
             response["patchType"] = "JSONPatch"
             response["patch"] = base64.b64encode(json.dumps(operations).encode()).decode()

@@ -1,7 +1,7 @@
 """One reconcile, as a function: from what is observed to what is to be done. This file is the story of a job.
 
-Nothing but the status is remembered. Killed at any point and asked again, it finds the same observation and says the
-same, so every action must be harmless when repeated.
+Nothing but the status is remembered. Killed at any point and asked again, it finds the same observation and
+says the same, so every action must be harmless when repeated.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
     spares = keep_spares(situation)
     resized = resize(situation, spares)
     if resized is not None:
-        # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a pause.
+        # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a
+        # pause.
         return conclude(situation, replace(draft, status=resized.status, findings=resized.findings, wake=1.0))
     pods, put_off = replace_pods(situation, spares.taken)
     if situation.job.spec.attach is not None:
@@ -353,13 +354,17 @@ def soonest(*seconds: float | None) -> float | None:
 
 def _describe_late_trainers(situation: Situation, absent: list[int]) -> Finding:
     reports, members = situation.attempt_reports, situation.members
-    hindered = [worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy]
+    hindered = [
+        worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy
+    ]
     first = (hindered or absent)[0]
     trainer, whose = reports[first].trainer, f"worker {first} ({len(hindered or absent)} in all)"
     if trainer.stuck:
         return Finding(conditions.WAITING_FOR_TRAINERS, f"no attempt can begin at {whose}: {trainer.stuck}")
     if trainer.unhealthy:
-        return Finding(conditions.HEALTH_CHECK_FAILED, f"no attempt can begin at {whose}: {trainer.unhealthy}")
+        return Finding(
+            conditions.HEALTH_CHECK_FAILED, f"no attempt can begin at {whose}: {trainer.unhealthy}"
+        )
     if trainer.busy:
         return Finding(conditions.WAITING_FOR_TRAINERS, f"the launcher of {whose} {trainer.busy}")
     said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")

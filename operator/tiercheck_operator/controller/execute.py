@@ -50,7 +50,8 @@ _PODS_STRICTLY = CORE + "/pods?fieldValidation=Strict"
 
 
 class Executor:
-    """For one job. API failures are raised; a sidecar that cannot be told is told again by the next reconcile."""
+    """For one job. API failures are raised; a sidecar that cannot be told is told again by the next
+    reconcile."""
 
     def __init__(
         self, kube: Kube, config: Config, belongings: Belongings, cluster: ClusterIdentity | None = None
@@ -62,9 +63,9 @@ class Executor:
     async def run(self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None) -> None:
         """What the job owns first, then deletions, then everything else; within each, all at once.
 
-        Deletions go before creations, so that the scheduler does not count a lost pod when it spreads its replacement.
-        Once the server refuses a pod, the rest are not tried: they would be refused for the same reason.
-        Raises ApiFailure, the first one.
+        Deletions go before creations, so that the scheduler does not count a lost pod when it spreads its
+        replacement. Once the server refuses a pod, the rest are not tried: they would be refused for the same
+        reason. Raises ApiFailure, the first one.
         """
         gate = asyncio.Semaphore(_AT_ONCE)
         refused = False
@@ -80,7 +81,8 @@ class Executor:
                     refused = refused or error.refused
                     raise
                 except Unbuildable as error:
-                    # Of a job that has begun, whose template was changed: told as what the API server would say of it.
+                    # Of a job that has begun, whose template was changed: told as what the API server would
+                    # say of it.
                     refused = True
                     raise ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
 
@@ -119,12 +121,16 @@ class Executor:
             case CreatePod(worker, incarnation, avoid, prefer, shun):
                 image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
                 known = await self._with_cluster(job)
-                pod = build_pod(known, worker, incarnation, avoid, image, prefer=prefer, shun=shun, node_memory=memory)
+                pod = build_pod(
+                    known, worker, incarnation, avoid, image, prefer=prefer, shun=shun, node_memory=memory
+                )
                 await self._create_pod(job, pod)
             case CreateSpare(number, avoid, shun):
                 image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
                 known = await self._with_cluster(job)
-                await self._create_pod(job, build_spare(known, number, avoid, image, shun=shun, node_memory=memory))
+                await self._create_pod(
+                    job, build_spare(known, number, avoid, image, shun=shun, node_memory=memory)
+                )
             case Promote():
                 await self._promote(job, action)
             case DeletePod():
@@ -147,7 +153,11 @@ class Executor:
                             failpoint("after-release")
                     except SidecarError as error:
                         log.warning(
-                            "%s/%s: directive for worker %s: %s", job.namespace, job.name, directive.worker, error
+                            "%s/%s: directive for worker %s: %s",
+                            job.namespace,
+                            job.name,
+                            directive.worker,
+                            error,
                         )
 
     async def _with_cluster(self, job: JobView) -> JobView:
@@ -185,8 +195,13 @@ class Executor:
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         where = {"namespace": job.namespace, "name": action.name}
         if action.given_up:
-            note = {"uid": action.uid, "annotations": {ANNOTATION_GIVEN_UP: redacted(action.given_up)[:_LONGEST_NOTE]}}
-            with contextlib.suppress(ApiFailure):  # the cause is in the status as well; a pod is not kept for it
+            note = {
+                "uid": action.uid,
+                "annotations": {ANNOTATION_GIVEN_UP: redacted(action.given_up)[:_LONGEST_NOTE]},
+            }
+            with contextlib.suppress(
+                ApiFailure
+            ):  # the cause is in the status as well; a pod is not kept for it
                 await self._kube.merge(CORE + "/pods/{name}", {"metadata": note}, **where)
         options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)
         failpoint("before-pod-delete")

@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 _LEAST_PAUSE = 0.02
 """Seconds between two reconciles of a job, so that a burst of changes is seen as one."""
 _BREATHER = 4.0
-"""Pause between two reconciles, in times of what deciding took: no job, however large, takes more than a fifth of the processor."""
+"""Pause between two reconciles, in times of what deciding took: no job, however large, takes more than a
+fifth of the processor."""
 _ERROR_BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _PATIENT_FAILURES = 3
 """Answers of 500 and above in a row that are not worth a word in the status."""
@@ -65,7 +66,8 @@ class Surroundings:
     suspects: SuspectNodes = field(default_factory=SuspectNodes)
     sidecars: Callable[..., JobSidecars] = JobSidecars
     gone: Callable[[str], object] = lambda uid: None
-    """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended."""
+    """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended.
+    """
     cluster: ClusterIdentity | None = None
     """None: pods are not told which cluster they are in."""
 
@@ -75,7 +77,8 @@ class JobGone(Exception):
 
 
 class JobLoop:
-    """Start with `start`, feed with `changed`, end with `stop`. Ends by itself once the API server does not have the job."""
+    """Start with `start`, feed with `changed`, end with `stop`. Ends by itself once the API server does not
+    have the job."""
 
     def __init__(self, raw: Mapping[str, Any], around: Surroundings) -> None:
         self._raw = raw
@@ -113,7 +116,8 @@ class JobLoop:
         self._task = asyncio.create_task(self._run(), name=f"job {metadata['namespace']}/{metadata['name']}")
 
     def changed(self, raw: Mapping[str, Any]) -> None:
-        """A watch event; one that is older than what we wrote ourselves is ignored, as is a second job for the same owner."""
+        """A watch event; one that is older than what we wrote ourselves is ignored, as is a second job for
+        the same owner."""
         if raw["metadata"]["uid"] == self.uid and _version(raw) >= _version(self._raw):
             self._raw = raw
         self.wake()
@@ -183,7 +187,8 @@ class JobLoop:
         return False
 
     def _after_failure(self, error: ApiFailure) -> float:
-        """Seconds to wait. A conflict means that somebody wrote the job since we read it; with 404, it may be the job that is gone."""
+        """Seconds to wait. A conflict means that somebody wrote the job since we read it; with 404, it may be
+        the job that is gone."""
         log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self.named, error)
         self._doubted = self._doubted or error.conflict or error.not_found
         return max(_ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)], error.retry_after or 0.0)
@@ -244,7 +249,8 @@ class JobLoop:
         return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
 
     async def _tell_strange(self, error: Exception) -> None:
-        """The API server holds what its schema should have refused: said once, and left alone until it changes."""
+        """The API server holds what its schema should have refused: said once, and left alone until it
+        changes."""
         if self._strange_at == _version(self._raw):
             return
         self._strange_at = _version(self._raw)
@@ -260,7 +266,8 @@ class JobLoop:
         return finished(job.status) and all(pod.terminal for pod in self._pods(job))
 
     def _pods(self, job: JobView) -> Iterator[PodView]:
-        """Its own, or those that were attached: nobody gets at the pods of another job by naming that as his workload."""
+        """Its own, or those that were attached: nobody gets at the pods of another job by naming that as his
+        workload."""
         attached = job.spec.attach is not None
         for pod in self._around.pods(job.namespace, job.identity):
             if bool(pod.attached) is attached:
@@ -284,7 +291,9 @@ class JobLoop:
         if self._sidecars is not None:
             hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
             self._followed = {**self._unseen(job, pods), **hosts}
-            heard = self._sidecars.reports  # the last words of those that are followed no more are looked at once
+            heard = (
+                self._sidecars.reports
+            )  # the last words of those that are followed no more are looked at once
             self._sidecars.follow(self._followed)
         return Observation(
             now=around.clock(),
@@ -306,13 +315,14 @@ class JobLoop:
         )
 
     def _note_unclaimed(self, pods: Iterable[PodView], now: float) -> Mapping[str, float]:
-        """Since when pods wait for their kubelet, by our clock: the scheduler's may differ by more than is waited for."""
+        """Since when pods wait for their kubelet, by our clock: the scheduler's may differ by more than is
+        waited for."""
         self._unclaimed = {pod.uid: self._unclaimed.get(pod.uid, now) for pod in pods if not pod.claimed}
         return self._unclaimed
 
     def _unseen(self, job: JobView, pods: Iterable[PodView]) -> dict[str, str]:
-        """Sidecars of the attempt whose pods the API server has forgotten, as after a deletion by force: until the next attempt is decided
-        they may still train, and only they know how far.
+        """Sidecars of the attempt whose pods the API server has forgotten, as after a deletion by force:
+        until the next attempt is decided they may still train, and only they know how far.
         """
         recovery, placement = job.status.recovery, self._belongings.placement
         if recovery is None or recovery.decided_at is not None or placement is None:
@@ -338,7 +348,9 @@ class JobLoop:
             "status": merge_patch(old, new),
         }
         failpoint("before-status-write")
-        written = await self._around.kube.merge(JOBS + "/{name}/status", patch, namespace=job.namespace, name=job.name)
+        written = await self._around.kube.merge(
+            JOBS + "/{name}/status", patch, namespace=job.namespace, name=job.name
+        )
         failpoint("after-status-write")
         self._wrote_progress = now
         if _version(written) >= _version(self._raw):

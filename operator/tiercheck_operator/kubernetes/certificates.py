@@ -1,8 +1,11 @@
-"""Certificates that nobody has to manage: an authority that lives for one signature, and the one server certificate it signed.
+"""Certificates that nobody has to manage: an authority that lives for one signature, and the one server
+certificate it signed.
 
-The authority's key is never stored, so nobody, the operator included, can ever issue a second certificate under it.
+The authority's key is never stored, so nobody, the operator included, can ever issue a second certificate
+under it.
 
-Makes a job's credentials: a certificate authority that lives for one signature, one server certificate, one token.
+Makes a job's credentials: a certificate authority that lives for one signature, one server certificate, one
+token.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class KeyPair:
 def issue_pair(
     authority: str, hosts: Sequence[str], lifetime: datetime.timedelta, now: datetime.datetime | None = None
 ) -> KeyPair:
-    """A new pair. `authority`: its common name. `hosts`: DNS names or IP addresses of the server, at least one."""
+    """A new pair. `authority`: its common name. `hosts`: DNS names or IP addresses of the server, at least
+    one."""
     now = now or datetime.datetime.now(datetime.UTC)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, authority)])
@@ -55,9 +59,12 @@ def issue_pair(
         .add_extension(_key_usage(sign_certificates=False), critical=True)
         .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
         .add_extension(
-            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+            critical=False,
         )
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False
+        )
         .sign(authority_key, hashes.SHA256())
     )
     return KeyPair(
@@ -116,4 +123,6 @@ _LIFETIME = datetime.timedelta(days=3650)
 def issue(job_uid: str) -> Credentials:
     """New, random credentials for one job."""
     pair = issue_pair(f"tiercheck job {job_uid}", [TLS_SERVER_NAME], _LIFETIME)
-    return Credentials(ca=pair.ca, certificate=pair.certificate, key=pair.key, token=secrets.token_urlsafe(32))
+    return Credentials(
+        ca=pair.ca, certificate=pair.certificate, key=pair.key, token=secrets.token_urlsafe(32)
+    )

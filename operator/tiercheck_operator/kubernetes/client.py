@@ -1,6 +1,8 @@
-"""Paths of the API server. Names come from objects that anybody may write: none of them becomes more than the one segment it stands for.
+"""Paths of the API server. Names come from objects that anybody may write: none of them becomes more than the
+one segment it stands for.
 
-Calls to the API server with plain dictionaries, off the event loop. Authentication is the kubernetes client's business.
+Calls to the API server with plain dictionaries, off the event loop. Authentication is the kubernetes client's
+business.
 """
 
 from __future__ import annotations
@@ -68,12 +70,14 @@ class ApiFailure(Exception):
 
     @property
     def busy(self) -> bool:
-        """The server has not even looked at it (priority and fairness, or overload), so that it may be sent again as it is."""
+        """The server has not even looked at it (priority and fairness, or overload), so that it may be sent
+        again as it is."""
         return self.status == 429 or (self.status == 503 and self.retry_after is not None)
 
     @property
     def refused(self) -> bool:
-        """The server understood and said no (quota, admission, rights, validation): asking again soon will not help."""
+        """The server understood and said no (quota, admission, rights, validation): asking again soon will
+        not help."""
         return self.status in (400, 403, 405, 413, 422)
 
 
@@ -85,7 +89,8 @@ def load_configuration() -> kubernetes.client.Configuration:
     except kubernetes.config.ConfigException:
         kubernetes.config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     configuration.connection_pool_maxsize = _THREADS
-    # Only what was surely not sent is sent again behind our back; the client would also sleep, and repeat writes that timed out.
+    # Only what was surely not sent is sent again behind our back; the client would also sleep, and repeat
+    # writes that timed out.
     configuration.retries = urllib3.Retry(
         total=None, connect=1, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
     )
@@ -102,8 +107,8 @@ class NotLeading(ApiFailure):
 class Kube:
     """One connection pool to the API server.
 
-    `may_write` is asked right before anything but a GET is sent, in the sending thread. When the server says that it is busy, all
-    calls hold back for as long as it wants, and the call is sent again.
+    `may_write` is asked right before anything but a GET is sent, in the sending thread. When the server says
+    that it is busy, all calls hold back for as long as it wants, and the call is sent again.
     """
 
     def __init__(
@@ -159,21 +164,28 @@ class Kube:
         return await self._call("PATCH", _filled(path, names), body, MERGE_PATCH)
 
     async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
-        """With DeleteOptions. Whether there was such an object; one that is gone already is fine. Raises ApiFailure."""
+        """With DeleteOptions. Whether there was such an object; one that is gone already is fine. Raises
+        ApiFailure."""
         try:
-            await self._call("DELETE", _filled(path, names), {"apiVersion": "v1", "kind": "DeleteOptions", **options})
+            await self._call(
+                "DELETE", _filled(path, names), {"apiVersion": "v1", "kind": "DeleteOptions", **options}
+            )
         except ApiFailure as error:
             if not error.not_found:
                 raise
             return False
         return True
 
-    async def list_metadata(self, path: str, query: str = "", page: int = 500, **names: str) -> list[dict[str, Any]]:
+    async def list_metadata(
+        self, path: str, query: str = "", page: int = 500, **names: str
+    ) -> list[dict[str, Any]]:
         """`metadata` of every object, as of one moment, asked from the storage. Raises ApiFailure."""
         found: list[dict[str, Any]] = []
         more = ""
         while True:
-            asked = "&".join(part for part in (query, f"limit={page}", f"continue={more}" if more else "") if part)
+            asked = "&".join(
+                part for part in (query, f"limit={page}", f"continue={more}" if more else "") if part
+            )
             listed = await self._call("GET", f"{_filled(path, names)}?{asked}", accept=METADATA_ONLY)
             found += [entry["metadata"] for entry in listed.get("items") or []]
             more = (listed.get("metadata") or {}).get("continue") or ""
@@ -192,7 +204,9 @@ class Kube:
         for left in reversed(range(_BUSY_TRIES)):
             await asyncio.sleep(max(0.0, self._hold_until - time.monotonic()))
             try:
-                return await loop.run_in_executor(self._threads, self.call, method, path, body, content_type, accept)
+                return await loop.run_in_executor(
+                    self._threads, self.call, method, path, body, content_type, accept
+                )
             except ApiFailure as error:
                 if not error.busy:
                     raise
@@ -252,7 +266,9 @@ class Kube:
             data = response.read()  # type: ignore[no-untyped-call]
         except ApiException as error:
             raise ApiFailure(
-                int(error.status or 0), _sentence(error.body) or str(error.reason), _retry_after(error.headers)
+                int(error.status or 0),
+                _sentence(error.body) or str(error.reason),
+                _retry_after(error.headers),
             ) from error
         except (HTTPError, OSError) as error:
             raise ApiFailure(0, f"the API server does not answer: {error}") from error

@@ -23,19 +23,21 @@ _COMPONENT = "tiercheck-operator"
 _PAUSE = 10.0
 """Seconds between two writes of one Event; what happens meanwhile is counted."""
 _SIMILAR = 10
-"""Events of one reason with different messages; further ones are told by a single one that is written anew."""
+"""Events of one reason with different messages; further ones are told by a single one that is written anew.
+"""
 _FORGET = 600.0
 """Seconds after which an Event that comes again is a new one."""
 _SERIES = 100
 """Series that are remembered; the oldest are forgotten first."""
 _LONG_QUIET = 3600.0
-"""Seconds in which the same Event about an object that is no job is posted once only: nothing happens to such objects while
-they wait for somebody to mend their templates."""
+"""Seconds in which the same Event about an object that is no job is posted once only: nothing happens to such
+objects while they wait for somebody to mend their templates."""
 _MESSAGE_LIMIT = 1024
 POD_REMOVED = "PodRemoved"
 """Reason of the Event about each pod that we delete."""
 _PODS_AT_ONCE = 64
-"""Pods of one reconcile that get an Event of their own, beside the job's: a recovery does not wait for a thousand of them."""
+"""Pods of one reconcile that get an Event of their own, beside the job's: a recovery does not wait for a
+thousand of them."""
 
 
 @dataclass
@@ -53,7 +55,8 @@ class _Series:
 
 
 class EventPoster:
-    """For one job. What comes again raises the count of the Event that is there, as Kubernetes' own controllers do it."""
+    """For one job. What comes again raises the count of the Event that is there, as Kubernetes' own
+    controllers do it."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -76,16 +79,22 @@ class EventPoster:
         """Of pods that we have deleted: why, at the job and at the pods themselves."""
         if not removed:
             return
-        told = [Notice("Normal", POD_REMOVED, f"deleted{' by force' * pod.force} {pod.why}") for pod in removed]
+        told = [
+            Notice("Normal", POD_REMOVED, f"deleted{' by force' * pod.force} {pod.why}") for pod in removed
+        ]
         await self.post(job, told, now)
         pairs = list(zip(removed, told, strict=True))[:_PODS_AT_ONCE]
         await asyncio.gather(*(self._write_at(_pod(job, pod), notice, now) for pod, notice in pairs))
 
     async def _write_at(self, about: Mapping[str, str], notice: Notice, now: float) -> None:
         try:
-            await self._kube.create(CORE + "/events", _event(about, notice, now), namespace=about["namespace"])
+            await self._kube.create(
+                CORE + "/events", _event(about, notice, now), namespace=about["namespace"]
+            )
         except ApiFailure as error:
-            log.warning("%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], notice.reason, error)
+            log.warning(
+                "%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], notice.reason, error
+            )
 
     def _of(self, notice: Notice) -> _Series:
         key = (notice.type, notice.reason, notice.message)
@@ -109,7 +118,9 @@ class EventPoster:
             await self._kube.create(CORE + "/events", body, namespace=job.namespace)
             series.name = str(body["metadata"]["name"])
         except ApiFailure as error:
-            log.warning("%s/%s: Event %s was not posted: %s", job.namespace, job.name, series.notice.reason, error)
+            log.warning(
+                "%s/%s: Event %s was not posted: %s", job.namespace, job.name, series.notice.reason, error
+            )
         series.told = told
 
     async def _again(self, job: JobView, series: _Series) -> bool:
@@ -147,7 +158,9 @@ class ObjectEvents:
             body = _event(about, Notice("Warning", reason, message), now)
             await self._kube.create(CORE + "/events", body, namespace=about["namespace"])
         except ApiFailure as error:
-            log.warning("%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], reason, error)
+            log.warning(
+                "%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], reason, error
+            )
 
 
 def _pod(job: JobView, pod: DeletePod) -> Mapping[str, str]:

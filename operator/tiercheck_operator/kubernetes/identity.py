@@ -1,10 +1,13 @@
 """Who this operator is: the Deployment that its objects belong to, and the cluster it runs in.
 
-What the operator makes for itself belongs to its Deployment, so that Kubernetes removes it when the operator is uninstalled.
+What the operator makes for itself belongs to its Deployment, so that Kubernetes removes it when the operator
+is uninstalled.
 
-The reference is set when such a thing is made, and never changed: to change one, an account must be allowed to delete the thing.
+The reference is set when such a thing is made, and never changed: to change one, an account must be allowed
+to delete the thing.
 
-What a cluster is known by to other clusters that share its bucket: the UID of its namespace kube-system, which lives as long as it does.
+What a cluster is known by to other clusters that share its bucket: the UID of its namespace kube-system,
+which lives as long as it does.
 """
 
 from __future__ import annotations
@@ -19,11 +22,17 @@ DEPLOYMENT = "/apis/apps/v1/namespaces/{namespace}/deployments/{name}"
 
 
 def owned_by(deployment: Mapping[str, Any] | None) -> dict[str, Any]:
-    """To be merged into an object's metadata; nothing without a Deployment, as for an operator that was started by hand."""
+    """To be merged into an object's metadata; nothing without a Deployment, as for an operator that was
+    started by hand."""
     if deployment is None:
         return {}
     metadata = deployment["metadata"]
-    reference = {"apiVersion": "apps/v1", "kind": "Deployment", "name": metadata["name"], "uid": metadata["uid"]}
+    reference = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+    }
     return {"ownerReferences": [reference]}
 
 
@@ -50,8 +59,10 @@ class ClusterIdentity:
                     raise
                 if not self._warned:
                     log.warning(
-                        "the namespace kube-system cannot be read (%s): a job that is created again under its old name has to take "
-                        "over its remote tier explicitly. Give the operator the right to get it (deploy/operator.yaml)",
+                        "the namespace kube-system cannot be read (%s): a job that is created again "
+                        "under its old name has to take "
+                        "over its remote tier explicitly. Give the operator the right to get it "
+                        "(deploy/operator.yaml)",
                         error,
                     )
                 self._warned, found = True, {}

@@ -45,7 +45,8 @@ class Belongings:
         self.gang_problem = ""
 
     async def refresh(self, job: JobView) -> None:
-        """Look at what is there. Credentials once known are kept: running sidecars hold them, whatever becomes of the Secret."""
+        """Look at what is there. Credentials once known are kept: running sidecars hold them, whatever
+        becomes of the Secret."""
         secret = await self._kube.get(_SECRET, namespace=job.namespace, name=owned.credentials_name(job))
         self.have_secret = secret is not None and _owned_by(secret, job)
         if secret is not None and self.have_secret:
@@ -61,7 +62,9 @@ class Belongings:
             try:
                 self.placement = parse_placement(saved)
             except ValueError as error:
-                log.error("%s/%s: ConfigMap %s: %s", job.namespace, job.name, owned.placement_name(job), error)
+                log.error(
+                    "%s/%s: ConfigMap %s: %s", job.namespace, job.name, owned.placement_name(job), error
+                )
         self.gang_problem = ""  # worth another try
         if job.spec.attach is None:
             await self._refresh_budget(job)
@@ -70,7 +73,9 @@ class Belongings:
         """A budget is worth having, and worth no failure."""
         self.budget, self.budget_problem = None, ""
         try:
-            found = await self._kube.get(_BUDGETS + "/{name}", namespace=job.namespace, name=owned.budget_name(job))
+            found = await self._kube.get(
+                _BUDGETS + "/{name}", namespace=job.namespace, name=owned.budget_name(job)
+            )
         except ApiFailure as error:
             if not error.refused:
                 raise
@@ -80,11 +85,13 @@ class Belongings:
             self.budget = _min_available(found)
         elif found is not None:
             self._no_budget(
-                job, f"the PodDisruptionBudget {owned.budget_name(job)} is not this job's; remove or rename it"
+                job,
+                f"the PodDisruptionBudget {owned.budget_name(job)} is not this job's; remove or rename it",
             )
 
     async def ensure_gang(self, job: JobView) -> None:
-        """Raises ApiFailure if the server did not answer; what it refuses is said by `gang_problem` until the next `refresh`."""
+        """Raises ApiFailure if the server did not answer; what it refuses is said by `gang_problem` until the
+        next `refresh`."""
         if self.gang_problem or job.spec.gang is None:
             return
         kind, name = GANGS[job.spec.gang], owned.gang_name(job)
@@ -94,15 +101,21 @@ class Belongings:
             if error.conflict:
                 found = await self._kube.get(kind.path + "/{name}", namespace=job.namespace, name=name)
                 if found is None or not _owned_by(found, job):
-                    self.gang_problem = f"the PodGroup {name} is not this job's; if it stays, remove or rename it"
+                    self.gang_problem = (
+                        f"the PodGroup {name} is not this job's; if it stays, remove or rename it"
+                    )
                     return
-                if any((found.get("spec") or {}).get(key) != value for key, value in build_gang(job)["spec"].items()):
+                if any(
+                    (found.get("spec") or {}).get(key) != value
+                    for key, value in build_gang(job)["spec"].items()
+                ):
                     # Of another size, from before a suspension that we did not see the end of.
                     await self.remove_gang(job)
                     return
             elif error.not_found:
                 self.gang_problem = (
-                    f"spec.gang.scheduler is {job.spec.gang}, and this cluster does not serve {kind.served}. Install that scheduler, or leave "
+                    f"spec.gang.scheduler is {job.spec.gang}, and this cluster does not serve "
+                    f"{kind.served}. Install that scheduler, or leave "
                     "spec.gang out"
                 )
                 return
@@ -120,7 +133,8 @@ class Belongings:
         self.have_gang = False
 
     async def ensure_budget(self, job: JobView, min_available: int) -> None:
-        """Raises nothing: what went wrong is said by `budget_problem`, and looked at again with the next `refresh`."""
+        """Raises nothing: what went wrong is said by `budget_problem`, and looked at again with the next
+        `refresh`."""
         if self.budget_problem:
             return
         names = {"namespace": job.namespace, "name": owned.budget_name(job)}
@@ -133,7 +147,9 @@ class Belongings:
             self.budget = min_available
         except ApiFailure as error:
             if error.refused:
-                self._no_budget(job, f"the PodDisruptionBudget {owned.budget_name(job)} cannot be written: {error}")
+                self._no_budget(
+                    job, f"the PodDisruptionBudget {owned.budget_name(job)} cannot be written: {error}"
+                )
             else:
                 log.info("%s/%s: PodDisruptionBudget: %s", job.namespace, job.name, error)
                 if error.conflict or error.not_found:
@@ -143,7 +159,9 @@ class Belongings:
     async def remove_budget(self, job: JobView) -> None:
         """As `ensure_budget`."""
         try:
-            await self._kube.delete(_BUDGETS + "/{name}", {}, namespace=job.namespace, name=owned.budget_name(job))
+            await self._kube.delete(
+                _BUDGETS + "/{name}", {}, namespace=job.namespace, name=owned.budget_name(job)
+            )
             self.budget = None
         except ApiFailure as error:
             log.warning("%s/%s: PodDisruptionBudget was not removed: %s", job.namespace, job.name, error)
@@ -157,7 +175,9 @@ class Belongings:
     async def ensure_credentials(self, job: JobView) -> None:
         credentials = self.credentials or issue(job.uid)
         try:
-            await self._kube.create(CORE + "/secrets", build_secret(job, credentials), namespace=job.namespace)
+            await self._kube.create(
+                CORE + "/secrets", build_secret(job, credentials), namespace=job.namespace
+            )
         except ApiFailure as error:
             if not error.conflict:
                 raise
@@ -184,7 +204,9 @@ class Belongings:
             if not error.conflict:
                 raise
             await self._refuse_strangers(_PLACEMENT, "ConfigMap", owned.placement_name(job), job)
-            await self._kube.replace(_PLACEMENT, body, namespace=job.namespace, name=owned.placement_name(job))
+            await self._kube.replace(
+                _PLACEMENT, body, namespace=job.namespace, name=owned.placement_name(job)
+            )
         self.placement = placement
 
     async def _refuse_strangers(self, path: str, kind: str, name: str, job: JobView) -> None:

@@ -1,8 +1,10 @@
-"""Finds what the watches missed: deletions between two watches, which are made up for, and deafness, which ends the process.
+"""Finds what the watches missed: deletions between two watches, which are made up for, and deafness, which
+ends the process.
 
 Whether this process still does its work: hears what it watches, and comes to an end with what it begins.
 
-`/healthz` says no when it does not, and Kubernetes starts it anew. A stuck event loop answers nothing at all, which is as good.
+`/healthz` says no when it does not, and Kubernetes starts it anew. A stuck event loop answers nothing at all,
+which is as good.
 """
 
 from __future__ import annotations
@@ -46,7 +48,13 @@ class Resync:
     """Every `every` seconds, and soon after a watch had to list anew. `grace` as in Hearing."""
 
     def __init__(
-        self, kube: Kube, kinds: Mapping[str, WatchedKind], *, namespaces: tuple[str, ...], every: float, grace: float
+        self,
+        kube: Kube,
+        kinds: Mapping[str, WatchedKind],
+        *,
+        namespaces: tuple[str, ...],
+        every: float,
+        grace: float,
     ) -> None:
         self._kube, self._kinds, self._namespaces, self._every = kube, kinds, namespaces, every
         self._hearing = {kind: Hearing(kind, grace) for kind in kinds}
@@ -56,7 +64,9 @@ class Resync:
     @property
     def complete(self) -> bool:
         """Whether everything that there was at the last look has been seen."""
-        return self._compared == set(self._kinds) and all(hearing.complete for hearing in self._hearing.values())
+        return self._compared == set(self._kinds) and all(
+            hearing.complete for hearing in self._hearing.values()
+        )
 
     def troubles(self) -> list[str]:
         now = asyncio.get_running_loop().time()
@@ -106,7 +116,8 @@ class Resync:
 
 
 class Hearing:
-    """Judges the watch of one kind by what listings show and it has not. `grace`: seconds that it may be late."""
+    """Judges the watch of one kind by what listings show and it has not. `grace`: seconds that it may be
+    late."""
 
     def __init__(self, kind: str, grace: float) -> None:
         self.kind, self._grace = kind, grace
@@ -115,7 +126,9 @@ class Hearing:
 
     def compared(self, difference: Difference, now: float) -> None:
         """The outcome of a listing at `now`."""
-        self._missed = {uid: self._missed.get(uid, (version, now)) for uid, version in difference.unseen.items()}
+        self._missed = {
+            uid: self._missed.get(uid, (version, now)) for uid, version in difference.unseen.items()
+        }
 
     def heard(self, uid: str, version: int) -> None:
         """By the watch."""
@@ -137,13 +150,15 @@ class Hearing:
         if not late:
             return ""
         return (
-            f"the watch of {self.kind} is deaf: {len(late)} objects have been different for {now - min(late):.0f} s "
+            f"the watch of {self.kind} is deaf: {len(late)} objects have been different for "
+            f"{now - min(late):.0f} s "
             "without a word of it"
         )
 
 
 def stuck(begun: Mapping[str, float], now: float, limit: float) -> str:
-    """Of jobs (by name) whose reconcile began at a time and has not ended; empty: none for longer than `limit` seconds."""
+    """Of jobs (by name) whose reconcile began at a time and has not ended; empty: none for longer than
+    `limit` seconds."""
     late = {name: now - since for name, since in begun.items() if now - since > limit}
     if not late:
         return ""

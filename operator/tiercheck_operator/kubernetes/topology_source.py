@@ -1,4 +1,5 @@
-"""Finds the Kueue Topology that a job names, and puts its levels into the job's spec, so that nothing after it knows of Kueue."""
+"""Finds the Kueue Topology that a job names, and puts its levels into the job's spec, so that nothing after
+it knows of Kueue."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _PATH = "/apis/kueue.x-k8s.io/{version}/topologies/{name}"
 
 
 class TopologySource:
-    """Of one job. Levels of a Topology never change (Kueue makes them immutable), so once found they are kept."""
+    """Of one job. Levels of a Topology never change (Kueue makes them immutable), so once found they are
+    kept."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -47,15 +49,18 @@ class TopologySource:
             if not error.refused:
                 raise
             return (), (
-                f"the Kueue Topology {name} cannot be read: {error}. Let the operator read it (chart: rbac.kueueTopologies=true), or "
+                f"the Kueue Topology {name} cannot be read: {error}. Let the operator read it (chart: "
+                "rbac.kueueTopologies=true), or "
                 "name levels in spec.topology.levels"
             )
         except ValueError as error:
             return (
                 (),
-                f"the Kueue Topology {name} cannot be used: {error}. Mend it, or name levels in spec.topology.levels",
+                f"the Kueue Topology {name} cannot be used: {error}. Mend it, or name levels in "
+                "spec.topology.levels",
             )
         return (), (
-            f"there is no Kueue Topology {name} (topologies.kueue.x-k8s.io). Create it, or name levels in spec.topology.levels or a "
+            f"there is no Kueue Topology {name} (topologies.kueue.x-k8s.io). Create it, or name levels in "
+            "spec.topology.levels or a "
             "spec.topology.preset"
         )

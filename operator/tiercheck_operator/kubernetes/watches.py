@@ -1,11 +1,13 @@
 """What the watches have shown so far; objects that nobody can make sense of are left out.
 
-One object that nobody can make sense of must not take the operator down for all the others: it is left out, and said so once.
+One object that nobody can make sense of must not take the operator down for all the others: it is left out,
+and said so once.
 
-What the watches have shown so far, and what they have not: kopf's own indexes keep an object whose deletion fell between
-two watches (after a 410 Gone it lists anew, and says nothing of what is not there any more).
+What the watches have shown so far, and what they have not: kopf's own indexes keep an object whose deletion
+fell between two watches (after a 410 Gone it lists anew, and says nothing of what is not there any more).
 
-A listing of names and versions, now and then and after each new list, tells what is gone, and whether a watch is deaf.
+A listing of names and versions, now and then and after each new list, tells what is gone, and whether a watch
+is deaf.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Strange:
     def __init__(self) -> None:
         self._told: OrderedDict[str, None] = OrderedDict()
 
-    def understood(self, kind: str, raw: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], T | None]) -> T | None:
+    def understood(
+        self, kind: str, raw: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], T | None]
+    ) -> T | None:
         """`parse` of an object as the API server holds it; None where it raises, whatever it raises."""
         try:
             return parse(raw)
@@ -43,7 +47,11 @@ class Strange:
             if uid not in self._told:
                 name = f"{metadata.get('namespace') or ''}/{metadata.get('name')}".lstrip("/")
                 log.warning(
-                    "%s %s makes no sense, and is left out: %s: %.200s", kind, name, type(error).__name__, error
+                    "%s %s makes no sense, and is left out: %s: %.200s",
+                    kind,
+                    name,
+                    type(error).__name__,
+                    error,
                 )
             self._told[uid] = None
             self._told.move_to_end(uid)
@@ -73,7 +81,8 @@ class Difference:
     gone: tuple[str, ...] = ()
     """UIDs that were seen before the listing was asked for and are not in it: they are gone for sure."""
     unseen: Mapping[str, int] = field(default_factory=dict)
-    """UID to version of what is there and has not been seen, at least not in this version: the watch is late, or deaf."""
+    """UID to version of what is there and has not been seen, at least not in this version: the watch is late,
+    or deaf."""
 
 
 class Watched(Generic[V]):
@@ -133,7 +142,8 @@ def _dated(container: ContainerView, known: ContainerView | None, now: float) ->
 
 
 class ClusterView:
-    """Pods by job and nodes by name, as decisions want them; asking for them costs nothing unless something changed.
+    """Pods by job and nodes by name, as decisions want them; asking for them costs nothing unless something
+    changed.
 
     A view of None: an object that makes no sense, which belongs to nobody.
     """
@@ -145,7 +155,8 @@ class ClusterView:
         self._by_name: Mapping[str, NodeView] | None = None
 
     def pods_of(self, namespace: str, job_uid: str) -> Iterable[PodView]:
-        """Of the job that its pods know by this UID, in its own namespace: what others elsewhere say about themselves counts for nothing."""
+        """Of the job that its pods know by this UID, in its own namespace: what others elsewhere say about
+        themselves counts for nothing."""
         return list(self._by_job.get((namespace, job_uid), {}).values())
 
     def all_nodes(self) -> Mapping[str, NodeView]:

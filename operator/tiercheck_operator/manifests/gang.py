@@ -1,8 +1,11 @@
-"""Gang hints: the object by which a scheduler places all workers or none, and what in a pod says that it belongs to them.
+"""Gang hints: the object by which a scheduler places all workers or none, and what in a pod says that it
+belongs to them.
 
-Spares and replacements belong to the gang like the first pods. So whoever comes later finds the others counted (schedulers count
-members that run), and a single replacement is enough to make the gang whole again; pods outside of it would be missed one day.
-Sources: volcano.sh `apis/pkg/apis/scheduling`, scheduler-plugins `apis/scheduling/v1alpha1`, Kubernetes "PodGroup API".
+Spares and replacements belong to the gang like the first pods. So whoever comes later finds the others
+counted (schedulers count members that run), and a single replacement is enough to make the gang whole again;
+pods outside of it would be missed one day.
+Sources: volcano.sh `apis/pkg/apis/scheduling`, scheduler-plugins `apis/scheduling/v1alpha1`, Kubernetes
+  "PodGroup API".
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class GangKind:
     scheduler: str = ""
     """schedulerName, if the template has none."""
     in_core: bool = False
-    """The pod refers to the group by spec.schedulingGroup, and the least number lies in spec.schedulingPolicy."""
+    """The pod refers to the group by spec.schedulingGroup, and the least number lies in
+    spec.schedulingPolicy."""
 
     @property
     def path(self) -> str:

@@ -1,6 +1,8 @@
-"""tiers.local.medium NodeMemory in a pod: the job's folder on a tmpfs of the node, and an init container that prepares it.
+"""tiers.local.medium NodeMemory in a pod: the job's folder on a tmpfs of the node, and an init container that
+prepares it.
 
-The kubelet makes that folder for root alone, and fsGroup does not reach it. So the init container runs as root, with no
+The kubelet makes that folder for root alone, and fsGroup does not reach it. So the init container runs as
+root, with no
 capability: as the folder's owner it may open it for the sidecars, whoever they run as.
 """
 
@@ -76,7 +78,9 @@ def forbidden(job: JobView, sentence: str) -> str:
     if not job.spec.node_memory or "hostpath" not in sentence.replace(" ", "").lower():
         return ""
     return (
-        f"tiers.local.medium is NodeMemory, which needs a hostPath volume, and the namespace {job.namespace} does not allow it. "
-        "Allow it (Pod Security: label the namespace pod-security.kubernetes.io/enforce=privileged), or set tiers.local.medium to "
+        "tiers.local.medium is NodeMemory, which needs a hostPath volume, and the namespace "
+        f"{job.namespace} does not allow it. "
+        "Allow it (Pod Security: label the namespace pod-security.kubernetes.io/enforce=privileged), or "
+        "set tiers.local.medium to "
         f"PodMemory. The API server said: {sentence}"
     )

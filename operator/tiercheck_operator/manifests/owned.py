@@ -1,16 +1,19 @@
 """The objects that a job owns beside its pods, and what finds them and takes them along.
 
-What everything that a job owns has in common: the labels that find it and the owner that takes it along when it goes.
+What everything that a job owns has in common: the labels that find it and the owner that takes it along when
+it goes.
 
 The headless Service that gives pods DNS names while they are still restoring, hence not-ready addresses too.
 
-The job's Secret: what proves to a sidecar that a caller belongs to this job, and to a caller that the sidecar does.
+The job's Secret: what proves to a sidecar that a caller belongs to this job, and to a caller that the sidecar
+does.
 
 The ConfigMap that holds who keeps whose copies or parity.
 
 The PodDisruptionBudget of a job. It counts workers only: a spare holds nothing that training needs now.
 
-Unhealthy pods may always be evicted: they are no use to the job, and a node must not be kept by a pod that never comes up.
+Unhealthy pods may always be evicted: they are no use to the job, and a node must not be kept by a pod that
+never comes up.
 """
 
 from __future__ import annotations
@@ -134,7 +137,8 @@ def parse_secret(secret: dict[str, Any]) -> Credentials:
     data = secret.get("data") or {}
     try:
         parts = {
-            name: base64.b64decode(data[name], validate=True) for name in ("ca.crt", "tls.crt", "tls.key", "token")
+            name: base64.b64decode(data[name], validate=True)
+            for name in ("ca.crt", "tls.crt", "tls.key", "token")
         }
     except (KeyError, binascii.Error) as error:
         raise ValueError(f"not a credentials Secret of a job: {error}") from error

@@ -1,7 +1,9 @@
-"""One worker's pod, or a spare's: the user's template, with the sidecar that keeps its state and the launcher that starts its command.
+"""One worker's pod, or a spare's: the user's template, with the sidecar that keeps its state and the launcher
+that starts its command.
 
-The sidecar is a native one (init container with restartPolicy Always): it is up before the trainer, outlives it, and its
-restart does not restart the trainer. The trainer's image is left as it is: the library comes by a volume.
+The sidecar is a native one (init container with restartPolicy Always): it is up before the trainer, outlives
+it, and its restart does not restart the trainer. The trainer's image is left as it is: the library comes by a
+volume.
 """
 
 from __future__ import annotations
@@ -14,8 +16,19 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck_operator.manifests import owned, pod_settings
 from tiercheck_operator.manifests.gang import join_gang
-from tiercheck_operator.manifests.node_memory import NodeMemory, environment, memory_volume, node_volume, preparation
-from tiercheck_operator.manifests.pod_settings import is_on_host, resolve_cluster_names, spare_ports, worker_ports
+from tiercheck_operator.manifests.node_memory import (
+    NodeMemory,
+    environment,
+    memory_volume,
+    node_volume,
+    preparation,
+)
+from tiercheck_operator.manifests.pod_settings import (
+    is_on_host,
+    resolve_cluster_names,
+    spare_ports,
+    worker_ports,
+)
 from tiercheck_operator.manifests.resources import Resources, share_out
 from tiercheck_operator.model.observed import ANNOTATION_AVOIDED, JobView
 from tiercheck_operator.planning.quantity import parse_quantity
@@ -23,13 +36,15 @@ from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 HOSTNAME = "kubernetes.io/hostname"
 GROUP = 65532
-"""Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their users are."""
+"""Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their
+users are."""
 _REMOTE_CREDENTIALS = "tiercheck-remote-credentials"
 _USERS_PATH = "TIERCHECK_USER_PYTHONPATH"
 _GRACE = 30
 """Seconds between SIGTERM and SIGKILL if the template says nothing; Kubernetes' own default."""
 _GRACE_WITH_REMOTE = 300
-"""The same with a remote tier: when the trainers have ended, Kubernetes ends the sidecar, which may still have to upload."""
+"""The same with a remote tier: when the trainers have ended, Kubernetes ends the sidecar, which may still
+have to upload."""
 
 _NODE_MEMORY = NodeMemory()
 
@@ -65,7 +80,8 @@ def build_pod(
     shun: Sequence[str] = (),
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
-    """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and if that is possible onto `prefer` and not onto `shun` (host names).
+    """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and if that is possible onto `prefer` and
+    not onto `shun` (host names).
 
     Raises Unbuildable.
     """
@@ -74,7 +90,15 @@ def build_pod(
     kit = _Kit(sidecar_image, node_memory)
     ports = worker_ports(job.identity, worker, incarnation)
     return _build(
-        job, name, labels, worker=str(worker), ports=ports, avoid_nodes=avoid_nodes, kit=kit, prefer=prefer, shun=shun
+        job,
+        name,
+        labels,
+        worker=str(worker),
+        ports=ports,
+        avoid_nodes=avoid_nodes,
+        kit=kit,
+        prefer=prefer,
+        shun=shun,
     )
 
 
@@ -98,7 +122,8 @@ def build_spare(
 
 
 def unlike_a_pod(error: Exception) -> str:
-    """What to say of a template with a field of another type than a Pod's, by what that led to. The schema leaves most types to Kubernetes."""
+    """What to say of a template with a field of another type than a Pod's, by what that led to. The schema
+    leaves most types to Kubernetes."""
     return (
         f"spec.template cannot be made a pod ({type(error).__name__}: {str(error)[:200]}); "
         "compare the types of its fields with those of a Pod (kubectl explain pod.spec)"
@@ -133,7 +158,8 @@ def _made(
     prefer: str = "",
     shun: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """`worker`: what the containers find in their environment; `ports`: the first of them on the host, if that is where the pod is."""
+    """`worker`: what the containers find in their environment; `ports`: the first of them on the host, if
+    that is where the pod is."""
     spec: dict[str, Any] = copy.deepcopy(dict(job.spec.template.get("spec") or {}))
     metadata = owned.metadata(job, name)
     template_metadata = job.spec.template.get("metadata") or {}
@@ -154,7 +180,9 @@ def _made(
     if spec.get("terminationGracePeriodSeconds") is None:
         spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
     resolve_cluster_names(spec)
-    equip(job, worker, spec, names.TRAINER_CONTAINER, kit.image, host_ports=ports, node_memory=kit.node_memory)
+    equip(
+        job, worker, spec, names.TRAINER_CONTAINER, kit.image, host_ports=ports, node_memory=kit.node_memory
+    )
     if avoid_nodes:
         _avoid(spec, sorted(avoid_nodes))
     if prefer:
@@ -174,8 +202,9 @@ def equip(
     host_ports: int,
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> None:
-    """Add to `spec`, a PodSpec, all that makes it the pod of a worker, whoever made it. `trainer`: the container to wrap;
-    `image`: the sidecar's; `host_ports`: the first of its ports, if the pod is in its node's network."""
+    """Add to `spec`, a PodSpec, all that makes it the pod of a worker, whoever made it. `trainer`: the
+    container to wrap; `image`: the sidecar's; `host_ports`: the first of its ports, if the pod is in its
+    node's network."""
     kit, shares = _Kit(image, node_memory), share_out(job.spec, spec)
     spec["securityContext"] = _pod_security(spec)
     if shares.pod is not None:
@@ -184,7 +213,14 @@ def equip(
     spec["initContainers"] = [
         _library(spec, kit.image, shares.init),
         *([folder] if job.spec.node_memory else []),
-        _sidecar(job, worker, spec, kit, resources=shares.sidecar, host_ports=host_ports if is_on_host(spec) else None),
+        _sidecar(
+            job,
+            worker,
+            spec,
+            kit,
+            resources=shares.sidecar,
+            host_ports=host_ports if is_on_host(spec) else None,
+        ),
         *(spec.get("initContainers") or []),
     ]
     spec["containers"] = [
@@ -207,7 +243,13 @@ def _library(spec: Mapping[str, Any], image: str, resources: Resources) -> dict[
 
 
 def _sidecar(
-    job: JobView, worker: str, spec: Mapping[str, Any], kit: _Kit, *, resources: Resources, host_ports: int | None
+    job: JobView,
+    worker: str,
+    spec: Mapping[str, Any],
+    kit: _Kit,
+    *,
+    resources: Resources,
+    host_ports: int | None,
 ) -> dict[str, Any]:
     first = names.CONTROL_PORT if host_ports is None else host_ports
     env = [
@@ -252,7 +294,9 @@ def _sidecar(
         # Optional: a missing Secret must show as a condition that names it, not as a pod that never starts.
         container["envFrom"] = [{"secretRef": {"name": secret, "optional": True}}]
         env.append({"name": names.ENV_REMOTE_CREDENTIALS_DIR, "value": names.REMOTE_CREDENTIALS_DIR})
-        mounts.append({"name": _REMOTE_CREDENTIALS, "mountPath": names.REMOTE_CREDENTIALS_DIR, "readOnly": True})
+        mounts.append(
+            {"name": _REMOTE_CREDENTIALS, "mountPath": names.REMOTE_CREDENTIALS_DIR, "readOnly": True}
+        )
     return container
 
 
@@ -274,7 +318,8 @@ def _trainer(job: JobView, worker: str, container: Mapping[str, Any]) -> dict[st
 
 
 def _trainer_environment(job: JobView, theirs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The user's variables, in their order because they may refer to one another, with the library first on PYTHONPATH."""
+    """The user's variables, in their order because they may refer to one another, with the library first on
+    PYTHONPATH."""
     ours = {entry["name"] for entry in _identity(job, "0")}
     env: list[dict[str, Any]] = []
     found = False
@@ -291,7 +336,12 @@ def _trainer_environment(job: JobView, theirs: Sequence[Mapping[str, Any]]) -> l
             env.append({"name": "PYTHONPATH", "value": f"{names.LIBRARY_DIR}:$({_USERS_PATH})"})
         else:
             value = entry.get("value")
-            env.append({"name": "PYTHONPATH", "value": f"{names.LIBRARY_DIR}:{value}" if value else names.LIBRARY_DIR})
+            env.append(
+                {
+                    "name": "PYTHONPATH",
+                    "value": f"{names.LIBRARY_DIR}:{value}" if value else names.LIBRARY_DIR,
+                }
+            )
     return env if found else [{"name": "PYTHONPATH", "value": names.LIBRARY_DIR}, *env]
 
 
@@ -332,12 +382,14 @@ def _pod_security(spec: Mapping[str, Any]) -> dict[str, Any]:
     theirs = spec.get("securityContext") or {}
     if theirs.get("fsGroup") is not None:
         return dict(theirs)
-    # Without the policy the kubelet would walk through every file of the user's own volumes before each start.
+    # Without the policy the kubelet would walk through every file of the user's own volumes before each
+    # start.
     return {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch", **theirs}
 
 
 def _security(spec: Mapping[str, Any]) -> dict[str, Any]:
-    # A pod that runs as root would make runAsNonRoot refuse our containers, so they name a user of their own then.
+    # A pod that runs as root would make runAsNonRoot refuse our containers, so they name a user of their own
+    # then.
     if (spec.get("securityContext") or {}).get("runAsUser") == 0:
         return {**_RESTRICTED, "runAsUser": GROUP}
     return dict(_RESTRICTED)
@@ -355,8 +407,9 @@ def _probe(path: str, port: int, period: int, failures: int) -> dict[str, Any]:
 def _soft_spread(job: JobView, spare: bool) -> list[dict[str, Any]]:
     """Workers in equal numbers over the spread level's domains and over nodes, as far as there is room.
 
-    A domain with more than half of the workers could not be matched, so a replacement belongs where the lost pod was, and
-    spares are not counted. A spare counts both, so that it stands where workers and other spares are fewest.
+    A domain with more than half of the workers could not be matched, so a replacement belongs where the lost
+    pod was, and spares are not counted. A spare counts both, so that it stands where workers and other spares
+    are fewest.
     """
     selector: dict[str, Any] = {"matchLabels": {names.LABEL_JOB_UID: job.identity}}
     if not spare:
@@ -387,9 +440,13 @@ def _prefer(spec: dict[str, Any], operator: str, nodes: list[str]) -> None:
 
 def _avoid(spec: dict[str, Any], nodes: list[str]) -> None:
     affinity = spec.setdefault("affinity", {})
-    required = affinity.setdefault("nodeAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    required = affinity.setdefault("nodeAffinity", {}).setdefault(
+        "requiredDuringSchedulingIgnoredDuringExecution", {}
+    )
     # Terms are alternatives, so each of them must refuse the nodes.
     for term in required.setdefault("nodeSelectorTerms", []) or [{}]:
-        term.setdefault("matchExpressions", []).append({"key": HOSTNAME, "operator": "NotIn", "values": nodes})
+        term.setdefault("matchExpressions", []).append(
+            {"key": HOSTNAME, "operator": "NotIn", "values": nodes}
+        )
         if term not in required["nodeSelectorTerms"]:
             required["nodeSelectorTerms"].append(term)

@@ -2,7 +2,8 @@
 
 Pods in their node's network: ports of their own, because all pods of a node have one address there.
 
-They are declared, so the scheduler keeps pods apart that happen to have the same. Workers of one job never do, as far as they fit.
+They are declared, so the scheduler keeps pods apart that happen to have the same. Workers of one job never
+do, as far as they fit.
 
 How our own image is pulled into other people's pods: their pull settings are for their image.
 
@@ -37,7 +38,8 @@ def spare_ports(job_uid: str, number: int) -> int:
 
 
 def resolve_cluster_names(spec: dict[str, Any]) -> None:
-    """A pod in the host's network has the node's DNS unless it asks for the cluster's, where services of S3 may be."""
+    """A pod in the host's network has the node's DNS unless it asks for the cluster's, where services of S3
+    may be."""
     if is_on_host(spec):
         spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
 
@@ -54,7 +56,8 @@ _OURS = (names.LIBRARY_CONTAINER, names.SIDECAR_CONTAINER)
 
 
 def with_pull_settings(pod: Mapping[str, Any], policy: str, secrets: Sequence[str]) -> dict[str, Any]:
-    """The pod with `policy` (empty: the cluster's default) for our containers, and `secrets` beside the pull secrets it has.
+    """The pod with `policy` (empty: the cluster's default) for our containers, and `secrets` beside the pull
+    secrets it has.
 
     Secrets that the pod's namespace does not have are ignored by Kubernetes.
     """

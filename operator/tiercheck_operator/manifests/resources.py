@@ -1,8 +1,10 @@
-"""What TierCheck's containers ask for beside the user's: enough for their work, and never the end of the pod's QoS class.
+"""What TierCheck's containers ask for beside the user's: enough for their work, and never the end of the
+pod's QoS class.
 
-A Guaranteed pod stays one, so that the kubelet's static CPU manager leaves the trainer its own cores. What is added has no whole
-cores then and shares the node's common ones: a whole core would have to fit into the node's NUMA and SMT alignment too. Where
-the template gives resources to the pod as a whole, ours are added to them, in whole cores if theirs are whole.
+A Guaranteed pod stays one, so that the kubelet's static CPU manager leaves the trainer its own cores. What is
+added has no whole cores then and shares the node's common ones: a whole core would have to fit into the
+node's NUMA and SMT alignment too. Where the template gives resources to the pod as a whole, ours are added to
+them, in whole cores if theirs are whole.
 """
 
 from __future__ import annotations
@@ -53,20 +55,24 @@ def share_out(job: JobSpec, pod: Mapping[str, Any]) -> ResourceShares:
 
 
 def is_guaranteed(pod: Mapping[str, Any]) -> bool:
-    """Whether every container's requests are its limits, as far as no resources are given to the pod as a whole."""
+    """Whether every container's requests are its limits, as far as no resources are given to the pod as a
+    whole."""
     containers = [*(pod.get("containers") or []), *(pod.get("initContainers") or [])]
     return bool(containers) and all(_is_bound(entry.get("resources") or {}) for entry in containers)
 
 
 def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
-    """What is wrong with spec.sidecar.resources for such pods: a sentence that says what to change, or the empty string."""
+    """What is wrong with spec.sidecar.resources for such pods: a sentence that says what to change, or the
+    empty string."""
     needed = parse_quantity(job.size_limit) + OVERHEAD
     for kind, given in job.sidecar_resources.items():
         memory = given.get("memory")
         if memory is not None and not job.node_memory and parse_quantity(memory) < needed:
             return (
-                f"spec.sidecar.resources.{kind}.memory is {memory}, and the sidecar needs {_mebibytes(needed)}: tiers.local.sizeLimit "
-                f"({job.size_limit}), because its memory volume is charged to it, and 512Mi; raise the one or lower the other"
+                f"spec.sidecar.resources.{kind}.memory is {memory}, and the sidecar needs "
+                f"{_mebibytes(needed)}: tiers.local.sizeLimit "
+                f"({job.size_limit}), because its memory volume is charged to it, and 512Mi; raise the "
+                "one or lower the other"
             )
     requests, limits = (job.sidecar_resources.get(kind, {}) for kind in ("requests", "limits"))
     for name in requests.keys() & limits.keys():
@@ -75,15 +81,18 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
             return f"spec.sidecar.resources: the request of {name} ({requests[name]}) is more than its limit ({limits[name]})"
         if request < limit and name in ("cpu", "memory") and not pod.get("resources") and is_guaranteed(pod):
             return (
-                f"spec.sidecar.resources gives a request of {name} ({requests[name]}) that is not its limit ({limits[name]}), which "
-                "would end the QoS class Guaranteed that all other containers of the pod have, and with it their exclusive cores; "
+                f"spec.sidecar.resources gives a request of {name} ({requests[name]}) that is not its "
+                f"limit ({limits[name]}), which "
+                "would end the QoS class Guaranteed that all other containers of the pod have, and with "
+                "it their exclusive cores; "
                 "give one of the two, or both the same"
             )
     return ""
 
 
 def limits_advice(sentence: str) -> str:
-    """What to do if the API server refused a pod because of a LimitRange or a ResourceQuota; empty if that is not why."""
+    """What to do if the API server refused a pod because of a LimitRange or a ResourceQuota; empty if that is
+    not why."""
     if (
         "limits.cpu for:" in sentence
         or "less than or equal to cpu limit" in sentence
@@ -95,7 +104,8 @@ def limits_advice(sentence: str) -> str:
         )
     if "memory" in sentence and ("exceeded quota" in sentence or "maximum memory usage" in sentence):
         return (
-            "Beside what your containers ask for, each pod's sidecar asks for tiers.local.sizeLimit and 512Mi: lower sizeLimit, or have "
+            "Beside what your containers ask for, each pod's sidecar asks for tiers.local.sizeLimit and "
+            "512Mi: lower sizeLimit, or have "
             "the namespace's ResourceQuota or LimitRange raised"
         )
     return ""
@@ -136,10 +146,15 @@ def _is_bound(resources: Mapping[str, Any]) -> bool:
 
 
 def _completed(whole: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """With the requests that the API server would find if ours were not there: the limits, of what no container asks for."""
+    """With the requests that the API server would find if ours were not there: the limits, of what no
+    container asks for."""
     containers = [*(pod.get("containers") or []), *(pod.get("initContainers") or [])]
     asked = {
-        name for entry in containers for given in (entry.get("resources") or {}).values() if given for name in given
+        name
+        for entry in containers
+        for given in (entry.get("resources") or {}).values()
+        if given
+        for name in given
     }
     limits = dict(whole.get("limits") or {})
     unasked = {name: limit for name, limit in limits.items() if name not in asked}
@@ -149,7 +164,9 @@ def _completed(whole: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, di
 def _with_ours(whole: Mapping[str, Any], sidecar: Resources) -> Resources:
     """The pod's own resources, so much larger that they hold the sidecar beside what they held before."""
     ours = {name: parse_amount(quantity) for name, quantity in sidecar["requests"].items()}
-    request, limit = (parse_amount((whole.get(kind) or {}).get("cpu") or 0) for kind in ("requests", "limits"))
+    request, limit = (
+        parse_amount((whole.get(kind) or {}).get("cpu") or 0) for kind in ("requests", "limits")
+    )
     if request == limit > 0 and limit % 1 == 0:
         # Two threads share a core, so an even number may be what the kubelet's full-pcpus-only needs.
         step = 2 if limit % 2 == 0 else 1

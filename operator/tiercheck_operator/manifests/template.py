@@ -21,7 +21,8 @@ def template_problem(template: Mapping[str, Any]) -> str:
         )
     if not trainer.get("command"):
         return (
-            f"container {names.TRAINER_CONTAINER!r} of spec.template has no command; set `command` explicitly, "
+            f"container {names.TRAINER_CONTAINER!r} of spec.template has no command; set `command` "
+            "explicitly, "
             "because the entrypoint of the image cannot be wrapped"
         )
     reserved = {names.SIDECAR_CONTAINER, names.LIBRARY_CONTAINER, names.NODE_MEMORY_CONTAINER}
@@ -32,18 +33,23 @@ def template_problem(template: Mapping[str, Any]) -> str:
 
 
 def pod_problem(pod: Mapping[str, Any], trainer: str) -> str:
-    """What in a user's PodSpec would keep its worker from working, whoever makes the pod: a sentence, or the empty string.
+    """What in a user's PodSpec would keep its worker from working, whoever makes the pod: a sentence, or the
+    empty string.
 
     `trainer`: the container that trains.
     """
     for entry in pod.get("containers") or []:
         probes = [
-            name for name in ("livenessProbe", "startupProbe") if entry.get("name") == trainer and entry.get(name)
+            name
+            for name in ("livenessProbe", "startupProbe")
+            if entry.get("name") == trainer and entry.get(name)
         ]
         if probes:
             return (
-                f"container {trainer!r} has a {probes[0]}, by which the kubelet would kill it while it waits for its state to be restored, "
-                "in the middle of a recovery; remove it: TierCheck finds training that hangs by itself (failurePolicy.hang). "
+                f"container {trainer!r} has a {probes[0]}, by which the kubelet would kill it while it "
+                "waits for its state to be restored, "
+                "in the middle of a recovery; remove it: TierCheck finds training that hangs by itself "
+                "(failurePolicy.hang). "
                 "A readinessProbe may stay"
             )
     lasting = [entry for entry in pod.get("initContainers") or [] if entry.get("restartPolicy") == "Always"]
@@ -51,7 +57,8 @@ def pod_problem(pod: Mapping[str, Any], trainer: str) -> str:
         taken = {port.get("containerPort") for port in entry.get("ports") or []} & _PORTS
         if taken and not pod.get("hostNetwork"):
             return (
-                f"container {entry.get('name')!r} has port {min(taken)}, which TierCheck's sidecar listens on in the same pod (8470 to 8472); "
+                f"container {entry.get('name')!r} has port {min(taken)}, which TierCheck's sidecar "
+                "listens on in the same pod (8470 to 8472); "
                 "choose another"
             )
     return ""
@@ -62,6 +69,7 @@ def deadline_problem(template: Mapping[str, Any]) -> str:
     if (template.get("spec") or {}).get("activeDeadlineSeconds") is None:
         return ""
     return (
-        "spec.template.spec.activeDeadlineSeconds would end each pod after that time, and TierCheck would make another; "
+        "spec.template.spec.activeDeadlineSeconds would end each pod after that time, and TierCheck "
+        "would make another; "
         "use spec.activeDeadlineSeconds, which is for the job"
     )

@@ -22,7 +22,8 @@ class EnsureCredentials:
 
 @dataclass(frozen=True)
 class EnsureGang:
-    """The object that a gang scheduler knows the workers by. If it cannot be had, the next observation says why."""
+    """The object that a gang scheduler knows the workers by. If it cannot be had, the next observation says
+    why."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class RemoveGang:
 
 @dataclass(frozen=True)
 class EnsureBudget:
-    """The job's PodDisruptionBudget. If it cannot be had, the next observation says why; nothing else waits for it."""
+    """The job's PodDisruptionBudget. If it cannot be had, the next observation says why; nothing else waits
+    for it."""
 
     min_available: int
 
@@ -63,8 +65,8 @@ class CreateSpare:
 
 @dataclass(frozen=True)
 class Promote:
-    """Give a pod the identity of a worker: a spare, or a survivor of a job that goes on smaller. Nothing happens if the pod has
-    changed since it was seen."""
+    """Give a pod the identity of a worker: a spare, or a survivor of a job that goes on smaller. Nothing
+    happens if the pod has changed since it was seen."""
 
     pod: PodView
     worker: int

@@ -1,4 +1,5 @@
-"""What can bring a job down, ordered by how much each explains: a lost node explains the crash of every trainer."""
+"""What can bring a job down, ordered by how much each explains: a lost node explains the crash of every
+trainer."""
 
 from __future__ import annotations
 
@@ -6,31 +7,39 @@ from enum import Enum
 
 
 class Cause(str, Enum):
-    """`status.recovery.cause`. Of what is seen at once, later members explain earlier ones; of what is seen later, see `explains`."""
+    """`status.recovery.cause`. Of what is seen at once, later members explain earlier ones; of what is seen
+    later, see `explains`."""
 
     DIVERGED = "Diverged"
-    """The sanity gate refused failurePolicy.rollbackAfterNonFinite steps in a row: the job goes back to the last good version."""
+    """The sanity gate refused failurePolicy.rollbackAfterNonFinite steps in a row: the job goes back to the
+    last good version."""
     TRAINER_CRASH = "TrainerCrash"
     """A training command failed and nothing else explains it."""
     OOM_KILLED = "OOMKilled"
     """A training command failed because the kernel killed one of its processes for want of memory."""
     RESTORE_FAILED = "RestoreFailed"
-    """A rank could not be brought to the version of the attempt. Explains the exit of its training command."""
+    """A rank could not be brought to the version of the attempt. Explains the exit of its training command.
+    """
     NODE_LEAVING = "NodeLeaving"
-    """A pod was moved before its node is emptied, or before Kubernetes ends it. Its old pod trained until then."""
+    """A pod was moved before its node is emptied, or before Kubernetes ends it. Its old pod trained until
+    then."""
     POD_DELETED = "PodDeleted"
     HUNG = "Hung"
-    """Training made no step for far longer than usual. If the same worker held the others up twice in a row, its pod is replaced elsewhere."""
+    """Training made no step for far longer than usual. If the same worker held the others up twice in a row,
+    its pod is replaced elsewhere."""
     GPU_FAULT = "GPUFault"
     """The driver told a rank that the hardware failed: its pod is replaced on another node."""
     START_FAILED = "StartFailed"
-    """A worker's command failed twice in a row before its first step on the same node, and no other's did: its pod is replaced on another."""
+    """A worker's command failed twice in a row before its first step on the same node, and no other's did:
+    its pod is replaced on another."""
     HEALTH_CHECK_FAILED = "HealthCheckFailed"
     """failurePolicy.healthCheck failed on a worker's node: its pod is replaced on another."""
     STUCK = "Stuck"
-    """Processes of a training command do not end although they were killed: their pod is replaced on another node."""
+    """Processes of a training command do not end although they were killed: their pod is replaced on another
+    node."""
     RESTORE_STALLED = "RestoreStalled"
-    """A worker cannot be restored where it is, because nothing comes from what it waits for: its pod is replaced on another node, once."""
+    """A worker cannot be restored where it is, because nothing comes from what it waits for: its pod is
+    replaced on another node, once."""
     SIDECAR_SILENT = "SidecarSilent"
     """A pod's sidecar stopped answering. Explains the deletion that follows, which is ours."""
     NODE_SILENT = "NodeSilent"
@@ -55,8 +64,9 @@ class Cause(str, Enum):
         return list(Cause).index(self)
 
     def explains(self, earlier: Cause) -> bool:
-        """Whether `earlier`, which was seen first in the same failure, came from this. Otherwise this came from it, or has nothing
-        to do with it, and what was seen first stands: a node that is switched off after a drain was drained.
+        """Whether `earlier`, which was seen first in the same failure, came from this. Otherwise this came
+        from it, or has nothing to do with it, and what was seen first stands: a node that is switched off
+        after a drain was drained.
         """
         if earlier in (
             Cause.NODE_LEAVING,
@@ -81,13 +91,21 @@ class Cause(str, Enum):
 
     @property
     def own_fault(self) -> bool:
-        """Training itself is to blame: unless a rule says otherwise, this counts against failurePolicy.maxRestarts."""
+        """Training itself is to blame: unless a rule says otherwise, this counts against
+        failurePolicy.maxRestarts."""
         return self in (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED)
 
     @property
     def in_place(self) -> bool:
-        """If no pod was replaced either, trainers start again where they are, and memory still holds what it held."""
-        return self in (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED, Cause.RESTORE_FAILED)
+        """If no pod was replaced either, trainers start again where they are, and memory still holds what it
+        held."""
+        return self in (
+            Cause.TRAINER_CRASH,
+            Cause.OOM_KILLED,
+            Cause.HUNG,
+            Cause.DIVERGED,
+            Cause.RESTORE_FAILED,
+        )
 
     @staticmethod
     def parse(text: str) -> Cause:

@@ -1,4 +1,5 @@
-"""Every condition type and reason the controller uses, each with a sentence, so that status, Events and docs spell them alike.
+"""Every condition type and reason the controller uses, each with a sentence, so that status, Events and docs
+spell them alike.
 
 What one reconcile found out, for the status to say.
 """
@@ -45,21 +46,27 @@ WAITING_FOR_PODS = "WaitingForPods"
 WAITING_FOR_QUEUE = "WaitingForQueue"
 """A queue has not admitted some pods yet: they have scheduling gates. That is no lack of capacity."""
 GANG_UNAVAILABLE = "GangUnavailable"
-"""spec.gang cannot be had: its API is not served, or the operator may not use it. The job does not start without."""
+"""spec.gang cannot be had: its API is not served, or the operator may not use it. The job does not start
+without."""
 REFUSED = "Refused"
-"""The API server refuses what the job needs (quota, Pod Security, a webhook, missing rights); the message is the server's."""
+"""The API server refuses what the job needs (quota, Pod Security, a webhook, missing rights); the message is
+the server's."""
 NODE_MEMORY_FORBIDDEN = "NodeMemoryForbidden"
-"""tiers.local.medium is NodeMemory, and the namespace does not allow hostPath volumes; the message says how it could."""
+"""tiers.local.medium is NodeMemory, and the namespace does not allow hostPath volumes; the message says how
+it could."""
 UNSCHEDULABLE = "Unschedulable"
 """The scheduler finds no node for a pod; the message is the scheduler's."""
 NO_CAPACITY = "NoCapacity"
-"""The same for longer than failurePolicy.capacityTimeoutSeconds. The job waits; what the other workers hold is kept."""
+"""The same for longer than failurePolicy.capacityTimeoutSeconds. The job waits; what the other workers hold
+is kept."""
 NODES_UNLABELLED = "NodesUnlabelled"
 """Nodes lack the label of a level, so that level cannot be used for spreading."""
 TOPOLOGY_NOT_FOUND = "TopologyNotFound"
-"""spec.topology.kueueTopology names no Topology that can be read. A job does not start without; one that runs keeps its copies where they are."""
+"""spec.topology.kueueTopology names no Topology that can be read. A job does not start without; one that runs
+keeps its copies where they are."""
 COPIES_MOVING = "CopiesMoving"
-"""Some workers get other holders while training goes on; the old ones stay until the new ones are complete."""
+"""Some workers get other holders while training goes on; the old ones stay until the new ones are complete.
+"""
 MOVE_DELAYED = "MoveDelayed"
 """Copies ought to move, and cannot yet; the message says why."""
 DEGRADED_SPREAD = "DegradedSpread"
@@ -79,7 +86,8 @@ INVALID_SPEC = "InvalidSpec"
 """Another part of the spec cannot be used; the message says what to change."""
 
 MEMORY_TOO_SMALL = "MemoryTooSmall"
-"""The memory volumes cannot hold the slots. Under Placed: the job does not start. Under Protected: snapshots are skipped."""
+"""The memory volumes cannot hold the slots. Under Placed: the job does not start. Under Protected: snapshots
+are skipped."""
 
 # Protected
 COPIES_COMPLETE = "CopiesComplete"
@@ -100,19 +108,23 @@ SIDECAR_RESTARTED = "SidecarRestarted"
 CANNOT_SAVE = "CannotSave"
 """Something in the state cannot be captured, so no version is taken; the message names it."""
 INTERNAL_ERROR = "InternalError"
-"""A part of a sidecar failed in a way that nobody thought of, and was begun again; the message says which part and where."""
+"""A part of a sidecar failed in a way that nobody thought of, and was begun again; the message says which
+part and where."""
 REHEARSAL_FAILED = "RehearsalFailed"
-"""Something of the newest version would not come back from one tier; the message names the rank, the tier, the artifact and the place."""
+"""Something of the newest version would not come back from one tier; the message names the rank, the tier,
+the artifact and the place."""
 BAD_REPORT = "BadReport"
-"""What a sidecar tells worker 0 cannot be true, or cannot be reckoned with: it is refused, and the others go on."""
+"""What a sidecar tells worker 0 cannot be true, or cannot be reckoned with: it is refused, and the others go
+on."""
 SOURCE_STALLED = "SourceStalled"
-"""Something that a restore would read from hangs at a worker: what was asked of it has not come back. Restores go on without it."""
+"""Something that a restore would read from hangs at a worker: what was asked of it has not come back.
+Restores go on without it."""
 REMOTE_UNREACHABLE = "RemoteUnreachable"
 """The remote tier does not answer or refuses; the message says what to do."""
 
 REMOTE_OWNED = "RemoteOwned"
-"""The job's folder in the remote tier belongs to another job, or to one of the same name in another cluster; the message says to
-which, and how to take it over."""
+"""The job's folder in the remote tier belongs to another job, or to one of the same name in another cluster;
+the message says to which, and how to take it over."""
 
 # RemoteSafe
 REMOTE_NOT_SAFE = "RemoteNotSafe"
@@ -142,7 +154,8 @@ NO_SPARES = "NoSpares"
 ALL_WORKERS = "AllWorkers"
 """It has."""
 SHRUNK = "Shrunk"
-"""It goes on with fewer, because no node took the others for capacityTimeoutSeconds; the message says what it waits for."""
+"""It goes on with fewer, because no node took the others for capacityTimeoutSeconds; the message says what it
+waits for."""
 GROWING = "Growing"
 """It goes on with fewer, and has room again: it grows soon, when few steps would be made twice."""
 
@@ -164,7 +177,8 @@ HELD_BY_COPIES = "CopiesIncomplete"
 BUDGET_REFUSED = "BudgetRefused"
 """The PodDisruptionBudget cannot be made or changed; the message says why. Training does not depend on it."""
 NO_BUDGET = "NoBudget"
-"""There is no PodDisruptionBudget: it is turned off, the pods are another controller's, or nothing is trained."""
+"""There is no PodDisruptionBudget: it is turned off, the pods are another controller's, or nothing is
+trained."""
 
 # Restoring
 SETTLING = "Settling"
@@ -180,7 +194,8 @@ RETRYING = "Retrying"
 WAITING_FOR_TRAINERS = "WaitingForTrainers"
 """Every rank's state is there, but not every launcher waits for the release; the message says why."""
 HEALTH_CHECK_FAILED = "HealthCheckFailed"
-"""failurePolicy.healthCheck fails where it is run, and no pod is moved for it now; the message has what it said."""
+"""failurePolicy.healthCheck fails where it is run, and no pod is moved for it now; the message has what it
+said."""
 RESTORE_STALLED = "RestoreStalled"
 """A restore makes no progress: nothing comes from what it waits for, and the message names that."""
 COPYING = "Copying"
@@ -210,7 +225,8 @@ RESUMED = "Resumed"
 ALL_SUCCEEDED = "AllTrainersSucceeded"
 """Every training command exited with 0."""
 MAX_RESTARTS_EXCEEDED = "MaxRestartsExceeded"
-"""Training failed by itself more often than failurePolicy.maxRestarts allows without getting on for a while in between."""
+"""Training failed by itself more often than failurePolicy.maxRestarts allows without getting on for a while
+in between."""
 FAILURE_POLICY_RULE = "FailurePolicyRule"
 """A rule of failurePolicy.rules with action Fail applies; the message names it."""
 DEADLINE_EXCEEDED = "DeadlineExceeded"

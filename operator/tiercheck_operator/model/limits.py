@@ -1,6 +1,8 @@
-"""Keeps the status small whatever happens to the job: an object that outgrows its store could not be written any more.
+"""Keeps the status small whatever happens to the job: an object that outgrows its store could not be written
+any more.
 
-Each field has a limit of its own; where all of them are reached at once, sentences give way first and decisions never.
+Each field has a limit of its own; where all of them are reached at once, sentences give way first and
+decisions never.
 """
 
 from __future__ import annotations

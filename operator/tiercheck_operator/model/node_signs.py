@@ -1,8 +1,9 @@
-"""What a Node object says about its future: that it is lost already, or that it will be emptied soon and should be left before.
+"""What a Node object says about its future: that it is lost already, or that it will be emptied soon and
+should be left before.
 
-Sources of the taints: kubernetes/autoscaler `utils/taints`, Karpenter's "Disruption" page, aws-node-termination-handler's
-configuration (TAINT_NODE), and what GKE's maintenance handler sets. Soft ones (DeletionCandidateOfClusterAutoscaler,
-rebalance-recommendation) are left out: most of them are taken back.
+Sources of the taints: kubernetes/autoscaler `utils/taints`, Karpenter's "Disruption" page,
+aws-node-termination-handler's configuration (TAINT_NODE), and what GKE's maintenance handler sets. Soft ones
+(DeletionCandidateOfClusterAutoscaler, rebalance-recommendation) are left out: most of them are taken back.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class NodeSigns:
     conditions: frozenset[tuple[str, str]] = frozenset()
     """(type, status) of node conditions that mean that a node is bad, such as ("KernelDeadlock", "True")."""
     cordon_moves: bool = False
-    """Whether a cordon alone makes the pods leave. Otherwise it keeps new pods and copies away, until evictions follow."""
+    """Whether a cordon alone makes the pods leave. Otherwise it keeps new pods and copies away, until
+    evictions follow."""
 
     def leaving(self, spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
         """Why pods had better leave the node, as a clause; empty: they may stay."""
@@ -52,7 +54,8 @@ NO_SETTINGS = NodeSigns()
 
 
 def parse_signs(taints: str, conditions: str, cordon: str) -> NodeSigns:
-    """From settings: `taints` and `conditions` with commas between, a condition as Type or Type=Status, `cordon` Avoid or Move.
+    """From settings: `taints` and `conditions` with commas between, a condition as Type or Type=Status,
+    `cordon` Avoid or Move.
 
     Raises ValueError with a sentence.
     """

@@ -17,7 +17,8 @@ from tiercheck_operator.model.status import Condition, JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
-"""On pods: the nodes that the pod was told to stay away from, so that it can be freed from them when they are well."""
+"""On pods: the nodes that the pod was told to stay away from, so that it can be freed from them when they are
+well."""
 ANNOTATION_GIVEN_UP = "tiercheck.io/given-up"
 """On pods: `PodView.given_up`."""
 
@@ -37,19 +38,22 @@ class Patience:
     isolated: float = 30.0
     """For a node whose sidecars answer us while nobody else can reach them."""
     hand_over: float = 5.0
-    """For a pod that is being ended to bring its holders what they lack, before the next attempt refuses it."""
+    """For a pod that is being ended to bring its holders what they lack, before the next attempt refuses it.
+    """
     unclaimed: float = 8.0
     """For a kubelet to take a new pod; one that lives does so in a second or two."""
     unschedulable: float = 30.0
     """For a pod without a node, before the nodes it avoids are looked at again."""
     capacity: float = 300.0
-    """For a node that takes a pod, before the job is said to lack capacity (`failurePolicy.capacityTimeoutSeconds`)."""
+    """For a node that takes a pod, before the job is said to lack capacity
+    (`failurePolicy.capacityTimeoutSeconds`)."""
     suspend: float = 30.0
     """For pods that were told to finish to end by themselves, before they are deleted."""
     flush: float = 600.0
     """The same with a remote tier, to which they may still owe a version."""
     relocate: float = 5.0
-    """For a reason to move copies to last, before they move; twelve times as long where nothing is at risk."""
+    """For a reason to move copies to last, before they move; twelve times as long where nothing is at risk.
+    """
     grow: float = 60.0
     """For room to last, before a job that went on smaller takes it."""
     retry: float = 10.0
@@ -76,7 +80,8 @@ class JobView:
 
     @property
     def identity(self) -> str:
-        """What pods and sidecars know the job by: its UID, or if it is attached its owner's, because such pods come before it."""
+        """What pods and sidecars know the job by: its UID, or if it is attached its owner's, because such
+        pods come before it."""
         return self.uid if self.spec.attach is None else self.spec.attach.uid
 
 
@@ -153,12 +158,14 @@ class PodView:
     trainer: ContainerView = ContainerView()
     sidecar: ContainerView = ContainerView()
     gates: tuple[str, ...] = ()
-    """Scheduling gates that are still on it: somebody else, usually a queue, decides when it may be scheduled."""
+    """Scheduling gates that are still on it: somebody else, usually a queue, decides when it may be
+    scheduled."""
     spare: int | None = None
     """Its number, if it was made as a spare, whether it is one still or not."""
     resource_version: str = ""
     given_up: str = ""
-    """A cause, a colon, and why we gave the pod up: noted on it when we deleted it, for its end will look like any other."""
+    """A cause, a colon, and why we gave the pod up: noted on it when we deleted it, for its end will look
+    like any other."""
     first_port: int | None = None
     """Of its sidecar's, where they are not the usual ones."""
 
@@ -284,7 +291,11 @@ class Observation:
     @cached_property
     def attempt_pods(self) -> frozenset[str]:
         """UIDs of the pods that the current attempt was placed with; empty: there is no attempt."""
-        return frozenset() if self.placement is None else frozenset(saved.pod_uid for saved in self.placement.members)
+        return (
+            frozenset()
+            if self.placement is None
+            else frozenset(saved.pod_uid for saved in self.placement.members)
+        )
 
     @cached_property
     def living(self) -> tuple[PodView, ...]:
@@ -309,7 +320,8 @@ class Observation:
         return {entry.type: entry for entry in self.job.status.conditions}
 
     def report(self, pod: PodView) -> Report | None:
-        """The newest report of the pod's sidecar, as that of the worker that the pod is: it may not know that yet."""
+        """The newest report of the pod's sidecar, as that of the worker that the pod is: it may not know that
+        yet."""
         known = self.reports.get(pod.uid)
         report = known.report if known else None
         if report is None or pod.worker in (SPARE, report.worker):

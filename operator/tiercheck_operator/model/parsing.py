@@ -1,4 +1,5 @@
-"""From the API's objects to the controller's views of them, tolerantly: a strange object must not stop a decision."""
+"""From the API's objects to the controller's views of them, tolerantly: a strange object must not stop a
+decision."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _BACK_OFF = re.compile(r"back-off ((?:\d+h)?(?:\d+m)?(?:\d+(?:\.\d+)?s)?) restar
 
 
 def parse_job(raw: Mapping[str, Any]) -> JobView:
-    """Of an object that passed the CRD's schema. Raises KeyError, TypeError or ValueError on what it would have refused."""
+    """Of an object that passed the CRD's schema. Raises KeyError, TypeError or ValueError on what it would
+    have refused."""
     metadata = raw["metadata"]
     return JobView(
         name=metadata["name"],
@@ -58,10 +60,11 @@ def _int(value: Any) -> int | None:
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
-    """None if the labels are not those of a job's pod, or if its controller is not that job, or the workload that the pod was attached for.
+    """None if the labels are not those of a job's pod, or if its controller is not that job, or the workload
+    that the pod was attached for.
 
-    Anybody may label pods. Whoever can also write owner references is still kept to his own namespace: pods are only looked up in
-    that of their job. May raise anything on what no API server's schema lets through.
+    Anybody may label pods. Whoever can also write owner references is still kept to his own namespace: pods
+    are only looked up in that of their job. May raise anything on what no API server's schema lets through.
     """
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     labels = metadata.get("labels") or {}
@@ -72,7 +75,11 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         return None
     try:
         spare = int(labels[names.LABEL_SPARE]) if names.LABEL_SPARE in labels else None
-        worker = SPARE if spare is not None and names.LABEL_WORKER not in labels else int(labels[names.LABEL_WORKER])
+        worker = (
+            SPARE
+            if spare is not None and names.LABEL_WORKER not in labels
+            else int(labels[names.LABEL_WORKER])
+        )
         incarnation = int(labels.get(names.LABEL_INCARNATION, 0))
         job_uid = str(labels[names.LABEL_JOB_UID])
     except (KeyError, ValueError):
@@ -101,15 +108,21 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         deleting=deletion is not None,
         deleted_at=None if deletion is None else deletion - grace,
         disruption=str(
-            (disrupted.get("reason") if disrupted.get("status") == "True" else "") or status.get("reason") or ""
+            (disrupted.get("reason") if disrupted.get("status") == "True" else "")
+            or status.get("reason")
+            or ""
         ),
         message=_pod_message(status, scheduled if unschedulable else {}),
         # A kubelet that takes a pod says since when (PodStatus of the API reference).
         claimed=not spec.get("nodeName") or bool(status.get("startTime")),
-        unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created) if unschedulable else None,
+        unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created)
+        if unschedulable
+        else None,
         sidecar_image=str(sidecar.get("image") or ""),
         avoided=frozenset(
-            name for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",") if name
+            name
+            for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",")
+            if name
         ),
         trainer=_container(
             spec.get("containers"),
@@ -122,7 +135,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         resource_version=str(metadata.get("resourceVersion") or ""),
         given_up=str((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP) or ""),
         first_port=_first_port(sidecar),
-        sidecar=_container(spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER),
+        sidecar=_container(
+            spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER
+        ),
     )
 
 
@@ -136,7 +151,8 @@ def _group(maker: Mapping[str, Any]) -> str:
 
 
 def _vouched_for(maker: Mapping[str, Any], labels: Mapping[str, str]) -> set[Any]:
-    """UIDs that a pod of this controller may have in the label of its job: the job's own, or that of the workload that it is attached to."""
+    """UIDs that a pod of this controller may have in the label of its job: the job's own, or that of the
+    workload that it is attached to."""
     group = _group(maker)
     if not maker.get("uid") or (group == names.API_GROUP and maker.get("kind") != names.KIND):
         return set()
@@ -149,7 +165,11 @@ def _vouched_for(maker: Mapping[str, Any], labels: Mapping[str, str]) -> set[Any
 def _trainer_name(attached: str) -> str:
     """Of the container that trains; in an attached pod its annotation tells."""
     try:
-        return str(parse_json(attached, LONGEST_ATTACHMENT)["container"]) if attached else names.TRAINER_CONTAINER
+        return (
+            str(parse_json(attached, LONGEST_ATTACHMENT)["container"])
+            if attached
+            else names.TRAINER_CONTAINER
+        )
     except (ValueError, KeyError, TypeError):
         return names.TRAINER_CONTAINER
 
@@ -160,8 +180,13 @@ def _named(entries: Any, name: str) -> Mapping[str, Any]:
 
 def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> ContainerView:
     spec, status = _named(specs, name), _named(statuses, name)
-    # A container that runs again has its last end in lastState; one that does not, or not yet, may have it in state.
-    ended = (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
+    # A container that runs again has its last end in lastState; one that does not, or not yet, may have it in
+    # state.
+    ended = (
+        (status.get("state") or {}).get("terminated")
+        or (status.get("lastState") or {}).get("terminated")
+        or {}
+    )
     return ContainerView(
         restarts=int(status.get("restartCount") or 0),
         ended_reason=str(ended.get("reason") or ""),
@@ -192,7 +217,11 @@ def _container_state(status: Mapping[str, Any]) -> ContainerState:
 def _back_off(message: str) -> float:
     found = _BACK_OFF.search(message)
     units = {"h": 3600.0, "m": 60.0, "s": 1.0}
-    return sum(float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([hms])", found.group(1))) if found else 0.0
+    return (
+        sum(float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([hms])", found.group(1)))
+        if found
+        else 0.0
+    )
 
 
 def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str:
@@ -201,7 +230,11 @@ def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str
     for entry in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         waiting = (entry.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "", "PodInitializing", "ContainerCreating"):
-            return f"container {entry.get('name')}: {waiting['reason']}: {waiting.get('message') or ''}".rstrip(": ")
+            return (
+                f"container {entry.get('name')}: {waiting['reason']}: {waiting.get('message') or ''}".rstrip(
+                    ": "
+                )
+            )
     return str(status.get("message") or "")
 
 

@@ -1,9 +1,11 @@
 """What the user wants: `spec` as decisions use it, each field with its place in the API.
 
-What a job's own labels and annotations tell Kueue, handed on to each of its pods, spares and replacements included.
+What a job's own labels and annotations tell Kueue, handed on to each of its pods, spares and replacements
+included.
 
-Each pod is a workload of its own there. Kueue's pod groups are not used: they remove pods beyond the group's count, which a
-spare and the replacement of a pod that is about to leave are, and refuse pods that differ, which one that avoids a node does.
+Each pod is a workload of its own there. Kueue's pod groups are not used: they remove pods beyond the group's
+count, which a spare and the replacement of a pod that is about to leave are, and refuse pods that differ,
+which one that avoids a node does.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def _conditions(raw: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class FailureRule:
-    """One entry of `failurePolicy.rules`. Exactly one of its three matchers is set, as in a Job's podFailurePolicy."""
+    """One entry of `failurePolicy.rules`. Exactly one of its three matchers is set, as in a Job's
+    podFailurePolicy."""
 
     name: str
     action: RuleAction
@@ -61,14 +64,14 @@ class FailureRule:
 
 @dataclass(frozen=True)
 class HangSpec:
-    """`failurePolicy.hang`. The job counts as hung if a rank makes no step for `factor` times as long as a step usually takes,
-    and for `least` seconds at least."""
+    """`failurePolicy.hang`. The job counts as hung if a rank makes no step for `factor` times as long as a
+    step usually takes, and for `least` seconds at least."""
 
     factor: Annotated[float, At("stepFactor")] = 20.0
     least: Annotated[float, At("minSeconds")] = 1800.0
     first_step: Annotated[float | None, At("firstStepSeconds")] = None
-    """Seconds that the first step of an attempt may take; None: an hour if the attempt began from a version (so that its script is
-    known to make steps), else any time."""
+    """Seconds that the first step of an attempt may take; None: an hour if the attempt began from a version
+    (so that its script is known to make steps), else any time."""
 
 
 DEFAULT_HANG = HangSpec()
@@ -123,7 +126,9 @@ def _read_resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     given = {kind: raw[kind] for kind in ("requests", "limits") if raw.get(kind)}
     for text in (text for quantities in given.values() for text in quantities.values()):
         parse_quantity(text)
-    return {kind: {name: str(text) for name, text in quantities.items()} for kind, quantities in given.items()}
+    return {
+        kind: {name: str(text) for name, text in quantities.items()} for kind, quantities in given.items()
+    }
 
 
 _Bytes = Annotated[int, As(parse_quantity)]
@@ -177,9 +182,9 @@ class JobSpec:
     capacity_timeout: Annotated[float | None, At("failurePolicy.capacityTimeoutSeconds")] = None
     """Seconds; None: the operator's default."""
     node_memory: Annotated[bool, At("tiers.local.medium"), As(partial(eq, "NodeMemory"))] = False
-    sidecar_resources: Annotated[Mapping[str, Mapping[str, str]], At("sidecar.resources"), As(_read_resources)] = field(
-        default_factory=dict
-    )
+    sidecar_resources: Annotated[
+        Mapping[str, Mapping[str, str]], At("sidecar.resources"), As(_read_resources)
+    ] = field(default_factory=dict)
     """Requests and limits that the user gives the sidecar."""
     attach: Attach | None = None
     """None: the pods are made from the template."""
@@ -197,7 +202,8 @@ class JobSpec:
     topology_problem: Annotated[str, OURS] = ""
     """Why they are not, as a sentence; then the host is the only level."""
     rollback_after: Annotated[int | None, At("failurePolicy.rollbackAfterNonFinite")] = None
-    """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that."""
+    """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that.
+    """
     restore_stall: Annotated[float, At("failurePolicy.restoreStallSeconds")] = RESTORE_STALL
     """Seconds without a byte after which a source of a restore is given up."""
     rehearse_every: Annotated[float | None, At("restore.rehearseEvery"), As(_read_rehearsals)] = 600.0
@@ -205,7 +211,8 @@ class JobSpec:
 
 
 def read_spec(raw: Mapping[str, Any]) -> JobSpec:
-    """Of what passed the CRD's schema. Raises KeyError, TypeError or ValueError on what it would have refused."""
+    """Of what passed the CRD's schema. Raises KeyError, TypeError or ValueError on what it would have
+    refused."""
     spec = read_as(JobSpec, raw)
     if spec.parity is not None:
         return replace(spec, copies=0)

@@ -1,7 +1,8 @@
-"""The job's status as decisions use it, and its spelling in the API. It is the only thing the controller remembers.
+"""The job's status as decisions use it, and its spelling in the API. It is the only thing the controller
+remembers.
 
-`parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped, missing ones have defaults, so that
-a status written by an older version is understood.
+`parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped, missing ones
+have defaults, so that a status written by an older version is understood.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ NO_FACTS = Facts()
 
 @dataclass(frozen=True)
 class Recovery:
-    """A recovery under way, from the moment something failed to the first step after it. Times are unix seconds."""
+    """A recovery under way, from the moment something failed to the first step after it. Times are unix
+    seconds."""
 
     cause: str
     message: str
@@ -102,7 +104,8 @@ class Recovery:
     noticed_at: Moment | None = None
     """When the first failure since the last step was noticed, if `detected_at` is of a later one."""
     stalled: Annotated[tuple[int, ...], At("stalledWorkers")] = ()
-    """Workers that have got another node on the way back because they could not be restored where they were."""
+    """Workers that have got another node on the way back because they could not be restored where they were.
+    """
 
     @property
     def version(self) -> Version | None:
@@ -145,7 +148,8 @@ class PlacementRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What is saved. `snapshot_every`: steps, 0 if not decided yet. `deltas`: "EveryStep", "Off", or empty if not known yet."""
+    """What is saved. `snapshot_every`: steps, 0 if not decided yet. `deltas`: "EveryStep", "Off", or empty if
+    not known yet."""
 
     snapshot_every: Annotated[int, At("snapshotEverySteps")] = 0
     deltas: str = ""
@@ -188,7 +192,8 @@ class HangRecord:
 
 @dataclass(frozen=True)
 class FailedStartRecord:
-    """Whose command failed before its first step when the last attempts on the way back began, and how often in a row there."""
+    """Whose command failed before its first step when the last attempts on the way back began, and how often
+    in a row there."""
 
     worker: int
     node: str
@@ -285,7 +290,10 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
         raw = {**raw, "placement": {**placement, "toleratesOnceComplete": tolerates}}
     if recovery := raw.get("recovery"):
         failed = recovery.get("failedAt") or recovery.get("detectedAt")
-        raw = {**raw, "recovery": {**recovery, "cause": recovery.get("cause") or "Unknown", "failedAt": failed}}
+        raw = {
+            **raw,
+            "recovery": {**recovery, "cause": recovery.get("cause") or "Unknown", "failedAt": failed},
+        }
     return read_as(JobRecord, raw, lenient=True)
 
 

@@ -1,4 +1,5 @@
-"""Reads a cluster's nodes from a simulated cluster's YAML or from `kubectl get nodes -o json`, and seats workers on them."""
+"""Reads a cluster's nodes from a simulated cluster's YAML or from `kubectl get nodes -o json`, and seats
+workers on them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from typing import Any
 from tiercheck_operator.planning.placement.problem import WorkerSite
 from tiercheck_operator.planning.topology import Level, Topology
 
-_UNWELL = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.kubernetes.io/out-of-service")
+_UNWELL = (
+    "node.kubernetes.io/unreachable",
+    "node.kubernetes.io/not-ready",
+    "node.kubernetes.io/out-of-service",
+)
 
 
 @dataclass(frozen=True)
@@ -21,17 +26,21 @@ class ClusterNode:
 
 
 def read_nodes(document: Mapping[str, Any]) -> tuple[ClusterNode, ...]:
-    """Of `{"nodes": [{"name": ..., "labels": {...}}]}` (examples/clusters) or a Kubernetes list of Nodes; `count: n` on a
-    simulated node stands for n of them, with "{i}" in its name and labels numbered from 0.
+    """Of `{"nodes": [{"name": ..., "labels": {...}}]}` (examples/clusters) or a Kubernetes list of Nodes;
+    `count: n` on a simulated node stands for n of them, with "{i}" in its name and labels numbered from 0.
 
     Raises ValueError with a sentence if it is neither, or a name is missing or repeated.
     """
     entries = document.get("items", document.get("nodes"))
     if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise ValueError("expected `nodes:` with names and labels, or what `kubectl get nodes -o json` prints")
+        raise ValueError(
+            "expected `nodes:` with names and labels, or what `kubectl get nodes -o json` prints"
+        )
     found = [node for entry in entries for node in _parsed(entry)]
     names = [node.name for node in found]
-    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    repeated = (
+        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    )
     if repeated:
         raise ValueError(f"node {repeated[0]!r} is listed twice")
     return tuple(found)
@@ -45,7 +54,8 @@ def build_topology(nodes: Sequence[ClusterNode], levels: Sequence[Level]) -> Top
 def seat_workers(
     nodes: Sequence[ClusterNode], topology: Topology, workers: int, level: str, per_node: int | None = None
 ) -> list[WorkerSite]:
-    """Workers on usable nodes as the pods' spread constraints ask for: evenly over the domains of `level`, then over nodes.
+    """Workers on usable nodes as the pods' spread constraints ask for: evenly over the domains of `level`,
+    then over nodes.
 
     `per_node`: the most that one node takes; None: as many as needed. Raises ValueError if they do not fit.
     """

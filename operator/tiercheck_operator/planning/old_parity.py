@@ -1,4 +1,5 @@
-"""What blocks of parity can give of ranks that are no more: snapshots. They and the blocks lie wherever those are now who made them.
+"""What blocks of parity can give of ranks that are no more: snapshots. They and the blocks lie wherever those
+are now who made them.
 
 At home a group is known by its workers (`stock.py`); here only the ranks count that a block was made of.
 """
@@ -36,7 +37,9 @@ class OldParity:
             for share, held in entry.blocks.items():
                 if all(0 <= rank < ranks for rank in share.ranks):
                     for version in held.snapshots:
-                        groups.setdefault(share.ranks, {}).setdefault(version, {}).setdefault(share.index, entry.worker)
+                        groups.setdefault(share.ranks, {}).setdefault(version, {}).setdefault(
+                            share.index, entry.worker
+                        )
         coded = frozenset(itertools.chain.from_iterable(groups))  # nobody, in a job that keeps copies
         for entry in inventories:
             for rank in coded.intersection(entry.hosted):

@@ -1,4 +1,5 @@
-"""Kubernetes quantities as whole bytes, and durations as seconds: limits are added up before they are written into a pod."""
+"""Kubernetes quantities as whole bytes, and durations as seconds: limits are added up before they are written
+into a pod."""
 
 from __future__ import annotations
 

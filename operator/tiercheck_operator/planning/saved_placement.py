@@ -1,4 +1,5 @@
-"""How a placement is written down, so that the controller that made it and whoever looks at the job read the same thing.
+"""How a placement is written down, so that the controller that made it and whoever looks at the job read the
+same thing.
 
 It is kept in a ConfigMap of the job, one line per worker: too long for the status of a large job.
 """
@@ -51,7 +52,9 @@ class SavedDomains:
 
     def labels(self) -> dict[str, dict[str, str]]:
         """By node, as the nodes had them."""
-        return {node: {k: v for k, v in zip(self.keys, values, strict=True) if v} for node, values in self.values}
+        return {
+            node: {k: v for k, v in zip(self.keys, values, strict=True) if v} for node, values in self.values
+        }
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Replanning:
     """What re-planning has to remember. Times are unix seconds."""
 
     checked: str = ""
-    """Digest of what the placement was last compared with; as long as that is the same, there is nothing to think about."""
+    """Digest of what the placement was last compared with; as long as that is the same, there is nothing to
+    think about."""
     wish: str = ""
     """Digest of the moves that would be made, if they are still wanted in a while; empty: none."""
     since: float = 0.0
@@ -90,7 +94,9 @@ class SavedPlacement:
         """Without those that are about to stop."""
         gone = dict(self.leaving)
         return {
-            member.worker: tuple(holder for holder in member.holders if holder not in gone.get(member.worker, ()))
+            member.worker: tuple(
+                holder for holder in member.holders if holder not in gone.get(member.worker, ())
+            )
             for member in self.members
         }
 
@@ -100,7 +106,9 @@ class SavedPlacement:
 
     def with_holders(self, holders: Mapping[int, tuple[int, ...]]) -> SavedPlacement:
         """With other holders for these workers."""
-        members = (replace(member, holders=holders.get(member.worker, member.holders)) for member in self.members)
+        members = (
+            replace(member, holders=holders.get(member.worker, member.holders)) for member in self.members
+        )
         return replace(self, members=tuple(members))
 
 
@@ -110,9 +118,11 @@ def placement_name(job: str) -> str:
 
 
 def placement_data(placement: SavedPlacement) -> dict[str, str]:
-    """`workers` has one JSON list per line: worker, pod, pod UID, incarnation, node, holders; `groups`, with parity, one per
-    group: members, holders; `leaving`, while copies move: worker, holders that stop; `replanning` is one JSON object; `nodes`, as far as
-    there is room, the keys of the levels' labels, and then one per node: node, values.
+    """`workers` has one JSON list per line: worker, pod, pod UID, incarnation, node, holders; `groups`, with
+    parity, one per
+    group: members, holders; `leaving`, while copies move: worker, holders that stop; `replanning` is one JSON
+    object; `nodes`, as far as there is room, the keys of the levels' labels, and then one per node: node,
+    values.
     """
     data = {
         "attempt": str(placement.attempt),
@@ -135,7 +145,9 @@ def read_placement_data(data: Mapping[str, str]) -> SavedPlacement:
     """Raises ValueError if it was not made by `placement_data`."""
     try:
         members = tuple(
-            SavedMember(int(worker), str(pod), str(uid), int(incarnation), str(node), tuple(int(h) for h in holders))
+            SavedMember(
+                int(worker), str(pod), str(uid), int(incarnation), str(node), tuple(int(h) for h in holders)
+            )
             for worker, pod, uid, incarnation, node, holders in map(parse_json, data["workers"].splitlines())
         )
         groups = tuple(

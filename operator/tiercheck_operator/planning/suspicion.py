@@ -1,7 +1,9 @@
-"""Whose pod is to be given up before Kubernetes knows: one rule over what the controller and the pods hear of each other.
+"""Whose pod is to be given up before Kubernetes knows: one rule over what the controller and the pods hear of
+each other.
 
-Acting early is safe because the attempt fences whoever is left behind; acting wrongly only costs a restart. So the rule asks for
-two independent observers where seconds count, and for none where nothing else can explain what is seen:
+Acting early is safe because the attempt fences whoever is left behind; acting wrongly only costs a restart.
+So the rule asks for two independent observers where seconds count, and for none where nothing else can
+explain what is seen:
 
 1. A pod that does not answer the controller is given up after `accused` seconds if a pod that does answer
    hears nothing from its host either, and nothing comes back from there to the controller; after `suspect`
@@ -109,7 +111,9 @@ class Suspicion:
 _UNKNOWN = Training()
 
 
-def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training = _UNKNOWN) -> dict[str, Suspicion]:
+def suspected(
+    witnesses: Sequence[Witness], limits: Limits, training: Training = _UNKNOWN
+) -> dict[str, Suspicion]:
     """The pods to give up. Never all of them."""
     answering = [witness for witness in witnesses if witness.silent is None]
     if not answering:
@@ -126,7 +130,9 @@ def suspected(witnesses: Sequence[Witness], limits: Limits, training: Training =
             for accusation in other.accuses
             if accusation.pod == witness.pod
         }
-        host_silent = not witness.host_answers and any(accusation.host_silent for accusation in named.values())
+        host_silent = not witness.host_answers and any(
+            accusation.host_silent for accusation in named.values()
+        )
         quiet = quiet_for(witness, training)
         if witness.held is not None and not host_silent:
             wanted = broken or training.waits
@@ -151,9 +157,14 @@ def quiet_for(witness: Witness, training: Training = _UNKNOWN) -> float:
 
 
 def unconfirmed(witnesses: Sequence[Witness], quiet: float, limits: Limits) -> set[str]:
-    """Pods that have not answered since it was time to give one up that is `quiet`, and may be about to fall silent as well."""
+    """Pods that have not answered since it was time to give one up that is `quiet`, and may be about to fall
+    silent as well."""
     late = quiet - limits.accused
-    return {other.pod for other in witnesses if other.silent is None and other.heard > late} if late > 0 else set()
+    return (
+        {other.pod for other in witnesses if other.silent is None and other.heard > late}
+        if late > 0
+        else set()
+    )
 
 
 def _isolated(

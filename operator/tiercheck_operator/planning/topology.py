@@ -1,9 +1,10 @@
 """Says which nodes fail together: a tree of failure domains, built once from node labels and never changed.
 
-A domain is named by its whole path, because rack "1" of zone a is not rack "1" of zone b. What a label does not say
-is not guessed: such a node has no domain at that level, and `Topology.missing` names it.
+A domain is named by its whole path, because rack "1" of zone a is not rack "1" of zone b. What a label does
+not say is not guessed: such a node has no domain at that level, and `Topology.missing` names it.
 
-Reads the levels of failure domains from a Kueue `Topology`, so that who has defined them for queues need not do so again.
+Reads the levels of failure domains from a Kueue `Topology`, so that who has defined them for queues need not
+do so again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Level:
 HOST = Level("host", HOSTNAME_LABEL)
 
 PRESETS: Mapping[str, tuple[Level, ...]] = {
-    # Kubernetes has no well-known rack label; this key is the common one on clusters that label racks themselves.
+    # Kubernetes has no well-known rack label; this key is the common one on clusters that label racks
+    # themselves.
     "generic": (Level("zone", ZONE_LABEL), Level("rack", "topology.kubernetes.io/rack"), HOST),
     "gke": (
         Level("zone", ZONE_LABEL),
@@ -52,7 +54,8 @@ PRESETS: Mapping[str, tuple[Level, ...]] = {
         Level("localblock", "oci.oraclecloud.com/rdma.local_block_id"),
         HOST,
     ),
-    # The labels of the backend fabric are the same for InfiniBand and RoCE; on NVL72 machines a rack is an NVLink domain.
+    # The labels of the backend fabric are the same for InfiniBand and RoCE; on NVL72 machines a rack is an
+    # NVLink domain.
     "coreweave": (
         Level("zone", ZONE_LABEL),
         Level("fabric", "backend.coreweave.cloud/fabric"),
@@ -89,10 +92,11 @@ PRESETS: Mapping[str, tuple[Level, ...]] = {
 
 
 def levels_from_spec(preset: str | None, levels: Sequence[Mapping[str, str]] | None) -> tuple[Level, ...]:
-    """The levels of `spec.topology`: the user's own list if there is one, else the preset's (default: generic).
+    """The levels of `spec.topology`: the user's own list if there is one, else the preset's (default:
+    generic).
 
-    The host level is appended if the list does not end with it. Raises ValueError for an unknown preset, a repeated
-    name or label, or a hostname label that is not last.
+    The host level is appended if the list does not end with it. Raises ValueError for an unknown preset, a
+    repeated name or label, or a hostname label that is not last.
     """
     if levels:
         chosen = tuple(Level(entry["name"], entry["label"]) for entry in levels)
@@ -105,7 +109,8 @@ def levels_from_spec(preset: str | None, levels: Sequence[Mapping[str, str]] | N
 
 
 def spread_level(levels: Sequence[Level], wanted: str | None) -> Level:
-    """The level whose domains a worker's copies must not share: `wanted`, else the narrowest one above the host.
+    """The level whose domains a worker's copies must not share: `wanted`, else the narrowest one above the
+    host.
 
     Raises ValueError if there is no level of that name.
     """
@@ -114,7 +119,9 @@ def spread_level(levels: Sequence[Level], wanted: str | None) -> Level:
     for level in levels:
         if level.name == wanted:
             return level
-    raise ValueError(f"no topology level is named {wanted!r}; there are {', '.join(level.name for level in levels)}")
+    raise ValueError(
+        f"no topology level is named {wanted!r}; there are {', '.join(level.name for level in levels)}"
+    )
 
 
 def _checked(levels: Sequence[Level]) -> tuple[Level, ...]:
@@ -123,7 +130,10 @@ def _checked(levels: Sequence[Level]) -> tuple[Level, ...]:
         chosen = (*chosen, HOST)
     if any(level.label == HOSTNAME_LABEL for level in chosen[:-1]):
         raise ValueError(f"the level with label {HOSTNAME_LABEL} must be the last one")
-    for what, values in (("name", [level.name for level in chosen]), ("label", [level.label for level in chosen])):
+    for what, values in (
+        ("name", [level.name for level in chosen]),
+        ("label", [level.label for level in chosen]),
+    ):
         repeated = sorted({value for value in values if values.count(value) > 1})
         if repeated:
             raise ValueError(f"topology levels repeat the {what} {repeated[0]!r}")
@@ -145,8 +155,8 @@ class Topology:
     def build(nodes: Mapping[str, Mapping[str, str]], levels: Sequence[Level]) -> Topology:
         """The tree over `nodes` (name to labels).
 
-        The host level is appended if absent; a node without hostname label is a host of its own. A level that no
-        node carries is left out of the paths. Raises ValueError for levels that contradict each other.
+        The host level is appended if absent; a node without hostname label is a host of its own. A level that
+        no node carries is left out of the paths. Raises ValueError for levels that contradict each other.
         """
         checked = _checked(levels)
         lacking = [
@@ -171,7 +181,8 @@ class Topology:
         return self._index[level if isinstance(level, str) else level.name]
 
     def domain(self, node: str, level: Level | str) -> str | None:
-        """The domain of `node`, as the path of its label values ("zone-a/rack-1"); None if its labels do not say.
+        """The domain of `node`, as the path of its label values ("zone-a/rack-1"); None if its labels do not
+        say.
 
         A node that the topology was not built with is a host of its own and unknown at every other level.
         Raises KeyError if there is no such level.
@@ -187,7 +198,8 @@ class Topology:
         return self._paths.get(node) or (*(None for _ in self.levels[1:]), node)
 
     def distance(self, a: str, b: str) -> int:
-        """How far apart two nodes are: 0 the same host, then one more per level up to the first that they share."""
+        """How far apart two nodes are: 0 the same host, then one more per level up to the first that they
+        share."""
         for steps, level in enumerate(reversed(self.levels)):
             domain = self.domain(a, level)
             if domain is not None and domain == self.domain(b, level):
@@ -195,7 +207,9 @@ class Topology:
         return len(self.levels)
 
 
-def _path(name: str, labels: Mapping[str, str], levels: tuple[Level, ...], absent: set[str]) -> tuple[str | None, ...]:
+def _path(
+    name: str, labels: Mapping[str, str], levels: tuple[Level, ...], absent: set[str]
+) -> tuple[str | None, ...]:
     path: list[str | None] = []
     parts: list[str] = []
     known = True
@@ -204,7 +218,8 @@ def _path(name: str, labels: Mapping[str, str], levels: tuple[Level, ...], absen
             path.append(None)
             continue
         value = labels.get(level.label)
-        # Below an unknown parent the same value may or may not be the same domain, so the domain is unknown too.
+        # Below an unknown parent the same value may or may not be the same domain, so the domain is unknown
+        # too.
         known = known and bool(value)
         parts.append(value or "?")
         path.append("/".join(parts) if known else None)
@@ -224,13 +239,16 @@ _LONGEST = 32
 
 
 def levels_of(topology: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
-    """As in `spec.topology.levels`, widest first. A level is named by the last part of its label, the host as ever.
+    """As in `spec.topology.levels`, widest first. A level is named by the last part of its label, the host as
+    ever.
 
-    `spec.levels[].nodeLabel`: https://kueue.sigs.k8s.io/docs/concepts/topology_aware_scheduling/, the same in v1beta1 and v1beta2.
-    Raises ValueError if it has none.
+    `spec.levels[].nodeLabel`: https://kueue.sigs.k8s.io/docs/concepts/topology_aware_scheduling/, the same in
+    v1beta1 and v1beta2. Raises ValueError if it has none.
     """
     entries = (topology.get("spec") or {}).get("levels") or []
-    labels = [str(entry["nodeLabel"]) for entry in entries if isinstance(entry, Mapping) and entry.get("nodeLabel")]
+    labels = [
+        str(entry["nodeLabel"]) for entry in entries if isinstance(entry, Mapping) and entry.get("nodeLabel")
+    ]
     if not labels:
         raise ValueError("it has no levels with a nodeLabel")
     found: list[dict[str, str]] = []

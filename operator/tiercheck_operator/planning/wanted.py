@@ -1,4 +1,5 @@
-"""Reads from a job's spec what planning needs, with the defaults of the CRD, so that a plan can be had without a cluster."""
+"""Reads from a job's spec what planning needs, with the defaults of the CRD, so that a plan can be had
+without a cluster."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class Wanted:
 
     @staticmethod
     def of(spec: Mapping[str, Any], found: tuple[Level, ...] | None = None) -> Wanted:
-        """`found`: the levels of the Kueue Topology, if the spec names one. Raises ValueError with a sentence for what the CRD would
-        refuse or planning cannot use.
+        """`found`: the levels of the Kueue Topology, if the spec names one. Raises ValueError with a sentence
+        for what the CRD would refuse or planning cannot use.
         """
         workers = _whole(spec, "workers")
         if workers is None:
@@ -56,7 +57,8 @@ class Wanted:
         copies = _whole(peer, "copies")
         if topology.get("kueueTopology") and found is None:
             raise ValueError(
-                f"its levels are those of the Kueue Topology {topology['kueueTopology']}, which is not at hand; "
+                f"its levels are those of the Kueue Topology {topology['kueueTopology']}, which is not at "
+                "hand; "
                 "name them in topology.levels to plan without it"
             )
         levels = found or levels_from_spec(topology.get("preset"), topology.get("levels"))

@@ -55,7 +55,9 @@ class ControlApi:
 
     def build(self, *more: web.RouteDef) -> web.Application:
         app = web.Application(middlewares=[self._authenticate], client_max_size=_MAX_BODY)
-        app.add_routes([web.put("/v1/directive", self._directive), web.get("/v1/report", self._report), *more])
+        app.add_routes(
+            [web.put("/v1/directive", self._directive), web.get("/v1/report", self._report), *more]
+        )
         app.on_startup.append(self._listen)
         return app
 

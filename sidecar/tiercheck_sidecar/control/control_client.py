@@ -1,4 +1,5 @@
-"""Calls another sidecar's control API, as one of the same job: its certificate is checked against the job's own CA."""
+"""Calls another sidecar's control API, as one of the same job: its certificate is checked against the job's
+own CA."""
 
 from __future__ import annotations
 

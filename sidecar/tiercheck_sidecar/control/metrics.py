@@ -25,8 +25,12 @@ class ReportCollector(Collector):
         yield _gauge("tiercheck_attempt", "Attempt of the newest accepted directive.", report.attempt)
         yield _gauge("tiercheck_memory_limit_bytes", "Bytes the memory volume may hold.", report.memory.limit)
         yield _gauge("tiercheck_memory_used_bytes", "Bytes of slots and seals.", report.memory.used)
-        yield _gauge("tiercheck_memory_needed_bytes", "Bytes for all slots of this worker.", report.memory.needed)
-        yield _gauge("tiercheck_trainer_step", "Newest step reported by a local rank.", report.trainer.step or 0)
+        yield _gauge(
+            "tiercheck_memory_needed_bytes", "Bytes for all slots of this worker.", report.memory.needed
+        )
+        yield _gauge(
+            "tiercheck_trainer_step", "Newest step reported by a local rank.", report.trainer.step or 0
+        )
         yield _gauge(
             "tiercheck_trainer_running",
             "1 while the training command runs.",
@@ -48,7 +52,9 @@ class ReportCollector(Collector):
             if version is not None:
                 marks.add_metric([tier], version.step)
         yield marks
-        held = GaugeMetricFamily("tiercheck_held_bytes", "Bytes of verified artifacts, per tier.", labels=["tier"])
+        held = GaugeMetricFamily(
+            "tiercheck_held_bytes", "Bytes of verified artifacts, per tier.", labels=["tier"]
+        )
         for name in ("local", "peer"):
             held.add_metric([name], sum(each.bytes for each in report.holdings if each.tier.value == name))
         yield held
@@ -59,8 +65,12 @@ class ReportCollector(Collector):
             "1 if the remote tier answered last time, 0 if it did not or was not tried yet.",
             int(remote.reachable is True),
         )
-        yield _gauge("tiercheck_remote_versions", "Complete versions in the remote tier.", len(remote.versions))
-        problems = GaugeMetricFamily("tiercheck_problem", "1 for each problem that is present.", labels=["reason"])
+        yield _gauge(
+            "tiercheck_remote_versions", "Complete versions in the remote tier.", len(remote.versions)
+        )
+        problems = GaugeMetricFamily(
+            "tiercheck_problem", "1 for each problem that is present.", labels=["reason"]
+        )
         for problem in report.problems:
             problems.add_metric([problem.reason], 1)
         yield problems
@@ -68,7 +78,9 @@ class ReportCollector(Collector):
         yield _counter("tiercheck_captured", "Snapshots sealed.", counters.captured)
         yield _counter("tiercheck_deltas", "Deltas sealed.", counters.deltas)
         yield _counter("tiercheck_skipped", "Snapshots skipped because no slot was free.", counters.skipped)
-        yield _counter("tiercheck_deltas_skipped", "Deltas that were due and not taken.", counters.deltas_skipped)
+        yield _counter(
+            "tiercheck_deltas_skipped", "Deltas that were due and not taken.", counters.deltas_skipped
+        )
         yield _counter(
             "tiercheck_replay_mismatches",
             "Restores whose replay did not give the recorded state.",
@@ -83,16 +95,26 @@ class ReportCollector(Collector):
             counters.disproved,
         )
         yield _counter("tiercheck_uploaded", "Artifacts brought to the remote tier.", counters.uploaded)
-        yield _counter("tiercheck_refused_stale", "Messages of older attempts refused.", counters.refused_stale)
-        yield _counter("tiercheck_refused_reports", "Senseless tier reports refused.", counters.refused_reports)
+        yield _counter(
+            "tiercheck_refused_stale", "Messages of older attempts refused.", counters.refused_stale
+        )
+        yield _counter(
+            "tiercheck_refused_reports", "Senseless tier reports refused.", counters.refused_reports
+        )
 
 
 def _artifacts(report: Report) -> Iterable[Metric]:
-    yield _gauge("tiercheck_snapshot_every", "Steps between snapshots; 0: not decided yet.", report.snapshot_every)
     yield _gauge(
-        "tiercheck_not_finite_steps", "Steps in a row that the sanity gate refused.", report.trainer.not_finite
+        "tiercheck_snapshot_every", "Steps between snapshots; 0: not decided yet.", report.snapshot_every
     )
-    sizes = GaugeMetricFamily("tiercheck_artifact_bytes", "Bytes of the largest slot of an own rank.", labels=["kind"])
+    yield _gauge(
+        "tiercheck_not_finite_steps",
+        "Steps in a row that the sanity gate refused.",
+        report.trainer.not_finite,
+    )
+    sizes = GaugeMetricFamily(
+        "tiercheck_artifact_bytes", "Bytes of the largest slot of an own rank.", labels=["kind"]
+    )
     sizes.add_metric([Kind.SNAPSHOT.value], report.memory.snapshot)
     sizes.add_metric([Kind.DELTA.value], report.memory.delta)
     yield sizes
@@ -104,7 +126,9 @@ def _artifacts(report: Report) -> Iterable[Metric]:
     yield held
     mark, whole = report.watermarks.local, report.watermarks.snapshot
     chain = max(0, mark.step - whole.step) if mark and whole else 0
-    yield _gauge("tiercheck_chain_length", "Deltas between the newest whole snapshot and the newest step.", chain)
+    yield _gauge(
+        "tiercheck_chain_length", "Deltas between the newest whole snapshot and the newest step.", chain
+    )
 
 
 def render(reporter: Reporter) -> bytes:

@@ -25,7 +25,9 @@ _SHORTEST = 8
 
 def own_credentials(env: Mapping[str, str] = os.environ) -> frozenset[str]:
     """The job's token, and the values of variables that are named like credentials."""
-    found = {value.strip() for name, value in env.items() if is_secret_name(name) and not value.startswith("/")}
+    found = {
+        value.strip() for name, value in env.items() if is_secret_name(name) and not value.startswith("/")
+    }
     folder = Path(env.get(names.ENV_CREDENTIALS_DIR) or names.CREDENTIALS_DIR)
     with contextlib.suppress(OSError, ValueError):  # the configuration complains of it
         found.add((folder / "token").read_text().strip())

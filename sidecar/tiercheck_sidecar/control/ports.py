@@ -1,11 +1,14 @@
 """Ports that strangers can reach: they get little room and little time, and never that of the job's own.
 
-A port for HTTP on which strangers cannot take the room of others, nor hold a connection without proving who they are.
+A port for HTTP on which strangers cannot take the room of others, nor hold a connection without proving who
+they are.
 
-aiohttp's own sites accept whoever comes, and wait for an hour for the first request. Here each connection, from before its TLS
-handshake on, is a stranger (`strangers`) until a request on it is believed, and has a few seconds for that.
+aiohttp's own sites accept whoever comes, and wait for an hour for the first request. Here each connection,
+from before its TLS handshake on, is a stranger (`strangers`) until a request on it is believed, and has a few
+seconds for that.
 
-Accepts connections for as long as the listener lives: a shortage of descriptors passes, and with it the trouble.
+Accepts connections for as long as the listener lives: a shortage of descriptors passes, and with it the
+trouble.
 
 Who has room of his own among strangers: whoever comes from an address that the operator named.
 """
@@ -36,7 +39,9 @@ PATIENCE = 10.0
 class GuardedPort:
     """Used in one event loop."""
 
-    def __init__(self, app: web.Application, strangers: Strangers, context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, app: web.Application, strangers: Strangers, context: ssl.SSLContext | None = None
+    ) -> None:
         """`context`: None for plain HTTP."""
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         self._strangers, self._context = strangers, context
@@ -91,7 +96,8 @@ _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 def incoming(
     name: str, listener: socket.socket, threads: Threads, stopped: Callable[[], bool]
 ) -> Iterator[socket.socket]:
-    """Each new connection, until `stopped`. Raises OSError if the listener cannot be used, though nobody stopped it."""
+    """Each new connection, until `stopped`. Raises OSError if the listener cannot be used, though nobody
+    stopped it."""
     wait = _FIRST
     while not stopped():
         try:

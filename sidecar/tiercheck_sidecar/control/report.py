@@ -1,8 +1,9 @@
 """The report: everything the controller knows about this worker, gathered from the state and the vault.
 
-Its serial grows only with facts that the controller may act on. What a worker holds and which version is complete change at
-every step, and wake nobody: the controller looks at them when it decides on a recovery, and before that it asks every sidecar
-anew. That they are there at all, and the snapshot watermark by the coordinator's word, are news.
+Its serial grows only with facts that the controller may act on. What a worker holds and which version is
+complete change at every step, and wake nobody: the controller looks at them when it decides on a recovery,
+and before that it asks every sidecar anew. That they are there at all, and the snapshot watermark by the
+coordinator's word, are news.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Reporter:
         self._known: tuple[Any, ...] = ()
         self._discretion = Discretion(own_credentials() | {board.config.token})
         self.owes: Callable[[], bool] = lambda: False
-        """Whether holders lack anything. While training runs they always lack the newest, so then nobody is told."""
+        """Whether holders lack anything. While training runs they always lack the newest, so then nobody is
+        told."""
         self.settled: Callable[[], bool] = lambda: False
         """Whether the job is over and this sidecar may go. Asked without the state's lock."""
 

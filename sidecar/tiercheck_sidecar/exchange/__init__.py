@@ -1,1 +1,2 @@
-"""Bulk transfer between sidecars: plain TCP in threads, from slot to slot, verified before it is acknowledged."""
+"""Bulk transfer between sidecars: plain TCP in threads, from slot to slot, verified before it is
+acknowledged."""

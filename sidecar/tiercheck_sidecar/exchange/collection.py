@@ -1,7 +1,7 @@
 """One artifact on its way from holders that all say the same of it: several streams, one slot.
 
-A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once it is verified. What a second
-holder brings of a chunk that the first is late with waits beside its place.
+A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once
+it is verified. What a second holder brings of a chunk that the first is late with waits beside its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _AHEAD = 2
 
 
 class ChunkCollection:
-    """Raises NoFreeSlot, OSError. After `run`, `reasons` and `bad` tell what went wrong, and `workers` who helped."""
+    """Raises NoFreeSlot, OSError. After `run`, `reasons` and `bad` tell what went wrong, and `workers` who
+    helped."""
 
     def __init__(self, vault: Vault, seal: Seal, openings: Sequence[Opening]) -> None:
         self.seal = seal
@@ -67,7 +68,8 @@ class ChunkCollection:
             self._draft.discard()
 
     def _stream(self, dial: Dial, opening: Opening | None) -> None:
-        """Chunks from one holder, over a connection that is made anew as often as that brings anything; bare, until one of them is altered."""
+        """Chunks from one holder, over a connection that is made anew as often as that brings anything; bare,
+        until one of them is altered."""
         brought, reason, bare = 1, "", True
         try:
             while brought and not self._gathering.over:
@@ -158,13 +160,15 @@ class ChunkCollection:
         return good
 
     def _clear(self, index: int) -> None:
-        """Under the lock. Nobody writes to the chunk's place any more: who is late with it, on a slow line, is cut off."""
+        """Under the lock. Nobody writes to the chunk's place any more: who is late with it, on a slow line,
+        is cut off."""
         if index in self._writers:
             self._writers[index].cut()
             self._changed.wait_for(lambda: index not in self._writers)
 
     def _order(self, worker: int, wire: Wire, owed: deque[int]) -> bool:
-        """Keep a few chunks on order. Waits for something to ask for while nothing is owed; False: there is nothing more."""
+        """Keep a few chunks on order. Waits for something to ask for while nothing is owed; False: there is
+        nothing more."""
         while True:
             with self._changed:
                 index = self._gathering.take(worker, time.monotonic()) if len(owed) < _AHEAD else None
@@ -179,15 +183,16 @@ class ChunkCollection:
             wire.send_index(index)
 
     def _settle(self) -> None:
-        """Under the lock, after any change. When all is here, whoever still waits for a slow holder is told to stop."""
+        """Under the lock, after any change. When all is here, whoever still waits for a slow holder is told
+        to stop."""
         if self._gathering.complete:
             for wire in self._wires:
                 wire.cut()
         self._changed.notify_all()
 
     def _examine(self) -> None:
-        """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line? Of one whose bare chunks were altered nothing
-        bad is believed but its own word.
+        """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line? Of one whose
+        bare chunks were altered nothing bad is believed but its own word.
         """
         for opening in self._openings:
             worker = opening.dial.worker

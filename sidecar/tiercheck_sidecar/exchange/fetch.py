@@ -1,7 +1,8 @@
-"""Pull: copy an artifact from the memory of its holders into a slot of our own, from several at once, verifying each chunk.
+"""Pull: copy an artifact from the memory of its holders into a slot of our own, from several at once,
+verifying each chunk.
 
-All holders of an artifact have the same digests, so any of them can bring any chunk. One that breaks off or brings damaged chunks
-drops out, and the others go on; what has arrived verified is never asked for again.
+All holders of an artifact have the same digests, so any of them can bring any chunk. One that breaks off or
+brings damaged chunks drops out, and the others go on; what has arrived verified is never asked for again.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial], tier: Tier 
         for opening in _open_all(artifact, sources, tier, troubles):
             stack.callback(opening.wire.close)
             groups.setdefault(opening.seal, []).append(opening)
-        for seal in sorted(groups, key=lambda each: -len(groups[each])):  # most holders first; they should all agree
+        for seal in sorted(
+            groups, key=lambda each: -len(groups[each])
+        ):  # most holders first; they should all agree
             collection = ChunkCollection(vault, seal, groups[seal])
             done = collection.run()
             troubles.reasons.extend(collection.reasons)

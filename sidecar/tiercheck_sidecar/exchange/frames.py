@@ -1,9 +1,10 @@
-"""What travels on an exchange connection: short JSON messages with a length, and chunks with a small binary header.
+"""What travels on an exchange connection: short JSON messages with a length, and chunks with a small binary
+header.
 
-Once the two ends have proved who they are, everything carries a tag (`protection`). Chunks whose tags were made when their artifact was
-sealed (`tags`) travel bare: only their header is tagged here, and the kernel takes their bytes from the slot. Others pass through a small
-buffer that stays in the cache. All go from the socket to their place. The kernel's own socket timeouts bound every wait, so no call needs a
-poll around it.
+Once the two ends have proved who they are, everything carries a tag (`protection`). Chunks whose tags were
+made when their artifact was sealed (`tags`) travel bare: only their header is tagged here, and the kernel
+takes their bytes from the slot. Others pass through a small buffer that stays in the cache. All go from the
+socket to their place. The kernel's own socket timeouts bound every wait, so no call needs a poll around it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ END = 0xFFFFFFFF
 """Instead of a chunk's index: no more chunks for now."""
 
 CONGESTION_CONTROL = b"cubic"
-"""Bulk copies inside a cluster: BBR, some hosts' default, paces by timers and by an estimate of the path that is far too low
-whenever a busy machine lets a sender wait for its turn (measured on loopback: a quarter of the rate, twice the sender's CPU).
+"""Bulk copies inside a cluster: BBR, some hosts' default, paces by timers and by an estimate of the path that
+is far too low whenever a busy machine lets a sender wait for its turn (measured on loopback: a quarter of the
+rate, twice the sender's CPU).
 """
 
 _NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
@@ -62,8 +64,9 @@ class PeerSilent(WireBroken):
 
 
 class Altered(WireBroken):
-    """A chunk that travelled bare is not what was sealed: its bytes changed on the way, or in the memory that they came from. Sent
-    again, not bare, it shows which. What comes after it on the connection is as good as before.
+    """A chunk that travelled bare is not what was sealed: its bytes changed on the way, or in the memory that
+    they came from. Sent again, not bare, it shows which. What comes after it on the connection is as good as
+    before.
     """
 
 
@@ -71,9 +74,12 @@ class Altered(WireBroken):
 class Ask:
     """From the side that connected. `op`:
 
-    - "offer": will you keep this artifact? - "join": chunks of `transfer` follow, until END; answered by the damaged ones.
-    - "commit": all chunks were sent. - "read": have you this artifact? Then its chunks are asked for by index, until END.
-    - "corrupt": the chunks of this artifact do not match their digests. - "list": which artifacts of `rank` have you?
+    - "offer": will you keep this artifact? - "join": chunks of `transfer` follow, until END; answered by the
+      damaged ones.
+    - "commit": all chunks were sent. - "read": have you this artifact? Then its chunks are asked for by
+      index, until END.
+    - "corrupt": the chunks of this artifact do not match their digests. - "list": which artifacts of `rank`
+      have you?
     - "pulse": are you there?
     """
 
@@ -107,7 +113,8 @@ class ListedArtifact:
 
 @dataclass(frozen=True)
 class Say:
-    """The answer. `state`: "send", "have", "busy", "refused", "found", "missing", "listed", "ok", "again", "bad"."""
+    """The answer. `state`: "send", "have", "busy", "refused", "found", "missing", "listed", "ok", "again",
+    "bad"."""
 
     state: str
     message: str = ""
@@ -149,7 +156,8 @@ class Wire:
         self.sent = 0
         """Bytes of chunks, whether or not they arrived."""
         self.heard: Callable[[int], None] = _nobody
-        """Called with the bytes of each piece of a chunk that was received; what it raises ends the receiving."""
+        """Called with the bytes of each piece of a chunk that was received; what it raises ends the
+        receiving."""
         self._deadline = float("inf")
         self._out: Direction | None = None
         self._in: Direction | None = None
@@ -161,7 +169,8 @@ class Wire:
         self._tagger: Callable[[Artifact, str], Tagger] | None = None
 
     def protect(self, out: Direction, into: Direction, tagger: Callable[[Artifact, str], Tagger]) -> None:
-        """From now on, for each direction. `tagger`: for artifacts of the job that both ends belong to, by their salts."""
+        """From now on, for each direction. `tagger`: for artifacts of the job that both ends belong to, by
+        their salts."""
         self._out, self._in, self._tagger = out, into, tagger
 
     def tagger(self, artifact: Artifact, salt: str) -> Tagger:
@@ -191,7 +200,8 @@ class Wire:
         self._deadline = time.monotonic() + seconds
 
     def cut(self) -> None:
-        """End whatever the other thread waits for. The descriptor stays its own: the number might be somebody else's at once."""
+        """End whatever the other thread waits for. The descriptor stays its own: the number might be somebody
+        else's at once."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -240,9 +250,17 @@ class Wire:
         self._send_all(header + self._sending(_PART + header).tag())
 
     def send_chunk(
-        self, file: int, index: int, offset: int, length: int, pace: BytePace | None = None, *, bare: bool = False
+        self,
+        file: int,
+        index: int,
+        offset: int,
+        length: int,
+        pace: BytePace | None = None,
+        *,
+        bare: bool = False,
     ) -> None:
-        """From the open file `file`; `bare` if the other end has its tag. Nothing travels bare where it is to be encrypted. Raises WireBroken."""
+        """From the open file `file`; `bare` if the other end has its tag. Nothing travels bare where it is to
+        be encrypted. Raises WireBroken."""
         bare = bare and not self._out_is_encrypted
         header = _CHUNK.pack(index, length, bare)
         frame = self._sending(_PART + header)
@@ -272,10 +290,11 @@ class Wire:
         return index, length
 
     def receive_into(self, view: memoryview, fits: Callable[[memoryview], bool] | None = None) -> bool:
-        """Fill `view` with the next bytes of a chunk. They are worth nothing before its last ones were received.
+        """Fill `view` with the next bytes of a chunk. They are worth nothing before its last ones were
+        received.
 
-        What `fits` is given comes bare, all of the chunk at once, and must be what was sealed. Returns whether it was so: then nothing
-        else need be compared. Raises WireBroken, Altered.
+        What `fits` is given comes bare, all of the chunk at once, and must be what was sealed. Returns
+        whether it was so: then nothing else need be compared. Raises WireBroken, Altered.
         """
         if self._chunk is None or len(view) > self._left:
             raise WireBroken("the chunk has fewer bytes")

@@ -1,9 +1,10 @@
 """No strangers on the wire: both ends prove that they know the job's token before anything else is said.
 
-The token itself never travels. Each side answers the other's fresh nonce with an HMAC over everything that was claimed and over the
-address at which the two met, so a recorded proof is worth nothing, and neither is a proof made for the other direction or passed on
-by somebody in between, such as whoever has a dead pod's address now. What was said so far, and the token, then give the keys for
-everything that follows (`protection`), so that nobody can speak in the place of either end later.
+The token itself never travels. Each side answers the other's fresh nonce with an HMAC over everything that
+was claimed and over the address at which the two met, so a recorded proof is worth nothing, and neither is a
+proof made for the other direction or passed on by somebody in between, such as whoever has a dead pod's
+address now. What was said so far, and the token, then give the keys for everything that follows
+(`protection`), so that nobody can speak in the place of either end later.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Identity:
 
 
 def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
-    """A proven connection to `peer`'s sidecar. `port`: the usual one, which its address need not name. Raises WireBroken, PeerRefused."""
+    """A proven connection to `peer`'s sidecar. `port`: the usual one, which its address need not name. Raises
+    WireBroken, PeerRefused."""
     host = peer.host
     try:
         connection = socket.create_connection(endpoint(host, port), CONNECT_TIMEOUT, (identity.host, 0))
@@ -93,21 +95,29 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
         raise type(broken(error))(f"{host} cannot be reached: {error}") from error
     wire = Wire(connection, CONNECT_TIMEOUT)
     try:
-        claim = CallerClaim(identity.job_uid, identity.worker, attempt, secrets.token_hex(16), identity.encrypts())
+        claim = CallerClaim(
+            identity.job_uid, identity.worker, attempt, secrets.token_hex(16), identity.encrypts()
+        )
         wire.send(claim)
         challenge = wire.receive(Challenge, LONGEST_STRANGER)
         if not _same(challenge.proof, _proof(identity.token, "server", claim, challenge, wire.far_end)):
-            raise PeerRefused(f"{host} does not know this job's token, or was meant to be reached at another address")
-        # Workers are numbered anew between attempts, and not all are told at once. Within one, somebody else has the address now.
+            raise PeerRefused(
+                f"{host} does not know this job's token, or was meant to be reached at another address"
+            )
+        # Workers are numbered anew between attempts, and not all are told at once. Within one, somebody else
+        # has the address now.
         if challenge.worker != peer.worker and challenge.attempt >= attempt:
             called = f"worker {challenge.worker}, not {peer.worker}, in attempt {challenge.attempt}"
             raise PeerRefused(
-                f"{host} is the sidecar of {called}", None if challenge.attempt == attempt else challenge.attempt
+                f"{host} is the sidecar of {called}",
+                None if challenge.attempt == attempt else challenge.attempt,
             )
         if claim.encrypted and not challenge.encrypted:
             raise PeerRefused(f"{host} does not encrypt")
         wire.send(CallerProof(_proof(identity.token, "client", claim, challenge, wire.far_end)))
-        out, into = directions(identity.token, _said("keys", claim, challenge, wire.far_end), challenge.encrypted)
+        out, into = directions(
+            identity.token, _said("keys", claim, challenge, wire.far_end), challenge.encrypted
+        )
         wire.protect(out, into, identity.tagger)
         said = wire.receive(Say, LONGEST_STRANGER)
         if said.state != "ok":
@@ -126,8 +136,8 @@ def admit(
     attempt: Callable[[], int] = lambda: 0,
     newest: Callable[[], int] = lambda: 0,
 ) -> CallerClaim:
-    """The other end of `dial`. `objection` gives a sentence if a proven caller is refused. It is told the `attempt` that we follow, and
-    the `newest` that we know.
+    """The other end of `dial`. `objection` gives a sentence if a proven caller is refused. It is told the
+    `attempt` that we follow, and the `newest` that we know.
 
     Raises WireBroken, PeerRefused.
     """
@@ -158,7 +168,8 @@ def _proof(token: str, role: str, claim: CallerClaim, challenge: Challenge, addr
 
 
 def _said(role: str, claim: CallerClaim, challenge: Challenge, address: tuple[str, int]) -> bytes:
-    """`address`: IP address and port of the one who is called, as dialled and as bound: between pods nothing rewrites it."""
+    """`address`: IP address and port of the one who is called, as dialled and as bound: between pods nothing
+    rewrites it."""
     return to_json([role, claim, dataclasses.replace(challenge, proof=""), list(address)])
 
 

@@ -1,8 +1,10 @@
-"""Asks every neighbour once a second whether it is there: streams fall silent when training does, and then tell nothing.
+"""Asks every neighbour once a second whether it is there: streams fall silent when training does, and then
+tell nothing.
 
-A neighbour is a worker that this one keeps copies with, in either direction. A connection that breaks proves little; a neighbour is
-called lost when a new one cannot be made, or when no answer comes in time. With each answer comes the attempt that the neighbour follows,
-so a worker that was cut off learns that the job went on without it.
+A neighbour is a worker that this one keeps copies with, in either direction. A connection that breaks proves
+little; a neighbour is called lost when a new one cannot be made, or when no answer comes in time. With each
+answer comes the attempt that the neighbour follows, so a worker that was cut off learns that the job went on
+without it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class Pulse:
                 continue
             peers = neighbours(directive)
             if (directive.attempt, peers) != (self._attempt, self._peers):
-                coordinator = {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
+                coordinator = (
+                    {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
+                )
                 self._board.peers.only(peers | coordinator)
                 with self._lock:
                     self._attempt, self._peers = directive.attempt, peers

@@ -1,4 +1,5 @@
-"""What every offer of an artifact must be, whoever keeps it: of this attempt, well described, the caller's own, accepted."""
+"""What every offer of an artifact must be, whoever keeps it: of this attempt, well described, the caller's
+own, accepted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Keeps a proven connection proven: each frame has a tag that only its two ends can make, and none can be left out, repeated or moved.
+"""Keeps a proven connection proven: each frame has a tag that only its two ends can make, and none can be
+left out, repeated or moved.
 
-AES-256 in Galois/counter mode (NIST SP 800-38D), with a key for each direction of each connection and the frame's number as nonce.
-Authenticated frames are its associated data alone (GMAC) and travel as they are; encrypted ones are enciphered as well.
+AES-256 in Galois/counter mode (NIST SP 800-38D), with a key for each direction of each connection and the
+frame's number as nonce. Authenticated frames are its associated data alone (GMAC) and travel as they are;
+encrypted ones are enciphered as well.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class Direction:
 
 
 def directions(token: str, said: bytes, encrypted: bool) -> tuple[Direction, Direction]:
-    """From the caller to the one who is called, and back. `said`: all that the two agreed on, with a fresh nonce of each (HKDF, RFC 5869)."""
+    """From the caller to the one who is called, and back. `said`: all that the two agreed on, with a fresh
+    nonce of each (HKDF, RFC 5869)."""
     salt = hashlib.sha256(said).digest()
     keys = HKDF(SHA256(), 2 * _KEY, salt, b"tiercheck exchange").derive(token.encode())
     return Direction(keys[:_KEY], encrypted), Direction(keys[_KEY:], encrypted)

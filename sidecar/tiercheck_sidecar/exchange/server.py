@@ -1,4 +1,5 @@
-"""The receiving end of pushes and pulls. One thread per connection; nothing is acknowledged before it is verified."""
+"""The receiving end of pushes and pulls. One thread per connection; nothing is acknowledged before it is
+verified."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class ExchangeServer:
 
     def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
         self._board, self._vault, self._identity = board, vault, identity
-        self._listener = socket.socket(socket.AF_INET6 if ":" in identity.host else socket.AF_INET, socket.SOCK_STREAM)
+        self._listener = socket.socket(
+            socket.AF_INET6 if ":" in identity.host else socket.AF_INET, socket.SOCK_STREAM
+        )
         self._port = port
         self._stopped = False
         self._strangers = Strangers(lambda: _MOST_STRANGERS, lambda: named_addresses(board.directive))
@@ -64,7 +67,9 @@ class ExchangeServer:
 
     def _accept(self) -> None:
         threads = self._board.threads
-        for connection in incoming("exchange", self._listener, threads, lambda: self._stopped or self._board.stopping):
+        for connection in incoming(
+            "exchange", self._listener, threads, lambda: self._stopped or self._board.stopping
+        ):
             guest = self._strangers.enter(_address_of(connection), partial(hang_up, connection))
             leave = partial(self._strangers.leave, guest)
             threads.serve("exchange", connection, partial(self._serve, connection, guest), leave)
@@ -76,12 +81,18 @@ class ExchangeServer:
                     wire = Wire(connection)
                     board = self._board
                     claim = admit(
-                        wire, self._identity, self._objection, lambda: board.attempt, lambda: board.newest_attempt
+                        wire,
+                        self._identity,
+                        self._objection,
+                        lambda: board.attempt,
+                        lambda: board.newest_attempt,
                     )
                 finally:
                     self._strangers.leave(guest)
                 with contextlib.closing(wire), self._place(claim.worker):
-                    Session(self._board, self._vault, self.inbox, wire, claim, languages=self.languages).serve()
+                    Session(
+                        self._board, self._vault, self.inbox, wire, claim, languages=self.languages
+                    ).serve()
         except PeerRefused as error:
             log.warning("a connection is refused: %s", error)
         except (WireBroken, OSError, ValueError) as error:

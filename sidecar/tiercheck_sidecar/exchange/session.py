@@ -80,7 +80,9 @@ class Session:
     def _offer(self, ask: Ask) -> Say:
         directive, worker = self._board.directive, self._claim.worker
         named = None if ask.version is None or ask.rank < 0 else ask.artifact
-        unwanted = refuse_offer(self._board.fence, directive, self._claim, named, digests=ask.digests, tags=ask.tags)
+        unwanted = refuse_offer(
+            self._board.fence, directive, self._claim, named, digests=ask.digests, tags=ask.tags
+        )
         if unwanted:
             return Say(*unwanted)
         assert directive is not None
@@ -124,7 +126,9 @@ class Session:
 
     def _list(self, rank: int) -> Say:
         seals = [seal for seal in self._vault.held() if seal.rank == rank and seal.share is None]
-        listed = {ListedArtifact(Artifact(rank, seal.version, seal.kind), seal.digests.size) for seal in seals}
+        listed = {
+            ListedArtifact(Artifact(rank, seal.version, seal.kind), seal.digests.size) for seal in seals
+        }
         return Say("listed", listed=tuple(sorted(listed, key=lambda each: each.artifact)))
 
     def _read(self, ask: Ask) -> None:
@@ -133,7 +137,9 @@ class Session:
             with self._vault.pin(artifact.rank, artifact.version, kind=artifact.kind) as slot:
                 seal = slot.seal
                 assert seal is not None
-                self._wire.send(Say("found", world_size=seal.world_size, digests=seal.digests, tags=seal.tags))
+                self._wire.send(
+                    Say("found", world_size=seal.world_size, digests=seal.digests, tags=seal.tags)
+                )
                 with open(open_plain(slot.path), "rb") as file:
                     self._send_chunks(file.fileno(), seal, ask.bare and seal.tags is not None)
         except NotHeld as error:

@@ -68,5 +68,7 @@ def open_copy(artifact: Artifact, dial: Dial, tier: Tier, bare: bool = False) ->
     except BaseException:
         wire.close()
         raise
-    seal = Seal(artifact.rank, artifact.version, said.world_size, tier, said.digests, artifact.kind, tags=said.tags)
+    seal = Seal(
+        artifact.rank, artifact.version, said.world_size, tier, said.digests, artifact.kind, tags=said.tags
+    )
     return Opening(dial, wire, seal)

@@ -1,9 +1,12 @@
-"""What is arriving: so that a broken stream costs the chunks that were on the line, and not those that had come before.
+"""What is arriving: so that a broken stream costs the chunks that were on the line, and not those that had
+come before.
 
-A transfer outlives the connections that fill it. Who offers the same artifact again is told which chunks are verified already.
-A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once it is verified.
+A transfer outlives the connections that fill it. Who offers the same artifact again is told which chunks are
+verified already. A chunk is received into its place and checked there. Its place is one stream's at a time,
+and nobody's once it is verified.
 
-The chunks of one artifact as they arrive, and what each is checked against: its tag, if it travels bare, or else its digest.
+The chunks of one artifact as they arrive, and what each is checked against: its tag, if it travels bare, or
+else its digest.
 """
 
 from __future__ import annotations
@@ -27,13 +30,16 @@ from tiercheck_sidecar.vault.tags import Tagger, Tags
 pass  # HOUSE
 
 LINGER = 30.0
-"""Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact that needs its slot."""
+"""Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact
+that needs its slot."""
 
 
 class Transfer:
     """One artifact that is arriving, over any number of streams. Thread-safe."""
 
-    def __init__(self, draft: SlotDraft, claim: CallerClaim, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, draft: SlotDraft, claim: CallerClaim, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.draft, self.claim, self.name = draft, claim, uuid.uuid4().hex
         self.verified: set[int] = set()
         self._clock = clock
@@ -71,8 +77,8 @@ class Transfer:
 
     @contextlib.contextmanager
     def _target(self, index: int) -> Iterator[memoryview]:
-        """Where a chunk is received: its place in the slot, which is its stream's alone until it is verified, and never again
-        written then. Raises WireBroken if another stream is at it.
+        """Where a chunk is received: its place in the slot, which is its stream's alone until it is verified,
+        and never again written then. Raises WireBroken if another stream is at it.
         """
         with self._quiet:
             if index in self._arriving:
@@ -94,7 +100,8 @@ class Transfer:
             return 0.0 if self._wires else self._clock() - self._touched
 
     def begin_again(self, seal: Seal) -> None:
-        """Cut off the streams that there are: their sender has offered the same bytes again, and may bring tags now."""
+        """Cut off the streams that there are: their sender has offered the same bytes again, and may bring
+        tags now."""
         with self._quiet:
             self._cut()
             self._touched = self._clock()
@@ -227,18 +234,24 @@ class Chunks:
         return cls(digests, tags, wire.tagger(artifact, tags.salt) if tags else None)
 
     def receive(self, wire: Wire, index: int, view: memoryview) -> bool:
-        """Fill `view` with chunk `index`, whose header came. Returns whether it is the artifact's: what came bare is, by its tag.
+        """Fill `view` with chunk `index`, whose header came. Returns whether it is the artifact's: what came
+        bare is, by its tag.
 
         Raises WireBroken, Altered.
         """
 
         def fits(chunk: memoryview) -> bool:
-            return self.tags is not None and self.tagger is not None and self.tagger.fits(self.tags, index, chunk)
+            return (
+                self.tags is not None
+                and self.tagger is not None
+                and self.tagger.fits(self.tags, index, chunk)
+            )
 
         return wire.receive_into(view, fits) or digest_chunk(view) == self.digests.values[index]
 
     def take(self, wire: Wire, index: int, view: memoryview) -> bool:
-        """The same where the sender is told what came damaged, and sends it again, not bare. Raises WireBroken."""
+        """The same where the sender is told what came damaged, and sends it again, not bare. Raises
+        WireBroken."""
         try:
             return self.receive(wire, index, view)
         except Altered:

@@ -1,7 +1,8 @@
-"""How many steps lie between two snapshots, and whether deltas lead from one to the next: one answer for all ranks.
+"""How many steps lie between two snapshots, and whether deltas lead from one to the next: one answer for all
+ranks.
 
-Snapshots of different steps would never be complete anywhere. And where one rank takes no deltas, those of the others lead
-to no version of the job, so then nobody takes any.
+Snapshots of different steps would never be complete anywhere. And where one rank takes no deltas, those of
+the others lead to no version of the job, so then nobody takes any.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ UNDECIDED = Cadence()
 
 
 def decide(world_size: int, needs: Mapping[int, Needs], wanted: int | None) -> Cadence:
-    """From the sizes of all ranks, and from what the user wants (None: as many steps as deltas cost what a snapshot costs)."""
+    """From the sizes of all ranks, and from what the user wants (None: as many steps as deltas cost what a
+    snapshot costs)."""
     needs = {rank: each for rank, each in needs.items() if rank < world_size}  # there may have been more
     largest = max((each.snapshot for each in needs.values()), default=0)
     largest_delta = max((each.delta for each in needs.values()), default=0)

@@ -49,7 +49,8 @@ class SidecarConfig:
     remote_credentials_dir: Path | None = None
     """Where the Secret with the remote tier's credentials is mounted; None: there is none."""
     node_memory_keep: float | None = None
-    """The memory is the node's, not the pod's: seconds that what dead pods left there is kept. None: it is the pod's."""
+    """The memory is the node's, not the pod's: seconds that what dead pods left there is kept. None: it is
+    the pod's."""
     grace: int = 30
     """Seconds between SIGTERM and SIGKILL, by the pod's terminationGracePeriodSeconds."""
     cgroup_dir: Path = CGROUP
@@ -60,7 +61,9 @@ class SidecarConfig:
     @property
     def address(self) -> str:
         """By which others reach this sidecar."""
-        return join_address(self.pod_ip, None if self.control_port == names.CONTROL_PORT else self.control_port)
+        return join_address(
+            self.pod_ip, None if self.control_port == names.CONTROL_PORT else self.control_port
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -92,13 +95,17 @@ class SidecarConfig:
         try:
             token = (credentials / "token").read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token cannot be read ({error})") from error
+            raise ConfigError(
+                f"{names.ENV_CREDENTIALS_DIR}: the job's token cannot be read ({error})"
+            ) from error
         if not token:
             raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token is empty")
         return SidecarConfig(
             job=_text(env, names.ENV_JOB),
             job_uid=_text(env, names.ENV_JOB_UID),
-            worker=SPARE if env.get(names.ENV_WORKER) == names.SPARE_WORKER else _number(env, names.ENV_WORKER),
+            worker=SPARE
+            if env.get(names.ENV_WORKER) == names.SPARE_WORKER
+            else _number(env, names.ENV_WORKER),
             procs_per_worker=_number(env, names.ENV_PROCS_PER_WORKER),
             pod_uid=_text(env, names.ENV_POD_UID),
             pod_ip=_text(env, names.ENV_POD_IP),
@@ -109,13 +116,17 @@ class SidecarConfig:
             remote=env.get(names.ENV_REMOTE) or None,
             token=token,
             cluster=env.get(names.ENV_CLUSTER, ""),
-            remote_credentials_dir=Path(text) if (text := env.get(names.ENV_REMOTE_CREDENTIALS_DIR)) else None,
+            remote_credentials_dir=Path(text)
+            if (text := env.get(names.ENV_REMOTE_CREDENTIALS_DIR))
+            else None,
             node_memory_keep=float(_number(env, names.ENV_NODE_MEMORY_KEEP))
             if env.get(names.ENV_NODE_MEMORY_KEEP)
             else None,
             **_ports(env),
             cgroup_dir=Path(env.get(ENV_CGROUP_DIR) or CGROUP),
-            grace=_number(env, names.ENV_GRACE_SECONDS) if env.get(names.ENV_GRACE_SECONDS) else SidecarConfig.grace,
+            grace=_number(env, names.ENV_GRACE_SECONDS)
+            if env.get(names.ENV_GRACE_SECONDS)
+            else SidecarConfig.grace,
         )
 
 

@@ -10,7 +10,8 @@ from tiercheck.protocol.directive import Directive
 class Fence:
     """Thread-safe. Each method says why a message is refused, in a sentence; empty if it is not.
 
-    The directive that is followed is the caller's: whatever else is judged by it must be judged by the same one.
+    The directive that is followed is the caller's: whatever else is judged by it must be judged by the same
+    one.
     """
 
     def __init__(self, count_stale: Callable[[], None]) -> None:

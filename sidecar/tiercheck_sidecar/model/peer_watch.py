@@ -1,6 +1,8 @@
-"""Which peers answer this sidecar, so that the controller hears of a dead node from those who talk to it all the time.
+"""Which peers answer this sidecar, so that the controller hears of a dead node from those who talk to it all
+the time.
 
-What comes and goes is damped: a peer that was lost counts as reachable only after it has answered several times in a row.
+What comes and goes is damped: a peer that was lost counts as reachable only after it has answered several
+times in a row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Runs of versions, so that a rank with a delta for every step can say in a few words what it could be rebuilt to.
+"""Runs of versions, so that a rank with a delta for every step can say in a few words what it could be
+rebuilt to.
 
 All versions here belong to one accepted history, in which a step has one attempt only.
 """
@@ -48,7 +49,8 @@ def common(many: Iterable[Sequence[Span]]) -> tuple[Span, ...]:
 
 
 def united(runs: Iterable[Span]) -> tuple[Span, ...]:
-    """What any of them has, in order of steps. Takes no longer for long ones: how long they are is their sender's word."""
+    """What any of them has, in order of steps. Takes no longer for long ones: how long they are is their
+    sender's word."""
     found: list[Span] = []
     for run in sorted(runs, key=lambda run: (run.first, run.last)):
         before = found[-1] if found else None
@@ -70,7 +72,8 @@ def newest(runs: Sequence[Span], history: History) -> Version | None:
 
 
 def _accepted(attempt: int, history: History) -> tuple[int, int | None] | None:
-    """The first and the last step (None: there is none) that the attempt owns; None: it is not of this history."""
+    """The first and the last step (None: there is none) that the attempt owns; None: it is not of this
+    history."""
     for number, branch in enumerate(history.branches):
         if branch.attempt == attempt:
             return branch.base_step + 1, min(

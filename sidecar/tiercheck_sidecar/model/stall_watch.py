@@ -1,8 +1,9 @@
 """When a rank that makes no step has hung: what is unusual for this job, not what somebody guessed.
 
-The limit grows with the job's own step time and with the longest pause that was seen between two of its steps (an evaluation, a
-checkpoint of the user's own), so that what happened once without harm is no hang the next time. A rank that has hung up its
-connection is not watched: it has closed its Checkpointer, or has ended, which somebody else sees.
+The limit grows with the job's own step time and with the longest pause that was seen between two of its steps
+(an evaluation, a checkpoint of the user's own), so that what happened once without harm is no hang the next
+time. A rank that has hung up its connection is not watched: it has closed its Checkpointer, or has ended,
+which somebody else sees.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class _Rank:
 
 
 class StallWatch:
-    """Of the local ranks in one attempt. Not thread-safe: the state's lock guards it. Times are unix seconds by one clock."""
+    """Of the local ranks in one attempt. Not thread-safe: the state's lock guards it. Times are unix seconds
+    by one clock."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
@@ -59,7 +61,9 @@ class StallWatch:
         found = min(((entry.step, rank) for rank, entry in self._ranks.items()), default=None)
         return None if found is None else (found[1], found[0])
 
-    def stalled_since(self, now: float, limits: HangLimits | None, step_seconds: float | None) -> float | None:
+    def stalled_since(
+        self, now: float, limits: HangLimits | None, step_seconds: float | None
+    ) -> float | None:
         """The last sign of life of the rank that has given none for longest, if that is too long ago."""
         if self._looked is not None and now - self._looked > _ASLEEP:
             self._awake = now

@@ -1,7 +1,7 @@
 """The sidecar's state: the few facts that its threads share, and the one condition they all wait on.
 
-Every loop is level-based: it waits until anything changed, looks at the state and the vault, and does what is missing.
-So no message between threads can be lost, and a directive sent twice does nothing twice.
+Every loop is level-based: it waits until anything changed, looks at the state and the vault, and does what is
+missing. So no message between threads can be lost, and a directive sent twice does nothing twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class DirectiveRefused(Exception):
 
 
 class StaleRefused(DirectiveRefused):
-    """It is of an older attempt, its phase would go back, or it was decided upon without knowing what is followed now."""
+    """It is of an older attempt, its phase would go back, or it was decided upon without knowing what is
+    followed now."""
 
 
 class StrangerRefused(DirectiveRefused):
@@ -57,11 +58,13 @@ class StrangerRefused(DirectiveRefused):
 
 
 class SidecarState:
-    """Thread-safe. Read fields under `lock` when more than one must agree; only methods write them (a test looks)."""
+    """Thread-safe. Read fields under `lock` when more than one must agree; only methods write them (a test
+    looks)."""
 
     def __init__(self, config: SidecarConfig, clock: Callable[[], float] = time.time) -> None:
         self.config = config
-        """Its worker changes when a spare learns who it is, and when a job of another size begins an attempt: workers are numbered anew."""
+        """Its worker changes when a spare learns who it is, and when a job of another size begins an attempt:
+        workers are numbered anew."""
         self._on_identity: Callable[[SidecarConfig], None] = lambda _: None
         self.clock = clock
         self.lock = threading.RLock()
@@ -71,7 +74,8 @@ class SidecarState:
         self.threads = Threads(self.bump)
         self.stopping = False
         self.ending = False
-        """Whether this process was asked to end, which a native sidecar is only when its trainer has ended."""
+        """Whether this process was asked to end, which a native sidecar is only when its trainer has ended.
+        """
         self.peers = PeerWatch(self.bump, clock)
         self.controller_at = clock()
         """When the controller was last heard."""
@@ -90,15 +94,18 @@ class SidecarState:
         self.verdict: TierVerdict | None = None
         """The coordinator's newest word in this attempt; None: nothing heard, so nothing is freed."""
         self.leaving: frozenset[Artifact] = frozenset()
-        """Own snapshots newer than the local watermark that are given up as soon as the coordinator counts on them no more."""
+        """Own snapshots newer than the local watermark that are given up as soon as the coordinator counts on
+        them no more."""
         self.left_out: frozenset[Artifact] = frozenset()
-        """Of those, what it does not count on: its newest report leaves them out, and so does one that is on its way."""
+        """Of those, what it does not count on: its newest report leaves them out, and so does one that is on
+        its way."""
         self.reached: Mapping[int, Version] = {}
         """Per own rank, the newest snapshot that it captured or skipped in this attempt."""
         self.snapshot_every = 0
         """Steps between snapshots that the coordinator named last, in whichever attempt; 0: never yet."""
         self.distrusted = ""
-        """Why this worker's deltas are not to be trusted any more, as long as this process lives: a sentence."""
+        """Why this worker's deltas are not to be trusted any more, as long as this process lives: a sentence.
+        """
         self.no_room = ""
         """Why there is no room for deltas, as far as is known: a sentence with numbers."""
         self._declined: dict[int, str] = {}
@@ -156,15 +163,18 @@ class SidecarState:
 
     @property
     def overtaken(self) -> bool:
-        """Whether the job goes on without us as far as we know: then nothing is written that others could read."""
+        """Whether the job goes on without us as far as we know: then nothing is written that others could
+        read."""
         return self.newest_attempt > self.attempt
 
     def _is_credible(self, attempt: int) -> bool:
-        """One wrong number must not end this sidecar's attempts for good. Before the first directive any may be the job's."""
+        """One wrong number must not end this sidecar's attempts for good. Before the first directive any may
+        be the job's."""
         return self.directive is None or attempt <= self.attempt + _MOST_AHEAD
 
     def learn(self, attempt: int) -> None:
-        """A proven peer, or the remote tier, knows this attempt. What is too far ahead to be true is not believed."""
+        """A proven peer, or the remote tier, knows this attempt. What is too far ahead to be true is not
+        believed."""
         with self.lock:
             if attempt <= self.newest_attempt or not self._is_credible(attempt):
                 return
@@ -173,12 +183,13 @@ class SidecarState:
         self.bump()
 
     def isolated(self, seconds: float) -> bool:
-        """Whether for so long neither the controller nor any of our peers was heard. Never without peers: nobody else could know."""
+        """Whether for so long neither the controller nor any of our peers was heard. Never without peers:
+        nobody else could know."""
         return self.clock() - self.controller_at > seconds and self.peers.all_lost(seconds)
 
     def when_identified(self, tell: Callable[[SidecarConfig], None]) -> None:
-        """`tell` is called under the lock with the first directive and whenever this becomes another worker, before anybody sees
-        the directive."""
+        """`tell` is called under the lock with the first directive and whenever this becomes another worker,
+        before anybody sees the directive."""
         self._on_identity = tell
 
     def hear_controller(self) -> None:
@@ -212,7 +223,8 @@ class SidecarState:
                 resumed = directive.phase is Phase.RELEASE and not self.saw_hold
                 self.trainer.begin_attempt(directive.attempt, resumed, self.clock())
             elif directive.placement != old.placement:
-                # What is complete at other holders says nothing of these: until there is word of them, nothing is freed.
+                # What is complete at other holders says nothing of these: until there is word of them,
+                # nothing is freed.
                 self.verdict = None
             self.directive = directive
             self.followed = max(self.followed + 1, directive.number)
@@ -234,12 +246,15 @@ class SidecarState:
         if late:
             raise StaleRefused(late)
         if old is not None and directive.attempt == old.attempt and directive.phase.order < old.phase.order:
-            raise StaleRefused(f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}")
+            raise StaleRefused(
+                f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}"
+            )
         if directive.number and directive != old:
             self._check_order(directive)
 
     def _check_order(self, directive: Directive) -> None:
-        """A call that was given up may arrive after the next one, and so may one of an operator that does not lead any more."""
+        """A call that was given up may arrive after the next one, and so may one of an operator that does not
+        lead any more."""
         if directive.instance != self.instance:
             raise StaleRefused("it is meant for a process of this sidecar that was started again since")
         if directive.number <= self.followed:
@@ -287,7 +302,8 @@ class SidecarState:
         return directive is not None and directive.policy.peer_encrypted
 
     def tagger(self, artifact: Artifact) -> Tagger | None:
-        """For what is sealed here and then travels over connections that are not encrypted; None if it will not."""
+        """For what is sealed here and then travels over connections that are not encrypted; None if it will
+        not."""
         directive = self.directive
         if directive is None or self.peers_encrypted or not (directive.holders or directive.parity):
             return None
@@ -295,7 +311,8 @@ class SidecarState:
 
     @property
     def every(self) -> int:
-        """Steps between snapshots: what the user wants, or else what the coordinator names; 0: not decided yet."""
+        """Steps between snapshots: what the user wants, or else what the coordinator names; 0: not decided
+        yet."""
         directive = self.directive
         return (directive.policy.snapshot_every if directive else None) or self.snapshot_every
 
@@ -307,7 +324,11 @@ class SidecarState:
             other = self.fence.refuse_other(verdict.attempt, self.directive)
             if other:
                 return f"the verdict is refused: {other}"
-            if verdict.placement and self.directive is not None and verdict.placement != self.directive.placement:
+            if (
+                verdict.placement
+                and self.directive is not None
+                and verdict.placement != self.directive.placement
+            ):
                 return "the verdict is of another placement"
             if self.verdict == verdict:
                 return ""

@@ -32,7 +32,8 @@ class MemoryStock:
         (self.snapshots if kind is Kind.SNAPSHOT else self.deltas).add(version)
 
     def accepted(self, history: History) -> MemoryStock:
-        """Without what the history does not accept, or another number of ranks made: that is a source of restores, no more."""
+        """Without what the history does not accept, or another number of ranks made: that is a source of
+        restores, no more."""
         accepts = history.continues
         return MemoryStock(set(filter(accepts, self.snapshots)), set(filter(accepts, self.deltas)))
 
@@ -79,7 +80,9 @@ def stock_of(artifacts: Iterable[Artifact], rank: int) -> MemoryStock:
 def hosted_ranks(directive: Directive) -> set[int]:
     """Ranks of other workers whose copies are kept here."""
     procs = directive.procs_per_worker
-    return {rank for peer in directive.hosted for rank in range(peer.worker * procs, (peer.worker + 1) * procs)}
+    return {
+        rank for peer in directive.hosted for rank in range(peer.worker * procs, (peer.worker + 1) * procs)
+    }
 
 
 def hosted_lanes(directive: Directive) -> set[Share]:

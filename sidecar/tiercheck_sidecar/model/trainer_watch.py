@@ -1,11 +1,12 @@
-"""What is known about the training command of this worker, from what its launcher and ranks say, and from their silence.
+"""What is known about the training command of this worker, from what its launcher and ranks say, and from
+their silence.
 
-A launcher waits for the release of an attempt when it has said so of that attempt: until then, processes of an earlier one may
-still be there, and hold on to a GPU.
+A launcher waits for the release of an attempt when it has said so of that attempt: until then, processes of
+an earlier one may still be there, and hold on to a GPU.
 
-A launcher that vanishes while the command ran means that the trainer container was restarted: everything in it is gone,
-although nobody reported an exit. It is given a moment to come back and say that the command still runs, because it is
-also what a restart of the sidecar looks like.
+A launcher that vanishes while the command ran means that the trainer container was restarted: everything in
+it is gone, although nobody reported an exit. It is given a moment to come back and say that the command still
+runs, because it is also what a restart of the sidecar looks like.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class TrainerWatch:
             elif self._report.state is TrainerState.ABSENT:
                 self._report = self._not_waiting()
             return
-        self._report = dataclasses.replace(self._report, stuck=event.message if event.event == "stuck" else "")
+        self._report = dataclasses.replace(
+            self._report, stuck=event.message if event.event == "stuck" else ""
+        )
         if event.event == "started" and self._report.state is not TrainerState.FAILED:
             self._silent_since = None
             if self._report.state is not TrainerState.RUNNING:
@@ -115,7 +118,8 @@ class TrainerWatch:
                 self._report = TrainerReport(TrainerState.ABSENT, unhealthy=event.message)
 
     def tick(self, now: float, finishing: bool = False) -> bool:
-        """Whether the silence of a launcher has just become too long. `finishing`: it is meant to go, and says nothing about it."""
+        """Whether the silence of a launcher has just become too long. `finishing`: it is meant to go, and
+        says nothing about it."""
         if self._silent_since is None or now - self._silent_since < COME_BACK_SECONDS:
             return False
         if finishing:
@@ -164,7 +168,8 @@ class TrainerWatch:
         )
 
     def failing(self, failure: RankFailure) -> None:
-        """A rank is about to end. What breaks a collective explains the others' broken collectives, and so does a rank that is gone."""
+        """A rank is about to end. What breaks a collective explains the others' broken collectives, and so
+        does a rank that is gone."""
         known, echo = self._report.failure, failure.reason == COLLECTIVE_FAILED
         if echo and self._mute is not None:
             return
@@ -186,7 +191,9 @@ class TrainerWatch:
         if event is None or event.event not in ("started", "stuck"):
             return TrainerReport(TrainerState.ABSENT)
         stuck = event.message if event.event == "stuck" else ""
-        return TrainerReport(TrainerState.ABSENT, busy=f"ends the command of attempt {event.attempt}", stuck=stuck)
+        return TrainerReport(
+            TrainerState.ABSENT, busy=f"ends the command of attempt {event.attempt}", stuck=stuck
+        )
 
     def _lost(self, now: float) -> None:
         silent_since, self._silent_since = self._silent_since, None

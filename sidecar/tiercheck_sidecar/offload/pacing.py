@@ -1,7 +1,9 @@
-"""Keeps uploads and copies from taking the network that training needs: at most so many bytes per second for the whole worker.
+"""Keeps uploads and copies from taking the network that training needs: at most so many bytes per second for
+the whole worker.
 
-A token bucket in its time-based form: instead of counting tokens it remembers when the bytes already granted will
-be paid for. A piece of any size is granted as soon as the ones before it are paid, so a piece may exceed a second's worth.
+A token bucket in its time-based form: instead of counting tokens it remembers when the bytes already granted
+will be paid for. A piece of any size is granted as soon as the ones before it are paid, so a piece may exceed
+a second's worth.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ SMALLEST_PIECE = 64 * 1024
 class TokenBucket:
     """Grants bytes at `rate` per second to any number of threads. `rate` None: no limit.
 
-    `wait(seconds)` pauses the caller; it may raise to abandon the transfer (that is how closing interrupts it).
+    `wait(seconds)` pauses the caller; it may raise to abandon the transfer (that is how closing interrupts
+    it).
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class TokenBucket:
 class Portion:
     """A share of a bucket for one kind of traffic, which asks for `seconds` worth of bytes at a time.
 
-    Whoever asks for more at once gets a larger part of a bucket that is short: places in its queue are per request.
+    Whoever asks for more at once gets a larger part of a bucket that is short: places in its queue are per
+    request.
     """
 
     def __init__(self, bucket: TokenBucket, seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""Knows which versions the remote tier holds: lists it when that is due, and tries it out before it is relied on."""
+"""Knows which versions the remote tier holds: lists it when that is due, and tries it out before it is relied
+on."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ log = logging.getLogger(__name__)
 
 _LIST_EVERY = 30.0
 _NOT_SAFE = "RemoteNotSafe"
-"""Reason of the problem that the store does not keep a promise that is relied on. It lasts; other troubles of the store come and go."""
+"""Reason of the problem that the store does not keep a promise that is relied on. It lasts; other troubles of
+the store come and go."""
 _EXAMINATIONS = 3
 """Times that a store is tried out, if it could not be to the end."""
 
@@ -40,7 +42,8 @@ class RemoteListing:
         self._listed_at = None
 
     def list_when_due(self, store: RemoteStore, verdict: TierVerdict | None) -> None:
-        """Each sidecar at its start, so that it is known whether its node reaches the store; later only worker 0, who tells the others."""
+        """Each sidecar at its start, so that it is known whether its node reaches the store; later only
+        worker 0, who tells the others."""
         now = time.monotonic()
         mark = verdict.watermarks.remote if verdict else None
         if self._listed_at is None:
@@ -64,22 +67,31 @@ class RemoteListing:
     def publish(self, store: RemoteStore, versions: tuple[Version, ...]) -> None:
         """The store holds these versions."""
         self._found(versions, self._ranks_of(store, versions))
-        if self._board.config.worker == 0:  # what another one found long ago is no more true when it takes that place
+        if (
+            self._board.config.worker == 0
+        ):  # what another one found long ago is no more true when it takes that place
             self._tell_stored(versions)
 
     def _examine(self, store: RemoteStore) -> None:
-        """Once, by one worker: what the store does not do as it should is said before it does harm. Nothing is left undone for it."""
+        """Once, by one worker: what the store does not do as it should is said before it does harm. Nothing
+        is left undone for it."""
         findings = list(store.examine())
         for finding in findings:
             log.log(
-                logging.INFO if finding.ok else logging.WARNING, "remote tier: %s: %s", finding.name, finding.message
+                logging.INFO if finding.ok else logging.WARNING,
+                "remote tier: %s: %s",
+                finding.name,
+                finding.message,
             )
         lasting = [f"{each.name}: {each.message}" for each in findings if not each.ok and not each.passing]
         self._board.problem(_NOT_SAFE, " ".join(lasting))
-        self._examinations = self._examinations + 1 if any(each.passing for each in findings) else _EXAMINATIONS
+        self._examinations = (
+            self._examinations + 1 if any(each.passing for each in findings) else _EXAMINATIONS
+        )
 
     def _ranks_of(self, store: RemoteStore, versions: tuple[Version, ...]) -> tuple[int, ...]:
-        """By how many ranks each version was made. Manifests name every rank, so one worker of the job reads them, each once."""
+        """By how many ranks each version was made. Manifests name every rank, so one worker of the job reads
+        them, each once."""
         if self._board.config.worker not in (0, SPARE):  # a spare may yet become worker 0
             return ()
         for version in set(versions) - set(self._worlds):

@@ -29,11 +29,14 @@ class RemoteSource:
         self._manifests: dict[Version, Manifest] = {}
 
     def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
-        """The newest snapshots of `rank` in the remote tier up to `version` that the history accepts, with bytes. Raises SourceFailed."""
+        """The newest snapshots of `rank` in the remote tier up to `version` that the history accepts, with
+        bytes. Raises SourceFailed."""
         directive = self._board.directive
         assert directive is not None
         with self._opened() as store:
-            usable = [each for each in store.versions() if each <= version and directive.history.accepts(each)]
+            usable = [
+                each for each in store.versions() if each <= version and directive.history.accepts(each)
+            ]
             found = {}
             for each in usable[-_LISTED:]:
                 named = next((one for one in self._manifest(store, each).artifacts if one.rank == rank), None)
@@ -42,7 +45,8 @@ class RemoteSource:
             return found
 
     def fetch(self, rank: int, version: Version, heard: Callable[[int], None]) -> Seal:
-        """Copy one rank's snapshot from the remote tier into an own slot. Raises SourceFailed, SourceCorrupt, NoFreeSlot, NotASlot, OSError."""
+        """Copy one rank's snapshot from the remote tier into an own slot. Raises SourceFailed, SourceCorrupt,
+        NoFreeSlot, NotASlot, OSError."""
         with self._opened() as store:
             artifact, world_size = store.artifact(rank, version), self._manifest(store, version).world_size
             assert artifact.digests is not None
@@ -69,7 +73,8 @@ class RemoteSource:
             store.fetch(store.artifact(artifact.rank, artifact.version), into, indices, heard)
 
     def fetch_chunk(self, artifact: Artifact, digests: Digests, index: int, into: memoryview) -> None:
-        """Read one chunk into `into`, which is as long as it, verified; for those who keep nothing of it. Raises SourceFailed, SourceCorrupt."""
+        """Read one chunk into `into`, which is as long as it, verified; for those who keep nothing of it.
+        Raises SourceFailed, SourceCorrupt."""
         with self._opened() as store:
             named = self._manifest(store, artifact.version).artifacts
             of_rank = next((each for each in named if each.rank == artifact.rank), None)

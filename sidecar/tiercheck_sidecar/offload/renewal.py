@@ -1,7 +1,8 @@
-"""Notices that the remote tier's Secret was made or changed: a container's environment never follows, so the process has to end.
+"""Notices that the remote tier's Secret was made or changed: a container's environment never follows, so the
+process has to end.
 
-The kubelet starts it again with the new values, and everything it holds is found again on the memory volume. It ends only
-while the remote tier cannot be reached: changed credentials are no reason to disturb what works.
+The kubelet starts it again with the new values, and everything it holds is found again on the memory volume.
+It ends only while the remote tier cannot be reached: changed credentials are no reason to disturb what works.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _LOOK_EVERY = 2.0
 
 
 async def renewed(folder: Path | None, reachable: Callable[[], bool | None]) -> None:
-    """Returns when the Secret mounted at `folder` differs from what it was and the remote tier is not reachable. May never."""
+    """Returns when the Secret mounted at `folder` differs from what it was and the remote tier is not
+    reachable. May never."""
     if folder is None:
         await asyncio.Event().wait()
         return
@@ -27,7 +29,9 @@ async def renewed(folder: Path | None, reachable: Callable[[], bool | None]) -> 
     while True:
         await asyncio.sleep(_LOOK_EVERY)
         if reachable() is False and fingerprint(folder) != before:
-            log.warning("the remote tier's credentials have changed; the sidecar ends to be started with them")
+            log.warning(
+                "the remote tier's credentials have changed; the sidecar ends to be started with them"
+            )
             return
 
 

@@ -1,6 +1,7 @@
 """Brings the versions that the coordinator names to the remote tier, at the rate that the job allows.
 
-Worker 0 also writes the manifest, once every rank's object is there, and forgets what is older than the job keeps.
+Worker 0 also writes the manifest, once every rank's object is there, and forgets what is older than the job
+keeps.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ log = logging.getLogger(__name__)
 
 _BACKOFF = (0.5, 15.0)
 _ISOLATED = 60.0
-"""Seconds without a word from the controller or any peer after which nothing more is uploaded: the job has probably moved on."""
-_LONELY = (
-    "neither the controller nor any peer has been heard for a minute, so nothing is uploaded. Check the node's network"
-)
+"""Seconds without a word from the controller or any peer after which nothing more is uploaded: the job has
+probably moved on."""
+_LONELY = "neither the controller nor any peer has been heard for a minute, so nothing is uploaded. Check the node's network"
 
 
 class Uploader:
@@ -102,15 +102,17 @@ class Uploader:
             self._commit(store, directive, manifest)
 
     def _is_ours(self, store: RemoteStore, directive: Directive) -> bool:
-        """Whether no newer attempt has announced itself. Asked before anything that readers could see is made or deleted: the
-        versions of the next attempt must not be pushed out by ours, which nobody will read."""
+        """Whether no newer attempt has announced itself. Asked before anything that readers could see is made
+        or deleted: the versions of the next attempt must not be pushed out by ours, which nobody will read.
+        """
         self._board.learn(store.newest_attempt(directive.job_uid))
         return not self._board.overtaken and self._board.attempt == directive.attempt
 
     def _upload(self, store: RemoteStore, directive: Directive, version: Version) -> None:
         done = {rank for rank, artifact in self._uploaded.items() if artifact.version == version}
         due = [rank for rank in self._vault.ranks if rank not in done]
-        # Once for all ranks: what an attempt that is over uploads is seen by nobody before there is a manifest.
+        # Once for all ranks: what an attempt that is over uploads is seen by nobody before there is a
+        # manifest.
         if not due or not self._is_ours(store, directive):
             return
         for rank in due:
@@ -128,7 +130,9 @@ class Uploader:
             except NotHeld:
                 continue  # freed meanwhile
             except OSError as error:
-                raise RemoteCorrupt(f"The slot of rank {rank}, {version}, cannot be read ({error}).") from error
+                raise RemoteCorrupt(
+                    f"The slot of rank {rank}, {version}, cannot be read ({error})."
+                ) from error
             with self._lock:
                 self._uploaded[rank] = artifact
             self._board.count(uploaded=1)
@@ -142,5 +146,7 @@ class Uploader:
         policy = directive.policy
         if not self._is_ours(store, directive):
             return
-        left = store.retain(policy.remote_keep, {manifest.version}, policy.remote_keep_seconds, directive.history)
+        left = store.retain(
+            policy.remote_keep, {manifest.version}, policy.remote_keep_seconds, directive.history
+        )
         self._inventory.publish(store, left)

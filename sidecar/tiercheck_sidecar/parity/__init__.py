@@ -1,1 +1,2 @@
-"""Parity: protection for a fraction of a copy's memory. Blocks are folded as chunks arrive, and unfolded to rebuild what is lost."""
+"""Parity: protection for a fraction of a copy's memory. Blocks are folded as chunks arrive, and unfolded to
+rebuild what is lost."""

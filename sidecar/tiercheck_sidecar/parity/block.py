@@ -1,7 +1,7 @@
 """A block that is being made: its members' chunks are folded in as they come, each of them once.
 
-Folding a chunk twice would take it out again, so what counts is not what was sent but what is in: one set of missing chunks
-per member, which outlives every connection.
+Folding a chunk twice would take it out again, so what counts is not what was sent but what is in: one set of
+missing chunks per member, which outlives every connection.
 
 When a block that is still being made is given up: a rule, so that memory is bounded without a clock.
 """
@@ -56,8 +56,8 @@ class Block:
             return not gone and digests.size <= self.capacity and self._digests.get(rank, digests) == digests
 
     def enter(self, rank: int, digests: Digests, tags: Tags | None = None) -> tuple[int, ...]:
-        """A member's artifact comes. Returns the chunks still to be sent. Raises BlockGone, also if it came before with
-        other digests: then nobody can say what is in the block.
+        """A member's artifact comes. Returns the chunks still to be sent. Raises BlockGone, also if it came
+        before with other digests: then nobody can say what is in the block.
         """
         with self._idle:
             if self._digests.setdefault(rank, digests) != digests or (self._over and not self._sealing):
@@ -137,7 +137,8 @@ class Block:
         self._draft.discard()
 
     def _count(self, index: int) -> bool:
-        """One more member's chunk is in. Whether it was the last for this place, of a block whose size is known."""
+        """One more member's chunk is in. Whether it was the last for this place, of a block whose size is
+        known."""
         with self._idle:
             self._folded[index] += 1
             if set(self._digests) != set(self.share.ranks):
@@ -153,9 +154,9 @@ class Block:
 def overtaken(version: Version, kind: Kind, history: History, verdict: TierVerdict | None) -> bool:
     """Whether an incomplete block of `version` can be given up in attempt `history.attempt`.
 
-    One snapshot is copied at a time, so one older than the named one will get no more chunks. The named one is wanted even when
-    deltas have carried the floor past it: later versions will be rebuilt from it. What else is older than the floor will not be
-    restored, or its block would be complete.
+    One snapshot is copied at a time, so one older than the named one will get no more chunks. The named one
+    is wanted even when deltas have carried the floor past it: later versions will be rebuilt from it. What
+    else is older than the floor will not be restored, or its block would be complete.
     """
     if not history.accepts(version):
         return True

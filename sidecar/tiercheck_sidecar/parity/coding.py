@@ -1,8 +1,9 @@
-"""The code: how a parity block is folded from its members' bytes, and how a lost member is put together again.
+"""The code: how a parity block is folded from its members' bytes, and how a lost member is put together
+again.
 
-Block 0 is the plain XOR. The blocks after it are Reed-Solomon over GF(2^8): a Cauchy matrix, whose columns are scaled so
-that its first row is ones. Scaling columns keeps every square part invertible, so any *n* losses are made good by any *n*
-blocks. Members may differ in size; a shorter one counts as padded with zeros.
+Block 0 is the plain XOR. The blocks after it are Reed-Solomon over GF(2^8): a Cauchy matrix, whose columns
+are scaled so that its first row is ones. Scaling columns keeps every square part invertible, so any *n*
+losses are made good by any *n* blocks. Members may differ in size; a shorter one counts as padded with zeros.
 
 Source: Bloemer et al., "An XOR-based erasure-resilient coding scheme", ICSI TR-95-048 (Cauchy matrices).
 
@@ -36,14 +37,17 @@ class NotRecoverable(ValueError):
 
 @functools.lru_cache(maxsize=1024)
 def row(data: int, index: int) -> tuple[int, ...]:
-    """What each of `data` members is multiplied with in block `index`. Raises LibraryMissing if `index` > 0 and there is no ISA-L."""
+    """What each of `data` members is multiplied with in block `index`. Raises LibraryMissing if `index` > 0
+    and there is no ISA-L."""
     if not 0 < data + index < MOST:
         raise ValueError(f"a group of {data} members has no block {index}")
     if index == 0:
         return (1,) * data
     field = isal.library()
     matrix = field.cauchy(data, index + 1)
-    return tuple(field.multiply(matrix[index][each], field.inverse_of(matrix[0][each])) for each in range(data))
+    return tuple(
+        field.multiply(matrix[index][each], field.inverse_of(matrix[0][each])) for each in range(data)
+    )
 
 
 def fold(block: memoryview, coefficient: int, piece: memoryview) -> None:
@@ -73,7 +77,9 @@ def recipe(data: int, wanted: int, lost: Collection[int], blocks: Collection[int
     missing = sorted(lost)
     chosen = sorted(blocks)[: len(missing)]
     if len(chosen) < len(missing):
-        raise NotRecoverable(f"{len(missing)} members of the group are lost and {len(chosen)} parity blocks are left")
+        raise NotRecoverable(
+            f"{len(missing)} members of the group are lost and {len(chosen)} parity blocks are left"
+        )
     rows = {index: row(data, index) for index in chosen}
     if chosen == [0]:
         weights = {0: 1}
@@ -96,7 +102,8 @@ def _sum_of_products(pairs: Sequence[tuple[int, int]]) -> int:
 
 
 def combine(target: memoryview, weights: Sequence[int], pieces: Sequence[memoryview]) -> None:
-    """target = sum of weight * piece, each byte of which is written once. What a piece is too short for counts as zero."""
+    """target = sum of weight * piece, each byte of which is written once. What a piece is too short for
+    counts as zero."""
     out = _bytes(target)
     sources = [(weight, _bytes(piece)) for weight, piece in zip(weights, pieces, strict=True) if weight]
     begin = 0
@@ -107,7 +114,8 @@ def combine(target: memoryview, weights: Sequence[int], pieces: Sequence[memoryv
 
 
 class Adder:
-    """`combine` for the same few buffers again and again: their addresses are looked up once, not for every fragment."""
+    """`combine` for the same few buffers again and again: their addresses are looked up once, not for every
+    fragment."""
 
     def __init__(self, target: memoryview, weights: Sequence[int], buffers: Sequence[memoryview]) -> None:
         self._target, self._weights, self._buffers = target, tuple(weights), tuple(buffers)

@@ -1,6 +1,8 @@
-"""The blocks that this worker keeps for others: which are being made, which are complete, which can be given up.
+"""The blocks that this worker keeps for others: which are being made, which are complete, which can be given
+up.
 
-What is complete lies sealed in the vault. What is being made is known here only, so a holder that restarts asks for it again.
+What is complete lies sealed in the vault. What is being made is known here only, so a holder that restarts
+asks for it again.
 """
 
 from __future__ import annotations
@@ -145,7 +147,8 @@ class ParityHolder:
     # Inside
 
     def _block(self, share: Share, artifact: Artifact, world_size: int, digests: Digests) -> Block:
-        """The block to fold into, made anew if it cannot take this artifact. Raises NoFreeSlot, LibraryMissing, OSError."""
+        """The block to fold into, made anew if it cannot take this artifact. Raises NoFreeSlot,
+        LibraryMissing, OSError."""
         key = (share, artifact.version, artifact.kind)
         with self._lock:
             size = max(self._largest.get((share, artifact.kind), 0), roomy(digests.size))
@@ -161,7 +164,8 @@ class ParityHolder:
             block = self._open(key, world_size, size)
             with self._lock:
                 self._blocks[key] = block
-                # Not before there is room for one: what one member claims must not make all later blocks impossible.
+                # Not before there is room for one: what one member claims must not make all later blocks
+                # impossible.
                 self._largest[share, artifact.kind] = max(self._largest.get((share, artifact.kind), 0), size)
             return block
         finally:

@@ -1,6 +1,7 @@
 """ISA-L by ctypes on our own buffers, because the Python interfaces to it copy every byte.
 
-The library is the one that the package `pyeclib` brings along. ctypes releases the interpreter lock while it works.
+The library is the one that the package `pyeclib` brings along. ctypes releases the interpreter lock while it
+works.
 Source: https://github.com/intel/isa-l, `include/erasure_code.h`.
 """
 
@@ -39,7 +40,10 @@ class Isal:
         self._encode, self._update = self._library.ec_encode_data, self._library.ec_encode_data_update
         for name in ("gf_mul", "gf_inv"):
             function = getattr(self._library, name)
-            function.restype, function.argtypes = ctypes.c_ubyte, [ctypes.c_ubyte] * (2 if name == "gf_mul" else 1)
+            function.restype, function.argtypes = (
+                ctypes.c_ubyte,
+                [ctypes.c_ubyte] * (2 if name == "gf_mul" else 1),
+            )
 
     def multiply(self, one: int, other: int) -> int:
         return int(self._library.gf_mul(one, other))

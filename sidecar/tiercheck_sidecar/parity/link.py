@@ -2,8 +2,9 @@
 
 A member's link to one holder of its parity: what the holder has, and two lanes that bring it what it has not.
 
-What the holder has is asked of it all the time, and never remembered against its word: so a holder that restarted, or gave up
-a block, is sent again what it needs. Deltas have a lane of their own, so that they do not wait behind a snapshot.
+What the holder has is asked of it all the time, and never remembered against its word: so a holder that
+restarted, or gave up a block, is sent again what it needs. Deltas have a lane of their own, so that they do
+not wait behind a snapshot.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def converse(wire: Wire) -> Wire:
 
 
 def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> ParitySay:
-    """Offer an own artifact on `line` (whose connections talk parity) and send what is missing. Returns the holder's last
-    word: "in", "have", "late", "busy" or "refused". Raises NotHeld, OSError, WireBroken, PeerRefused, TooDamaged; then `line`
-    is hung up.
+    """Offer an own artifact on `line` (whose connections talk parity) and send what is missing. Returns the
+    holder's last
+    word: "in", "have", "late", "busy" or "refused". Raises NotHeld, OSError, WireBroken, PeerRefused,
+    TooDamaged; then `line` is hung up.
     """
     return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
 
@@ -191,12 +193,14 @@ class Link:
                 now = time.monotonic()
                 candidates = first_of_each_rank(self._due(kind))
                 seal = next(
-                    (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)), None
+                    (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)),
+                    None,
                 )
                 if seal is not None:
                     self._bring(seal, line, pace, waits)
                 elif candidates:
-                    # While something waits for its next try, what happens elsewhere must not wake this lane again and again.
+                    # While something waits for its next try, what happens elsewhere must not wake this lane
+                    # again and again.
                     soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
                     self._board.wait_until(lambda: self._closed, max(0.0, soonest - now))
                 else:

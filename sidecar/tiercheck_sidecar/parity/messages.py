@@ -1,4 +1,5 @@
-"""What members, replacements and holders of a parity group say to each other, once `Ask("parity")` has turned the conversation to it."""
+"""What members, replacements and holders of a parity group say to each other, once `Ask("parity")` has turned
+the conversation to it."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ from tiercheck_sidecar.vault.tags import Tags
 class ParityAsk:
     """From the side that connected. `op`:
 
-    - "offer": fold this artifact of mine? - "chunks": chunks of it follow, until END; answered by what is still missing.
+    - "offer": fold this artifact of mine? - "chunks": chunks of it follow, until END; answered by what is
+      still missing.
     - "status": answered when it differs from the last answer on this connection, or after a few seconds.
-    - "read": have you the block `share` of `artifact`'s version and kind? Then its chunks are asked for by index, until END.
-    - "list": of which artifacts have you the block `share`? - "corrupt": the chunks of that block do not match their digests.
+    - "read": have you the block `share` of `artifact`'s version and kind? Then its chunks are asked for by
+      index, until END.
+    - "list": of which artifacts have you the block `share`? - "corrupt": the chunks of that block do not
+      match their digests.
     """
 
     op: str
@@ -31,8 +35,9 @@ class ParityAsk:
 
 @dataclass(frozen=True)
 class ParitySay:
-    """The answer. `state`: "send" (`missing` chunks), "in" (folded; other members' are awaited), "have" (the block is
-    complete), "late" (nobody will need it), "busy", "refused"; "status"; "found", "missing", "listed"; "ok", "bad".
+    """The answer. `state`: "send" (`missing` chunks), "in" (folded; other members' are awaited), "have" (the
+    block is complete), "late" (nobody will need it), "busy", "refused"; "status"; "found", "missing",
+    "listed"; "ok", "bad".
     """
 
     state: str

@@ -1,6 +1,8 @@
-"""The parts that a lost artifact is put together from: what other members still hold, and parity blocks; each asked in its own words.
+"""The parts that a lost artifact is put together from: what other members still hold, and parity blocks; each
+asked in its own words.
 
-What could be rebuilt of a rank: asked of everybody in its group, so that a restore plans with what is there and not with what was meant to be.
+What could be rebuilt of a rank: asked of everybody in its group, so that a restore plans with what is there
+and not with what was meant to be.
 """
 
 from __future__ import annotations
@@ -69,11 +71,14 @@ class RebuildPart:
             raise PartMissing(f"{self}: {error}") from error
 
     def accuse(self, dial: DialPeer) -> str:
-        """Tell its worker that its chunks do not match their digests. What it finds when it reads again; empty if all is well."""
+        """Tell its worker that its chunks do not match their digests. What it finds when it reads again;
+        empty if all is well."""
         try:
             with contextlib.closing(dial(self.peer)) as wire:
                 if self.share is None:
-                    wire.send(Ask("corrupt", self.artifact.rank, self.artifact.version, kind=self.artifact.kind))
+                    wire.send(
+                        Ask("corrupt", self.artifact.rank, self.artifact.version, kind=self.artifact.kind)
+                    )
                     said: Say | ParitySay = wire.receive(Say)
                 else:
                     converse(wire).send(ParityAsk("corrupt", self.artifact, share=self.share))
@@ -111,13 +116,16 @@ _PARALLEL = 16
 def obtainable(
     group: ParityGroup, rank: int, procs_per_worker: int, connect: Callable[[Peer], Wire]
 ) -> dict[Artifact, int]:
-    """Artifacts of `rank`, with bytes, of which there are as many blocks as the group lacks artifacts of its members.
+    """Artifacts of `rank`, with bytes, of which there are as many blocks as the group lacks artifacts of its
+    members.
 
     Raises SourceFailed if nobody who could know answers.
     """
     ranks = coded_with(group, rank, procs_per_worker)
     others = [(peer, other) for peer, other in zip(group.members, ranks, strict=True) if other != rank]
-    questions = [partial(_blocks, peer, Share(index, ranks), rank, connect) for index, peer in enumerate(group.holders)]
+    questions = [
+        partial(_blocks, peer, Share(index, ranks), rank, connect) for index, peer in enumerate(group.holders)
+    ]
     questions += [partial(_held, peer, other, rank, connect) for peer, other in others]
     failures: list[str] = []
     parts: Counter[Artifact] = Counter()

@@ -1,8 +1,9 @@
-"""Rebuild: put a lost artifact together from what the other members of its parity group hold, and from parity blocks.
+"""Rebuild: put a lost artifact together from what the other members of its parity group hold, and from parity
+blocks.
 
-The same chunk is asked of all parts at once and folded piece by piece while it is in the cache; only the result is digested.
-Where it is not what it should be, the parts are read again and digested one by one, so that the bad one can be named, and
-another block takes its place if there is one.
+The same chunk is asked of all parts at once and folded piece by piece while it is in the cache; only the
+result is digested. Where it is not what it should be, the parts are read again and digested one by one, so
+that the bad one can be named, and another block takes its place if there is one.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def rebuild(
     dial: DialPeer,
     on_bad: Callable[[Quarantined], None] = lambda bad: None,
 ) -> Seal:
-    """Rebuild an own artifact into a sealed own slot. `on_bad` as of `Rebuild`. Raises SourceFailed (SourceCorrupt if bad parts
-    are the reason), NoFreeSlot, NotASlot, OSError.
+    """Rebuild an own artifact into a sealed own slot. `on_bad` as of `Rebuild`. Raises SourceFailed
+    (SourceCorrupt if bad parts are the reason), NoFreeSlot, NotASlot, OSError.
     """
     found = Rebuild(artifact, coded_with(group, artifact.rank, len(vault.ranks)), group, dial, on_bad)
     seal = Seal(artifact.rank, artifact.version, found.world_size, Tier.LOCAL, found.digests, artifact.kind)
@@ -53,10 +54,11 @@ def rebuild(
 
 
 class Rebuild:
-    """Of one artifact, coded with those of `ranks`. Made when all parts have said what they have, and these are enough.
+    """Of one artifact, coded with those of `ranks`. Made when all parts have said what they have, and these
+    are enough.
 
-    `on_bad` hears of each part that proved to be bad, also if another took its place. `tell`: its worker too, which then frees it.
-    Raises SourceFailed.
+    `on_bad` hears of each part that proved to be bad, also if another took its place. `tell`: its worker too,
+    which then frees it. Raises SourceFailed.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class Rebuild:
         self._recipe()  # before anything is taken for it
 
     def unfold(self, file: int, chunks: Iterable[int]) -> None:
-        """Write these chunks, verified, to their places in an open file. Raises SourceFailed (SourceCorrupt if bad parts are the reason), OSError."""
+        """Write these chunks, verified, to their places in an open file. Raises SourceFailed (SourceCorrupt
+        if bad parts are the reason), OSError."""
         unfolding = Unfolding(file, self.digests, chunks, self._dial)
         while not unfolding.done:
             try:
@@ -127,7 +130,9 @@ class Rebuild:
 
     def _recipe(self) -> dict[RebuildPart, tuple[int, DescribedPart]]:
         """Which parts to read now, with their weights. Raises SourceFailed."""
-        lost = set(range(self._data)) - {place for place, part in self._members.items() if part in self._found}
+        lost = set(range(self._data)) - {
+            place for place, part in self._members.items() if part in self._found
+        }
         left = [index for index, part in self._blocks.items() if part in self._found]
         try:
             recipe = coding.recipe(self._data, self._me, lost, left)

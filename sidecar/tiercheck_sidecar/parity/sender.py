@@ -18,7 +18,12 @@ class ParitySender:
     """Thread-safe. `run` keeps the links of the current attempt."""
 
     def __init__(
-        self, board: SidecarState, vault: Vault, identity: Identity, port: int, bucket: TokenBucket | None = None
+        self,
+        board: SidecarState,
+        vault: Vault,
+        identity: Identity,
+        port: int,
+        bucket: TokenBucket | None = None,
     ) -> None:
         """`bucket`: what is sent to holders of copies takes from it too."""
         self._board, self._vault, self._identity, self._port = board, vault, identity, port
@@ -54,8 +59,8 @@ class ParitySender:
             self._board.problem("PeerUnreachable", "")
 
     def acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
-        """Per holder that `directive` names: which worker it is, and which own artifacts have their blocks complete there. Nothing, as
-        long as there are no links to these holders yet.
+        """Per holder that `directive` names: which worker it is, and which own artifacts have their blocks
+        complete there. Nothing, as long as there are no links to these holders yet.
         """
         holders = directive.parity.holders if directive.parity else ()
         with self._lock:

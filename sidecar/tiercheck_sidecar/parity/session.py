@@ -30,7 +30,9 @@ def serving(board: SidecarState, vault: Vault, holder: ParityHolder) -> Callable
 class ParitySession:
     """`serve` ends when the caller hangs up, or this sidecar ends. Raises WireBroken."""
 
-    def __init__(self, board: SidecarState, vault: Vault, holder: ParityHolder, wire: Wire, claim: CallerClaim) -> None:
+    def __init__(
+        self, board: SidecarState, vault: Vault, holder: ParityHolder, wire: Wire, claim: CallerClaim
+    ) -> None:
         self._board, self._vault, self._holder = board, vault, holder
         self._wire, self._claim = wire, claim
         self._said: ParitySay | None = None
@@ -114,7 +116,9 @@ class ParitySession:
                         if index >= len(seal.digests.values):
                             raise WireBroken("no such chunk")
                         begin = index * CHUNK
-                        self._wire.send_chunk(file.fileno(), index, begin, min(CHUNK, seal.digests.size - begin))
+                        self._wire.send_chunk(
+                            file.fileno(), index, begin, min(CHUNK, seal.digests.size - begin)
+                        )
         except NotHeld as error:
             self._wire.send(ParitySay("missing", str(error)))
 

@@ -1,8 +1,11 @@
-"""Buffers that arriving chunks wait in until they are verified: few, and the last one used comes first, because it is in the cache.
+"""Buffers that arriving chunks wait in until they are verified: few, and the last one used comes first,
+because it is in the cache.
 
-The byte path of a rebuild: chunks stream in from every part at once, are added up in one buffer, verified, and only then written.
+The byte path of a rebuild: chunks stream in from every part at once, are added up in one buffer, verified,
+and only then written.
 
-A write costs less than touching a fresh mapping page by page, and the slot never holds a byte that was not checked.
+A write costs less than touching a fresh mapping page by page, and the slot never holds a byte that was not
+checked.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from tiercheck_sidecar.vault.digest import CHUNK, digest_chunk, length_of
 
 
 class Scratch:
-    """At most `count` buffers of one chunk, made when first needed. Who finds none waits, and TCP holds back the sender."""
+    """At most `count` buffers of one chunk, made when first needed. Who finds none waits, and TCP holds back
+    the sender."""
 
     def __init__(self, count: int = 8) -> None:
         self._room = threading.BoundedSemaphore(count)
@@ -54,15 +58,19 @@ Parts = Mapping[RebuildPart, tuple[int, DescribedPart]]
 
 
 class PartFailed(Exception):
-    """A part could not be read, or gave bytes that do not match its digests (`corrupt`), or has digests of wrong bytes (`certain`)."""
+    """A part could not be read, or gave bytes that do not match its digests (`corrupt`), or has digests of
+    wrong bytes (`certain`)."""
 
-    def __init__(self, part: RebuildPart, reason: str, *, corrupt: bool = False, certain: bool = False) -> None:
+    def __init__(
+        self, part: RebuildPart, reason: str, *, corrupt: bool = False, certain: bool = False
+    ) -> None:
         super().__init__(reason)
         self.part, self.corrupt, self.certain = part, corrupt, certain
 
 
 class Unfolding:
-    """These chunks of one artifact, written to their places in an open file. What is finished stays finished whatever parts fail."""
+    """These chunks of one artifact, written to their places in an open file. What is finished stays finished
+    whatever parts fail."""
 
     def __init__(self, file: int, digests: Digests, chunks: Iterable[int], dial: DialPeer) -> None:
         self._file, self._digests, self._dial = file, digests, dial
@@ -76,7 +84,8 @@ class Unfolding:
         return not self._missing
 
     def go_on(self, parts: Parts, streams: int) -> None:
-        """Do what is missing. Raises PartFailed, the first one; the rest can be tried again without that part."""
+        """Do what is missing. Raises PartFailed, the first one; the rest can be tried again without that
+        part."""
         self._waiting, self._stopped = deque(sorted(self._missing)), False
         count = max(1, min(streams, len(self._missing) // _CHUNKS_PER_STREAM))
         run_all([*[lambda: self._stream(parts, extra=True)] * (count - 1), lambda: self._stream(parts)])
@@ -134,7 +143,8 @@ class Unfolding:
                     wires[part].send_index(index)
 
     def _examine(self, index: int, parts: Parts, target: memoryview) -> None:
-        """The sum is wrong: read every part again and find out why. Raises PartFailed; if it was the line, `target` is right now."""
+        """The sum is wrong: read every part again and find out why. Raises PartFailed; if it was the line,
+        `target` is right now."""
         weights, pieces = [], []
         for part, (weight, found) in parts.items():
             length = found.length(index)

@@ -1,1 +1,2 @@
-"""Rehearsal: while the job trains, what a recovery would read is read by the recovery's own functions, and every byte is verified."""
+"""Rehearsal: while the job trains, what a recovery would read is read by the recovery's own functions, and
+every byte is verified."""

@@ -1,4 +1,5 @@
-"""What rehearsals have found so far: which proofs this worker can show, and what would not come back. Without I/O.
+"""What rehearsals have found so far: which proofs this worker can show, and what would not come back. Without
+I/O.
 
 How slowly a rehearsal reads, and when a tier's turn has come: the rules, without clocks or threads.
 """
@@ -18,7 +19,8 @@ ADVICE = {
         "if it happens again, have the memory of this worker's node looked at"
     ),
     Tier.PEER: (
-        "A restore goes round it as long as there is another copy, and the next snapshot takes its place; if it happens again, "
+        "A restore goes round it as long as there is another copy, and the next snapshot takes its "
+        "place; if it happens again, "
         "have the memory of the other worker's node and the network between them looked at"
     ),
     Tier.REMOTE: (
@@ -80,15 +82,18 @@ class Ledger:
 SHARE = 0.01
 """Of one core, and of the bandwidth that the job allows its copies or uploads, that reading may take."""
 WIRE_SECONDS = 1e-9
-"""Core-seconds that a byte from elsewhere costs at least: kernel and other threads work for it as well (0.7 per GB were measured)."""
+"""Core-seconds that a byte from elsewhere costs at least: kernel and other threads work for it as well (0.7
+per GB were measured)."""
 AGAIN = 300.0
 """Seconds after which what went wrong is looked at again, if its turn does not come sooner."""
 FRESH = 12 * 3600.0
-"""Seconds for which the proof of a version is good: it is not read again sooner. What lies in a remote store costs money to read."""
+"""Seconds for which the proof of a version is good: it is not read again sooner. What lies in a remote store
+costs money to read."""
 
 
 def rest(core: float, moved: int, bandwidth: int | None) -> float:
-    """Seconds to pause after a piece that took `core` seconds of this thread's processor time and moved `moved` bytes here from elsewhere.
+    """Seconds to pause after a piece that took `core` seconds of this thread's processor time and moved
+    `moved` bytes here from elsewhere.
 
     `bandwidth`: bytes per second that the job allows; None: not limited.
     """

@@ -1,7 +1,8 @@
-"""The thread that rehearses: each tier when its turn has come, one after the other, and never beside a restore or a save.
+"""The thread that rehearses: each tier when its turn has come, one after the other, and never beside a
+restore or a save.
 
-It reads only. What it finds is told and left as it lies: a bad copy that was freed while the job trains might have been the last one, and a
-restore finds it again by itself and goes round it.
+It reads only. What it finds is told and left as it lies: a bad copy that was freed while the job trains might
+have been the last one, and a restore finds it again by itself and goes round it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _LOOK_EVERY = 5.0
 _OUTLIVED = 5.0
 """Seconds within which the word of a newer version follows the end of an older one."""
 _GIVES_WAY = 10.0
-"""Seconds that it waits for a save at most before it reads one more chunk: where deltas are written all the time, it gets on all the same."""
+"""Seconds that it waits for a save at most before it reads one more chunk: where deltas are written all the
+time, it gets on all the same."""
 
 Wait = Callable[[Callable[[], bool], float], bool]
 """Waits until something is so, at most so many seconds; whether it is."""
@@ -139,8 +141,16 @@ class Rehearser:
 class _Ground:
     """`walk.RehearsalGround` by the state and the vault."""
 
-    def __init__(self, board: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait) -> None:
-        self._board, self._vault, self._directive, self._tier, self._wait = board, vault, directive, tier, wait
+    def __init__(
+        self, board: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait
+    ) -> None:
+        self._board, self._vault, self._directive, self._tier, self._wait = (
+            board,
+            vault,
+            directive,
+            tier,
+            wait,
+        )
 
     def newest(self) -> Version:
         with self._board.lock:

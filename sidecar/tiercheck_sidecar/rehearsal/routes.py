@@ -1,4 +1,5 @@
-"""The ways that a restore would take, chunk by chunk: what is read is verified and not kept, and nothing is held from one chunk to the next.
+"""The ways that a restore would take, chunk by chunk: what is read is verified and not kept, and nothing is
+held from one chunk to the next.
 
 A holder's slot is pinned only while it sends, so each chunk is asked for anew, on one lasting connection.
 """
@@ -37,7 +38,8 @@ class Gone(SourceFailed):
 
 
 class Route(Protocol):
-    """Used by one thread. Every method raises Gone, SourceCorrupt (what differs was read twice), SourceFailed, OSError."""
+    """Used by one thread. Every method raises Gone, SourceCorrupt (what differs was read twice),
+    SourceFailed, OSError."""
 
     tier: Tier
     name: str
@@ -105,7 +107,8 @@ class _Elsewhere:
         return self._scratch[:length]
 
     def _check_header(self, artifact: Artifact, digests: Digests) -> None:
-        """The first chunk is here: as when a restored slot is sealed. A header that reaches beyond it is left to its digests."""
+        """The first chunk is here: as when a restored slot is sealed. A header that reaches beyond it is left
+        to its digests."""
         chunk = self._scratch[: length_of(digests, 0)]
         if 8 + int.from_bytes(chunk[:8], "little") > len(chunk) and digests.size > len(chunk):
             return
@@ -207,7 +210,9 @@ class Parity(_Elsewhere):
         if self._current is None or self._current[0] != artifact:
             ranks = coded_with(self._group, artifact.rank, self._procs)
             try:
-                found = Rebuild(artifact, ranks, self._group, self._reach.connect, self._bad.append, tell=False)
+                found = Rebuild(
+                    artifact, ranks, self._group, self._reach.connect, self._bad.append, tell=False
+                )
             except SourceFailed as error:
                 raise Gone(str(error)) from error
             self._current = artifact, found

@@ -1,7 +1,10 @@
-"""One rank's way back over one route, from the first byte to the last: slowly, and out of the way of everything else.
+"""One rank's way back over one route, from the first byte to the last: slowly, and out of the way of
+everything else.
 
-A version that training leaves behind is freed while it is read. Then the reading goes on in its successor, from the chunk where it
-stopped: so a state that is too large to be read within the life of one version is read whole all the same, in parts of several.
+A version that training leaves behind is freed while it is read. Then the reading goes on in its successor,
+from the chunk where it
+stopped: so a state that is too large to be read within the life of one version is read whole all the same, in
+  parts of several.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class RehearsalGround(Protocol):
         """Whether there is a newer one, if need be after a moment. Raises Stopped."""
 
     def rest(self, core: float, moved: int) -> None:
-        """Pause after a piece of work as its cost demands, and while something is being saved. Raises Stopped."""
+        """Pause after a piece of work as its cost demands, and while something is being saved. Raises
+        Stopped."""
 
     def pause(self, seconds: float) -> None:
         """Raises Stopped."""

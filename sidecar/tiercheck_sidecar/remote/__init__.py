@@ -44,7 +44,8 @@ __all__ = [
 
 
 def open_store(remote_json: str, job: str, claimant: Claimant | None = None) -> RemoteStore:
-    """The store that `TIERCHECK_REMOTE` describes, for `job` ("namespace/name"). `claimant`: who wants to write there; None: a tool.
+    """The store that `TIERCHECK_REMOTE` describes, for `job` ("namespace/name"). `claimant`: who wants to
+    write there; None: a tool.
 
     Contacts nothing yet. Raises RemoteConfigError with a sentence.
     """

@@ -1,6 +1,7 @@
 """Turns the job's `spec.tiers.remote`, as the operator hands it to the sidecar, into checked settings.
 
-Credentials of a bucket as people put them into Secrets: `echo key | base64` ends in a line break, which no header may hold.
+Credentials of a bucket as people put them into Secrets: `echo key | base64` ends in a line break, which no
+header may hold.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def parse(remote_json: str) -> S3Settings | DirectorySettings:
         raise RemoteConfigError("The remote tier needs exactly one of s3 and directory.")
     if remote.directory is not None:
         if not PurePosixPath(remote.directory.path).is_absolute():
-            raise RemoteConfigError(f"tiers.remote.directory.path must be absolute, not {remote.directory.path!r}.")
+            raise RemoteConfigError(
+                f"tiers.remote.directory.path must be absolute, not {remote.directory.path!r}."
+            )
         _check_folders("tiers.remote.directory.subPath", remote.directory.sub_path)
         return remote.directory
     assert remote.s3 is not None
@@ -98,11 +101,14 @@ _SIGNING = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def clean_credentials(env: MutableMapping[str, str]) -> None:
-    """Strip blanks and line breaks around each AWS_ variable. Raises RemoteError if one that signs holds them within."""
+    """Strip blanks and line breaks around each AWS_ variable. Raises RemoteError if one that signs holds them
+    within."""
     padded = [name for name, value in env.items() if name.startswith("AWS_") and value != value.strip()]
     for name in sorted(padded):
         env[name] = env[name].strip()
-        log.warning("%s has blanks or a line break around its value; they are left out: %s", name, mend_credentials())
+        log.warning(
+            "%s has blanks or a line break around its value; they are left out: %s", name, mend_credentials()
+        )
     for name in _SIGNING:
         value = env.get(name, "")
         if not (value.isascii() and value.isprintable()) or " " in value:
@@ -118,7 +124,9 @@ def give_credentials() -> str:
     """What to do where there are none. In a pod they are the job's, at a command line the caller's own."""
     if os.environ.get(ENV_POD_UID):
         return "name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in credentialsSecretName, or give the pods a cloud identity"
-    return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws that has them"
+    return (
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws that has them"
+    )
 
 
 def mend_credentials() -> str:

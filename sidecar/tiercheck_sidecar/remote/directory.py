@@ -1,7 +1,9 @@
-"""A shared directory as remote tier, for clusters that have NFS or a parallel file system instead of a bucket.
+"""A shared directory as remote tier, for clusters that have NFS or a parallel file system instead of a
+bucket.
 
-Nothing is visible before it is complete and on disk: bytes go to a temporary file, are synced, then renamed; then every folder
-up to the root is synced. The manifest is hard-linked into place instead, because a link fails where a rename would silently replace.
+Nothing is visible before it is complete and on disk: bytes go to a temporary file, are synced, then renamed;
+then every folder up to the root is synced. The manifest is hard-linked into place instead, because a link
+fails where a rename would silently replace.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class DirectoryObjects(Objects):
             if not self._root.is_dir():
                 raise RemoteError(
                     Reason.NO_SUCH_BUCKET,
-                    f"The directory {self._root} does not exist; mount the shared volume there in every worker.",
+                    f"The directory {self._root} does not exist; mount the shared volume there in every "
+                    "worker.",
                     retriable=True,
                 )
         self.write(PROBE, b"")
@@ -103,7 +106,9 @@ class DirectoryObjects(Objects):
         with self._sentences():
             for path, name in _walk(self._folder / folder):
                 key = path.relative_to(self._folder).as_posix()
-                if name.startswith(_TEMPORARY) or not key.startswith(f"{folder}/{beginning}" if folder else beginning):
+                if name.startswith(_TEMPORARY) or not key.startswith(
+                    f"{folder}/{beginning}" if folder else beginning
+                ):
                     continue
                 with contextlib.suppress(FileNotFoundError):  # deleted since
                     status = path.stat()
@@ -132,7 +137,8 @@ class DirectoryObjects(Objects):
                             self._remove_empty(path.parent)
 
     def _sync_up(self, folder: Path) -> None:
-        """A folder that was just made is an entry of its parent, and lost with it: so every one up to the root is synced."""
+        """A folder that was just made is an entry of its parent, and lost with it: so every one up to the
+        root is synced."""
         while folder != self._root:
             sync_folder(folder)
             folder = folder.parent
@@ -175,7 +181,8 @@ def _as_remote_error(error: OSError, location: str) -> RemoteError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return RemoteError(
             Reason.FORBIDDEN,
-            f"{location} may not be used ({error.strerror}); let the sidecar's user (see fsGroup) write there.",
+            f"{location} may not be used ({error.strerror}); let the sidecar's user (see fsGroup) write "
+            "there.",
             retriable=False,
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -186,7 +193,9 @@ def _as_remote_error(error: OSError, location: str) -> RemoteError:
         )
     if error.errno == errno.ENOENT:
         return RemoteError(
-            Reason.NO_SUCH_BUCKET, f"{location} is not there; mount the shared volume in every worker.", retriable=True
+            Reason.NO_SUCH_BUCKET,
+            f"{location} is not there; mount the shared volume in every worker.",
+            retriable=True,
         )
     return RemoteError(
         Reason.UNREACHABLE, f"{location} does not answer ({error}); look at the file server.", retriable=True

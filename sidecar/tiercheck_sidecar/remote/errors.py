@@ -1,7 +1,7 @@
 """So that a full disk, a wrong key and a flipped bit are told apart: the errors of the remote tier.
 
-Every message is a sentence for the person who runs the job; `reason` is what a condition carries, `retriable` is
-what the upload loop asks.
+Every message is a sentence for the person who runs the job; `reason` is what a condition carries, `retriable`
+is what the upload loop asks.
 """
 
 from __future__ import annotations
@@ -70,4 +70,6 @@ class RemoteClosed(RemoteError):
     """The store was closed while the operation ran."""
 
     def __init__(self) -> None:
-        super().__init__(Reason.OTHER, "The remote tier was closed before this operation ended.", retriable=False)
+        super().__init__(
+            Reason.OTHER, "The remote tier was closed before this operation ended.", retriable=False
+        )

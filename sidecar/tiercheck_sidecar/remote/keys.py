@@ -11,9 +11,11 @@ from tiercheck.protocol.version import Version
 ARTIFACTS = "artifacts/"
 MANIFESTS = "manifests/"
 ATTEMPTS = "attempts/"
-"""An empty object per job and attempt that has begun, so that workers of an older one learn of it even if nobody else reaches them."""
+"""An empty object per job and attempt that has begun, so that workers of an older one learn of it even if
+nobody else reaches them."""
 OWNERS = "owner/"
-"""Who may write here, one small object per owner, numbered: each is created once, and the highest number counts."""
+"""Who may write here, one small object per owner, numbered: each is created once, and the highest number
+counts."""
 CHECK = "check/"
 """What a preflight writes, and deletes again."""
 PROBE = "probe"
@@ -34,12 +36,14 @@ def artifacts_of(version: Version) -> str:
 
 
 def artifact_key(version: Version, rank: int, digest: str) -> str:
-    """`digest` is that of the artifact's digests: who has other bytes writes another key, so nothing that a manifest names is overwritten."""
+    """`digest` is that of the artifact's digests: who has other bytes writes another key, so nothing that a
+    manifest names is overwritten."""
     return f"{artifacts_of(version)}{digest}/rank-{rank}.safetensors"
 
 
 def digests_key(artifact_key: str, rank: int) -> str:
-    """Of the object beside an artifact. Releases that wrote no digest into the key put both one folder higher."""
+    """Of the object beside an artifact. Releases that wrote no digest into the key put both one folder
+    higher."""
     return f"{artifact_key.rpartition('/')[0]}/rank-{rank}.json"
 
 

@@ -1,8 +1,8 @@
 """What a durable place must be able to do to serve as remote tier: nine verbs over keys and bytes.
 
-Everything that makes the remote tier safe (manifests, digests, retention) is above this line, in `store`; adding a
-place means writing these verbs and passing the conformance suite. Keys are relative to the job's folder and use "/".
-All methods block, may be called from several threads, and raise RemoteError.
+Everything that makes the remote tier safe (manifests, digests, retention) is above this line, in `store`;
+adding a place means writing these verbs and passing the conformance suite. Keys are relative to the job's
+folder and use "/". All methods block, may be called from several threads, and raise RemoteError.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from tiercheck_sidecar.remote.errors import Reason, RemoteCorrupt, RemoteError
 log = logging.getLogger(__name__)
 
 LONGEST = MOST_BYTES
-"""Bytes of a small object, and of any other answer that is read into memory as a whole: the manifest of ten thousand ranks has some 3 MiB."""
+"""Bytes of a small object, and of any other answer that is read into memory as a whole: the manifest of ten
+thousand ranks has some 3 MiB."""
 
 Arrived = Callable[[int], None]
-"""Called with how many bytes of what is read are there; with 0 whenever a try begins, since it writes them all again."""
+"""Called with how many bytes of what is read are there; with 0 whenever a try begins, since it writes them
+all again."""
 
 
 class Gate(Protocol):
     """Called with the offset and the bytes of each piece before it is sent; raises to abandon the upload."""
 
     def __call__(self, offset: int, piece: memoryview, first: Callable[[memoryview], None] = ...) -> None:
-        """`first` sees all of `piece`, part by part, just before the gate reads it: memory is then read once for both."""
+        """`first` sees all of `piece`, part by part, just before the gate reads it: memory is then read once
+        for both."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,18 @@ def _declared(verb: Callable[..., Any]) -> Callable[..., Any]:
         except RemoteError:
             raise
         except Exception as error:
-            # Without the error's own words: a header that was refused is named with its content, and that may be a credential.
+            # Without the error's own words: a header that was refused is named with its content, and that may
+            # be a credential.
             log.warning(
-                "%s failed:\n%s%s", place.location, "".join(traceback.format_tb(error.__traceback__)), type(error)
+                "%s failed:\n%s%s",
+                place.location,
+                "".join(traceback.format_tb(error.__traceback__)),
+                type(error),
             )
             raise RemoteError(
                 Reason.OTHER,
-                f"{place.location} failed in a way that nobody thought of ({describe(error)}); check spec.tiers.remote and what "
+                f"{place.location} failed in a way that nobody thought of ({describe(error)}); check "
+                "spec.tiers.remote and what "
                 "answers there. The log of this sidecar says more.",
                 retriable=True,
             ) from error
@@ -84,7 +92,8 @@ class Objects(ABC):
     location: str
     """How to name it in a sentence, e.g. `s3://bucket/prefix`."""
     weakness: str = ""
-    """What it was found not to do as promised here, and is done without as far as that goes: a sentence. Known after `check`."""
+    """What it was found not to do as promised here, and is done without as far as that goes: a sentence.
+    Known after `check`."""
 
     @abstractmethod
     def check(self) -> None:
@@ -92,10 +101,11 @@ class Objects(ABC):
 
     @abstractmethod
     def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
-        """Store the bytes of `source`, in pieces of a multiple of `chunk` that pass `gate` before they are sent, from several threads.
+        """Store the bytes of `source`, in pieces of a multiple of `chunk` that pass `gate` before they are
+        sent, from several threads.
 
-        Readers see all of it or nothing. Overwrites. Pieces that an interrupted upload of the same bytes left may be used; they
-        do not pass `gate` again.
+        Readers see all of it or nothing. Overwrites. Pieces that an interrupted upload of the same bytes left
+        may be used; they do not pass `gate` again.
         """
 
     @abstractmethod
@@ -108,11 +118,13 @@ class Objects(ABC):
 
     @abstractmethod
     def read(self, key: str) -> bytes | None:
-        """A small object; None if there is none. Raises RemoteCorrupt, before it is read, if it is larger than `LONGEST`."""
+        """A small object; None if there is none. Raises RemoteCorrupt, before it is read, if it is larger
+        than `LONGEST`."""
 
     @abstractmethod
     def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ...) -> int:
-        """Fill `into` from `offset` on. Returns the bytes read, less than asked at the end or if it is missing.
+        """Fill `into` from `offset` on. Returns the bytes read, less than asked at the end or if it is
+        missing.
 
         What `arrived` raises ends it.
         """
@@ -127,15 +139,16 @@ class Objects(ABC):
 
     @abstractmethod
     def forget_unfinished(self, dead: Callable[[str], bool]) -> None:
-        """Free what killed uploads left behind invisibly, where `dead(key)` says that nobody writes it any more."""
+        """Free what killed uploads left behind invisibly, where `dead(key)` says that nobody writes it any
+        more."""
 
     def close(self) -> None:  # noqa: B027  (nothing to release by default)
         """Release connections."""
 
 
 def bounded(read: Callable[[int], bytes], place: str, claimed: int = 0) -> bytes:
-    """All that `read` gives, which is asked for at most so many bytes each time and returns none at the end. `claimed`: bytes that there
-    are said to be. Raises RemoteCorrupt if either is more than `LONGEST`."""
+    """All that `read` gives, which is asked for at most so many bytes each time and returns none at the end.
+    `claimed`: bytes that there are said to be. Raises RemoteCorrupt if either is more than `LONGEST`."""
     found = bytearray()
     while max(claimed, len(found)) <= LONGEST:
         piece = read(min(_PIECE, LONGEST + 1 - len(found)))

@@ -1,11 +1,14 @@
-"""Whose a job's folder in the remote tier is: one job of one cluster at a time, so that two never destroy each other's versions.
+"""Whose a job's folder in the remote tier is: one job of one cluster at a time, so that two never destroy
+each other's versions.
 
-Jobs of the same namespace and name find each other there if they share a bucket and a prefix: one after the other in a cluster, which is
-how a job is resumed; but also in a development and a production cluster, or in a copy made for disaster recovery.
+Jobs of the same namespace and name find each other there if they share a bucket and a prefix: one after the
+other in a cluster, which is how a job is resumed; but also in a development and a production cluster, or in a
+copy made for disaster recovery.
 
-Every owner is an object `owner/<number>.json`, created only if there is none; the highest number counts. So of two that want the folder
-one wins, and nobody's claim is overwritten. Kubernetes lets only one job of a name exist at a time in a cluster, so there the next one
-succeeds the last without a question. In another cluster it takes a person's word.
+Every owner is an object `owner/<number>.json`, created only if there is none; the highest number counts. So
+of two that want the folder one wins, and nobody's claim is overwritten. Kubernetes lets only one job of a
+name exist at a time in a cluster, so there the next one succeeds the last without a question. In another
+cluster it takes a person's word.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ def may_claim(owner: StoreOwner | None, claimant: Claimant) -> bool:
     if owner is None or (owner.job_uid == claimant.job_uid and not owner.cluster):
         return True  # whom a person named may lack the cluster; then the job writes it down
     if owner.job_uid == claimant.job_uid or claimant.job_uid in owner.former:
-        # A clone of the claimant, or its successor: what is left of a job that was deleted must not come back by itself.
+        # A clone of the claimant, or its successor: what is left of a job that was deleted must not come back
+        # by itself.
         return False
     if owner.cluster and owner.cluster == claimant.cluster:
         return True
@@ -74,8 +78,10 @@ def refusal(owner: StoreOwner, claimant: Claimant, location: str) -> str:
     """What to say to a claimant that may not write: who owns the folder and what to do."""
     lost = claimant.job_uid in owner.former
     return (
-        f"{location} {'was taken over by' if lost else 'belongs to'} {owner.described}; this is job UID {claimant.job_uid} of "
-        f"cluster {claimant.cluster or 'unknown'}. Nothing there was touched. Give this job another prefix; or, if that one must not write there "
+        f"{location} {'was taken over by' if lost else 'belongs to'} {owner.described}; this is job UID "
+        f"{claimant.job_uid} of "
+        f"cluster {claimant.cluster or 'unknown'}. Nothing there was touched. Give this job another "
+        "prefix; or, if that one must not write there "
         f"any more, run: kubectl tiercheck remote take-over"
         + ("." if lost else f", or set tiers.remote.takeOverFrom: {owner.job_uid} before this job begins.")
     )
@@ -89,7 +95,8 @@ def _day(when: float) -> str:
 
 
 class Ownership:
-    """What one process knows of it. Thread-safe: it only remembers what never changes. All methods raise RemoteError."""
+    """What one process knows of it. Thread-safe: it only remembers what never changes. All methods raise
+    RemoteError."""
 
     def __init__(self, objects: Objects, claimant: Claimant | None) -> None:
         self._objects, self._claimant = objects, claimant
@@ -100,12 +107,14 @@ class Ownership:
         return self._read(self._number())
 
     def check(self) -> None:
-        """Raises RemoteOwned if the folder is another's, and may not be claimed. Without a claimant nothing is asked."""
+        """Raises RemoteOwned if the folder is another's, and may not be claimed. Without a claimant nothing
+        is asked."""
         if self._claimant is not None:
             self._judge(self.owner(), self._claimant)
 
     def claim(self) -> None:
-        """Make the folder the claimant's, if it is not. Raises RemoteOwned. Without a claimant nothing is asked."""
+        """Make the folder the claimant's, if it is not. Raises RemoteOwned. Without a claimant nothing is
+        asked."""
         claimant = self._claimant
         if claimant is None:
             return
@@ -113,9 +122,13 @@ class Ownership:
             number = self._number()
             owner = self._read(number)
             self._judge(owner, claimant)
-            if owns(owner, claimant) or self._succeed(number, owner, StoreOwner(claimant.cluster, claimant.job_uid)):
+            if owns(owner, claimant) or self._succeed(
+                number, owner, StoreOwner(claimant.cluster, claimant.job_uid)
+            ):
                 return
-        raise RemoteError(Reason.OWNED, f"{self._objects.location} changes hands all the time.", retriable=True)
+        raise RemoteError(
+            Reason.OWNED, f"{self._objects.location} changes hands all the time.", retriable=True
+        )
 
     def give_to(self, job_uid: str, cluster: str = "") -> StoreOwner | None:
         """Make the folder a job's, whoever had it: a person's word. Returns who had it."""
@@ -134,7 +147,9 @@ class Ownership:
 
     def _succeed(self, number: int, before: StoreOwner | None, owner: StoreOwner) -> bool:
         former = (
-            () if before is None else tuple(each for each in (*before.former, before.job_uid) if each != owner.job_uid)
+            ()
+            if before is None
+            else tuple(each for each in (*before.former, before.job_uid) if each != owner.job_uid)
         )
         owner = replace(owner, since=time.time(), former=former[-_FORMER:])
         if not self._objects.create(keys.owner_key(number + 1), to_json(owner)):
@@ -160,6 +175,8 @@ class Ownership:
         try:
             owner = from_json(body, StoreOwner)
         except Malformed as error:
-            raise RemoteCorrupt(f"{place}, which says whose the folder is, cannot be read: {error}.") from error
+            raise RemoteCorrupt(
+                f"{place}, which says whose the folder is, cannot be read: {error}."
+            ) from error
         self._known = number, owner
         return owner

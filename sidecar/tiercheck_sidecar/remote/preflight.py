@@ -1,7 +1,8 @@
-"""Tries out, with small objects and one of two parts, all that the remote tier relies on, before a job has to.
+"""Tries out, with small objects and one of two parts, all that the remote tier relies on, before a job has
+to.
 
-Each promise is tried by what would go wrong without it: a second writer that is not refused, a range that begins elsewhere, an object that is
-listed late, or cannot be deleted. What is written is deleted again.
+Each promise is tried by what would go wrong without it: a second writer that is not refused, a range that
+begins elsewhere, an object that is listed late, or cannot be deleted. What is written is deleted again.
 """
 
 from __future__ import annotations
@@ -81,8 +82,10 @@ def _conditional(objects: Objects, folder: str) -> str:
     found = objects.read(key)
     if not first or second or found != b"first":
         raise Broken(
-            f"of two writers of one new object the first {'won' if first else 'lost'} and the second {'won' if second else 'lost'}, and "
-            f"{'the first' if found == b'first' else 'not the first'} is read. Use a server that honours If-None-Match, or a "
+            f"of two writers of one new object the first {'won' if first else 'lost'} and the second "
+            f"{'won' if second else 'lost'}, and "
+            f"{'the first' if found == b'first' else 'not the first'} is read. Use a server that honours "
+            "If-None-Match, or a "
             "file system with hard links."
         )
     return "the second of two writers of a new object is refused"
@@ -105,7 +108,8 @@ def _ranges(objects: Objects, folder: str) -> str:
         wanted = content[begin : begin + length]
         if into[:got] != wanted:
             raise Broken(
-                f"bytes {begin} to {begin + len(wanted)} were asked for, and the {got} that came are not what was written. Look for a "
+                f"bytes {begin} to {begin + len(wanted)} were asked for, and the {got} that came are not "
+                "what was written. Look for a "
                 "proxy or cache in between that does not know ranges."
             )
     return "ranges come as they were written"
@@ -115,8 +119,10 @@ def _listing(objects: Objects, folder: str) -> str:
     sizes = {stored.key: stored.size for stored in objects.list(folder)}
     if sizes != {f"{folder}once": 5, f"{folder}large": SIZE}:
         raise Broken(
-            f"two objects were written and {len(sizes)} of them are listed right after that, or with another size. Use a store "
-            "that lists what is written at once; a manifest that is listed late is a version that a restore does not find."
+            f"two objects were written and {len(sizes)} of them are listed right after that, or with "
+            "another size. Use a store "
+            "that lists what is written at once; a manifest that is listed late is a version that a "
+            "restore does not find."
         )
     return "what was written is listed at once, in full size"
 
@@ -131,7 +137,9 @@ def _clock(objects: Objects, folder: str) -> str:
     skew = min(max(stored.modified, before - 1.0), after) - stored.modified  # stores tell whole seconds
     seen = f"the store's clock is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} this machine's"
     if abs(skew) > MOST_SKEW:
-        raise Broken(f"{seen}. Synchronise both (NTP): S3 refuses requests from 15 minutes on, and keepFor goes by it.")
+        raise Broken(
+            f"{seen}. Synchronise both (NTP): S3 refuses requests from 15 minutes on, and keepFor goes by it."
+        )
     return "the store's clock and this machine's agree" if abs(skew) < 2 else seen
 
 
@@ -141,7 +149,8 @@ def _delete(objects: Objects, folder: str) -> str:
     left = [key for key in written if objects.read(key) is not None] or objects.list(folder)
     if left:
         raise Broken(
-            f"{len(left)} of {len(written)} objects are still there after they were deleted. Allow these credentials to delete; without "
+            f"{len(left)} of {len(written)} objects are still there after they were deleted. Allow these "
+            "credentials to delete; without "
             "that, old versions pile up for ever."
         )
     return "what is deleted is gone at once"

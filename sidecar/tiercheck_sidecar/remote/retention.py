@@ -1,7 +1,8 @@
 """Decides what may be deleted from the remote tier; deletes nothing itself.
 
-"Newest" here means newest in the job's accepted history, by attempt and step. Clocks do not decide: those of a shared directory are the
-writers' own. Steps alone would mislead: after a rollback the versions that count have lower ones than the dead ones.
+"Newest" here means newest in the job's accepted history, by attempt and step. Clocks do not decide: those of
+a shared directory are the writers' own. Steps alone would mislead: after a rollback the versions that count
+have lower ones than the dead ones.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ def to_delete(
     keep_seconds: float | None = None,
     history: History | None = None,
 ) -> tuple[Version, ...]:
-    """Complete versions that are not needed, the oldest first. `committed`: when each manifest was created, by the store.
+    """Complete versions that are not needed, the oldest first. `committed`: when each manifest was created,
+    by the store.
 
-    Kept are the newest `keep`, those that `history` accepts before all others (None: it accepts all), and, if given, all that are
-    at most `keep_seconds` older than the one created last: so a job that stands still loses nothing by waiting, and a wrong clock
-    can only keep more. The newest is never deleted. Only snapshots are stored, so every version stands for itself and no chain
-    can be broken.
+    Kept are the newest `keep`, those that `history` accepts before all others (None: it accepts all), and, if
+    given, all that are at most `keep_seconds` older than the one created last: so a job that stands still
+    loses nothing by waiting, and a wrong clock can only keep more. The newest is never deleted. Only
+    snapshots are stored, so every version stands for itself and no chain can be broken.
     """
     by_age = sorted(committed, key=lambda version: _age(version, history))
     if not by_age:
@@ -41,8 +43,9 @@ def is_abandoned(
 ) -> bool:
     """Whether nobody completes this version any more, which has no manifest.
 
-    A job completes versions in the order of its history, one at a time. So what is older than the newest complete one is abandoned,
-    and what is newer, or of an attempt that `history` does not know yet, may still be on its way.
+    A job completes versions in the order of its history, one at a time. So what is older than the newest
+    complete one is abandoned, and what is newer, or of an attempt that `history` does not know yet, may still
+    be on its way.
     """
     if not kept or version in protect:
         return False

@@ -1,7 +1,8 @@
-"""The remote tier as the rest of the sidecar sees it: versions that exist completely, verified, or not at all.
+"""The remote tier as the rest of the sidecar sees it: versions that exist completely, verified, or not at
+all.
 
-A version exists when its manifest does. The manifest is created after all its objects, atomically and only once;
-it is deleted before any of them. So whoever dies in between leaves garbage, never half a version.
+A version exists when its manifest does. The manifest is created after all its objects, atomically and only
+once; it is deleted before any of them. So whoever dies in between leaves garbage, never half a version.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 class RemoteStore:
     """One job's versions in one durable place. All methods block, are thread-safe, and raise RemoteError.
 
-    With a `claimant` nothing is written, deleted or listed while the folder is another's: that raises RemoteOwned. Tools have none.
+    With a `claimant` nothing is written, deleted or listed while the folder is another's: that raises
+    RemoteOwned. Tools have none.
     """
 
     def __init__(self, objects: Objects, job: str, claimant: Claimant | None = None) -> None:
@@ -97,8 +99,10 @@ class RemoteStore:
         *,
         mapped: memoryview | None = None,
     ) -> RankArtifact:
-        """Upload one rank's sealed artifact, then its digests. What an interrupted upload of it left is used. `bandwidth`: bytes per second, shared by all uploads
-        of this store; None: no limit. `mapped`: the file's bytes, if the caller has them in memory. Uploading again is harmless; a complete version is never overwritten.
+        """Upload one rank's sealed artifact, then its digests. What an interrupted upload of it left is used.
+        `bandwidth`: bytes per second, shared by all uploads of this store; None: no limit. `mapped`: the
+        file's bytes, if the caller has them in memory. Uploading again is harmless; a complete version is
+        never overwritten.
 
         Raises RemoteCorrupt, and stores nothing, if the file does not match its digests.
         """
@@ -115,7 +119,8 @@ class RemoteStore:
                     return named
             raise RemoteError(
                 Reason.OTHER,
-                f"{version} already exists in {self.location} with other content, written by job UID {complete.job_uid}. "
+                f"{version} already exists in {self.location} with other content, written by job UID "
+                f"{complete.job_uid}. "
                 "It was left as it is; give this job another prefix, or delete the old versions.",
                 retriable=False,
             )
@@ -131,15 +136,20 @@ class RemoteStore:
         return artifact
 
     def commit(self, manifest: Manifest) -> bool:
-        """Make a version exist. True if it now exists with this content, False if another writer's came first.
+        """Make a version exist. True if it now exists with this content, False if another writer's came
+        first.
 
         `created` is not part of the content: a coordinator that was restarted commits the same version again.
         Raises RemoteCorrupt if an artifact is not there in its full size.
         """
-        if manifest.job != self.job or sorted(a.rank for a in manifest.artifacts) != list(range(manifest.world_size)):
+        if manifest.job != self.job or sorted(a.rank for a in manifest.artifacts) != list(
+            range(manifest.world_size)
+        ):
             raise ValueError(f"not a complete manifest of {self.job}: {manifest.job}, {manifest.version}")
         self._ownership.claim()
-        sizes = {stored.key: stored.size for stored in self._objects.list(keys.artifacts_of(manifest.version))}
+        sizes = {
+            stored.key: stored.size for stored in self._objects.list(keys.artifacts_of(manifest.version))
+        }
         for artifact in manifest.artifacts:
             if sizes.get(artifact.key) != artifact.bytes:
                 raise RemoteCorrupt(
@@ -148,7 +158,9 @@ class RemoteStore:
                 )
         failpoint("before-manifest")
         try:
-            if self._objects.create(keys.manifest_key(manifest.version), to_json(_content(manifest, manifest.created))):
+            if self._objects.create(
+                keys.manifest_key(manifest.version), to_json(_content(manifest, manifest.created))
+            ):
                 failpoint("after-manifest")
                 return True
         except RemoteError as error:
@@ -158,7 +170,8 @@ class RemoteStore:
         return _content(self.read_manifest(manifest.version)) == _content(manifest)
 
     def begin_attempt(self, job_uid: str, attempt: int) -> None:
-        """Announce an attempt to whoever still writes here for an older one; what was announced before it is forgotten."""
+        """Announce an attempt to whoever still writes here for an older one; what was announced before it is
+        forgotten."""
         self._ownership.claim()
         key = keys.attempt_key(job_uid, attempt)
         self._objects.create(key, b"")
@@ -196,8 +209,8 @@ class RemoteStore:
         chunks: Sequence[int] | None = None,
         heard: Callable[[int], None] = nothing_arrived,
     ) -> None:
-        """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify every chunk. `heard` is told
-        of the bytes as they come, and what it raises ends the reading.
+        """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify
+        every chunk. `heard` is told of the bytes as they come, and what it raises ends the reading.
 
         Raises RemoteCorrupt; `into` is then garbage.
         """
@@ -211,7 +224,12 @@ class RemoteStore:
         with ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="remote-fetch") as pool:
             ranges = [
                 pool.submit(
-                    self._fetch_range, artifact.key, digests, begin, into[begin : min(end, digests.size)], heard
+                    self._fetch_range,
+                    artifact.key,
+                    digests,
+                    begin,
+                    into[begin : min(end, digests.size)],
+                    heard,
                 )
                 for begin, end in _stretches(wanted, digests.chunk)
             ]
@@ -222,7 +240,8 @@ class RemoteStore:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def fetch_stretch(self, artifact: RankArtifact, begin: int, into: memoryview) -> None:
-        """Read whole chunks from byte `begin` on, the start of one, and verify them; for those who cannot hold all of an artifact.
+        """Read whole chunks from byte `begin` on, the start of one, and verify them; for those who cannot
+        hold all of an artifact.
 
         `artifact` with its digests. Raises RemoteCorrupt; `into` is then garbage.
         """
@@ -236,10 +255,11 @@ class RemoteStore:
         keep_seconds: float | None = None,
         history: History | None = None,
     ) -> tuple[Version, ...]:
-        """Delete all but the newest `keep` versions, those that `history` accepts before all others, and, if given, those committed in the
-        last `keep_seconds`; and what interrupted uploads left behind.
+        """Delete all but the newest `keep` versions, those that `history` accepts before all others, and, if
+        given, those committed in the last `keep_seconds`; and what interrupted uploads left behind.
 
-        Never the newest complete version, and nothing of `protect` (complete or still being uploaded). Returns the versions that are left.
+        Never the newest complete version, and nothing of `protect` (complete or still being uploaded).
+        Returns the versions that are left.
         """
         self._ownership.claim()
         committed = self._committed()
@@ -254,7 +274,9 @@ class RemoteStore:
         def abandoned(key: str) -> bool:
             version = keys.version_of(key)
             return (
-                version is not None and version not in kept and retention.is_abandoned(version, kept, protect, history)
+                version is not None
+                and version not in kept
+                and retention.is_abandoned(version, kept, protect, history)
             )
 
         self._objects.delete([each.key for each in self._objects.list(keys.ARTIFACTS) if abandoned(each.key)])
@@ -298,7 +320,9 @@ class RemoteStore:
         return found
 
     def _committed(self) -> dict[Version, float]:
-        listed = ((keys.version_of(stored.key), stored.modified) for stored in self._objects.list(keys.MANIFESTS))
+        listed = (
+            (keys.version_of(stored.key), stored.modified) for stored in self._objects.list(keys.MANIFESTS)
+        )
         return {version: modified for version, modified in listed if version is not None}
 
     def _manifest(self, version: Version) -> Manifest | None:

@@ -1,4 +1,5 @@
-"""No byte leaves for the remote tier or comes back from it unchecked: the digests of sealing, compared at this hop."""
+"""No byte leaves for the remote tier or comes back from it unchecked: the digests of sealing, compared at
+this hop."""
 
 from __future__ import annotations
 
@@ -29,11 +30,16 @@ def nothing(_: memoryview) -> None:
 
 
 def check_chunks(
-    piece: memoryview, offset: int, digests: Digests, place: str, first: Callable[[memoryview], None] = nothing
+    piece: memoryview,
+    offset: int,
+    digests: Digests,
+    place: str,
+    first: Callable[[memoryview], None] = nothing,
 ) -> None:
     """Raises RemoteCorrupt at the first chunk that differs. `piece` begins on a chunk, at byte `offset`.
 
-    `first` is called with all of it, part by part, each before it is digested: what reads or fills it there leaves it in the cache.
+    `first` is called with all of it, part by part, each before it is digested: what reads or fills it there
+    leaves it in the cache.
     """
     for begin in range(0, len(piece), digests.chunk):
         index = (offset + begin) // digests.chunk
@@ -42,7 +48,8 @@ def check_chunks(
 
 
 class Arriving:
-    """Digests the chunks of `into`, which are at `offset` of the artifact, as they come: while they are still in the cache."""
+    """Digests the chunks of `into`, which are at `offset` of the artifact, as they come: while they are still
+    in the cache."""
 
     def __init__(
         self,
@@ -73,7 +80,9 @@ class Arriving:
                 self._hasher.update(piece)
             self._seen = stop
             if stop == end:
-                check_digest(self._hasher.hexdigest(), self._offset // chunk + index, self._digests, self._place)
+                check_digest(
+                    self._hasher.hexdigest(), self._offset // chunk + index, self._digests, self._place
+                )
                 self._hasher = running()
 
 

@@ -1,7 +1,9 @@
-"""What a holder is still owed: decided from what is sealed here, what it has acknowledged, and which snapshot is named.
+"""What a holder is still owed: decided from what is sealed here, what it has acknowledged, and which snapshot
+is named.
 
-Snapshots of one named version at a time; deltas as they come, every one after the oldest snapshot that the holder keeps or is
-being sent, in the order of steps. The two go on lanes of their own, so that a delta never waits behind a snapshot.
+Snapshots of one named version at a time; deltas as they come, every one after the oldest snapshot that the
+holder keeps or is being sent, in the order of steps. The two go on lanes of their own, so that a delta never
+waits behind a snapshot.
 
 When to try again what went wrong: longer each time, so that a holder without room is not asked in a circle.
 """
@@ -17,10 +19,18 @@ from tiercheck_sidecar.vault import Seal
 
 
 def due(
-    kind: Kind, held: Iterable[Seal], acknowledged: Collection[Artifact], copy: Version | None, history: History
+    kind: Kind,
+    held: Iterable[Seal],
+    acknowledged: Collection[Artifact],
+    copy: Version | None,
+    history: History,
 ) -> list[Seal]:
     """Own artifacts that a holder should get now, first things first. `copy` is the snapshot that is named."""
-    own = [seal for seal in held if seal.tier is Tier.LOCAL and seal.share is None and history.accepts(seal.version)]
+    own = [
+        seal
+        for seal in held
+        if seal.tier is Tier.LOCAL and seal.share is None and history.accepts(seal.version)
+    ]
     bases: dict[int, Version] = {}
     for has in acknowledged:
         if has.kind is Kind.SNAPSHOT:
@@ -33,7 +43,11 @@ def due(
         for seal in own
         if seal.kind is kind
         and Artifact(seal.rank, seal.version, kind) not in acknowledged
-        and (seal.version == copy if kind is Kind.SNAPSHOT else seal.rank in bases and seal.version > bases[seal.rank])
+        and (
+            seal.version == copy
+            if kind is Kind.SNAPSHOT
+            else seal.rank in bases and seal.version > bases[seal.rank]
+        )
     ]
     return sorted(wanted, key=lambda seal: (seal.version, seal.rank))
 

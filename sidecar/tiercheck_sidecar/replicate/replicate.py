@@ -1,9 +1,11 @@
 """Replicate: bring own ranks' artifacts from memory to this worker's holders, while the next step trains.
 
-Two threads per holder, one for the snapshot that the coordinator names and one for deltas, so that no delta waits behind a
-snapshot, a slow holder delays nobody else, and no holder ever delays a trainer. What a holder has is asked again in each
-attempt: after a recovery what exists is offered to the new holders at once, without waiting for a snapshot. And now and then
-within one: a holder that was started anew, or found that a copy had rotted, has less than it once said.
+Two threads per holder, one for the snapshot that the coordinator names and one for deltas, so that no delta
+waits behind a snapshot, a slow holder delays nobody else, and no holder ever delays a trainer. What a holder
+has is asked again in each
+attempt: after a recovery what exists is offered to the new holders at once, without waiting for a snapshot.
+And now and then within one: a holder that was started anew, or found that a copy had rotted, has less than it
+once said.
 """
 
 from __future__ import annotations
@@ -90,11 +92,17 @@ class Replicator:
                 self._era, self._troubles, self._lanes = era, {}, set()
                 self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
             self._board.problem("PeerUnreachable", "")
-        return [(holder, kind, era) for holder in era.holders for kind in Kind if (holder, kind) not in self._lanes]
+        return [
+            (holder, kind, era)
+            for holder in era.holders
+            for kind in Kind
+            if (holder, kind) not in self._lanes
+        ]
 
     def acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
-        """Each holder that `directive` names: its worker, and what it has verified of own ranks in that attempt and has had no
-        reason to free. What was said before the lanes to these holders began counts for nothing.
+        """Each holder that `directive` names: its worker, and what it has verified of own ranks in that
+        attempt and has had no reason to free. What was said before the lanes to these holders began counts
+        for nothing.
         """
         with self._lock:
             here = self._acknowledged if self._era and self._era.attempt == directive.attempt else {}
@@ -104,7 +112,9 @@ class Replicator:
         """Whether a holder lacks anything that it should have."""
         with self._lock:
             era = self._era
-        return era is not None and any(self._due(holder, kind, era) for holder in era.holders for kind in Kind)
+        return era is not None and any(
+            self._due(holder, kind, era) for holder in era.holders for kind in Kind
+        )
 
     def _serve(self, holder: Peer, kind: Kind, era: _Era) -> None:
         """One lane."""
@@ -118,10 +128,12 @@ class Replicator:
                     reviewed_at = time.monotonic()
                 candidates = first_of_each_rank(self._due(holder, kind, era))
                 seal = next(
-                    (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)), None
+                    (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)),
+                    None,
                 )
                 if seal is None:
-                    # While something waits for its next try, what happens elsewhere must not wake this lane again and again.
+                    # While something waits for its next try, what happens elsewhere must not wake this lane
+                    # again and again.
                     if candidates:
                         soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
                         self._board.wait_until(lambda: self._era != era, max(0.0, soonest - now))
@@ -170,7 +182,11 @@ class Replicator:
                 waits.failed(seal.rank, time.monotonic())
 
     def _review(
-        self, holder: Peer, ask: Callable[[int], Iterable[ListedArtifact]], hang_up: Callable[[], None], era: _Era
+        self,
+        holder: Peer,
+        ask: Callable[[int], Iterable[ListedArtifact]],
+        hang_up: Callable[[], None],
+        era: _Era,
     ) -> None:
         """What the holder has no more counts no more, and is due again."""
         with self._lock:
@@ -218,12 +234,16 @@ class Replicator:
         if not worst:
             self._board.problem("PeerUnreachable", "")
             return
-        told = ". ".join(f"Worker {worker} does not take copies: {why}" for worker, why in sorted(worst.items()))
+        told = ". ".join(
+            f"Worker {worker} does not take copies: {why}" for worker, why in sorted(worst.items())
+        )
         hope = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
         self._board.problem("PeerUnreachable", f"{told}. {hope}")
 
 
-def still_kept(acknowledged: frozenset[Artifact], history: History, verdict: TierVerdict | None) -> frozenset[Artifact]:
+def still_kept(
+    acknowledged: frozenset[Artifact], history: History, verdict: TierVerdict | None
+) -> frozenset[Artifact]:
     """What a holder that follows `verdict` has not freed."""
     kept: set[Artifact] = set()
     for rank in {artifact.rank for artifact in acknowledged}:

@@ -34,7 +34,8 @@ class PushRefused(Exception):
 
 
 def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> Pushed:
-    """Send `seal`'s artifact. A stream that breaks is taken up again where it stopped. Whatever is raised, `line` is hung up.
+    """Send `seal`'s artifact. A stream that breaks is taken up again where it stopped. Whatever is raised,
+    `line` is hung up.
 
     Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged.
     """
@@ -44,7 +45,9 @@ def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> 
 def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> Pushed:
     (wire,) = line.wires(1)
     failpoint("before-push")
-    wire.send(Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind, tags=seal.tags))
+    wire.send(
+        Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind, tags=seal.tags)
+    )
     said = wire.receive(Say)
     if said.state == "have":
         return Pushed.KEPT
@@ -103,7 +106,8 @@ _MOST_BREAKS = 20
 
 
 def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T:
-    """What `once` says, which is given the open file of an own artifact and sends on `line` what is still missing.
+    """What `once` says, which is given the open file of an own artifact and sends on `line` what is still
+    missing.
 
     Raises NotHeld, OSError, WireBroken, and what `once` raises; then `line` is hung up.
     """
@@ -117,7 +121,8 @@ def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T
                 try:
                     return once(file.fileno())
                 except WireBroken:
-                    # A connection that lay idle may have been closed by the other end long ago: that proves nothing.
+                    # A connection that lay idle may have been closed by the other end long ago: that proves
+                    # nothing.
                     if not hopeful and line.sent == before:
                         raise
                     line.drop()

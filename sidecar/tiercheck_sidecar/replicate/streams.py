@@ -1,5 +1,5 @@
-"""Deals the chunks of one artifact over several connections: whoever is free takes the next, so a slow stream holds up
-one chunk and not a quarter of the artifact.
+"""Deals the chunks of one artifact over several connections: whoever is free takes the next, so a slow stream
+holds up one chunk and not a quarter of the artifact.
 
 The connections to one peer that are kept open between artifacts, so that a small delta pays for no handshake.
 """
@@ -17,7 +17,8 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck_sidecar.exchange.frames import Wire
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
-"""Connections for one large artifact: a stream keeps about one core busy at each end, and training needs some too."""
+"""Connections for one large artifact: a stream keeps about one core busy at each end, and training needs some
+too."""
 _CHUNKS_PER_STREAM = 2
 
 
@@ -47,7 +48,8 @@ class Deal:
             return index
 
     def is_again(self, index: int) -> bool:
-        """Whether it arrived damaged before. Then it does not travel bare: what it meets on its way is told from what it was."""
+        """Whether it arrived damaged before. Then it does not travel bare: what it meets on its way is told
+        from what it was."""
         with self._lock:
             return self._given[index] > 1
 

@@ -1,4 +1,5 @@
-"""How far the restore under way is, and since when nothing has come: so that one that stands still is told from one that takes long."""
+"""How far the restore under way is, and since when nothing has come: so that one that stands still is told
+from one that takes long."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""One rank's restore: plan, verify what is here, fetch what is missing, and plan again without whatever proved bad.
+"""One rank's restore: plan, verify what is here, fetch what is missing, and plan again without whatever
+proved bad.
 
-Each failure takes an offer away, so that the loop ends: with the whole chain in own memory, or with a sentence that names what is missing.
+Each failure takes an offer away, so that the loop ends: with the whole chain in own memory, or with a
+sentence that names what is missing.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class RankRestorer:
         if done is None:
             return RankRestore(self._rank, None, None, 0, seconds, failures)
         chain = done.artifacts(self._rank)
-        used = [self._brought[artifact] for artifact in chain if artifact in self._brought]  # the snapshot first
+        used = [
+            self._brought[artifact] for artifact in chain if artifact in self._brought
+        ]  # the snapshot first
         tier = max((each.source.tier for each in used), key=_FARNESS.index, default=Tier.LOCAL)
         rebuilt = chain[0] in self._brought and self._brought[chain[0]].source.parity is not None
         worker = next((each.source.peer.worker for each in used if each.source.peer), None)
@@ -90,10 +94,16 @@ class RankRestorer:
                 if self._places is None:
                     self._ask()
                     continue
-                self._failures.append(str(found) + ("" if self._sources else ", and no other source is known"))
+                self._failures.append(
+                    str(found) + ("" if self._sources else ", and no other source is known")
+                )
                 return None
             self._measure(found)
-            unsure = [each for each in found.artifacts(self._rank) if each in self._own() and each not in self._sound]
+            unsure = [
+                each
+                for each in found.artifacts(self._rank)
+                if each in self._own() and each not in self._sound
+            ]
             if not found.needs and not unsure:
                 return found
             with ThreadPoolExecutor(_PARALLEL_ARTIFACTS, thread_name_prefix="artifact") as pool:
@@ -134,7 +144,9 @@ class RankRestorer:
         message = f"the {artifact}, in own memory is bad: {reason}"
         self._failures.append(message)
         self._free(artifact)
-        self._distrust(Quarantined(artifact.rank, artifact.version, self._board.config.worker, message, artifact.kind))
+        self._distrust(
+            Quarantined(artifact.rank, artifact.version, self._board.config.worker, message, artifact.kind)
+        )
 
     def _fetch(self, need: Need, chosen: RestorePlan) -> None:
         for group in _at_once(need.places):
@@ -169,13 +181,16 @@ class RankRestorer:
                     raise
 
     def _make_room(self, artifact: Artifact, chosen: RestorePlan) -> bool:
-        """Give up one own artifact that the plan does not need: what the history has cut off first, it can never be read again."""
+        """Give up one own artifact that the plan does not need: what the history has cut off first, it can
+        never be read again."""
         with self._making_room:
             accepts = self._directive.history.accepts
             others = [each for each in self._own() if each not in chosen.artifacts(self._rank)]
             if not others:
                 return False
-            victim = min(others, key=lambda each: (accepts(each.version), each.kind is not artifact.kind, each.version))
+            victim = min(
+                others, key=lambda each: (accepts(each.version), each.kind is not artifact.kind, each.version)
+            )
             return self._free(victim)
 
     def _free(self, artifact: Artifact) -> bool:

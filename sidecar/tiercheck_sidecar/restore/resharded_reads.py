@@ -1,7 +1,8 @@
-"""Parts of other ranks' snapshots for a rank that comes back on another mesh: brought chunk by verified chunk, and only those it reads.
+"""Parts of other ranks' snapshots for a rank that comes back on another mesh: brought chunk by verified
+chunk, and only those it reads.
 
-A loan is a sparse file in the memory volume, as long as the artifact, in which the chunks that were asked for are at their places.
-What this worker holds itself is lent as it lies.
+A loan is a sparse file in the memory volume, as long as the artifact, in which the chunks that were asked for
+are at their places. What this worker holds itself is lent as it lies.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _AHEAD = 2
 
 
 Bring = Callable[[Sequence[int], memoryview], None]
-"""Chunk indices, and the whole artifact's bytes, of which these chunks are to be filled: there, or in the file behind them. Raises SourceFailed, SourceCorrupt."""
+"""Chunk indices, and the whole artifact's bytes, of which these chunks are to be filled: there, or in the
+file behind them. Raises SourceFailed, SourceCorrupt."""
 
 
 Opened = Callable[[BoundedCall], contextlib.AbstractContextManager[tuple[Digests, Bring]]]
@@ -70,7 +72,8 @@ class RemotePart(Protocol):
     def fetch_chunks(
         self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: Callable[[int], None]
     ) -> None:
-        """Fill these chunks of `into`, verified; `heard` is told of the bytes as they come, and what it raises ends the reading.
+        """Fill these chunks of `into`, verified; `heard` is told of the bytes as they come, and what it
+        raises ends the reading.
 
         Raises SourceFailed, SourceCorrupt.
         """
@@ -108,7 +111,8 @@ class Lender:
         self._lent: dict[Artifact, Path] = {}
 
     def lend(self, directive: Directive, artifact: Artifact, ranges: Iterable[tuple[int, int]]) -> Path:
-        """A file with these bytes, and the artifact's beginning. Raises SourceFailed, MemoryTooSmall, OSError."""
+        """A file with these bytes, and the artifact's beginning. Raises SourceFailed, MemoryTooSmall,
+        OSError."""
         own = self._own(artifact)
         if own is not None:
             return own
@@ -135,7 +139,9 @@ class Lender:
         try:
             if self._vault.fault(artifact.rank, artifact.version, kind=artifact.kind):
                 return None
-            slot = self._pinned.enter_context(self._vault.pin(artifact.rank, artifact.version, kind=artifact.kind))
+            slot = self._pinned.enter_context(
+                self._vault.pin(artifact.rank, artifact.version, kind=artifact.kind)
+            )
         except NotHeld:
             return None
         self._lent[artifact] = slot.path
@@ -151,7 +157,9 @@ class Lender:
                 yield "parity", partial(self._from_parity, artifact, source.parity)
         yield "the remote tier", partial(self._from_remote, artifact)
 
-    def _borrow(self, artifact: Artifact, opened: Opened, ranges: Iterable[tuple[int, int]], call: BoundedCall) -> Path:
+    def _borrow(
+        self, artifact: Artifact, opened: Opened, ranges: Iterable[tuple[int, int]], call: BoundedCall
+    ) -> Path:
         with opened(call) as (digests, bring):
             call.arrived(0)
             return self._fill(artifact, digests, bring, ranges)
@@ -163,7 +171,9 @@ class Lender:
             loan.path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _from_peer(self, artifact: Artifact, peer: Peer, call: BoundedCall) -> Iterator[tuple[Digests, Bring]]:
+    def _from_peer(
+        self, artifact: Artifact, peer: Peer, call: BoundedCall
+    ) -> Iterator[tuple[Digests, Bring]]:
         try:
             opening = open_copy(artifact, Dial(peer.worker, lambda: call.own(self._dial(peer))), Tier.LOCAL)
         except Senseless as error:
@@ -196,7 +206,9 @@ class Lender:
         digests = self._remote.digests(artifact)
         yield digests, lambda indices, into: self._remote.fetch_chunks(artifact, indices, into, call.arrived)
 
-    def _fill(self, artifact: Artifact, digests: Digests, bring: Bring, ranges: Iterable[tuple[int, int]]) -> Path:
+    def _fill(
+        self, artifact: Artifact, digests: Digests, bring: Bring, ranges: Iterable[tuple[int, int]]
+    ) -> Path:
         if digests.size < _STATE_WORD:
             raise SourceFailed(f"it has {digests.size} bytes")
         loan = self._loans.get(artifact)
@@ -252,7 +264,8 @@ class Lender:
         lent = sum(each.bytes for each in self._loans.values())
         if self._vault.used() + lent + needed > self._vault.limit:
             raise MemoryTooSmall(
-                f"{lent + needed} bytes of other ranks' state do not fit beside the {self._vault.used()} that the memory volume of "
+                f"{lent + needed} bytes of other ranks' state do not fit beside the {self._vault.used()} "
+                "that the memory volume of "
                 f"{self._vault.limit} bytes holds; raise spec.tiers.local.sizeLimit"
             )
         bring(missing, view)
@@ -260,7 +273,8 @@ class Lender:
 
 
 def receive_chunks(opening: Opening, indices: Sequence[int], room: Callable[[int], memoryview]) -> None:
-    """Ask for these chunks of a holder's copy and verify each. `room`: where a chunk goes. Raises SourceFailed, SourceCorrupt."""
+    """Ask for these chunks of a holder's copy and verify each. `room`: where a chunk goes. Raises
+    SourceFailed, SourceCorrupt."""
     wire, digests = opening.wire, opening.seal.digests
     try:
         for index in indices[:_AHEAD]:

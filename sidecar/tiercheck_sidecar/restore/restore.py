@@ -1,7 +1,8 @@
 """Restore: bring every own rank to the wanted version from the nearest places that prove to be good.
 
-Own memory first, then whatever the named sources have, each missing artifact from the nearest ones. Every byte is verified on the
-way in; what fails is reported by name, so that the controller can decide again without it.
+Own memory first, then whatever the named sources have, each missing artifact from the nearest ones. Every
+byte is verified on the way in; what fails is reported by name, so that the controller can decide again
+without it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Restorer:
                 self._done = wanted
 
     def _carry_out_or_fail(self, directive: Directive) -> None:
-        """What nobody thought of may pass, so it is tried again. When it does not, the controller is told: it waits for an answer."""
+        """What nobody thought of may pass, so it is tried again. When it does not, the controller is told: it
+        waits for an answer."""
         try:
             self.carry_out(directive)
         except BaseException as error:
@@ -75,8 +77,8 @@ class Restorer:
         """Restore as `directive` says, and report it."""
         board, restore = self._board, directive.restore
         if restore is None or directive.phase is Phase.FINISH or not board.saw_hold:
-            # Not seen from its beginning: this process was restarted while the attempt ran, with trainers long past
-            # this version. What it holds is what its inventory verified.
+            # Not seen from its beginning: this process was restarted while the attempt ran, with trainers
+            # long past this version. What it holds is what its inventory verified.
             self._publish(directive, RestoreReport(RestoreState.READY, restore.version if restore else None))
             return
         began = time.monotonic()
@@ -108,7 +110,8 @@ class Restorer:
         self._publish(directive, RestoreReport(state, restore.version, ranks, seconds, stalled=stalled))
 
     def _look_at_others(self, directive: Directive, restore: Restore, began: float) -> RestoreReport:
-        """Whether the slots of other ranks can be read: this worker's share of them, so that all are looked at once."""
+        """Whether the slots of other ranks can be read: this worker's share of them, so that all are looked
+        at once."""
         failures: list[str] = []
         with contextlib.closing(self._reach.lender()) as lender:
             for rank in range(directive.worker, restore.world_size, directive.workers):

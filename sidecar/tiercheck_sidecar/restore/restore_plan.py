@@ -1,8 +1,8 @@
 """Which artifacts a restore fetches, and from where: the rule, without I/O.
 
-A version can be reached from any snapshot before it whose deltas can all be had. Of these chains the one is taken that moves the
-fewest bytes out of the farthest places: first out of the remote tier, then over the network at all; among equals the shortest, because
-deltas have to be replayed.
+A version can be reached from any snapshot before it whose deltas can all be had. Of these chains the one is
+taken that moves the fewest bytes out of the farthest places: first out of the remote tier, then over the
+network at all; among equals the shortest, because deltas have to be replayed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class OutOfReach:
     """There is no such chain."""
 
     missing: tuple[Artifact, ...]
-    """Where the way back ends: a snapshot, and the delta that would do instead if an earlier snapshot is found."""
+    """Where the way back ends: a snapshot, and the delta that would do instead if an earlier snapshot is
+    found."""
 
     def __str__(self) -> str:
         if not self.missing:
@@ -99,7 +100,8 @@ def _need(artifact: Artifact, own: Mapping[Artifact, int], places: Sequence[Sour
 
 
 def _bytes_from(found: RestorePlan, tier: Tier | None) -> int:
-    """Bytes that this plan moves, out of `tier` if given. A rebuild reads as many parts as its group has members."""
+    """Bytes that this plan moves, out of `tier` if given. A rebuild reads as many parts as its group has
+    members."""
     return sum(
         need.size * (len(need.places[0].parity.members) if need.places[0].parity else 1)
         for need in found.needs

@@ -1,6 +1,8 @@
-"""The places that a restore fetches from, behind two verbs: what have you of this rank, and bring it into an own slot.
+"""The places that a restore fetches from, behind two verbs: what have you of this rank, and bring it into an
+own slot.
 
-Peers are asked for what they hold, everybody in a parity group for what could be rebuilt of it. The remote tier has the snapshots of complete versions.
+Peers are asked for what they hold, everybody in a parity group for what could be rebuilt of it. The remote
+tier has the snapshots of complete versions.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class RemoteTier(RemotePart, Protocol):
         """What it has of `rank` up to `version`, with bytes. Raises SourceFailed."""
 
     def fetch(self, rank: int, version: Version, heard: Callable[[int], None]) -> Seal:
-        """Copy a snapshot into an own slot; `heard` is told of the bytes as they come, and what it raises ends the copying.
+        """Copy a snapshot into an own slot; `heard` is told of the bytes as they come, and what it raises
+        ends the copying.
 
         Raises SourceFailed, SourceCorrupt, NoFreeSlot, NotASlot, OSError.
         """
@@ -72,11 +75,21 @@ class TriedInVain(SourceFailed):
 class RestoreSources:
     """Thread-safe."""
 
-    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int, remote: RemoteTier) -> None:
-        self._board, self._vault, self._identity, self._port, self.remote = board, vault, identity, port, remote
+    def __init__(
+        self, board: SidecarState, vault: Vault, identity: Identity, port: int, remote: RemoteTier
+    ) -> None:
+        self._board, self._vault, self._identity, self._port, self.remote = (
+            board,
+            vault,
+            identity,
+            port,
+            remote,
+        )
         self._calls = BoundedCalls(self._patience, self._left_behind)
 
-    def ask(self, rank: int, version: Version, sources: Sequence[Source]) -> tuple[list[SourceOffer], list[str]]:
+    def ask(
+        self, rank: int, version: Version, sources: Sequence[Source]
+    ) -> tuple[list[SourceOffer], list[str]]:
         """What each source has of `rank`, in their order; and a sentence for each that did not answer."""
         places, failures = [], []
         with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="list") as pool:
@@ -94,7 +107,8 @@ class RestoreSources:
     def bring(self, artifact: Artifact, sources: Sequence[Source]) -> Brought:
         """Fetch from `sources`: either peers, all at once, or one of another kind.
 
-        Raises SourceFailed (TriedInVain, if there may be bad copies to report), NoFreeSlot, NotASlot, OSError.
+        Raises SourceFailed (TriedInVain, if there may be bad copies to report), NoFreeSlot, NotASlot,
+        OSError.
         """
         place = ", ".join(map(name_of, sources))
         try:
@@ -123,7 +137,9 @@ class RestoreSources:
 
     def lender(self) -> Lender:
         """For a rank that comes back on another mesh. To be closed."""
-        return Lender(self._vault, self._board.config.vault_dir / FOLDER, self.connect, self.remote, self._bounded)
+        return Lender(
+            self._vault, self._board.config.vault_dir / FOLDER, self.connect, self.remote, self._bounded
+        )
 
     def _rebuilt(self, artifact: Artifact, source: Source, group: ParityGroup, call: BoundedCall) -> Brought:
         bad: list[Quarantined] = []
@@ -156,7 +172,8 @@ class RestoreSources:
         return Dial(peer.worker, lambda: call.own(self.connect(peer)))
 
     def _bounded(self, place: str, body: Callable[[BoundedCall], T], rank: int) -> T:
-        """What `body` brings for `rank` from `place`, as long as something comes. Raises what it raises, Stalled."""
+        """What `body` brings for `rank` from `place`, as long as something comes. Raises what it raises,
+        Stalled."""
         meter = self._board.meter
         with meter.waiting(place):
             try:
@@ -173,7 +190,9 @@ class RestoreSources:
     def _left_behind(self, left: Mapping[str, int]) -> None:
         """It is told for as long as it hangs: a restore in need would have to do without."""
         named = ", ".join(sorted(left))
-        advice = "Restores go on without it. Look at the mount, the store and the network of this worker's node."
+        advice = (
+            "Restores go on without it. Look at the mount, the store and the network of this worker's node."
+        )
         self._board.problem(
             SOURCE_STALLED, f"{named} hangs: what was asked of it has not come back. {advice}" if left else ""
         )

@@ -1,7 +1,7 @@
 """The pod's Unix socket: orders to the launcher, slots to the ranks.
 
-The volume of the socket belongs to this pod alone, so the socket is the credential. A trainer never waits for TierCheck's
-other duties: bytes are digested in threads of their own.
+The volume of the socket belongs to this pod alone, so the socket is the credential. A trainer never waits for
+TierCheck's other duties: bytes are digested in threads of their own.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class TrainerSocket:
         for connection in incoming("trainer-socket", self._listener, threads, stopped):
             self._open.add(connection)
             threads.serve(
-                "trainer", connection, partial(self._serve, connection), partial(self._open.discard, connection)
+                "trainer",
+                connection,
+                partial(self._serve, connection),
+                partial(self._open.discard, connection),
             )
 
     def _serve(self, connection: socket.socket) -> None:
@@ -175,7 +178,9 @@ class TrainerSocket:
         if self._board.overtaken:  # whatever it would compute from here on belongs to no history
             attempt, phase = self._board.newest_attempt, Phase.HOLD
         if phase is Phase.RELEASE and self._board.trainer.lost_container:
-            phase = Phase.HOLD  # this attempt is over here; starting it again would give its versions two histories
+            phase = (
+                Phase.HOLD
+            )  # this attempt is over here; starting it again would give its versions two histories
         return Order(
             attempt=attempt,
             phase=phase,

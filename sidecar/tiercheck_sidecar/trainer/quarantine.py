@@ -30,7 +30,8 @@ class Quarantine:
             self._distrust_replay(found)
 
     def distrust_taken(self, declined: DeclineDeltas) -> None:
-        """While it trained, the rank found that its updates cannot be made again. Nothing is freed: what others rest on is decided elsewhere."""
+        """While it trained, the rank found that its updates cannot be made again. Nothing is freed: what
+        others rest on is decided elsewhere."""
         rank, why = self._rank, declined.message
         log.error("rank %d: %s", rank, why)
         deltas = [each for each in self._vault.own(rank) if each.kind is Kind.DELTA]
@@ -38,8 +39,8 @@ class Quarantine:
         self._quarantine([each for each in taken if each.version.step >= declined.step], why)
 
     def _distrust_replay(self, found: ReportMismatch) -> None:
-        """A replay did not give the recorded state. The state before may have been wrong already, so no delta of the chain
-        counts for anything any more, wherever a copy of it lies.
+        """A replay did not give the recorded state. The state before may have been wrong already, so no delta
+        of the chain counts for anything any more, wherever a copy of it lies.
         """
         board, rank = self._board, self._rank
         directive = board.directive
@@ -49,9 +50,7 @@ class Quarantine:
         chain = chain_to(wanted, own.snapshots, own.deltas, history) if wanted else None
         bad = {each for each in own.deltas if history.accepts(each) and each.step >= found.step}
         bad |= set(chain.deltas) if chain else set()
-        reason = (
-            f"replaying the delta of step {found.step} did not give the state that it was taken from: {found.message}"
-        )
+        reason = f"replaying the delta of step {found.step} did not give the state that it was taken from: {found.message}"
         log.error("rank %d: %s", rank, reason)
         board.count(replay_mismatches=1)
         board.distrust_deltas(reason)
@@ -62,8 +61,8 @@ class Quarantine:
         board.bump()
 
     def _distrust_snapshot(self, found: ReportMismatch) -> None:
-        """What replicas stored of it does not fit together, wherever a copy of it lies. They had parted before it: so nothing counts that
-        leads to it or on from it.
+        """What replicas stored of it does not fit together, wherever a copy of it lies. They had parted
+        before it: so nothing counts that leads to it or on from it.
         """
         rank, directive = self._rank, self._board.directive
         owner = None if directive is None else directive.history.owner(found.step)
@@ -87,4 +86,6 @@ class Quarantine:
     def _quarantine(self, bad: Sequence[Artifact], why: str) -> None:
         worker = self._board.config.worker
         for each in bad:
-            self._board.quarantine(Quarantined(each.rank, each.version, worker, why, each.kind, everywhere=True))
+            self._board.quarantine(
+                Quarantined(each.rank, each.version, worker, why, each.kind, everywhere=True)
+            )

@@ -111,7 +111,9 @@ class RankSession:
         if directive.restore is None:
             return plain
         world = directive.restore.world_size or directive.workers * directive.procs_per_worker
-        plain = dataclasses.replace(plain, restore_version=directive.restore.version, restore_world_size=world)
+        plain = dataclasses.replace(
+            plain, restore_version=directive.restore.version, restore_world_size=world
+        )
         if directive.restore.world_size:
             return plain
         try:
@@ -122,7 +124,8 @@ class RankSession:
         return dataclasses.replace(plain, restore_path=snapshot, restore_deltas=tuple(deltas))
 
     def _pinned(self, directive: Directive, version: Version) -> list[str]:
-        """Paths of the snapshot and the deltas that lead to `version`, kept until the rank has restored. Raises NotHeld."""
+        """Paths of the snapshot and the deltas that lead to `version`, kept until the rank has restored.
+        Raises NotHeld."""
         rank = self._hello.rank
         chain = self._chain(directive, version)
         if chain is None:
@@ -275,7 +278,11 @@ class RankSession:
             raise NoDeltas("there is no snapshot yet that it could follow")
         owner = directive.history.owner(version.step - 1)
         before = None if owner is None else Version(version.step - 1, owner)
-        if before is None or not directive.history.continues(before) or before not in {each.version for each in here}:
+        if (
+            before is None
+            or not directive.history.continues(before)
+            or before not in {each.version for each in here}
+        ):
             raise NoFreeSlot("an earlier delta is missing: the next snapshot begins a new chain")
 
     def _skip(self, version: Version, kind: Kind, reason: str) -> Reply:

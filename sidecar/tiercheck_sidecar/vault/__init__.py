@@ -6,4 +6,14 @@ from tiercheck_sidecar.vault.seal import Seal
 from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Slot
 from tiercheck_sidecar.vault.vault import Vault
 
-__all__ = ["MemoryTooSmall", "NoDeltas", "NoFreeSlot", "NotHeld", "Room", "Seal", "Slot", "SlotDraft", "Vault"]
+__all__ = [
+    "MemoryTooSmall",
+    "NoDeltas",
+    "NoFreeSlot",
+    "NotHeld",
+    "Room",
+    "Seal",
+    "Slot",
+    "SlotDraft",
+    "Vault",
+]

@@ -1,7 +1,7 @@
 """The demand: which slots this worker should have, from what its ranks reserve and what it keeps for others.
 
-The sizes of what is kept for others are known once something of it has arrived. Until then the coordinator's word on the
-largest of all ranks is taken, so that room for copies is not given to deltas.
+The sizes of what is kept for others are known once something of it has arrived. Until then the coordinator's
+word on the largest of all ranks is taken, so that room for copies is not given to deltas.
 
 What is said when memory is too small: with every number, and with what to do about it.
 """
@@ -53,7 +53,8 @@ class Demand:
         return True
 
     def host(self, ranks: Iterable[int], shares: Iterable[Share], known: Iterable[tuple[Pool, int]]) -> None:
-        """Whose copies and which parity blocks are kept here. `known`: pools and sizes of slots that are here already."""
+        """Whose copies and which parity blocks are kept here. `known`: pools and sizes of slots that are here
+        already."""
         before, lanes = self._hosted, self._lanes
         self._hosted = {rank: before.get(rank, Room()) for rank in ranks}
         self._lanes = {share: lanes.get(share, Room(parts=1 + len(share.ranks))) for share in shares}
@@ -92,8 +93,8 @@ class Demand:
 
     @contextlib.contextmanager
     def learning(self, pool: Pool, size: int) -> Iterator[None]:
-        """As `learn`, while a slot is looked for. If there is none, the claim is forgotten: whoever made it could ask for any size, and stop all
-        saving here.
+        """As `learn`, while a slot is looked for. If there is none, the claim is forgotten: whoever made it
+        could ask for any size, and stop all saving here.
         """
         before = (
             self.own.get(pool.rank),
@@ -142,7 +143,8 @@ class Demand:
         return plan.own_slots or sizing.OWN_SLOTS_MIN
 
     def capacity(self, pool: Pool) -> int | None:
-        """Bytes that a free slot of `pool` must have to be worth keeping; 0: any; None: nobody wants such slots."""
+        """Bytes that a free slot of `pool` must have to be worth keeping; 0: any; None: nobody wants such
+        slots."""
         if pool.tier is Tier.LOCAL:
             room = self.own.get(pool.rank)
             if room is None:
@@ -172,7 +174,8 @@ def saving_refused(demand: Demand) -> str:
     if fits.fits:
         return ""
     return (
-        f"tiers.local.sizeLimit is {demand.limit}, needed {fits.minimum} bytes ({fits.needed} to never skip anything): "
+        f"tiers.local.sizeLimit is {demand.limit}, needed {fits.minimum} bytes ({fits.needed} to never "
+        "skip anything): "
         f"two slots for each of {_those(demand)}. {_REMEDY}"
     )
 
@@ -184,8 +187,10 @@ def deltas_refused(demand: Demand) -> str:
         return ""
     fewest = demand.cadence + SPARE_DELTAS
     return (
-        f"tiers.local.sizeLimit is {demand.limit}, deltas need {fits.delta_minimum} bytes ({fits.needed} to never skip anything): "
-        f"{fewest} deltas of {fits.delta} bytes, beside snapshots of {fits.snapshot}, for each of {_those(demand)}. "
+        f"tiers.local.sizeLimit is {demand.limit}, deltas need {fits.delta_minimum} bytes ({fits.needed} "
+        "to never skip anything): "
+        f"{fewest} deltas of {fits.delta} bytes, beside snapshots of {fits.snapshot}, for each of "
+        f"{_those(demand)}. "
         f"Until then there are snapshots only. {_REMEDY}"
     )
 

@@ -1,7 +1,7 @@
 """Digests of artifacts: computed once when a slot is sealed, compared at every hop after it.
 
-xxh3-128 finds every accidental change at memory speed and releases the interpreter lock. It is no protection against
-an adversary; who may write is decided by the job's credentials.
+xxh3-128 finds every accidental change at memory speed and releases the interpreter lock. It is no protection
+against an adversary; who may write is decided by the job's credentials.
 """
 
 from __future__ import annotations

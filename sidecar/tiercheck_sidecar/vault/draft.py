@@ -13,7 +13,8 @@ from tiercheck_sidecar.vault.slots import Slot, blank
 
 
 class SlotDraft:
-    """`view` is the artifact's bytes, to be written chunk by verified chunk; all zero at first for a parity block."""
+    """`view` is the artifact's bytes, to be written chunk by verified chunk; all zero at first for a parity
+    block."""
 
     def __init__(
         self, slot: Slot, seal: Seal, keep: Callable[[Slot, Seal], None], drop: Callable[[Slot], None]
@@ -32,8 +33,9 @@ class SlotDraft:
         return self._slot.path
 
     def keep(self, seal: Seal | None = None) -> None:
-        """The caller has verified every chunk: seal it, as `seal` if that is known only now (a parity block's digests are).
-        Raises NotASlot if a whole artifact is not what it claims to be, OSError; then the slot is given back.
+        """The caller has verified every chunk: seal it, as `seal` if that is known only now (a parity block's
+        digests are). Raises NotASlot if a whole artifact is not what it claims to be, OSError; then the slot
+        is given back.
         """
         final = seal or self.seal
         reason = header_fault(self.view, final) if final.share is None else ""

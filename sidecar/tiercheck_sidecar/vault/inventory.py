@@ -1,7 +1,7 @@
 """What survived a restart of the sidecar: the slots whose bytes still match their seals, and nothing else.
 
-Anything unsealed is removed rather than reused in place: a trainer that outlived the sidecar may still be writing
-through its mapping, and must then write into a file that no one will ever open again.
+Anything unsealed is removed rather than reused in place: a trainer that outlived the sidecar may still be
+writing through its mapping, and must then write into a file that no one will ever open again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _VERIFIERS = 4
 
 def take_inventory(directory: Path) -> list[Slot]:
     """Every slot in `directory` that is sealed and verified. All other slot files are removed."""
-    files = [path for path in sorted(directory.glob(f"*{SLOT_SUFFIX}")) if is_plain(path) and is_plain(seal_path(path))]
+    files = [
+        path
+        for path in sorted(directory.glob(f"*{SLOT_SUFFIX}"))
+        if is_plain(path) and is_plain(seal_path(path))
+    ]
     with ThreadPoolExecutor(_VERIFIERS) as pool:
         found = list(pool.map(_inspect, files))
     kept = [slot for slot in found if slot is not None]
@@ -66,7 +70,8 @@ def fault(slot: Slot) -> str:
 
 
 def header_fault(view: memoryview, seal: Seal, size: int | None = None) -> str:
-    """Why the header is not that of the artifact the seal names; empty if it is. `size`: of all bytes, if `view` is only their beginning."""
+    """Why the header is not that of the artifact the seal names; empty if it is. `size`: of all bytes, if
+    `view` is only their beginning."""
     try:
         header = read_header(view, size)
     except NotASlot as error:

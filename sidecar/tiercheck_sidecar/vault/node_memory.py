@@ -1,12 +1,15 @@
-"""The local tier in the node's memory: what a pod leaves there is for the next pod of the same worker, and for nobody else.
+"""The local tier in the node's memory: what a pod leaves there is for the next pod of the same worker, and
+for nobody else.
 
-Each sidecar has a folder named after its pod, in the folder of its job. A file in it says whose it is, and is locked as long as
-the process lives, so that anybody on the node can tell the dead from the living without asking anyone. A new pod takes over the
-sealed slots of its predecessors. Folders that nobody needs are removed by whoever comes by: sidecars of the same job, the init
-container of any later pod on the node, and a janitor where one is installed.
+Each sidecar has a folder named after its pod, in the folder of its job. A file in it says whose it is, and is
+locked as long as the process lives, so that anybody on the node can tell the dead from the living without
+asking anyone. A new pod takes over the sealed slots of its predecessors. Folders that nobody needs are
+removed by whoever comes by: sidecars of the same job, the init container of any later pod on the node, and a
+janitor where one is installed.
 
-`python3 -m tiercheck_sidecar.vault.node_memory BASE JOB_UID KEEP_SECONDS` prepares the folder of a job and sweeps all others; it is
-the init container's command. With `--watch` in place of a job it sweeps for ever: the janitor's.
+`python3 -m tiercheck_sidecar.vault.node_memory BASE JOB_UID KEEP_SECONDS` prepares the folder of a job and
+sweeps all others; it is the init container's command. With `--watch` in place of a job it sweeps for ever:
+the janitor's.
 """
 
 from __future__ import annotations
@@ -41,12 +44,14 @@ _MOST_OWNER = 4096
 """Bytes of that file."""
 _WATCH_EVERY = 60.0
 _JOB_MODE = 0o1777
-"""Of a job's folder: its sidecars run as users that only the pod template knows, and none may remove another's folder."""
+"""Of a job's folder: its sidecars run as users that only the pod template knows, and none may remove
+another's folder."""
 
 
 @dataclass(frozen=True)
 class FolderOwner:
-    """What the file `.owner` says. `claimed` is by the node's clock, unix seconds: the later one of two may take from the other."""
+    """What the file `.owner` says. `claimed` is by the node's clock, unix seconds: the later one of two may
+    take from the other."""
 
     worker: int
     claimed: float
@@ -81,8 +86,8 @@ class FolderClaim:
     def adopt(self) -> int:
         """Move the sealed slots of the worker's earlier pods here, to be verified like one's own; how many.
 
-        The seal goes first. An owner that is still alive can then neither break it nor, without its path, write into the slot; what
-        it had begun to overwrite has no seal any more, or fails verification.
+        The seal goes first. An owner that is still alive can then neither break it nor, without its path,
+        write into the slot; what it had begun to overwrite has no seal any more, or fails verification.
         """
         adopted = 0
         for folder in _folders(self.folder.parent):
@@ -195,7 +200,8 @@ def _read(folder: Path) -> FolderOwner | None:
 
 
 def _remove(path: Path) -> None:
-    """A folder or whatever lies there, as far as it can be. What another job's trainer made of it stops nobody."""
+    """A folder or whatever lies there, as far as it can be. What another job's trainer made of it stops
+    nobody."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,13 +1,16 @@
-"""Memory for slots in huge pages where the kernel gives them: paying for a slot page by page takes longer than filling it.
+"""Memory for slots in huge pages where the kernel gives them: paying for a slot page by page takes longer
+than filling it.
 
-tmpfs hands out small pages unless the host is set up otherwise, which a pod cannot do. But a process may ask for its own
-mapping to be collapsed (`MADV_COLLAPSE`, Linux 6.1; see madvise(2) and the kernel's admin-guide/mm/transhuge), unless the host
-says "deny". Measured: a tenth of the time of `fallocate` and pre-faulting. Whatever is not given stays in small pages.
+tmpfs hands out small pages unless the host is set up otherwise, which a pod cannot do. But a process may ask
+for its own mapping to be collapsed (`MADV_COLLAPSE`, Linux 6.1; see madvise(2) and the kernel's
+admin-guide/mm/transhuge), unless the host says "deny". Measured: a tenth of the time of `fallocate` and
+pre-faulting. Whatever is not given stays in small pages.
 
-A slot's memory belongs on the NUMA node of the device that writes it: else eight devices write through one socket.
+A slot's memory belongs on the NUMA node of the device that writes it: else eight devices write through one
+socket.
 
-Memory lies where the thread runs that touches it first, so that thread runs there meanwhile. To say where it shall lie
-(`set_mempolicy`) is forbidden in a restricted pod: container runtimes ask for CAP_SYS_NICE.
+Memory lies where the thread runs that touches it first, so that thread runs there meanwhile. To say where it
+shall lie (`set_mempolicy`) is forbidden in a restricted pod: container runtimes ask for CAP_SYS_NICE.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ def populate(view: memoryview, begin: int = 0) -> None:
 
 
 def collapse(descriptor: int, view: memoryview) -> int:
-    """Give an empty file huge pages; `view` is all of it. Returns how many of its bytes have got them, from its beginning.
-    Raises OSError if the volume is full.
+    """Give an empty file huge pages; `view` is all of it. Returns how many of its bytes have got them, from
+    its beginning. Raises OSError if the volume is full.
     """
     huge, whole = huge_page(), 0
     if not huge:
@@ -66,7 +69,8 @@ _NODES = Path("/sys/devices/system/node")
 
 @contextlib.contextmanager
 def near(node: int) -> Iterator[None]:
-    """What this thread touches for the first time meanwhile lies on that node. Without effect for -1, and where this process may not run."""
+    """What this thread touches for the first time meanwhile lies on that node. Without effect for -1, and
+    where this process may not run."""
     before = os.sched_getaffinity(0)
     there = _processors(node) & before
     if not there:

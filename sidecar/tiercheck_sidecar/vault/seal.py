@@ -1,7 +1,7 @@
 """The seal: the small file beside a slot that makes its content worth keeping.
 
-It carries the identity and the digests, and appears by rename, so a slot either has a whole seal or none. A checksum of
-the whole tells a seal from what memory made of it.
+It carries the identity and the digests, and appears by rename, so a slot either has a whole seal or none. A
+checksum of the whole tells a seal from what memory made of it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Seal:
     members: tuple[Digests, ...] = ()
     """Of a parity block: the digests of each rank's artifact, in coding order."""
     tags: Tags | None = field(default=None, compare=False)
-    """Of an artifact; none where connections are enciphered, where nobody keeps copies, and of what came without. They say nothing that
-    the digests do not: the same bytes may be sealed twice, and have other tags then.
+    """Of an artifact; none where connections are enciphered, where nobody keeps copies, and of what came
+    without. They say nothing that the digests do not: the same bytes may be sealed twice, and have other tags
+    then.
     """
 
     @property

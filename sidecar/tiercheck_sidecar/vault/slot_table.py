@@ -1,6 +1,7 @@
 """A lock that is the only way to what it guards, so that nobody can forget to take it.
 
-The table of slots: which there are, what is in each, which there should be. Whoever has it holds the vault's lock.
+The table of slots: which there are, what is in each, which there should be. Whoever has it holds the vault's
+lock.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ T = TypeVar("T")
 
 
 class Guarded(Generic[T]):
-    """`with guarded as content`: whoever has the content holds the lock, until the block ends. The same thread may enter again."""
+    """`with guarded as content`: whoever has the content holds the lock, until the block ends. The same
+    thread may enter again."""
 
     def __init__(self, content: T) -> None:
         self.__content = content
@@ -57,7 +59,8 @@ log = logging.getLogger(__name__)
 
 
 class SlotTable:
-    """Not thread-safe: the vault gives it out under its lock only (`Guarded`). Allocates nothing and digests nothing."""
+    """Not thread-safe: the vault gives it out under its lock only (`Guarded`). Allocates nothing and digests
+    nothing."""
 
     def __init__(self, directory: Path, limit: int, instance: str) -> None:
         """`instance`: tells the files of this process from those of earlier ones."""
@@ -84,7 +87,11 @@ class SlotTable:
     ) -> Slot | None:
         for slot in self.slots.values():
             seal, pool = slot.seal, slot.pool
-            if seal is None or seal.version != version or (pool.rank, pool.kind, pool.share) != (rank, kind, share):
+            if (
+                seal is None
+                or seal.version != version
+                or (pool.rank, pool.kind, pool.share) != (rank, kind, share)
+            ):
                 continue
             if tier in (None, pool.tier) and _readable(slot):
                 return slot
@@ -93,9 +100,14 @@ class SlotTable:
     def artifacts(self, *states: SlotState, of: int | None = None) -> set[Artifact]:
         """In own slots of these states; `of`: of that rank only."""
         return {
-            Artifact(slot.rank, slot.seal.version if slot.seal else Version(slot.step, slot.attempt), slot.kind)
+            Artifact(
+                slot.rank, slot.seal.version if slot.seal else Version(slot.step, slot.attempt), slot.kind
+            )
             for slot in self.slots.values()
-            if of in (None, slot.pool.rank) and slot.tier is Tier.LOCAL and slot.state in states and not slot.doomed
+            if of in (None, slot.pool.rank)
+            and slot.tier is Tier.LOCAL
+            and slot.state in states
+            and not slot.doomed
         }
 
     def used(self) -> int:
@@ -140,7 +152,9 @@ class SlotTable:
         """A slot for this sidecar to write; if it is new, it is still to be allocated. Raises NoFreeSlot."""
         pool, version = Pool(seal.tier, seal.rank, seal.kind, seal.share), seal.version
         if seal.tier is Tier.PEER and any(
-            slot.state is SlotState.WRITING and slot.pool == pool and Version(slot.step, slot.attempt) == version
+            slot.state is SlotState.WRITING
+            and slot.pool == pool
+            and Version(slot.step, slot.attempt) == version
             for slot in self.slots.values()
         ):
             raise NoFreeSlot("this artifact is being received already")
@@ -152,7 +166,8 @@ class SlotTable:
         return slot
 
     def give_up(self, unwanted: Callable[[Slot], bool]) -> bool:
-        """Never use these slots again, of those that are being written: their writer may be alive. Whether there was one."""
+        """Never use these slots again, of those that are being written: their writer may be alive. Whether
+        there was one."""
         lost = [slot for slot in self.slots.values() if slot.state is SlotState.WRITING and unwanted(slot)]
         for slot in lost:
             slot.state = SlotState.GONE
@@ -172,7 +187,9 @@ class SlotTable:
 
     def doom(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
         """Free what is held and unwanted, as soon as nobody uses it."""
-        doomed = [slot for slot in self.slots.values() if _readable(slot) and slot.seal and unwanted(slot.seal)]
+        doomed = [
+            slot for slot in self.slots.values() if _readable(slot) and slot.seal and unwanted(slot.seal)
+        ]
         seals = tuple(slot.seal for slot in doomed if slot.seal)
         for slot in doomed:
             slot.doomed = True
@@ -236,11 +253,14 @@ class SlotTable:
         gone = self.retire()
         remove_files(gone)
         self.forget(gone)
-        # A restore needs the whole chain at once, however few slots training gets afterwards: only memory bounds it.
+        # A restore needs the whole chain at once, however few slots training gets afterwards: only memory
+        # bounds it.
         bounded = pool.tier is Tier.PEER or pool.kind is Kind.SNAPSHOT
         cap = self.demand.cap(pool)
         if bounded and self._count()[pool] >= cap:
-            raise NoFreeSlot(f"all {cap} {pool.kind.value} slots for rank {pool.rank} hold what is still needed")
+            raise NoFreeSlot(
+                f"all {cap} {pool.kind.value} slots for rank {pool.rank} hold what is still needed"
+            )
         capacity = size
         if pool.tier is Tier.PEER:
             capacity = max(size, self.demand.capacity(pool) or 0)
@@ -286,7 +306,8 @@ def _readable(slot: Slot) -> bool:
 
 
 def _emptied(slot: Slot) -> SlotState:
-    """Make a slot that is given back unreadable. What becomes of it: one whose file was cut off, or taken away, is never used again."""
+    """Make a slot that is given back unreadable. What becomes of it: one whose file was cut off, or taken
+    away, is never used again."""
     try:
         tear(slot)
         return SlotState.FREE if slot.is_whole() else SlotState.GONE

@@ -1,7 +1,7 @@
 """One slot: a plain file of fixed size on the memory volume, its memory paid for by the sidecar.
 
-Never `multiprocessing.shared_memory`, whose segments vanish with their creator. The file is pre-faulted here, because
-first touch is several times slower than reuse and its memory is charged to whoever touches first.
+Never `multiprocessing.shared_memory`, whose segments vanish with their creator. The file is pre-faulted here,
+because first touch is several times slower than reuse and its memory is charged to whoever touches first.
 
 Why the vault could not do what was asked. Each message is a sentence for a person.
 """
@@ -29,7 +29,8 @@ _ZEROS = bytes(1024 * 1024)
 
 @dataclass(frozen=True)
 class Pool:
-    """Slots that can stand in for each other: those of one rank, or of one parity block, for one kind in one tier."""
+    """Slots that can stand in for each other: those of one rank, or of one parity block, for one kind in one
+    tier."""
 
     tier: Tier
     rank: int
@@ -83,7 +84,8 @@ class Slot:
 
     @contextlib.contextmanager
     def mapped(self, write: bool = False, size: int | None = None) -> Iterator[memoryview]:
-        """The slot's first `size` bytes, or all. Raises OSError, also if the file has become shorter than the slot."""
+        """The slot's first `size` bytes, or all. Raises OSError, also if the file has become shorter than the
+        slot."""
         area = self._lasting()
         whole = area[: self.size if size is None else size]
         view = whole if write else whole.toreadonly()
@@ -111,11 +113,11 @@ class Slot:
                 area.release()
 
     def _lasting(self) -> memoryview:
-        """One mapping for as long as the slot: the faults of mapping it anew cost as much as receiving an artifact into it, and
-        three times as much as digesting one.
+        """One mapping for as long as the slot: the faults of mapping it anew cost as much as receiving an
+        artifact into it, and three times as much as digesting one.
 
-        What is mapped must be the file that a trainer would open, and all there: touching what was cut off is a SIGBUS. A link in its
-        place is not followed: it may lead to where the trainer itself cannot write.
+        What is mapped must be the file that a trainer would open, and all there: touching what was cut off is
+        a SIGBUS. A link in its place is not followed: it may lead to where the trainer itself cannot write.
         """
         status = os.lstat(self.path)
         if status.st_size < self.size:
@@ -137,7 +139,8 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def create(path: Path, size: int) -> memoryview:
-    """Create and pre-fault a slot file, and map it. Raises OSError (ENOSPC if the volume is full); then there is no file."""
+    """Create and pre-fault a slot file, and map it. Raises OSError (ENOSPC if the volume is full); then there
+    is no file."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:

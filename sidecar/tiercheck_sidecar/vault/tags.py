@@ -1,9 +1,11 @@
-"""Tags of artifacts: made once, by whoever seals an artifact, and checked by whoever receives a chunk of it from anywhere.
+"""Tags of artifacts: made once, by whoever seals an artifact, and checked by whoever receives a chunk of it
+from anywhere.
 
-A digest finds what changed by accident. A tag finds what anybody changed who does not know the job's token: it is AES-256-GMAC
-(NIST SP 800-38D) of a chunk, with the chunk's index as nonce, under a key of this artifact alone. That key comes from the token, from what
-the artifact is, and from a fresh salt (HKDF, RFC 5869). So no chunk passes for that of another place, artifact, attempt or job, and what is
-sealed twice never uses a key and a nonce again.
+A digest finds what changed by accident. A tag finds what anybody changed who does not know the job's token:
+it is AES-256-GMAC (NIST SP 800-38D) of a chunk, with the chunk's index as nonce, under a key of this artifact
+alone. That key comes from the token, from what the artifact is, and from a fresh salt (HKDF, RFC 5869). So no
+chunk passes for that of another place, artifact, attempt or job, and what is sealed twice never uses a key
+and a nonce again.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class RunningTag:
 
 
 def digest_and_tag(view: memoryview, tagger: Tagger | None) -> tuple[Digests, Tags | None]:
-    """Digests of all chunks of `view`, and their tags if there is a `tagger`: both while a piece is in the cache."""
+    """Digests of all chunks of `view`, and their tags if there is a `tagger`: both while a piece is in the
+    cache."""
     if tagger is None:
         return digest(view), None
     digests, tags = [], []
@@ -93,7 +96,8 @@ def digest_and_tag(view: memoryview, tagger: Tagger | None) -> tuple[Digests, Ta
 
 
 def is_well_described(digests: Digests | None, tags: Tags | None) -> bool:
-    """Whether sizes and the numbers of digests and tags belong together: what a stranger's message must prove first."""
+    """Whether sizes and the numbers of digests and tags belong together: what a stranger's message must prove
+    first."""
     if digests is None or not is_well_formed(digests):
         return False
     return tags is None or (

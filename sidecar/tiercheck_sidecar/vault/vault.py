@@ -1,7 +1,7 @@
 """The vault owns every slot of this worker: what is being written, what is held, what may be written next.
 
-Memory is bounded: a slot is allocated only inside the limit, and when none is free the caller is told so at once.
-Nothing here decides what may be freed; the watermark does (`reclaim.py`).
+Memory is bounded: a slot is allocated only inside the limit, and when none is free the caller is told so at
+once. Nothing here decides what may be freed; the watermark does (`reclaim.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class Vault:
-    """Thread-safe. No method waits for the network; only allocation and sealing touch many bytes, outside the lock.
+    """Thread-safe. No method waits for the network; only allocation and sealing touch many bytes, outside the
+    lock.
 
     The table of slots is to be had under the lock only: what needs the lock is a method of it.
     """
@@ -46,8 +47,8 @@ class Vault:
         *,
         instance: str = "",
     ) -> None:
-        """`tagger`: makes the tags of an own artifact that is sealed now; None if they are not worth it. `instance`: tells this
-        vault's files from those of an earlier one in this place."""
+        """`tagger`: makes the tags of an own artifact that is sealed now; None if they are not worth it.
+        `instance`: tells this vault's files from those of an earlier one in this place."""
         self.limit = limit
         self.ranks = tuple(ranks)
         """The worker's own; none while this is a spare. See `identify`."""
@@ -73,7 +74,9 @@ class Vault:
             seals = table.held()
         return tuple(sorted(seals, key=_age))
 
-    def find(self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT) -> Seal | None:
+    def find(
+        self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT
+    ) -> Seal | None:
         """A whole artifact; never a parity block."""
         with self._table as table:
             slot = table.find(rank, version, tier, kind)
@@ -101,7 +104,9 @@ class Vault:
         """Keep a whole artifact from being freed while it is read. Raises NotHeld."""
         return self._pin(rank, version, tier, kind, None)
 
-    def pin_share(self, share: Share, version: Version, kind: Kind) -> contextlib.AbstractContextManager[Slot]:
+    def pin_share(
+        self, share: Share, version: Version, kind: Kind
+    ) -> contextlib.AbstractContextManager[Slot]:
         """As `pin`, for a parity block."""
         return self._pin(share.ranks[0], version, Tier.PEER, kind, share)
 
@@ -132,8 +137,8 @@ class Vault:
             return table.demand.own.get(rank)
 
     def identify(self, ranks: Sequence[int]) -> None:
-        """This worker has these ranks from now on. What lies here of others, own ones until now, stays as it is, and no slots are
-        kept ready for it.
+        """This worker has these ranks from now on. What lies here of others, own ones until now, stays as it
+        is, and no slots are kept ready for it.
         """
         with self._table as table:
             self.ranks = tuple(ranks)
@@ -147,7 +152,8 @@ class Vault:
         self.tidy()
 
     def expect(self, cadence: int, guess: sizing.Room) -> None:
-        """The coordinator's word: steps between snapshots, and the largest slots that any rank of the job has."""
+        """The coordinator's word: steps between snapshots, and the largest slots that any rank of the job
+        has."""
         with self._table as table:
             news = table.demand.expect(cadence, guess)
         if news:
@@ -155,8 +161,9 @@ class Vault:
             self._on_change()
 
     def reserve(self, rank: int, size: int, delta_size: int | None = 0, numa: int = -1) -> None:
-        """Have snapshot slots of exactly `size` bytes for an own rank, pre-faulted, and delta slots of `delta_size` (0: none; None: not known yet),
-        which `prepare` allocates, on that NUMA node (-1: anywhere). Raises MemoryTooSmall.
+        """Have snapshot slots of exactly `size` bytes for an own rank, pre-faulted, and delta slots of
+        `delta_size` (0: none; None: not known yet), which `prepare` allocates, on that NUMA node (-1:
+        anywhere). Raises MemoryTooSmall.
         """
         if rank not in self.ranks or size <= 0 or (delta_size or 0) < 0:
             raise ValueError(f"cannot reserve {size} and {delta_size} bytes for rank {rank}")
@@ -179,7 +186,8 @@ class Vault:
             return deltas_refused(table.demand)
 
     def tidy(self) -> None:
-        """Bring the snapshot slots to the planned number and size, as far as memory is free. Slow: pre-faults.
+        """Bring the snapshot slots to the planned number and size, as far as memory is free. Slow:
+        pre-faults.
 
         Says that something changed only if it did: those who are told call this again.
         """
@@ -193,7 +201,8 @@ class Vault:
     # Own ranks: the trainer writes
 
     def begin(self, rank: int, version: Version, kind: Kind = Kind.SNAPSHOT, size: int = 0) -> Path:
-        """A slot for the trainer to write at most `size` bytes (0: as many as it reserved). Raises NoFreeSlot, MemoryTooSmall."""
+        """A slot for the trainer to write at most `size` bytes (0: as many as it reserved). Raises
+        NoFreeSlot, MemoryTooSmall."""
         with self._table as table:
             return table.begin(rank, version, kind, size).path
 
@@ -217,7 +226,8 @@ class Vault:
         return slot.kind
 
     def seal(self, path: Path) -> Seal | None:
-        """Digest and seal a completed slot; None if it could not be (it is free again). Slow: reads every byte."""
+        """Digest and seal a completed slot; None if it could not be (it is free again). Slow: reads every
+        byte."""
         with self._table as table:
             slot = table.slots[path]
         try:
@@ -225,7 +235,9 @@ class Vault:
                 header = read_header(view)
                 tagger = self._tagger(Artifact(slot.rank, header.version, slot.kind))
                 digests, tags = digest_and_tag(view[: header.size], tagger)
-            seal = Seal(slot.rank, header.version, header.world_size, Tier.LOCAL, digests, slot.kind, tags=tags)
+            seal = Seal(
+                slot.rank, header.version, header.world_size, Tier.LOCAL, digests, slot.kind, tags=tags
+            )
             self._seal(slot, seal)
         except (OSError, NotASlot) as error:
             log.warning("%s could not be sealed: %s", path.name, error)
@@ -264,7 +276,8 @@ class Vault:
             raise
 
     def leave(self, artifact: Artifact) -> None:
-        """Whoever fills a slot with this own artifact may never come to an end, and may still be writing: the file is never used again."""
+        """Whoever fills a slot with this own artifact may never come to an end, and may still be writing: the
+        file is never used again."""
 
         def fills(slot: Slot) -> bool:
             begun = Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind)
@@ -288,7 +301,9 @@ class Vault:
     # Inside
 
     @contextlib.contextmanager
-    def _pin(self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None) -> Iterator[Slot]:
+    def _pin(
+        self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None
+    ) -> Iterator[Slot]:
         with self._table as table:
             slot = table.pin(rank, version, tier, kind, share)
         try:

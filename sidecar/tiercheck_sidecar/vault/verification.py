@@ -1,4 +1,5 @@
-"""Reads an artifact in own memory again: all of it at once, its chunks on several threads, because training waits for a restore; or chunk by chunk.
+"""Reads an artifact in own memory again: all of it at once, its chunks on several threads, because training
+waits for a restore; or chunk by chunk.
 
 When what we send keeps arriving damaged, our own memory is the first suspect.
 """
@@ -19,8 +20,11 @@ from tiercheck_sidecar.vault.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.vault.inventory import header_fault
 
 
-def fault_of(vault: Vault, artifact: Artifact, threads: Executor, read: Callable[[int], None] = lambda _: None) -> str:
-    """What is wrong with an own rank's artifact; empty if nothing is. `read` hears of the bytes of each chunk. Raises NotHeld, OSError."""
+def fault_of(
+    vault: Vault, artifact: Artifact, threads: Executor, read: Callable[[int], None] = lambda _: None
+) -> str:
+    """What is wrong with an own rank's artifact; empty if nothing is. `read` hears of the bytes of each
+    chunk. Raises NotHeld, OSError."""
     with _mapped(vault, artifact) as (view, seal):
         digests = seal.digests
 
@@ -34,7 +38,8 @@ def fault_of(vault: Vault, artifact: Artifact, threads: Executor, read: Callable
 
 
 def fault_of_chunk(vault: Vault, artifact: Artifact, index: int) -> str:
-    """The same of one chunk, the header with the first; the slot is held for that long only. Raises NotHeld, OSError."""
+    """The same of one chunk, the header with the first; the slot is held for that long only. Raises NotHeld,
+    OSError."""
     with _mapped(vault, artifact) as (view, seal):
         return _chunk_fault(view, seal.digests, index) or (header_fault(view, seal) if index == 0 else "")
 

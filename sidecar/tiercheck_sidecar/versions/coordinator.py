@@ -1,7 +1,7 @@
 """The coordinator: sidecar 0 hears which ranks have what where, and tells all of them what that adds up to.
 
-It keeps nothing that the sidecars would not tell it again, so losing it costs nothing: until a new one has heard every
-rank in the current attempt, nothing is freed.
+It keeps nothing that the sidecars would not tell it again, so losing it costs nothing: until a new one has
+heard every rank in the current attempt, nothing is freed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Coordinator:
         self._done: set[int] = set()
         self._standing = TierStanding()
         self._needs: dict[int, Needs] = {}
-        """Sizes are of the job, not of an attempt: so a new attempt knows its cadence before its ranks reserve."""
+        """Sizes are of the job, not of an attempt: so a new attempt knows its cadence before its ranks
+        reserve."""
         self._stored: tuple[Version, ...] | None = None
         self._artifacts: dict[int, RankArtifact] = {}
         self._verdict: TierVerdict | None = None
@@ -177,8 +178,8 @@ class Coordinator:
             self._merge(self._proved[worker])
 
     def _reckon(self, directive: Directive) -> None:
-        """Judge. Where that fails, the newest reports are taken back until it does not, those of workers that were refused before first:
-        nobody's report stops the others."""
+        """Judge. Where that fails, the newest reports are taken back until it does not, those of workers that
+        were refused before first: nobody's report stops the others."""
         suspects = sorted(reversed(self._unproved), key=lambda worker: worker not in self._refused)
         blamed: tuple[int, str] | None = None
         while True:
@@ -226,7 +227,12 @@ class Coordinator:
         """The manifest to write now: every rank's object is uploaded and no manifest names the version yet."""
         with self._lock:
             directive, verdict = self._board.directive, self._verdict
-            if directive is None or verdict is None or verdict.attempt != directive.attempt or verdict.upload is None:
+            if (
+                directive is None
+                or verdict is None
+                or verdict.attempt != directive.attempt
+                or verdict.upload is None
+            ):
                 return None
             world = directive.workers * directive.procs_per_worker
             mine = {rank: each for rank, each in self._artifacts.items() if each.version == verdict.upload}
@@ -242,7 +248,8 @@ class Coordinator:
             )
 
     def run(self) -> None:
-        """Judge when something was heard, and tell everybody when the verdict changed. Begins when this becomes worker 0."""
+        """Judge when something was heard, and tell everybody when the verdict changed. Begins when this
+        becomes worker 0."""
         while not self._board.wait_until(lambda: self._board.config.worker == 0, _LOOK_EVERY):
             pass
         clients: dict[str, ControlClient] = {}
@@ -254,7 +261,9 @@ class Coordinator:
                 if word is None:
                     continue
                 verdict, hosts = word
-                clients = {host: clients.get(host) or ControlClient(self._board.config, host) for host in hosts}
+                clients = {
+                    host: clients.get(host) or ControlClient(self._board.config, host) for host in hosts
+                }
                 list(pool.map(lambda client, word=verdict: _tell(client, word), clients.values()))
                 self.announced(verdict)
                 self._board.wait_until(lambda: False, pace(len(hosts)))

@@ -1,7 +1,9 @@
-"""When a sidecar may go at the end of a job: not before the last version is in the remote tier, and not long after.
+"""When a sidecar may go at the end of a job: not before the last version is in the remote tier, and not long
+after.
 
-Kubernetes ends each pod's sidecar when its own trainer has ended, so in any order and seconds apart. The coordinator writes
-the manifest: it stays until no worker can add anything, and then tells all. Nobody waits for one that has gone already.
+Kubernetes ends each pod's sidecar when its own trainer has ended, so in any order and seconds apart. The
+coordinator writes the manifest: it stays until no worker can add anything, and then tells all. Nobody waits
+for one that has gone already.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.versions.watermark import RankTiers, can_upload
 
 GONE = 10.0
-"""Seconds without a word after which the other side counts as gone. A container that is started anew is back before."""
+"""Seconds without a word after which the other side counts as gone. A container that is started anew is back
+before."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,21 @@ def may_go(end: WorkerEnd) -> bool:
     return end.done and (end.told or end.unanswered is not None)
 
 
-def is_final(directive: Directive, trainer: TrainerState, asked_to_end: bool, unfinished: Collection[object]) -> bool:
-    """Whether nothing will be added to what this worker holds. `asked_to_end`: a sidecar is, only after its trainer."""
-    return directive.phase is Phase.FINISH and (asked_to_end or trainer is not TrainerState.RUNNING) and not unfinished
+def is_final(
+    directive: Directive, trainer: TrainerState, asked_to_end: bool, unfinished: Collection[object]
+) -> bool:
+    """Whether nothing will be added to what this worker holds. `asked_to_end`: a sidecar is, only after its
+    trainer."""
+    return (
+        directive.phase is Phase.FINISH
+        and (asked_to_end or trainer is not TrainerState.RUNNING)
+        and not unfinished
+    )
 
 
 def owes_nothing(own: Collection[Version | None], stored: Version | None) -> bool:
-    """Whether no version newer than `stored` can be uploaded with what is here. `own`: each rank's newest snapshot."""
+    """Whether no version newer than `stored` can be uploaded with what is here. `own`: each rank's newest
+    snapshot."""
     return any(newest is None or (stored is not None and newest <= stored) for newest in own) or not own
 
 
@@ -58,8 +69,12 @@ def present(quiet: Mapping[int, float], interval: float) -> set[int]:
     return {worker for worker, seconds in quiet.items() if seconds < max(GONE, 3 * interval)}
 
 
-def is_hopeless(upload: Version, world: int, ranks: Mapping[int, RankTiers], uploaded: Collection[int]) -> bool:
-    """Whether some rank will never bring `upload`, when nobody adds anything any more. `ranks`: of workers that are there."""
+def is_hopeless(
+    upload: Version, world: int, ranks: Mapping[int, RankTiers], uploaded: Collection[int]
+) -> bool:
+    """Whether some rank will never bring `upload`, when nobody adds anything any more. `ranks`: of workers
+    that are there."""
     return any(
-        rank not in uploaded and (rank not in ranks or not can_upload(ranks[rank], upload)) for rank in range(world)
+        rank not in uploaded and (rank not in ranks or not can_upload(ranks[rank], upload))
+        for rank in range(world)
     )

@@ -1,9 +1,10 @@
-"""What may be forgotten at one place, so that everything complete stays rebuildable there. Nothing is freed by age.
+"""What may be forgotten at one place, so that everything complete stays rebuildable there. Nothing is freed
+by age.
 
-A place is the own slots of a rank, a holder's slots for a rank, or a holder's blocks for a parity lane. In each, what lies before
-the newest snapshot from which the floor can be rebuilt *there* is of no more use. Beyond it only abandoned snapshots go, and not
-even those while something complete rests on them: where a delta is missing, a snapshot that cannot become complete itself
-may be the only way to versions that are.
+A place is the own slots of a rank, a holder's slots for a rank, or a holder's blocks for a parity lane. In
+each, what lies before the newest snapshot from which the floor can be rebuilt *there* is of no more use.
+Beyond it only abandoned snapshots go, and not even those while something complete rests on them: where a
+delta is missing, a snapshot that cannot become complete itself may be the only way to versions that are.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class MemoryPlace:
     slots: int = 0
     """For snapshots; 0: as many as there are when memory is not short."""
     crowded: bool = False
-    """Its room for deltas is nearly used up, or it has no slot for the snapshot that is named, and nothing is coded with what is here: it
-    gives up what it can do without, before there is a gap, or nothing comes any more.
+    """Its room for deltas is nearly used up, or it has no slot for the snapshot that is named, and nothing is
+    coded with what is here: it gives up what it can do without, before there is a gap, or nothing comes any
+    more.
     """
 
     @property
@@ -49,7 +51,8 @@ def lacks_slot(snapshots: Collection[Version], verdict: TierVerdict | None) -> b
 def expendable(
     place: MemoryPlace, history: History, verdict: TierVerdict | None, owed: Version | None = None
 ) -> frozenset[tuple[Kind, Version]]:
-    """The artifacts of `place` that may be freed in attempt `history.attempt`. `owed`: the snapshot that is yet to be uploaded."""
+    """The artifacts of `place` that may be freed in attempt `history.attempt`. `owed`: the snapshot that is
+    yet to be uploaded."""
     snapshots = set(filter(history.continues, place.snapshots))
     deltas = set(filter(history.continues, place.deltas))
     kept = (snapshots, deltas)
@@ -63,8 +66,8 @@ def expendable(
 
 
 def _of_other_ranks(place: MemoryPlace, history: History, floor: Version | None) -> set[Version]:
-    """The snapshot from which all of these ranks have just come back, although others made it, until something newer of their own is
-    complete. More of them would leave no slot for the next one.
+    """The snapshot from which all of these ranks have just come back, although others made it, until
+    something newer of their own is complete. More of them would leave no slot for the next one.
     """
     foreign = (each for each in place.snapshots if history.accepts(each) and not history.continues(each))
     newest = max(foreign, default=None)
@@ -97,15 +100,16 @@ def _needed(
 
 
 def _everywhere(snapshots: set[Version], verdict: TierVerdict) -> set[Version]:
-    """Those that may stand in for older ones, because nobody lacks them: parity is worth something only with all blocks and all members'
-    artifacts of one snapshot; other ranks can only start from one that all old ones had; and it is what is left if deltas turn out bad.
+    """Those that may stand in for older ones, because nobody lacks them: parity is worth something only with
+    all blocks and all members' artifacts of one snapshot; other ranks can only start from one that all old
+    ones had; and it is what is left if deltas turn out bad.
     """
     return {each for each in snapshots if verdict.anchor is not None and each <= verdict.anchor}
 
 
 def _guarded(place: MemoryPlace, verdict: TierVerdict) -> list[Version]:
-    """Versions that must stay rebuildable here, if they are, oldest first. At most two that rest on different snapshots, so that
-    a slot is left for the next one.
+    """Versions that must stay rebuildable here, if they are, oldest first. At most two that rest on different
+    snapshots, so that a slot is left for the next one.
     """
     if place.tier is Tier.LOCAL:
         marks = {verdict.floor, None if verdict.lost else verdict.watermarks.local}
@@ -114,7 +118,9 @@ def _guarded(place: MemoryPlace, verdict: TierVerdict) -> list[Version]:
     return sorted(mark for mark in marks if mark is not None)
 
 
-def _base(version: Version | None, snapshots: set[Version], deltas: set[Version], history: History) -> Version | None:
+def _base(
+    version: Version | None, snapshots: set[Version], deltas: set[Version], history: History
+) -> Version | None:
     """The newest of `snapshots` from which `version` can be rebuilt."""
     chain = chain_to(version, snapshots, deltas, history) if version is not None else None
     return chain.base if chain else None

@@ -1,4 +1,5 @@
-"""Gives slots back as the watermark allows, so that the next capture finds one free, and makes room for what is to come.
+"""Gives slots back as the watermark allows, so that the next capture finds one free, and makes room for what
+is to come.
 
 Frees nothing on its own judgement.
 """
@@ -44,7 +45,8 @@ class Reclaimer:
             self.step()
 
     def prepare(self) -> None:
-        """Allocate delta slots, which takes long, once it is known how many there must be. No trainer waits for it."""
+        """Allocate delta slots, which takes long, once it is known how many there must be. No trainer waits
+        for it."""
         seen = -1
         while not self._board.stopping:
             seen = self._board.wait(seen, timeout=1.0)
@@ -72,9 +74,14 @@ class Reclaimer:
         """Free what may be freed now."""
         board = self._board
         with board.lock:
-            directive, verdict, ready = board.directive, board.verdict, board.restore.state is RestoreState.READY
+            directive, verdict, ready = (
+                board.directive,
+                board.verdict,
+                board.restore.state is RestoreState.READY,
+            )
         if directive is None or not ready or directive.phase is Phase.HOLD:
-            return  # while others may still be restoring, even what the new history does not accept harms nobody
+            # while others may still be restoring, even what the new history does not accept harms nobody
+            return
         plan = self._vault.size_plan()
         owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
         gone: set[Gone] = set()
@@ -90,8 +97,9 @@ class Reclaimer:
         self._vault.tidy()
 
     def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
-        """What has to wait. By our last report the coordinator may announce what rests on an own snapshot, as long as that is newer than
-        what it has announced: so it is left out of a report first, and goes when that has been heard.
+        """What has to wait. By our last report the coordinator may announce what rests on an own snapshot, as
+        long as that is newer than what it has announced: so it is left out of a report first, and goes when
+        that has been heard.
         """
         mark = verdict.watermarks.local if verdict is not None else None
         doomed = {

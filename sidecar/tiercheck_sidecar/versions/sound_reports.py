@@ -1,6 +1,8 @@
-"""What a tier report must be before the coordinator reckons with it: about the worker that sent it, and of a size that a worker can have.
+"""What a tier report must be before the coordinator reckons with it: about the worker that sent it, and of a
+size that a worker can have.
 
-A peer has proved that it knows the job's token, which says nothing of its sanity: its memory may be bad, or somebody else may have got in there.
+A peer has proved that it knows the job's token, which says nothing of its sanity: its memory may be bad, or
+somebody else may have got in there.
 """
 
 from __future__ import annotations

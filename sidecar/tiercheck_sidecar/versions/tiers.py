@@ -25,12 +25,14 @@ log = logging.getLogger(__name__)
 
 _EVERY = 1.0
 _MOMENT = 0.05
-"""Changes come in bursts (slot, seal, acknowledgement): so long may one wait for the others, so that one message carries them."""
+"""Changes come in bursts (slot, seal, acknowledgement): so long may one wait for the others, so that one
+message carries them."""
 _WORKERS_PER_SECOND = 500
 """How many the coordinator should have to answer per second, whatever happens."""
 
 Acknowledged = Callable[[Directive], Sequence[tuple[int, frozenset[Artifact]]]]
-"""Per holder of this worker's copies or parity, as the directive has it: which worker it is, and what it has acknowledged in that attempt."""
+"""Per holder of this worker's copies or parity, as the directive has it: which worker it is, and what it has
+acknowledged in that attempt."""
 
 Uploaded = Callable[[int, TierVerdict | None], tuple[RankArtifact, ...]]
 """A rank's upload of the version that the verdict wants, if it is done."""
@@ -44,7 +46,9 @@ def pace(workers: int) -> float:
 class TierClient:
     """One thread."""
 
-    def __init__(self, board: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded) -> None:
+    def __init__(
+        self, board: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded
+    ) -> None:
         self._board, self._vault, self._acknowledged, self._uploaded = board, vault, acknowledged, uploaded
         self._client: ControlClient | None = None
         self._taken: TierReport | None = None
@@ -85,10 +89,15 @@ class TierClient:
         )
 
     def gather(self, directive: Directive) -> TierReport:
-        """The order matters: a version moves from reached to unfinished to local, and must not be missed in between."""
+        """The order matters: a version moves from reached to unfinished to local, and must not be missed in
+        between."""
         with self._board.lock:
             reached, verdict = dict(self._board.reached), self._board.verdict
-            trainer, ending, stored = self._board.trainer.report.state, self._board.ending, self._board.remote.versions
+            trainer, ending, stored = (
+                self._board.trainer.report.state,
+                self._board.ending,
+                self._board.remote.versions,
+            )
             leaving = self._board.report_leaving()
         unfinished = self._vault.unfinished()
         here = stocks(self._vault.held())
@@ -147,7 +156,8 @@ class TierClient:
         return Needs(room.snapshot, delta, takes)
 
     def _tell(self, directive: Directive, report: TierReport) -> bool:
-        # At the end the controller may name no coordinator, because its pod has ended for all that Kubernetes knows.
+        # At the end the controller may name no coordinator, because its pod has ended for all that Kubernetes
+        # knows.
         host = directive.coordinator.host or (self._client.host if self._client else "")
         if not host:
             self._saw(directive, Break.REFUSED)
@@ -162,7 +172,9 @@ class TierClient:
             return False
         self._saw(directive, None)
         self._board.follow(verdict)
-        self._board.leave_out(frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving))
+        self._board.leave_out(
+            frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving)
+        )
         return True
 
     def _saw(self, directive: Directive, how: Break | None) -> None:

@@ -1,9 +1,10 @@
 """Which versions are complete where: the rules, as arithmetic on sets.
 
-Ranks skip captures independently, and holders have two snapshot slots per rank. Left alone, ranks would hold disjoint sets for
-ever, and holders different halves of two versions. So the coordinator names one snapshot at a time for all ranks to copy: the
-newest that every rank has sealed. Deltas need no naming: every step has one, and a version is complete where it can be
-rebuilt from what every rank has. What may be forgotten for it is decided in `forgetting.py`.
+Ranks skip captures independently, and holders have two snapshot slots per rank. Left alone, ranks would hold
+disjoint sets for ever, and holders different halves of two versions. So the coordinator names one snapshot at
+a time for all ranks to copy: the newest that every rank has sealed. Deltas need no naming: every step has
+one, and a version is complete where it can be rebuilt from what every rank has. What may be forgotten for it
+is decided in `forgetting.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class RankTiers:
     """Snapshots being written or sealed."""
     unfinished_deltas: tuple[Version, ...] = ()
     reached: Version | None = None
-    """The newest snapshot that it captured or skipped: it will never contribute to an older one that it does not hold."""
+    """The newest snapshot that it captured or skipped: it will never contribute to an older one that it does
+    not hold."""
     copied: tuple[Span, ...] = ()
     """What can be rebuilt at each of its holders, from what they acknowledged."""
     copied_snapshots: tuple[Version, ...] = ()
@@ -73,7 +75,8 @@ class TierReport:
     final: bool = False
     """The job is over, and nothing will be added to what is told here."""
     done: bool = False
-    """Final, and nothing here could go to the remote tier any more: this sidecar may go without another word."""
+    """Final, and nothing here could go to the remote tier any more: this sidecar may go without another word.
+    """
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,17 @@ class TierVerdict:
     floor: Version | None = None
     """What leads only to older versions may be freed; None: nothing."""
     anchor: Version | None = None
-    """The newest snapshot that all holders of every rank have; without holders, that every rank has. Nobody gives it up for a newer one."""
+    """The newest snapshot that all holders of every rank have; without holders, that every rank has. Nobody
+    gives it up for a newer one."""
     backed: Version | None = None
-    """As long as there is no peer watermark in this attempt: the newest version that some holder of every rank can rebuild."""
+    """As long as there is no peer watermark in this attempt: the newest version that some holder of every
+    rank can rebuild."""
     abandoned: tuple[Version, ...] = ()
-    """Snapshots that may be freed although they are not older: they can not become complete, or nobody needs them to."""
+    """Snapshots that may be freed although they are not older: they can not become complete, or nobody needs
+    them to."""
     lost: Version | None = None
-    """The local watermark, if some rank's memory has rotted so that nobody comes back to it: nothing needs to be kept for it."""
+    """The local watermark, if some rank's memory has rotted so that nobody comes back to it: nothing needs to
+    be kept for it."""
     copy: Version | None = None
     """The snapshot that every rank should now bring to its holders."""
     upload: Version | None = None
@@ -102,15 +109,16 @@ class TierVerdict:
     placement: str = ""
     """The placement that it was found under."""
     stored: tuple[Version, ...] | None = None
-    """The newest of this history in the remote tier, so that one sidecar lists it for all; None: not known yet."""
+    """The newest of this history in the remote tier, so that one sidecar lists it for all; None: not known
+    yet."""
     over: bool = False
     """The job is over and nothing more goes to the remote tier: every sidecar may go."""
 
 
 @dataclass(frozen=True)
 class TierStanding:
-    """Of one attempt: the newest versions once found complete. They only rise, so a sidecar that restarts and has
-    to gather its acknowledgements again never makes a complete version look abandoned.
+    """Of one attempt: the newest versions once found complete. They only rise, so a sidecar that restarts and
+    has to gather its acknowledgements again never makes a complete version look abandoned.
     """
 
     local: Version | None = None
@@ -130,8 +138,9 @@ def judge(
     before: TierStanding,
     copies: Collection[Copy] = (),
 ) -> tuple[TierStanding, TierVerdict]:
-    """Watermarks, floor, abandoned snapshots and the one to copy (`remote`, `upload` and `cadence` are not decided here).
-    Until every rank has been heard, what was found before stands. `copies` are all that any holder keeps.
+    """Watermarks, floor, abandoned snapshots and the one to copy (`remote`, `upload` and `cadence` are not
+    decided here). Until every rank has been heard, what was found before stands. `copies` are all that any
+    holder keeps.
     """
     if any(rank not in ranks for rank in range(world_size)):
         return before, _verdict(history, before, ranks)
@@ -169,7 +178,8 @@ def _next_copy(
     if not guarded or snapshot is None:
         return None
     if anchor is not None and snapshot <= anchor:
-        # A sidecar that restarted no longer knows what its holders have, and deltas need a snapshot to follow there.
+        # A sidecar that restarted no longer knows what its holders have, and deltas need a snapshot to follow
+        # there.
         unsure = any(not any(run.last >= snapshot.step for run in tiers.copied) for tiers in guarded)
         return snapshot if unsure else None
     in_time = current is not None and (anchor is None or current > anchor)
@@ -181,12 +191,13 @@ def _next_copy(
 def _abandoned(
     ranks: Mapping[int, RankTiers], history: History, standing: TierStanding, copies: Collection[Copy]
 ) -> tuple[Version, ...]:
-    """Snapshots that some rank passed by without keeping, and those that a newer complete one overtook before their turn.
+    """Snapshots that some rank passed by without keeping, and those that a newer complete one overtook before
+    their turn.
 
-    Never what was once found complete: a rank that lost its own memory of that is what the other tiers are for. Unless none of
-    them has it either: then nobody can be brought to it, and it would only keep a slot from the next one. Copies count
-    as known: their owner may have freed the snapshot long ago, and a holder that missed that word would otherwise keep them,
-    and refuse newer ones, for ever.
+    Never what was once found complete: a rank that lost its own memory of that is what the other tiers are
+    for. Unless none of them has it either: then nobody can be brought to it, and it would only keep a slot
+    from the next one. Copies count as known: their owner may have freed the snapshot long ago, and a holder
+    that missed that word would otherwise keep them, and refuse newer ones, for ever.
     """
     known = {version for tiers in ranks.values() for version in (*tiers.snapshots, *tiers.unfinished)}
     known |= {version for copy in copies for version in copy.snapshots}
@@ -208,8 +219,8 @@ def _abandoned(
 
 
 def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]) -> Version | None:
-    """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now: what an earlier
-    attempt completed stays until this one has done as much.
+    """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now:
+    what an earlier attempt completed stays until this one has done as much.
     """
     found: dict[int, list[Span]] = {tiers.rank: [] for tiers in guarded}
     for copy in copies:
@@ -235,8 +246,8 @@ def _leads(runs: Iterable[Span], version: Version) -> bool:
 
 
 def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> bool:
-    """Whether the snapshot cannot become common any more, nor the version complete by this rank's deltas: or it would be
-    announced at the moment when a rank that rests on the snapshot frees it.
+    """Whether the snapshot cannot become common any more, nor the version complete by this rank's deltas: or
+    it would be announced at the moment when a rank that rests on the snapshot frees it.
     """
     if version in tiers.snapshots or version in tiers.unfinished or tiers.reached is None:
         return False
@@ -263,9 +274,9 @@ def next_upload(
 ) -> Version | None:
     """The snapshot that every rank should bring to the remote tier now; None: nothing is owed.
 
-    One at a time: `current`, once chosen, is kept until it is stored or some rank no longer has it. A snapshot is owed when
-    the newest complete one lies in a later interval of `every` steps than the newest stored one, and at the end of the job
-    whenever it is newer at all.
+    One at a time: `current`, once chosen, is kept until it is stored or some rank no longer has it. A
+    snapshot is owed when the newest complete one lies in a later interval of `every` steps than the newest
+    stored one, and at the end of the job whenever it is newer at all.
     """
     stored_last = max((version for version in stored if history.accepts(version)), default=None)
     if current is not None and history.accepts(current) and (stored_last is None or current > stored_last):

@@ -32,7 +32,9 @@ class Bench:
 
     def phase(self, name: str, *phases: str) -> dict[str, Any]:
         """Wait until the pod is in one of `phases`; the pod."""
-        self.wait(f"pod {name} to be {phases}", lambda: self.pod(name).get("status", {}).get("phase") in phases)
+        self.wait(
+            f"pod {name} to be {phases}", lambda: self.pod(name).get("status", {}).get("phase") in phases
+        )
         return self.pod(name)
 
     def ready(self, name: str) -> dict[str, Any]:

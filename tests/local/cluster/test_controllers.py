@@ -30,7 +30,9 @@ def test_dependents_of_a_deleted_owner_are_collected(each_bench: Bench) -> None:
     bench.api.delete(CONFIG_MAPS, "default", "owner")
     bench.gone(pod)
     for kind in (SECRETS, SERVICES):
-        bench.wait(f"owned {kind.plural} to go", lambda kind=kind: bench.api.find(kind, "default", "owned") is None)
+        bench.wait(
+            f"owned {kind.plural} to go", lambda kind=kind: bench.api.find(kind, "default", "owned") is None
+        )
 
 
 def test_object_whose_owner_never_existed_is_collected(each_bench: Bench) -> None:

@@ -31,7 +31,9 @@ def up(bench: Bench, builder: PodBuilder) -> str:
 
 
 def node_ready(bench: Bench, node: str, status: str) -> None:
-    bench.wait(f"{node} Ready={status}", lambda: condition(bench.api.get(NODES, None, node), "Ready") == status)
+    bench.wait(
+        f"{node} Ready={status}", lambda: condition(bench.api.get(NODES, None, node), "Ready") == status
+    )
 
 
 def usable(bench: Bench, node: str) -> None:
@@ -93,7 +95,11 @@ def test_container_that_is_slow_to_start_runs_and_has_not_started(bench: Bench) 
     probe = {"exec": {"command": ["test", "-e", "/memory/up"]}, "periodSeconds": 1, "failureThreshold": 60}
     bench.faults.hold_starts("sidecar")
     name = bench.run(
-        PodBuilder().beside(f"touch /memory/up; {LASTING}", startupProbe=probe).runs(LASTING).memory().policy("Always")
+        PodBuilder()
+        .beside(f"touch /memory/up; {LASTING}", startupProbe=probe)
+        .runs(LASTING)
+        .memory()
+        .policy("Always")
     )
     status = bench.wait("it to run", lambda: _sidecar(bench, name, "running"))
     assert not status["started"]
@@ -110,7 +116,9 @@ def test_container_that_ends_twice_is_held_back_and_says_for_how_long(bench: Ben
         bench.wait("it to run", lambda: _sidecar(bench, name, "running"))
         bench.faults.kill_container(name, "sidecar")
         if restarts == 2:
-            waiting = bench.wait("it to be held back", lambda: _sidecar(bench, name, "waiting"))["state"]["waiting"]
+            waiting = bench.wait("it to be held back", lambda: _sidecar(bench, name, "waiting"))["state"][
+                "waiting"
+            ]
             assert waiting["reason"] == "CrashLoopBackOff"
             assert waiting["message"].startswith(
                 f"back-off 500ms restarting failed container=sidecar pod={name}_default("
@@ -122,7 +130,9 @@ def test_container_that_ends_twice_is_held_back_and_says_for_how_long(bench: Ben
 def _sidecar(bench: Bench, name: str, state: str = "") -> dict[str, Any] | None:
     """What is said of the container `sidecar`, if it is in that state."""
     found = bench.pod(name).get("status", {}).get("initContainerStatuses") or []
-    return next((each for each in found if each["name"] == "sidecar" and (not state or state in each["state"])), None)
+    return next(
+        (each for each in found if each["name"] == "sidecar" and (not state or state in each["state"])), None
+    )
 
 
 def test_rack_dies_as_a_whole(bench: Bench) -> None:
@@ -174,7 +184,9 @@ def test_forced_deletion_kills_at_once(bench: Bench) -> None:
 
 
 def test_loss_of_every_pod_is_reported_as_failed_pods_without_memory(bench: Bench) -> None:
-    names = [up(bench, PodBuilder().runs(LASTING).policy("Always").memory().on(f"node-{n}")) for n in range(3)]
+    names = [
+        up(bench, PodBuilder().runs(LASTING).policy("Always").memory().on(f"node-{n}")) for n in range(3)
+    ]
     bench.faults.kill_all_pods()
     for name in names:
         pod = bench.phase(name, "Failed")
@@ -243,7 +255,9 @@ def test_flipped_bit_changes_one_bit_of_the_data_and_nothing_else(bench: Bench) 
 
 def _sealed_slot(folder: Path, rank: int) -> Path:
     metadata = {"rank": str(rank), "step": "5", "attempt": "1", "world_size": "2"}
-    header = json.dumps({"__metadata__": metadata, "w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}).encode()
+    header = json.dumps(
+        {"__metadata__": metadata, "w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}
+    ).encode()
     slot = folder / f"slot-{rank}"
     slot.write_bytes(struct.pack("<Q", len(header)) + header + os.urandom(8))
     slot.with_name(slot.name + ".seal").write_text("{}")

@@ -36,7 +36,8 @@ def test_init_sidecar_environment_secret_and_volumes_work_together(each_bench: B
             startupProbe={"httpGet": {"path": "/", "port": 8470}},
         )
         .runs(
-            "cat $NOTE /keys/token; echo; echo token=$TOKEN ip=$IP $(python3 -c 'import sys; print(sys.prefix)')",
+            "cat $NOTE /keys/token; echo; echo token=$TOKEN ip=$IP $(python3 -c 'import sys; "
+            "print(sys.prefix)')",
             env=[
                 {"name": "NOTE", "value": "/memory/note"},
                 {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "token"}}},
@@ -78,7 +79,9 @@ def test_crashing_container_is_restarted_and_never_means_never(bench: Bench) -> 
     always = bench.run(PodBuilder().runs("exit 3").policy("OnFailure"))
     never = bench.run(PodBuilder().runs("exit 3", terminationMessagePolicy="FallbackToLogsOnError"))
     assert bench.phase(never, "Failed")["status"]["containerStatuses"][0]["restartCount"] == 0
-    bench.wait("two restarts", lambda: bench.pod(always)["status"]["containerStatuses"][0]["restartCount"] >= 2)
+    bench.wait(
+        "two restarts", lambda: bench.pod(always)["status"]["containerStatuses"][0]["restartCount"] >= 2
+    )
     last = bench.pod(always)["status"]["containerStatuses"][0]["lastState"]
     assert last["terminated"]["exitCode"] == 3
     bench.faults.delete_pods(f"test={always}")
@@ -87,7 +90,9 @@ def test_crashing_container_is_restarted_and_never_means_never(bench: Bench) -> 
 def test_restarted_container_finds_its_memory_again(bench: Bench) -> None:
     script = "test -e /memory/x && exec sleep 60; touch /memory/x; exit 1"
     name = bench.run(PodBuilder().runs(script).policy("Always").memory())
-    bench.wait("the second life", lambda: _restarts(bench, name) == 1 and "running" in _state(bench, name, "main"))
+    bench.wait(
+        "the second life", lambda: _restarts(bench, name) == 1 and "running" in _state(bench, name, "main")
+    )
     bench.faults.delete_pods(f"test={name}")
 
 
@@ -159,7 +164,9 @@ def test_missing_image_and_missing_command_are_said(bench: Bench) -> None:
 
 
 def test_pod_waits_for_a_missing_secret_and_starts_when_it_comes(bench: Bench) -> None:
-    builder = PodBuilder().runs("cat /late/k; sleep 60").volume("late", "/late", secret={"secretName": "late"})
+    builder = (
+        PodBuilder().runs("cat /late/k; sleep 60").volume("late", "/late", secret={"secretName": "late"})
+    )
     name = bench.run(builder)
     bench.wait("the reason", lambda: "late" in _waiting(bench, name).get("message", ""))
     late = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "late"}, "stringData": {"k": "here"}}
@@ -187,7 +194,9 @@ def test_status_keeps_conditions_of_others(bench: Bench) -> None:
         "reason": "Test",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }
-    bench.api.patch(PODS, "default", name, {"status": {"conditions": [*conditions, foreign]}}, subresource="status")
+    bench.api.patch(
+        PODS, "default", name, {"status": {"conditions": [*conditions, foreign]}}, subresource="status"
+    )
     bench.faults.kill_container(name, "main")
     assert condition(bench.phase(name, "Failed"), "Foreign") == "True"
 

@@ -95,10 +95,14 @@ class Api:
         return self._ok("DELETE", path, body, **more)
 
     @contextmanager
-    def watch(self, path: str, accept: str = "application/json", **query: Any) -> Iterator[Iterator[dict[str, Any]]]:
+    def watch(
+        self, path: str, accept: str = "application/json", **query: Any
+    ) -> Iterator[Iterator[dict[str, Any]]]:
         """The events of a watch as they come. Reading fails after DEADLINE seconds of silence."""
         url = f"{self._server}{path}?{urlencode({'watch': 'true', **query})}"
-        answer = self._pool.request("GET", url, headers={**self._headers, "Accept": accept}, preload_content=False)
+        answer = self._pool.request(
+            "GET", url, headers={**self._headers, "Accept": accept}, preload_content=False
+        )
         if answer.status >= 400:
             raise Refused(answer.status, json.loads(answer.read()))
         try:

@@ -120,7 +120,11 @@ def webhook(api: Api, namespace: str, tmp_path: Path) -> Iterator[Webhook]:
             review = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if made.slow is not None:
                 made.slow.wait(30)
-            body = b"no" if made.broken else json.dumps(made.respond(review, self.path.partition("?")[0])).encode()
+            body = (
+                b"no"
+                if made.broken
+                else json.dumps(made.respond(review, self.path.partition("?")[0])).encode()
+            )
             self.send_response(500 if made.broken else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -197,14 +201,18 @@ def test_changes_and_deletions_are_not_asked_about(api: Api, core: str, webhook:
 def test_denied_object_is_not_created(api: Api, core: str, webhook: Webhook) -> None:
     webhook.denial = "not on a Friday"
     webhook.register()
-    with pytest.raises(Refused, match=r"one\.conformance\.test.*denied the request: not on a Friday") as refused:
+    with pytest.raises(
+        Refused, match=r"one\.conformance\.test.*denied the request: not on a Friday"
+    ) as refused:
         api.create(f"{core}/configmaps", config_map("a"))
     assert refused.value.code == 403
     assert api.call("GET", f"{core}/configmaps/a")[0] == 404
 
 
 @pytest.mark.parametrize("policy", ["Ignore", "Fail"])
-def test_failure_policy_decides_when_the_webhook_fails(api: Api, core: str, webhook: Webhook, policy: str) -> None:
+def test_failure_policy_decides_when_the_webhook_fails(
+    api: Api, core: str, webhook: Webhook, policy: str
+) -> None:
     webhook.broken = True
     webhook.register(failurePolicy=policy)
     if policy == "Ignore":
@@ -227,7 +235,9 @@ def test_slow_webhook_is_not_waited_for_longer_than_it_may(api: Api, core: str, 
     assert time.monotonic() - began >= 1
 
 
-def test_webhook_whose_certificate_is_not_trusted_counts_as_failed(api: Api, core: str, webhook: Webhook) -> None:
+def test_webhook_whose_certificate_is_not_trusted_counts_as_failed(
+    api: Api, core: str, webhook: Webhook
+) -> None:
     webhook.register()
     other = issue_pair("stranger", ["127.0.0.1"], datetime.timedelta(days=1)).ca
     (name,) = webhook.names

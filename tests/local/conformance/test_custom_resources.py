@@ -17,7 +17,9 @@ def refusal(api: Api, path: str, body: dict[str, Any], **query: Any) -> str:
 
 
 def test_crd_is_established_with_its_names(api: Api, widgets_defined: None) -> None:
-    status = api.get("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/widgets.conformance.test")["status"]
+    status = api.get("/apis/apiextensions.k8s.io/v1/customresourcedefinitions/widgets.conformance.test")[
+        "status"
+    ]
     assert {c["type"]: c["status"] for c in status["conditions"]} == {
         "NamesAccepted": "True",
         "Established": "True",
@@ -88,7 +90,9 @@ def test_unknown_field_is_refused_when_the_client_is_strict(api: Api, widgets: s
         ({"parts": [{"name": "x"}]}, "spec: Invalid value: parts must be p1, p2 or p3, not x"),
     ],
 )  # fmt: skip
-def test_wrong_field_is_refused_with_a_sentence(api: Api, widgets: str, spec: dict[str, Any], sentence: str) -> None:
+def test_wrong_field_is_refused_with_a_sentence(
+    api: Api, widgets: str, spec: dict[str, Any], sentence: str
+) -> None:
     message = refusal(api, widgets, widget("w", **spec))
     assert message.startswith('Widget.conformance.test "w" is invalid: ')
     assert sentence in message
@@ -132,7 +136,9 @@ def test_transition_rule_compares_with_the_old_object(api: Api, widgets: str) ->
 def test_generation_counts_changes_of_the_spec_only(api: Api, widgets: str) -> None:
     assert api.create(widgets, widget("w"))["metadata"]["generation"] == 1
     assert api.merge(f"{widgets}/w", {"metadata": {"labels": {"a": "b"}}})["metadata"]["generation"] == 1
-    assert api.merge(f"{widgets}/w/status", {"status": {"observedGeneration": 1}})["metadata"]["generation"] == 1
+    assert (
+        api.merge(f"{widgets}/w/status", {"status": {"observedGeneration": 1}})["metadata"]["generation"] == 1
+    )
     assert api.merge(f"{widgets}/w", {"spec": {"paused": True}})["metadata"]["generation"] == 2
 
 
@@ -180,7 +186,9 @@ def test_replacing_a_custom_object_needs_a_version(api: Api, widgets: str) -> No
     with pytest.raises(Refused) as refused:
         api.replace(f"{widgets}/w", widget("w"))
     assert refused.value.code == 422
-    assert "metadata.resourceVersion: Invalid value: 0: must be specified for an update" in refused.value.message
+    assert (
+        "metadata.resourceVersion: Invalid value: 0: must be specified for an update" in refused.value.message
+    )
 
 
 def test_custom_object_must_say_its_kind(api: Api, widgets: str) -> None:

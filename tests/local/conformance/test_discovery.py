@@ -26,7 +26,9 @@ def test_group_lists_its_resources(api: Api, path: str) -> None:
 
 def test_groups_and_versions_are_listed(api: Api) -> None:
     assert api.get("/api")["versions"] == ["v1"]
-    groups = {group["name"]: group["preferredVersion"]["groupVersion"] for group in api.get("/apis")["groups"]}
+    groups = {
+        group["name"]: group["preferredVersion"]["groupVersion"] for group in api.get("/apis")["groups"]
+    }
     assert groups["policy"] == "policy/v1"
     assert api.get("/apis/policy")["kind"] == "APIGroup"
 

@@ -62,7 +62,9 @@ def test_server_ends_with_its_parent(tmp_path: Path) -> None:
         "plane = EmbeddedControlPlane(Path(sys.argv[1])); plane.start(); print(plane._process.pid, "
         "flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     server = int(parent.stdout.readline())
     parent.send_signal(signal.SIGKILL)
@@ -95,7 +97,9 @@ def test_kinds_of_control_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("KUBECONFIG", raising=False)
     assert isinstance(open_control_plane("embedded", tmp_path), EmbeddedControlPlane)
     assert isinstance(open_control_plane("real", tmp_path, assets=tmp_path), RealControlPlane)
-    assert isinstance(open_control_plane("existing", tmp_path, kubeconfig=tmp_path / "k"), ExistingControlPlane)
+    assert isinstance(
+        open_control_plane("existing", tmp_path, kubeconfig=tmp_path / "k"), ExistingControlPlane
+    )
     for kind, word in (("real", "KUBEBUILDER_ASSETS"), ("existing", "KUBECONFIG"), ("other", "unknown kind")):
         with pytest.raises(ValueError, match=word):
             open_control_plane(kind, tmp_path)

@@ -30,7 +30,9 @@ class Kubectl:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [*self._command, *arguments]
-        return subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=60, check=False
+        )
 
     def __call__(self, *arguments: str) -> str:
         done = self.run(*arguments)
@@ -38,7 +40,9 @@ class Kubectl:
         return done.stdout
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([*self._command, *arguments], env=self._environment, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [*self._command, *arguments], env=self._environment, stdout=subprocess.PIPE, text=True
+        )
 
     def file(self, value: Any) -> str:
         path = self._home / f"{value['kind']}-{value['metadata']['name']}.yaml"
@@ -83,7 +87,9 @@ def test_get_pods_looks_as_usual(kubectl: Kubectl, api: Api, core: str) -> None:
     assert lines[1].split()[:4] == ["p", "0/1", "Pending", "0"]
 
 
-def test_describe_shows_the_object_and_its_events(kubectl: Kubectl, api: Api, core: str, namespace: str) -> None:
+def test_describe_shows_the_object_and_its_events(
+    kubectl: Kubectl, api: Api, core: str, namespace: str
+) -> None:
     kubectl("apply", "-f", kubectl.file(widget("w")))
     uid = kubectl("get", "wg", "w", "-o", "jsonpath={.metadata.uid}")
     about = {

@@ -127,7 +127,10 @@ def test_uid_cannot_be_patched(api: Api, core: str) -> None:
         content_type="application/merge-patch+json",
     )
     assert (code, answer["reason"]) == (422, "Invalid")
-    assert answer["message"] == 'ConfigMap "a" is invalid: metadata.uid: Invalid value: "other": field is immutable'
+    assert (
+        answer["message"]
+        == 'ConfigMap "a" is invalid: metadata.uid: Invalid value: "other": field is immutable'
+    )
 
 
 def test_deleted_object_is_gone_and_the_answer_says_which_it_was(api: Api, core: str) -> None:
@@ -167,8 +170,12 @@ def test_finalizer_holds_deletion_until_it_is_removed(api: Api, core: str) -> No
     assert api.call("GET", f"{core}/configmaps/a")[0] == 404
 
 
-@pytest.mark.parametrize(("policy", "finalizer"), [("Foreground", "foregroundDeletion"), ("Orphan", "orphan")])
-def test_propagation_leaves_work_for_the_garbage_collector(api: Api, core: str, policy: str, finalizer: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "finalizer"), [("Foreground", "foregroundDeletion"), ("Orphan", "orphan")]
+)
+def test_propagation_leaves_work_for_the_garbage_collector(
+    api: Api, core: str, policy: str, finalizer: str
+) -> None:
     api.create(f"{core}/configmaps", config_map("a"))
     api.delete(f"{core}/configmaps/a", {"propagationPolicy": policy})
     assert api.get(f"{core}/configmaps/a")["metadata"]["finalizers"] == [finalizer]
@@ -290,7 +297,10 @@ def test_event_belongs_into_the_namespace_of_its_object(api: Api, core: str) -> 
             f"{core}/events",
             {"metadata": {"name": "e"}, "involvedObject": {"namespace": "other", "name": "x"}},
         )
-    assert 'involvedObject.namespace: Invalid value: "other": does not match event.namespace' in refused.value.message
+    assert (
+        'involvedObject.namespace: Invalid value: "other": does not match event.namespace'
+        in refused.value.message
+    )
 
 
 def test_values_of_the_wrong_type_are_bad_requests(api: Api, core: str) -> None:

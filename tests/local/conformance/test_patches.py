@@ -70,7 +70,9 @@ def test_json_patch_inserts_into_lists(api: Api, widgets: str) -> None:
         {"op": "replace", "path": "/spec/nothing", "value": 1},
     ],
 )
-def test_json_patch_that_cannot_be_applied_is_unprocessable(api: Api, map_path: str, operation: dict[str, Any]) -> None:
+def test_json_patch_that_cannot_be_applied_is_unprocessable(
+    api: Api, map_path: str, operation: dict[str, Any]
+) -> None:
     before = api.get(map_path)
     with pytest.raises(Refused) as refused:
         api.json_patch(map_path, [{"op": "replace", "path": "/data/y", "value": "9"}, operation])

@@ -61,7 +61,9 @@ def test_pod_is_bound_once(api: Api, core: str) -> None:
     assert seen["spec"]["nodeName"] == "node-1"
     assert [(c["type"], c["status"]) for c in seen["status"]["conditions"]] == [("PodScheduled", "True")]
     with pytest.raises(Refused) as refused:
-        api.create(f"{path}/binding", {"metadata": {"name": "p"}, "target": {"kind": "Node", "name": "node-2"}})
+        api.create(
+            f"{path}/binding", {"metadata": {"name": "p"}, "target": {"kind": "Node", "name": "node-2"}}
+        )
     assert (refused.value.code, refused.value.reason) == (409, "Conflict")
     assert 'pod p is already assigned to node "node-1"' in refused.value.message
 
@@ -155,7 +157,9 @@ def test_node_is_registered_with_its_status_and_not_yet_trusted(api: Api, namesp
     assert made["status"]["conditions"][0]["status"] == "True"
     assert made["spec"]["taints"] == [{"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"}]
     path = f"/api/v1/nodes/node-{namespace}"
-    assert api.merge(path, {"spec": {"unschedulable": True, "taints": None}})["spec"] == {"unschedulable": True}
+    assert api.merge(path, {"spec": {"unschedulable": True, "taints": None}})["spec"] == {
+        "unschedulable": True
+    }
     unknown = [{"type": "Ready", "status": "Unknown"}]
     assert api.merge(path, {"status": {"conditions": unknown}})["status"]["conditions"][0]["status"] == "True"
     after = api.merge(f"{path}/status", {"status": {"conditions": unknown}})

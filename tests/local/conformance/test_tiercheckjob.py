@@ -57,7 +57,9 @@ def test_workers_are_fixed_while_the_job_runs(api: Api, jobs: str) -> None:
         ({"template": {"spec": {"containers": [{"name": "other"}]}}}, "needs a container named trainer"),
     ],
 )  # fmt: skip
-def test_impossible_job_is_refused_with_a_sentence(api: Api, jobs: str, changes: dict[str, Any], sentence: str) -> None:
+def test_impossible_job_is_refused_with_a_sentence(
+    api: Api, jobs: str, changes: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(Refused) as refused:
         api.create(jobs, job(**changes))
     assert (refused.value.code, refused.value.reason) == (422, "Invalid")

@@ -12,7 +12,9 @@ from testbed.needs import missing, no_root
 def main() -> int:
     parser = argparse.ArgumentParser(prog="testbed", description=__doc__)
     parser.add_argument("what", choices=("needs", "up", "down", "run"))
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="for `run`: what to run in the cluster's network")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="for `run`: what to run in the cluster's network"
+    )
     given = parser.parse_args()
     reason = no_root() if given.what == "down" else missing()  # what is to be ended may have been moved away
     if given.what == "needs" or reason:

@@ -54,5 +54,7 @@ def _hierarchies() -> list[Path]:
     if is_unified():
         return [_ROOT]
     return [
-        path for path in sorted(_ROOT.iterdir()) if path.is_dir() and not path.is_symlink() and path.name != "unified"
+        path
+        for path in sorted(_ROOT.iterdir())
+        if path.is_dir() and not path.is_symlink() and path.name != "unified"
     ]

@@ -15,7 +15,8 @@ from testbed.processes import Processes, run, wait_for
 
 FOLDER = Path(os.environ.get("TIERCHECK_TESTBED_FOLDER", "/var/tmp/tiercheck-testbed"))
 NODES = 5
-"""Four to train on, and the last for the operator, as the nodes of a cluster's own services are kept apart elsewhere."""
+"""Four to train on, and the last for the operator, as the nodes of a cluster's own services are kept apart
+elsewhere."""
 
 
 class Testbed:
@@ -39,7 +40,8 @@ class Testbed:
 
     @property
     def core(self) -> int:
-        """The pid that holds the network of API server, registry and S3. Raises RuntimeError: the cluster is down."""
+        """The pid that holds the network of API server, registry and S3. Raises RuntimeError: the cluster is
+        down."""
         pid = self.processes.pid("core")
         if pid is None:
             raise RuntimeError(f"no cluster runs in {self.folder}")

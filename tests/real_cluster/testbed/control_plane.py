@@ -57,7 +57,17 @@ def ask(kubeconfig: Path, path: str) -> dict[str, object]:
 
 
 def _ready(core: int, admin: Path) -> bool:
-    command = ["nsenter", "-t", str(core), "-n", "kubectl", f"--kubeconfig={admin}", "get", "--raw", "/readyz"]
+    command = [
+        "nsenter",
+        "-t",
+        str(core),
+        "-n",
+        "kubectl",
+        f"--kubeconfig={admin}",
+        "get",
+        "--raw",
+        "/readyz",
+    ]
     return run(command, check=False).strip() == "ok"
 
 
@@ -78,7 +88,10 @@ def _write_credentials(folder: Path, nodes: int) -> None:
 
 
 def _write_kubeconfig(path: Path, token: str) -> None:
-    cluster = {"server": API_SERVER, "certificate-authority": str(path.parent / "apiserver" / "apiserver.crt")}
+    cluster = {
+        "server": API_SERVER,
+        "certificate-authority": str(path.parent / "apiserver" / "apiserver.crt"),
+    }
     text = {
         "apiVersion": "v1",
         "kind": "Config",

@@ -51,6 +51,8 @@ def kube_bin(name: str) -> str:
 
 
 def kubelet_version() -> tuple[int, int]:
-    said = subprocess.run([kube_bin("kubelet"), "--version"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [kube_bin("kubelet"), "--version"], capture_output=True, text=True, check=True
+    ).stdout
     major, minor = said.split("v")[1].split(".")[:2]
     return int(major), int(minor)

@@ -1,4 +1,5 @@
-"""Addresses: one bridge that joins the nodes, in a network namespace of its own; nothing of it is visible outside."""
+"""Addresses: one bridge that joins the nodes, in a network namespace of its own; nothing of it is visible
+outside."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def start_core(processes: Processes) -> int:
         f"ip link add {_BRIDGE} type bridge",
         f"ip addr add {CORE}/24 dev {_BRIDGE}",
         f"ip link set {_BRIDGE} up",
-        f"ip route add {SERVICES} dev {_BRIDGE}",  # for webhooks: a ClusterIP needs a route before it is rewritten
+        # for webhooks: a ClusterIP needs a route before it is rewritten
+        f"ip route add {SERVICES} dev {_BRIDGE}",
         "sysctl -qw net.ipv4.ip_forward=1",
     ):
         run([*inside, *line.split()])
@@ -54,7 +56,11 @@ def has_own(pid: int, kind: str) -> bool:
 
 def connect_node(core: int, number: int, kernel: int) -> None:
     """A cable from the core's bridge to the node whose network namespace `kernel` holds."""
-    name, inside, there = uplink(number), ["nsenter", "-t", str(core), "-n"], ["nsenter", "-t", str(kernel), "-n"]
+    name, inside, there = (
+        uplink(number),
+        ["nsenter", "-t", str(core), "-n"],
+        ["nsenter", "-t", str(kernel), "-n"],
+    )
     run([*inside, "ip", "link", "del", name], check=False)
     run([*inside, "ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(kernel)])
     run([*inside, "ip", "link", "set", name, "master", _BRIDGE, "up"])

@@ -1,4 +1,5 @@
-"""One node: a kernel (network and mounts) and what runs on it (a PID namespace), so that either can be lost alone."""
+"""One node: a kernel (network and mounts) and what runs on it (a PID namespace), so that either can be lost
+alone."""
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ class Node:
         self._processes.kill(f"{self.name}-init")
         wait_for(lambda: not cgroups.processes_of(self.number), 20, f"the pods of {self.name} to end")
         for name in ("containerd", "kubelet"):
-            wait_for(lambda name=name: self._processes.pid(f"{self.name}-{name}") is None, 20, f"{name} to end")
+            wait_for(
+                lambda name=name: self._processes.pid(f"{self.name}-{name}") is None, 20, f"{name} to end"
+            )
 
     def cut(self) -> None:
         """Takes the whole node off the network; everything on it runs on."""
@@ -99,7 +102,12 @@ class Node:
         for pid, cgroup in cgroups.processes_of(self.number):
             if pod_uid in cgroup or pod_uid.replace("-", "_") in cgroup:
                 try:
-                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    line = (
+                        Path(f"/proc/{pid}/cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                    )
                 except OSError:
                     continue
                 if words in line:
@@ -154,7 +162,9 @@ class Node:
 
 def may_lower_oom_scores() -> bool:
     """Whether we have CAP_SYS_RESOURCE; without it runc must not be asked for what the kernel then refuses."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff")
+    )
     return bool(int(line.split()[1], 16) >> 24 & 1)
 
 

@@ -1,4 +1,5 @@
-"""Processes that outlive the command that started them, known by pid and start time, so that each is ended by its id."""
+"""Processes that outlive the command that started them, known by pid and start time, so that each is ended by
+its id."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Processes:
         self._logs.mkdir(parents=True, exist_ok=True)
 
     def start(self, name: str, command: Sequence[str], *, inner: bool = False) -> int:
-        """The pid; with `inner` that of the child, for commands such as `nsenter -p` that fork what they start."""
+        """The pid; with `inner` that of the child, for commands such as `nsenter -p` that fork what they
+        start."""
         with open(self._logs / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

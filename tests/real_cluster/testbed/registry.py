@@ -22,7 +22,9 @@ def start(processes: Processes, folder: Path, core: int) -> None:
     inside = ["nsenter", "-t", str(core), "-n"]
     processes.start("registry", [*inside, "docker-registry", "serve", f"{folder}/registry.json"])
     ask = [*inside, "curl", "-sf", f"http://{REGISTRY}/v2/"]
-    wait_for(lambda: subprocess.run(ask, capture_output=True, check=False).returncode == 0, 30, "the registry")
+    wait_for(
+        lambda: subprocess.run(ask, capture_output=True, check=False).returncode == 0, 30, "the registry"
+    )
     _push_pause(folder, inside)
 
 
@@ -43,4 +45,15 @@ def _push_pause(folder: Path, inside: list[str]) -> None:
     run(["cp", "/bin/busybox", str(context)])
     store = ["--root", f"{folder}/pause-store", "--runroot", f"{folder}/pause-run", "--storage-driver", "vfs"]
     run(["buildah", *store, "bud", "--isolation", "chroot", "-q", "-t", "pause", str(context)])
-    run([*inside, "buildah", *store, "push", "--tls-verify=false", "-q", "pause", f"docker://{REGISTRY}/pause:1"])
+    run(
+        [
+            *inside,
+            "buildah",
+            *store,
+            "push",
+            "--tls-verify=false",
+            "-q",
+            "pause",
+            f"docker://{REGISTRY}/pause:1",
+        ]
+    )

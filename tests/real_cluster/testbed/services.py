@@ -1,7 +1,7 @@
 """Stands in for kube-proxy and CoreDNS: services.py FOLDER, inside the core's network.
 
-Once a second it reads Services and EndpointSlices. ClusterIPs become DNAT rules of the core and of every node that
-is on; *.svc.cluster.local is answered as CoreDNS would (A records). Other names do not exist.
+Once a second it reads Services and EndpointSlices. ClusterIPs become DNAT rules of the core and of every node
+that is on; *.svc.cluster.local is answered as CoreDNS would (A records). Other names do not exist.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Sidecars in this process, as far as parity needs them: board, vault, exchange, holder and sender, on loopback."""
+"""Sidecars in this process, as far as parity needs them: board, vault, exchange, holder and sender, on
+loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A block comes out right whatever the order, the repetitions and the number of streams that its chunks come in."""
+"""A block comes out right whatever the order, the repetitions and the number of streams that its chunks come
+in."""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def test_many_streams_at_once_give_the_same_block() -> None:
     work = [(rank, number) for rank in range(4) for number in range(200)] * 3
     random.Random(9).shuffle(work)
     with ThreadPoolExecutor(8) as pool:
-        for each in [pool.submit(block.fold, rank, number, chunk(members[rank], number)) for rank, number in work]:
+        for each in [
+            pool.submit(block.fold, rank, number, chunk(members[rank], number)) for rank, number in work
+        ]:
             each.result()
     assert block.seal()
     assert draft.kept is not None

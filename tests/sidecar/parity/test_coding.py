@@ -41,7 +41,9 @@ def test_any_losses_up_to_the_number_of_blocks_are_made_good(data: st.DataObject
     blocks = encode(members, parity)
     losses = data.draw(st.integers(1, min(parity, len(members))), "losses")
     lost = set(data.draw(st.permutations(range(len(members))), "lost")[:losses])
-    left = set(data.draw(st.permutations(range(parity)), "blocks left")[: data.draw(st.integers(losses, parity))])
+    left = set(
+        data.draw(st.permutations(range(parity)), "blocks left")[: data.draw(st.integers(losses, parity))]
+    )
     for wanted in lost:
         assert recover(members, {index: blocks[index] for index in left}, lost, wanted) == members[wanted]
 
@@ -75,7 +77,9 @@ def test_adding_up_fragments_is_combining_them(filled: list[int], length: int, b
     weights = [source.randrange(256) for _ in filled]
     out, expected = bytearray(400), bytearray(length)
     coding.Adder(memoryview(out), weights, buffers).add(begin, length, filled)
-    coding.combine(memoryview(expected), weights, [each[:size] for each, size in zip(buffers, filled, strict=True)])
+    coding.combine(
+        memoryview(expected), weights, [each[:size] for each, size in zip(buffers, filled, strict=True)]
+    )
     assert out == bytes(begin) + expected + bytes(400 - begin - length)
 
 
@@ -100,7 +104,9 @@ def test_folding_again_takes_a_piece_out() -> None:
 
 
 def test_more_losses_than_blocks_are_refused_with_numbers() -> None:
-    with pytest.raises(coding.NotRecoverable, match="2 members of the group are lost and 1 parity blocks are left"):
+    with pytest.raises(
+        coding.NotRecoverable, match="2 members of the group are lost and 1 parity blocks are left"
+    ):
         coding.recipe(4, 0, {0, 1}, [1])
 
 

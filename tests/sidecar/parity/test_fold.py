@@ -1,4 +1,5 @@
-"""What a holder promises: less memory than copies, every chunk once, and no acknowledgement before the block is complete."""
+"""What a holder promises: less memory than copies, every chunk once, and no acknowledgement before the block
+is complete."""
 
 from __future__ import annotations
 
@@ -241,11 +242,15 @@ def test_overtaken_block_makes_room_for_the_next(make_job: MakeJob) -> None:
         job.name(Version(step, 1))
         version = Version(step, 1)
         until(
-            lambda version=version: Artifact(0, version) in job.holders[0].holder.status(claim(job, 0)).folded,
+            lambda version=version: (
+                Artifact(0, version) in job.holders[0].holder.status(claim(job, 0)).folded
+            ),
             f"{version} is folded",
         )
         job.members[0].vault.free(lambda seal, version=version: seal.version < version)
-    until(lambda: len(job.holders[0].holder.status(claim(job, 0)).folded) == 1, "only the newest is being made")
+    until(
+        lambda: len(job.holders[0].holder.status(claim(job, 0)).folded) == 1, "only the newest is being made"
+    )
 
 
 def test_deltas_are_folded_in_the_order_of_their_steps_after_their_snapshot(make_job: MakeJob) -> None:

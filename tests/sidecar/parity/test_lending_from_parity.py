@@ -1,4 +1,5 @@
-"""Fewer workers come back: what a lost one of the old ranks had is added up from parity, as far as somebody reads it."""
+"""Fewer workers come back: what a lost one of the old ranks had is added up from parity, as far as somebody
+reads it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ class NoRemote:
 
 def lender_of(station: Station) -> Lender:
     return Lender(
-        station.vault, station.board.config.vault_dir / "lent", station.connect, cast("RemotePart", NoRemote())
+        station.vault,
+        station.board.config.vault_dir / "lent",
+        station.connect,
+        cast("RemotePart", NoRemote()),
     )
 
 
@@ -40,7 +44,8 @@ def directive(job: Job, rank: int, group: ParityGroup) -> Directive:
 
 
 def without(job: Job, *lost: int, ranks: tuple[int, ...]) -> ParityGroup:
-    """The group of `ranks` as a controller names it when other workers than theirs are there: all are numbered anew."""
+    """The group of `ranks` as a controller names it when other workers than theirs are there: all are
+    numbered anew."""
     for station in job.stations:
         station.identity.worker = 100 + station.worker
 
@@ -49,7 +54,9 @@ def without(job: Job, *lost: int, ranks: tuple[int, ...]) -> ParityGroup:
 
     group = job.group
     return ParityGroup(
-        tuple(now(peer.worker) for peer in group.members), tuple(now(peer.worker) for peer in group.holders), ranks
+        tuple(now(peer.worker) for peer in group.members),
+        tuple(now(peer.worker) for peer in group.holders),
+        ranks,
     )
 
 

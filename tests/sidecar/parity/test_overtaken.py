@@ -32,7 +32,9 @@ def test_without_a_word_in_this_attempt_only_other_histories_are_given_up(kind: 
 def test_snapshot_gives_way_to_the_one_that_is_named_after_it() -> None:
     assert overtaken(v(24), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28)))
     assert not overtaken(v(28), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28)))
-    assert not overtaken(v(32), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28))), "its member has heard newer news"
+    assert not overtaken(v(32), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28))), (
+        "its member has heard newer news"
+    )
     assert not overtaken(v(24), Kind.DELTA, HISTORY, verdict(copy=v(28)))
 
 

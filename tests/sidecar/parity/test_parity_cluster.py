@@ -1,4 +1,5 @@
-"""Whole sidecars under parity: snapshots and deltas are protected, and what is lost comes back by the directive alone."""
+"""Whole sidecars under parity: snapshots and deltas are protected, and what is lost comes back by the
+directive alone."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class ParityWorld(World):
         super().__init__(*arguments, **more)
         self.policy = Policy(snapshot_every=4, remote_every=1_000_000, remote_keep=5)
         self.groups = [
-            ParityGroup(tuple(map(self.peer, members)), tuple(map(self.peer, holders))) for members, holders in groups
+            ParityGroup(tuple(map(self.peer, members)), tuple(map(self.peer, holders)))
+            for members, holders in groups
         ]
 
     def directive(self, worker: int, phase: Phase, *arguments: Any, **more: Any) -> Directive:
@@ -65,7 +67,8 @@ class ParityWorld(World):
 
     def restored(self, worker: int) -> Report:
         return until(
-            lambda: report if (report := self.report(worker)).restore.state.value == "Ready" else None, "restored"
+            lambda: report if (report := self.report(worker)).restore.state.value == "Ready" else None,
+            "restored",
         )
 
 
@@ -120,13 +123,20 @@ def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(
         with world.rank(rank) as trainer:
             welcome = trainer.welcome
             assert welcome.restore_version == Version(6, 1)
-            assert body(welcome.restore_path, SIZE) == content(rank, 4, layout(SIZE).size - layout(SIZE).data_begin)
+            assert body(welcome.restore_path, SIZE) == content(
+                rank, 4, layout(SIZE).size - layout(SIZE).data_begin
+            )
             for step, path in zip((5, 6), welcome.restore_deltas, strict=True):
                 assert body(path, DELTA) == content(rank, step, layout(DELTA).size - layout(DELTA).data_begin)
-    until(lambda: world.report(0).watermarks.peer == Version(6, 1), "protected again, by the new worker's blocks too")
+    until(
+        lambda: world.report(0).watermarks.peer == Version(6, 1),
+        "protected again, by the new worker's blocks too",
+    )
 
 
-def test_both_members_of_a_group_come_back_from_two_blocks(make_parity_world: Callable[..., ParityWorld]) -> None:
+def test_both_members_of_a_group_come_back_from_two_blocks(
+    make_parity_world: Callable[..., ParityWorld],
+) -> None:
     world = make_parity_world(workers=4, groups=(((0, 1), (2, 3)), ((2, 3), (0, 1))))
     world.start()
     world.begin()
@@ -142,7 +152,9 @@ def test_both_members_of_a_group_come_back_from_two_blocks(make_parity_world: Ca
             assert body(path, SIZE) == content(worker, 4, layout(SIZE).size - layout(SIZE).data_begin)
 
 
-def test_training_goes_on_under_parity_in_bounded_memory(make_parity_world: Callable[..., ParityWorld]) -> None:
+def test_training_goes_on_under_parity_in_bounded_memory(
+    make_parity_world: Callable[..., ParityWorld],
+) -> None:
     world = make_parity_world(workers=3, groups=(((0, 1), (2,)), ((2,), (0,))), limit=48 << 20)
     world.start()
     world.begin()
@@ -168,7 +180,9 @@ def test_blocks_move_to_other_holders_in_an_attempt_and_are_of_use_there(
     world.direct(Phase.RELEASE)
 
     def blocks(worker: int) -> bool:
-        return any(each.share is not None and each.version.step == 4 for each in world.report(worker).holdings)
+        return any(
+            each.share is not None and each.version.step == 4 for each in world.report(worker).holdings
+        )
 
     def moved() -> bool:
         new = blocks(3) and blocks(1)

@@ -1,4 +1,5 @@
-"""What a parity group promises: any losses up to its number of holders come back bit for bit, and no bad byte goes unnoticed."""
+"""What a parity group promises: any losses up to its number of holders come back bit for bit, and no bad byte
+goes unnoticed."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ def test_deltas_are_rebuilt_like_snapshots(make_job: MakeJob) -> None:
     step = Version(11, 1)
     saved = job.save(step, 400_000, 5_000, 900_000, kind=Kind.DELTA)
     for rank, station in enumerate(job.members):
-        until(lambda rank=rank, station=station: step in station.copied(rank, Kind.DELTA), "the delta is protected")
+        until(
+            lambda rank=rank, station=station: step in station.copied(rank, Kind.DELTA),
+            "the delta is protected",
+        )
     job.lose(0)
     job.next_attempt(step)
     assert job.stations[0].rebuild(0, step, job.group, Kind.DELTA) == saved[0]

@@ -42,7 +42,9 @@ def test_what_parity_would_give_back_is_proved(make_job: MakeJob) -> None:
     assert [station.vault.used() for station in job.stations] == used
 
 
-def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_what_it_has(make_job: MakeJob) -> None:
+def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_what_it_has(
+    make_job: MakeJob,
+) -> None:
     job = make_job(data=2, parity=1)
     job.begin()
     job.protect(V, 50_000)
@@ -51,7 +53,8 @@ def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_wha
     board = rehearsed(job)
     (problem,) = board.problems
     assert (
-        f"the {Artifact(0, V)}, would not come back from parity: what worker 1 gives for it is bad" in problem.message
+        f"the {Artifact(0, V)}, would not come back from parity: what worker 1 gives for it is bad"
+        in problem.message
     )
     assert [proof.tier for proof in board.proofs] == [Tier.LOCAL]
     assert job.stations[1].vault.find(1, V, Tier.LOCAL) is not None

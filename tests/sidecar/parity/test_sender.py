@@ -111,7 +111,9 @@ def test_blocks_are_made_and_counted_although_every_wait_of_every_lane_fails_onc
     until(lambda: Version(11, 1) in job.stations[0].copied(0), "protected after that")
 
 
-def test_lanes_that_got_no_thread_at_first_are_begun_later(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_that_got_no_thread_at_first_are_begun_later(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervised, "FIRST", 0.01)
     real, refused = threading.Thread.start, set[str]()
 

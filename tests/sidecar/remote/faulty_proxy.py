@@ -1,4 +1,5 @@
-"""An S3 server's bad day: a loopback proxy that passes requests on, but for those that a test wants delayed, refused or cut off."""
+"""An S3 server's bad day: a loopback proxy that passes requests on, but for those that a test wants delayed,
+refused or cut off."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Seen:
 
 @dataclass
 class Fault:
-    """What happens instead. In this order: the answer waits for `until`; the connection is cut in mid-body; an error is answered."""
+    """What happens instead. In this order: the answer waits for `until`; the connection is cut in mid-body;
+    an error is answered."""
 
     until: threading.Event | None = None
     cut: bool = False
@@ -81,7 +83,9 @@ def proxying(endpoint: str) -> Iterator[Proxy]:
         protocol_version = "HTTP/1.1"
 
         def _pass_on(self) -> None:
-            seen = Seen(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
+            seen = Seen(
+                self.command, self.path, {name.lower(): value for name, value in self.headers.items()}
+            )
             fault = proxy.rule(seen) or Fault()
             length = int(self.headers.get("Content-Length", 0))
             if fault.cut:

@@ -1,7 +1,9 @@
-"""A real, persistent S3 server for the tests of the remote tier: Ceph's radosgw with the least cluster that it runs on.
+"""A real, persistent S3 server for the tests of the remote tier: Ceph's radosgw with the least cluster that
+it runs on.
 
-One monitor, one object store daemon and one gateway, in a temporary folder, on loopback, without authentication among themselves.
-Needs Debian's packages radosgw, ceph-mon and ceph-osd (`make radosgw-test` installs them).
+One monitor, one object store daemon and one gateway, in a temporary folder, on loopback, without
+authentication among themselves. Needs Debian's packages radosgw, ceph-mon and ceph-osd (`make radosgw-test`
+installs them).
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ _START_SECONDS = 180.0
 def missing() -> str:
     """What keeps it from being started; empty if nothing does."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
-    return f"radosgw is not installed ({', '.join(absent)} missing; make radosgw-test installs it)" if absent else ""
+    return (
+        f"radosgw is not installed ({', '.join(absent)} missing; make radosgw-test installs it)"
+        if absent
+        else ""
+    )
 
 
 class Cluster:
@@ -121,7 +127,9 @@ rgw dns name = localhost
     def _make_monitor(self) -> None:
         monmap = self._root / "monmap"
         address = f"[v1:127.0.0.1:{self._mon}]"
-        self._run("monmaptool", "--create", "--fsid", self._fsid, "--addv", "a", address, str(monmap), config=False)
+        self._run(
+            "monmaptool", "--create", "--fsid", self._fsid, "--addv", "a", address, str(monmap), config=False
+        )
         self._run("ceph-mon", "--mkfs", "--id", "a", "--monmap", str(monmap))
 
     def _make_osd(self) -> None:
@@ -194,7 +202,9 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 1
     with running() as endpoint:
-        return subprocess.run(words, env={**os.environ, "TIERCHECK_RADOSGW": endpoint}, check=False).returncode
+        return subprocess.run(
+            words, env={**os.environ, "TIERCHECK_RADOSGW": endpoint}, check=False
+        ).returncode
 
 
 if __name__ == "__main__":

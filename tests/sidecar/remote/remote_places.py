@@ -1,4 +1,5 @@
-"""The two kinds of durable place, with the means to look behind the store's back and to damage what lies there."""
+"""The two kinds of durable place, with the means to look behind the store's back and to damage what lies
+there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A store that is slow, failing, full or forbidden is named, waited out where that helps, and loses nothing that it had."""
+"""A store that is slow, failing, full or forbidden is named, waited out where that helps, and loses nothing
+that it had."""
 
 from __future__ import annotations
 
@@ -96,7 +97,9 @@ def test_lasting_trouble_is_named_and_takes_nothing_away(
     assert store.versions() == [OLD, NEW]
 
 
-def test_slow_store_delays_its_own_upload_and_no_other_call(store: RemoteStore, proxy: Proxy, slots: Slots) -> None:
+def test_slow_store_delays_its_own_upload_and_no_other_call(
+    store: RemoteStore, proxy: Proxy, slots: Slots
+) -> None:
     answer = threading.Event()
     proxy.rule = lambda seen: Fault(until=answer) if seen.key.endswith(".safetensors") else None
     with ThreadPoolExecutor(1) as pool:

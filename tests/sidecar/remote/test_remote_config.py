@@ -44,7 +44,10 @@ def test_job_must_have_a_namespace(job: str) -> None:
 
 
 def test_fields_of_a_newer_operator_are_ignored_and_absent_ones_may_be_null() -> None:
-    settings = {"s3": {**S3, "region": None, "endpoint": None, "caBundle": None, "colour": "red"}, "directory": None}
+    settings = {
+        "s3": {**S3, "region": None, "endpoint": None, "caBundle": None, "colour": "red"},
+        "directory": None,
+    }
     store = open_store(json.dumps(settings), "research/gpt")
     assert store.location == "s3://b/p/research/gpt"
     store.close()

@@ -20,7 +20,14 @@ from remote_places import Place
 from tiercheck.protocol.encoding import to_builtins, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing, open_store
+from tiercheck_sidecar.remote import (
+    Reason,
+    RemoteClosed,
+    RemoteCorrupt,
+    RemoteError,
+    RemoteMissing,
+    open_store,
+)
 from tiercheck_sidecar.remote.store import RemoteStore
 
 JOB = "research/gpt"
@@ -46,7 +53,8 @@ class Slots:
         path = self._folder / f"slot-{len(list(self._folder.iterdir()))}"
         path.write_bytes(content)
         values = tuple(
-            xxhash.xxh3_128_hexdigest(content[begin : begin + chunk]) for begin in range(0, len(content), chunk)
+            xxhash.xxh3_128_hexdigest(content[begin : begin + chunk])
+            for begin in range(0, len(content), chunk)
         )
         return path, Digests(len(content), chunk, values)
 
@@ -183,7 +191,9 @@ def test_complete_version_is_never_overwritten(store: RemoteStore, slots: Slots)
     assert fetched(store, manifest.artifacts[0]) == b"first"
 
 
-def test_slot_that_changed_after_sealing_is_not_uploaded(store: RemoteStore, slots: Slots, place: Place) -> None:
+def test_slot_that_changed_after_sealing_is_not_uploaded(
+    store: RemoteStore, slots: Slots, place: Place
+) -> None:
     content = bytearray(os.urandom(20 * CHUNK))
     path, digests = slots.seal(bytes(content))
     content[-1] ^= 1
@@ -217,7 +227,9 @@ def test_truncated_object_is_detected(store: RemoteStore, slots: Slots, place: P
         fetched(store, artifact)
 
 
-def test_missing_object_and_unreadable_manifest_are_corruption(store: RemoteStore, slots: Slots, place: Place) -> None:
+def test_missing_object_and_unreadable_manifest_are_corruption(
+    store: RemoteStore, slots: Slots, place: Place
+) -> None:
     artifact = save(store, slots, FIRST).artifacts[0]
     with pytest.raises(RemoteCorrupt, match="rank-9"):
         fetched(store, dataclasses.replace(artifact, rank=9))
@@ -237,7 +249,9 @@ def test_missing_object_and_unreadable_manifest_are_corruption(store: RemoteStor
     assert caught.value.reason is Reason.CORRUPT
 
 
-def test_a_manifest_under_another_versions_name_is_refused(store: RemoteStore, slots: Slots, place: Place) -> None:
+def test_a_manifest_under_another_versions_name_is_refused(
+    store: RemoteStore, slots: Slots, place: Place
+) -> None:
     save(store, slots, FIRST)
     body = place.get(f"{FOLDER}/manifests/{100:012d}-1.json")
     place.put(f"{FOLDER}/manifests/{200:012d}-1.json", body)
@@ -259,7 +273,9 @@ def test_senseless_digests_are_corruption_and_not_a_crash(
         store.artifact(0, FIRST)
 
 
-def test_manifest_grows_with_ranks_and_not_with_their_size(store: RemoteStore, slots: Slots, place: Place) -> None:
+def test_manifest_grows_with_ranks_and_not_with_their_size(
+    store: RemoteStore, slots: Slots, place: Place
+) -> None:
     save(store, slots, FIRST, bytes(64 * 1024))
     save(store, slots, SECOND, bytes(40 * CHUNK))
     small, large = (len(place.get(f"{FOLDER}/manifests/{step:012d}-1.json")) for step in (100, 200))
@@ -270,7 +286,12 @@ def test_manifest_of_an_older_release_is_still_read(store: RemoteStore, slots: S
     content = os.urandom(3 * CHUNK + 5)
     path, digests = slots.seal(content)
     artifact = store.put_artifact(0, FIRST, path, digests, bandwidth=None)
-    entry = {"rank": 0, "version": {"step": 100, "attempt": 1}, "key": artifact.key, "digests": to_builtins(digests)}
+    entry = {
+        "rank": 0,
+        "version": {"step": 100, "attempt": 1},
+        "key": artifact.key,
+        "digests": to_builtins(digests),
+    }
     old = {"job": JOB, "job_uid": "uid-0", "version": entry["version"], "world_size": 1, "artifacts": [entry]}
     save(store, slots, SECOND)  # so that the folder is there
     place.put(f"{FOLDER}/manifests/{100:012d}-1.json", json.dumps({**old, "created": 1.0}).encode())
@@ -294,10 +315,15 @@ def test_only_the_newest_are_retained(store: RemoteStore, slots: Slots, place: P
         save(store, slots, Version(step, 1))
     store.retain(2)
     assert store.versions() == [Version(30, 1), Version(40, 1)]
-    assert {key.split("/")[4] for key in place.names() if "artifacts" in key} == {f"{30:012d}-1", f"{40:012d}-1"}
+    assert {key.split("/")[4] for key in place.names() if "artifacts" in key} == {
+        f"{30:012d}-1",
+        f"{40:012d}-1",
+    }
 
 
-def test_unreadable_old_manifest_does_not_stop_retention(store: RemoteStore, slots: Slots, place: Place) -> None:
+def test_unreadable_old_manifest_does_not_stop_retention(
+    store: RemoteStore, slots: Slots, place: Place
+) -> None:
     save(store, slots, Version(10, 1))
     place.put(f"{FOLDER}/manifests/{10:012d}-1.json", b"{")
     save(store, slots, Version(20, 1))
@@ -378,7 +404,9 @@ def test_sidecar_killed_in_mid_upload_leaves_no_version_and_can_upload_again(
     assert fetched(store, artifact) == content
 
 
-@pytest.mark.parametrize("prefix", ["", "/", "a/b//c/", "équipe/模型", "with space/50%20+&#?", "dots.and_under-~(1)"])
+@pytest.mark.parametrize(
+    "prefix", ["", "/", "a/b//c/", "équipe/模型", "with space/50%20+&#?", "dots.and_under-~(1)"]
+)
 def test_any_reasonable_prefix_works(place: Place, slots: Slots, prefix: str) -> None:
     store = open_store(place.settings(prefix), JOB)
     store.check()

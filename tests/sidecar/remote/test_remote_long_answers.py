@@ -1,4 +1,5 @@
-"""Promise: nothing that a store says takes more memory here than its limit, whatever length it claims or keeps silent about."""
+"""Promise: nothing that a store says takes more memory here than its limit, whatever length it claims or
+keeps silent about."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def pouring(zeros: Zeros) -> Iterator[str]:
         def _answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.send_response(zeros.status)
-            self.send_header(*(("Content-Length", str(10 * GIB)) if zeros.claims_length else ("Connection", "close")))
+            self.send_header(
+                *(("Content-Length", str(10 * GIB)) if zeros.claims_length else ("Connection", "close"))
+            )
             self.end_headers()
             piece = bytes(LIMIT)
             with contextlib.suppress(OSError):
@@ -87,7 +90,9 @@ def directory(tmp_path: Path) -> Iterator[tuple[DirectoryPlace, RemoteStore]]:
     store.close()
 
 
-def test_file_that_has_grown_is_not_read_either(directory: tuple[DirectoryPlace, RemoteStore], tmp_path: Path) -> None:
+def test_file_that_has_grown_is_not_read_either(
+    directory: tuple[DirectoryPlace, RemoteStore], tmp_path: Path
+) -> None:
     place, store = directory
     save(store, Slots(tmp_path), V)
     for kind in ("manifests", ".json"):
@@ -95,7 +100,9 @@ def test_file_that_has_grown_is_not_read_either(directory: tuple[DirectoryPlace,
             path = place.root / name
             body = path.read_bytes()
             os.truncate(path, 10 * GIB)
-            with pytest.raises(RemoteCorrupt, match=f"{path.name} has more than {LIMIT} bytes; it was not read"):
+            with pytest.raises(
+                RemoteCorrupt, match=f"{path.name} has more than {LIMIT} bytes; it was not read"
+            ):
                 read_all(store)
             path.write_bytes(body)
     read_all(store)

@@ -1,4 +1,5 @@
-"""A shared directory after a power cut: no manifest is there without everything that it names, whenever the power went."""
+"""A shared directory after a power cut: no manifest is there without everything that it names, whenever the
+power went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a store does not do as promised is found before a job has to rely on it; and a job goes on with a store that ignores conditions."""
+"""What a store does not do as promised is found before a job has to rely on it; and a job goes on with a
+store that ignores conditions."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ from tiercheck_sidecar.remote.objects import Stored
 from tiercheck_sidecar.remote.preflight import CHUNK, examine
 from tiercheck_sidecar.remote.s3 import s3, s3_multipart, s3_transfers
 
-ALL = ["access", "conditional create", "upload in parts", "ranged reads", "listing after write", "clock", "delete"]
+ALL = [
+    "access",
+    "conditional create",
+    "upload in parts",
+    "ranged reads",
+    "listing after write",
+    "clock",
+    "delete",
+]
 VERSION = Version(10, 1)
 
 
@@ -44,7 +53,9 @@ def proxy(s3_endpoint: str) -> Iterator[Proxy]:
 
 
 @pytest.mark.parametrize("kind", ["s3", "directory"])
-def test_good_place_passes_and_is_left_as_it_was(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_good_place_passes_and_is_left_as_it_was(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     place: Place = DirectoryPlace(tmp_path / "shared")
     if kind == "s3":
         place = S3Place(request.getfixturevalue("s3_endpoint"), request.getfixturevalue("s3_client"))
@@ -62,12 +73,16 @@ FAULTS: dict[str, tuple[str, Callable[[Seen], Fault | None]]] = {
     "ignores conditions": ("conditional create", lambda seen: DEAF),
     "knows no conditions": (
         "conditional create",
-        lambda seen: Fault(answer=refusal("NotImplemented", 501)) if "if-none-match" in seen.headers else None,
+        lambda seen: (
+            Fault(answer=refusal("NotImplemented", 501)) if "if-none-match" in seen.headers else None
+        ),
     ),
     "takes no parts": ("upload in parts", lambda seen: FORBIDDEN if "uploads" in seen.path else None),
     "gives other ranges": (
         "ranged reads",
-        lambda seen: Fault(answer=(206, b"x" * 10)) if seen.headers.get("range", "bytes=0-").find("=0-") < 0 else None,
+        lambda seen: (
+            Fault(answer=(206, b"x" * 10)) if seen.headers.get("range", "bytes=0-").find("=0-") < 0 else None
+        ),
     ),
     "lists late": (
         "listing after write",
@@ -100,7 +115,9 @@ def test_trouble_that_passes_is_told_from_a_broken_promise(
 ) -> None:
     monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
     proxy.rule = lambda seen: BUSY if "partNumber" in seen.path else None
-    found = {each.name: each for each in examine_place(S3Place(proxy.url, s3_client).settings())}["upload in parts"]
+    found = {each.name: each for each in examine_place(S3Place(proxy.url, s3_client).settings())}[
+        "upload in parts"
+    ]
     assert (found.ok, found.passing) == (False, True)
     missing = json.dumps({"directory": {"path": str(tmp_path / "not-mounted")}})
     (finding,) = examine_place(missing)

@@ -1,4 +1,5 @@
-"""When everything was lost, the store is read once: copies for holders are made from the restored ranks, not from the bucket."""
+"""When everything was lost, the store is read once: copies for holders are made from the restored ranks, not
+from the bucket."""
 
 from __future__ import annotations
 

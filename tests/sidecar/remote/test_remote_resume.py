@@ -1,4 +1,5 @@
-"""An upload that was interrupted goes on where it stopped: parts that the store has are not sent again, unless they are not ours."""
+"""An upload that was interrupted goes on where it stopped: parts that the store has are not sent again,
+unless they are not ours."""
 
 from __future__ import annotations
 
@@ -125,7 +126,9 @@ def test_upload_of_a_killed_sidecar_goes_on_in_the_next_process(
         eventually(lambda: place.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads"))
         (entry,) = place.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
         eventually(
-            lambda: place.client.list_parts(Bucket=BUCKET, Key=entry["Key"], UploadId=entry["UploadId"]).get("Parts")
+            lambda: place.client.list_parts(Bucket=BUCKET, Key=entry["Key"], UploadId=entry["UploadId"]).get(
+                "Parts"
+            )
         )
     finally:
         uploader.kill()
@@ -156,7 +159,9 @@ def test_store_that_is_closed_in_mid_upload_leaves_what_the_next_one_goes_on_fro
 
 
 @pytest.mark.parametrize("checksums", [True, False])
-def test_parts_that_are_not_ours_are_sent_again(place: S3Place, proxy: Proxy, slots: Slots, checksums: bool) -> None:
+def test_parts_that_are_not_ours_are_sent_again(
+    place: S3Place, proxy: Proxy, slots: Slots, checksums: bool
+) -> None:
     """Whoever wrote them: the server's checksum, or where it keeps none the ETag, tells."""
     content = os.urandom(SIZE)
     sealed = slots.seal(content)
@@ -188,14 +193,18 @@ def test_slot_that_rotted_in_mid_upload_is_not_completed_and_nothing_stays(
     assert key_of(digests) not in place.names()
 
 
-def test_policy_that_forbids_listing_uploads_costs_only_the_resume(place: S3Place, proxy: Proxy, slots: Slots) -> None:
+def test_policy_that_forbids_listing_uploads_costs_only_the_resume(
+    place: S3Place, proxy: Proxy, slots: Slots
+) -> None:
     content = os.urandom(SIZE)
     proxy.rule = lambda seen: FORBIDDEN if seen.method == "GET" and "uploads" in seen.path else None
     complete(place, content, *slots.seal(content))
     assert proxy.parts() == [1, 2, 3, 4, 5]
 
 
-def test_parts_carry_the_checksum_that_the_server_compares(place: S3Place, proxy: Proxy, slots: Slots) -> None:
+def test_parts_carry_the_checksum_that_the_server_compares(
+    place: S3Place, proxy: Proxy, slots: Slots
+) -> None:
     content = os.urandom(SIZE)
     sealed = slots.seal(content)
     complete(place, content, *sealed)

@@ -36,7 +36,8 @@ class Authority:
         server = (
             self._builder(server_name, name, server_key.public_key())
             .add_extension(
-                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+                critical=False,
             )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .sign(key, hashes.SHA256())
@@ -54,7 +55,9 @@ class Authority:
         self.context.load_cert_chain(chain, secret)
 
     @staticmethod
-    def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    def _builder(
+        subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+    ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
@@ -94,7 +97,9 @@ def test_private_authority_is_trusted_when_given(
     with serving(bucket, authority.context) as endpoint:
         store = open_store(settings(endpoint, **more.get(given_as, {})), "research/gpt")
         store.check()
-        store.put_artifact(0, Version(1, 1), slot, Digests(5, 5, (xxhash.xxh3_128_hexdigest(b"state"),)), None)
+        store.put_artifact(
+            0, Version(1, 1), slot, Digests(5, 5, (xxhash.xxh3_128_hexdigest(b"state"),)), None
+        )
         store.close()
 
 

@@ -1,4 +1,5 @@
-"""Whatever the bucket does, training goes on and its copies are made; a condition and a metric say what is wrong."""
+"""Whatever the bucket does, training goes on and its copies are made; a condition and a metric say what is
+wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tiercheck.protocol.version import Version
 
 
 def metrics(world: World, worker: int) -> str:
-    with urllib.request.urlopen(f"http://{world.host(worker)}:{names.METRICS_PORT}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(
+        f"http://{world.host(worker)}:{names.METRICS_PORT}/metrics", timeout=10
+    ) as answer:
         return answer.read().decode()
 
 
@@ -56,7 +59,8 @@ def test_training_and_its_copies_go_on_while_the_bucket_is_in_trouble(
                     for rank in ranks:
                         until(lambda rank=rank, step=step: rank.save(step), f"a slot for step {step}")
                     until(
-                        lambda step=step: world.report(0).watermarks.peer == Version(step, 1), f"step {step} is copied"
+                        lambda step=step: world.report(0).watermarks.peer == Version(step, 1),
+                        f"step {step} is copied",
                     )
                 if problem:
                     until(lambda: problem in {each.reason for each in world.report(0).problems}, "it is said")
@@ -66,6 +70,9 @@ def test_training_and_its_copies_go_on_while_the_bucket_is_in_trouble(
                 recovered.set()
                 until(lambda: world.report(0).watermarks.remote is not None, "it is made up for")
                 until(lambda: not world.report(0).problems, "the problem is withdrawn")
-                until(lambda: "tiercheck_remote_versions 0.0" not in metrics(world, 0), "its versions are counted")
+                until(
+                    lambda: "tiercheck_remote_versions 0.0" not in metrics(world, 0),
+                    "its versions are counted",
+                )
         finally:
             recovered.set()

@@ -113,7 +113,10 @@ def test_overloaded_server_is_worth_another_try() -> None:
 
 def test_short_overload_is_waited_out() -> None:
     answers = [refusal("SlowDown", 503), (200, EMPTY_LIST)]
-    with serving(lambda *_: answers.pop(0) if len(answers) > 1 else answers[0]) as endpoint, opened(endpoint) as store:
+    with (
+        serving(lambda *_: answers.pop(0) if len(answers) > 1 else answers[0]) as endpoint,
+        opened(endpoint) as store,
+    ):
         assert store.versions() == []
 
 
@@ -174,7 +177,11 @@ def test_server_that_takes_checksums_gets_them(tmp_path: Path) -> None:
 
 
 def test_conflicting_manifest_requests_are_repeated_until_one_is_decided() -> None:
-    answers = [refusal("ConditionalRequestConflict", 409), refusal("ConditionalRequestConflict", 409), (200, b"")]
+    answers = [
+        refusal("ConditionalRequestConflict", 409),
+        refusal("ConditionalRequestConflict", 409),
+        (200, b""),
+    ]
 
     def busy(method: str, path: str, headers: dict[str, str]) -> Answer:
         if path.endswith("/probe"):
@@ -240,7 +247,9 @@ def test_directory_that_is_not_mounted_is_not_created(tmp_path: Path) -> None:
     assert not missing.exists()
 
 
-def test_directory_that_may_not_be_written_is_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_that_may_not_be_written_is_forbidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -276,7 +285,9 @@ def test_manifest_cannot_lead_outside_the_directory(tmp_path: Path) -> None:
         objects.read("/etc/hostname")
 
 
-def test_error_in_one_range_stops_the_whole_fetch(s3_endpoint: str, s3_client: object, tmp_path: Path) -> None:
+def test_error_in_one_range_stops_the_whole_fetch(
+    s3_endpoint: str, s3_client: object, tmp_path: Path
+) -> None:
     store = open_store(S3Place(s3_endpoint, s3_client).settings(), JOB)
     artifact = store.put_artifact(0, VERSION, *sealed(tmp_path, bytes(1024)), None)
     s3_client.delete_object(Bucket=BUCKET, Key=f"team/research/gpt/{artifact.key}")  # type: ignore[attr-defined]
@@ -286,7 +297,9 @@ def test_error_in_one_range_stops_the_whole_fetch(s3_endpoint: str, s3_client: o
 
 
 def listing(entry: str) -> bytes:
-    return EMPTY_LIST.replace(b"</ListBucketResult>", f"<Contents>{entry}</Contents></ListBucketResult>".encode())
+    return EMPTY_LIST.replace(
+        b"</ListBucketResult>", f"<Contents>{entry}</Contents></ListBucketResult>".encode()
+    )
 
 
 KEY = f"<Key>{JOB}/manifests/000000000001-1.json</Key>"
@@ -305,7 +318,11 @@ DATE, SIZE = "<LastModified>2026-01-01T00:00:00.000Z</LastModified>", "<Size>1</
     ],
 )
 def test_senseless_listing_is_trouble_of_the_remote_tier_and_nothing_else(body: bytes) -> None:
-    with serving(lambda *_: (200, body)) as url, opened(url) as store, pytest.raises(RemoteError, match="s3://"):
+    with (
+        serving(lambda *_: (200, body)) as url,
+        opened(url) as store,
+        pytest.raises(RemoteError, match="s3://"),
+    ):
         store.versions()
 
 

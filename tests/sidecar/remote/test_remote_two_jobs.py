@@ -1,4 +1,5 @@
-"""Two jobs of one name find the same folder: one of them writes there, the other is told whose it is, and nothing of either is lost."""
+"""Two jobs of one name find the same folder: one of them writes there, the other is told whose it is, and
+nothing of either is lost."""
 
 from __future__ import annotations
 
@@ -118,7 +119,9 @@ def refused(jobs: Opener, store: RemoteStore, owner: Claimant) -> None:
         lambda: store.retain(1),
         lambda: store.begin_attempt("uid", 9),
     ):
-        with pytest.raises(RemoteOwned, match=f"{owner.job_uid} of cluster {owner.cluster}.*take-over") as caught:
+        with pytest.raises(
+            RemoteOwned, match=f"{owner.job_uid} of cluster {owner.cluster}.*take-over"
+        ) as caught:
             attempt()
         assert caught.value.reason is Reason.OWNED
     assert jobs.content() == before
@@ -180,7 +183,11 @@ def test_folder_is_taken_over_by_a_persons_word(jobs: Opener) -> None:
     tool.give_to(DEV.job_uid, DEV.cluster)
     assert jobs.save(dev, Version(30, 3), b"of dev again")
     refused(jobs, prod, DEV)
-    assert [restored(tool, version) for version in tool.versions()] == [b"of dev", b"of prod", b"of dev again"]
+    assert [restored(tool, version) for version in tool.versions()] == [
+        b"of dev",
+        b"of prod",
+        b"of dev again",
+    ]
 
 
 def test_spec_takes_over_from_the_job_that_it_names_and_only_once(jobs: Opener) -> None:
@@ -228,7 +235,8 @@ def test_unreadable_owner_stops_writers_and_a_person_mends_it(jobs: Opener) -> N
 
 @everywhere
 def test_nothing_that_a_manifest_names_is_overwritten_by_any_other_upload(jobs: Opener) -> None:
-    """Two that nobody keeps apart, such as clones of one cluster: the one that commits restores its own bytes."""
+    """Two that nobody keeps apart, such as clones of one cluster: the one that commits restores its own
+    bytes."""
     one, other = jobs(None), jobs(None)
     ours, theirs = jobs.put(one, Version(10, 1), b"ours"), jobs.put(other, Version(10, 1), b"theirs")
     assert one.commit(Manifest(JOB, "uid", Version(10, 1), 1, (ours,), 1.0))
@@ -237,7 +245,8 @@ def test_nothing_that_a_manifest_names_is_overwritten_by_any_other_upload(jobs: 
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from([DEV, PROD, AGAIN]), st.sampled_from(["save", "retain", "restart", "give"])), max_size=14
+    st.tuples(st.sampled_from([DEV, PROD, AGAIN]), st.sampled_from(["save", "retain", "restart", "give"])),
+    max_size=14,
 )
 
 
@@ -295,7 +304,9 @@ def test_store_of_wrong_clocks_loses_nothing_that_counts(tmp_path: Path) -> None
         coming = jobs.put(store, Version(step + 5, 2), b"on its way")
         assert jobs.save(store, Version(step, 2), b"%d" % step)
         store.retain(2, {Version(step, 2)}, None, history)
-        assert len(jobs.place.get(f"team/ml/llama/{coming.key}")) == coming.bytes, "the next one is being uploaded"
+        assert len(jobs.place.get(f"team/ml/llama/{coming.key}")) == coming.bytes, (
+            "the next one is being uploaded"
+        )
     assert store.versions() == [Version(260, 2), Version(270, 2)]
     with pytest.raises(RemoteMissing):
         store.read_manifest(Version(300, 1))

@@ -1,6 +1,7 @@
 """A version as one state: of each tensor, whole, where its parts lie in the slots of the ranks that saved it.
 
-Pure: made from the beginnings of the slots (header and table of pieces), so nothing of the tensors has to be read, or held, before it is wanted.
+Pure: made from the beginnings of the slots (header and table of pieces), so nothing of the tensors has to be
+  read, or held, before it is wanted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from tiercheck.protocol.artifacts.slot import ITEM_BYTES, PIECES, PROOF, SlotHea
 FORMAT = "format"
 """Key of a slot's metadata that says who wrote it; absent: a `Checkpointer`."""
 DCP = "dcp"
-"""Value of it: a `StorageWriter` of torch.distributed.checkpoint (`tiercheck.dcp`). Also the entry with its note, JSON (`tiercheck.trainer.dcp.note`)."""
+"""Value of it: a `StorageWriter` of torch.distributed.checkpoint (`tiercheck.dcp`). Also the entry with its
+note, JSON (`tiercheck.trainer.dcp.note`)."""
 IMPORT = "import"
 """Value of it: made by `tiercheck import` of what other tools wrote, as one rank's."""
 DCP_BYTES = "dcp_bytes"
@@ -51,7 +53,9 @@ class WholeTensor:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return next(((chunk.end - chunk.begin) // chunk.box.count for chunk in self.chunks if chunk.box.count), 1)
+        return next(
+            ((chunk.end - chunk.begin) // chunk.box.count for chunk in self.chunks if chunk.box.count), 1
+        )
 
     def reads(self, wanted: Box) -> list[tuple[Chunk, Box]]:
         """Which boxes to take out of which chunks to fill `wanted`, each element once. Raises NotCovered."""
@@ -74,7 +78,8 @@ class Incomplete(ValueError):
 def contents(
     slots: Sequence[tuple[SlotHeader, Mapping[str, Piece]]], names: Sequence[Mapping[str, str]] = ()
 ) -> dict[str, WholeTensor]:
-    """All tensors by name, in the order of rank 0. `names`: for each rank, what an entry is called if not by its own name.
+    """All tensors by name, in the order of rank 0. `names`: for each rank, what an entry is called if not by
+    its own name.
 
     A tensor that is a rank's own affair is that of the lowest rank that has it. Raises Incomplete.
     """
@@ -89,7 +94,9 @@ def contents(
             if piece is None:
                 if before is None:
                     box = Box.whole(place.shape)
-                    found[name] = WholeTensor(place.dtype, place.shape, (Chunk(rank, box, place.begin, place.end),))
+                    found[name] = WholeTensor(
+                        place.dtype, place.shape, (Chunk(rank, box, place.begin, place.end),)
+                    )
                 continue
             size = ITEM_BYTES[place.dtype]
             if piece.count * size != place.end - place.begin:
@@ -97,7 +104,12 @@ def contents(
                     f"{name} of rank {rank} has {place.end - place.begin} bytes for {piece.count} elements"
                 )
             chunks = tuple(
-                Chunk(rank, part.box, place.begin + part.at * size, place.begin + (part.at + part.box.count) * size)
+                Chunk(
+                    rank,
+                    part.box,
+                    place.begin + part.at * size,
+                    place.begin + (part.at + part.box.count) * size,
+                )
                 for part in piece.parts()
             ) or (Chunk(rank, piece.box, place.begin, place.begin),)
             if before is None:
@@ -105,7 +117,8 @@ def contents(
                 continue
             if (before.dtype, before.shape) != (place.dtype, piece.shape):
                 raise Incomplete(
-                    f"{name} is {before.shape} {before.dtype} at one rank, {piece.shape} {place.dtype} at rank {rank}"
+                    f"{name} is {before.shape} {before.dtype} at one rank, {piece.shape} {place.dtype} at "
+                    f"rank {rank}"
                 )
             known = {chunk.box for chunk in before.chunks}
             more = tuple(chunk for chunk in chunks if chunk.box not in known)

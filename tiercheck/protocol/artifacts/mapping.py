@@ -1,6 +1,8 @@
-"""A slot's file in memory, at an address where its huge pages fit: what trainer and sidecar share, each maps for itself.
+"""A slot's file in memory, at an address where its huge pages fit: what trainer and sidecar share, each maps
+for itself.
 
-Elsewhere a huge page is mapped as hundreds of small ones, and to touch or to page-lock a slot takes that much longer.
+Elsewhere a huge page is mapped as hundreds of small ones, and to touch or to page-lock a slot takes that much
+longer.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ _HUGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 def map_aligned(descriptor: int, size: int) -> memoryview:
-    """Map a file's first `size` bytes for reading and writing, where huge pages can be mapped whole. Unmapped with the last
-    view of it. Raises OSError.
+    """Map a file's first `size` bytes for reading and writing, where huge pages can be mapped whole. Unmapped
+    with the last view of it. Raises OSError.
     """
     huge = huge_page() or mmap.PAGESIZE
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,10 +1,13 @@
-"""Which part of a tensor a slot holds, and which parts of which slots fill another: what lets a state come back on other ranks.
+"""Which part of a tensor a slot holds, and which parts of which slots fill another: what lets a state come
+back on other ranks.
 
-A *box* is a hyperrectangle of a tensor's indices. A rank holds a *piece*: a box, or of a box that its replicas hold as well a
-*span*, a range of its elements in row-major order. Every span is a few boxes, each of them contiguous in the slot (`Piece.parts`),
-so all that is left is to cut boxes with boxes.
+A *box* is a hyperrectangle of a tensor's indices. A rank holds a *piece*: a box, or of a box that its
+replicas hold as well a
+*span*, a range of its elements in row-major order. Every span is a few boxes, each of them contiguous in the
+slot (`Piece.parts`), so all that is left is to cut boxes with boxes.
 
-How a slot says what its tensors are of the whole: JSON, so that anybody who reads safetensors can read it too.
+How a slot says what its tensors are of the whole: JSON, so that anybody who reads safetensors can read it
+too.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Box:
         """What both have; None: nothing."""
         begin = tuple(map(max, self.offset, other.offset))
         ends = (
-            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         shape = tuple(end - start for start, end in zip(begin, ends, strict=True))
         return Box(begin, shape) if all(extent > 0 for extent in shape) else None
@@ -85,7 +89,8 @@ class Part:
     at: int
 
     def ranges(self, wanted: Box, most: int = 4096) -> list[tuple[int, int]]:
-        """Where the elements of `wanted`, a box inside this one, lie: ranges from the piece's beginning, in order.
+        """Where the elements of `wanted`, a box inside this one, lie: ranges from the piece's beginning, in
+        order.
 
         More than `most` ranges become one that spans them all.
         """
@@ -96,10 +101,13 @@ class Part:
         inner = max(0, solid - 1)  # the dimension along which one range runs
         length = math.prod(wanted.shape[inner:])
         first = self.at + sum(
-            (start - base) * stride for start, base, stride in zip(wanted.offset, self.box.offset, strides, strict=True)
+            (start - base) * stride
+            for start, base, stride in zip(wanted.offset, self.box.offset, strides, strict=True)
         )
         if math.prod(wanted.shape[:inner]) > most:
-            last = first + sum((extent - 1) * stride for extent, stride in zip(wanted.shape, strides, strict=True))
+            last = first + sum(
+                (extent - 1) * stride for extent, stride in zip(wanted.shape, strides, strict=True)
+            )
             return [(first, last + 1)]
         return [(start, start + length) for start in _starts(first, wanted.shape[:inner], strides)]
 
@@ -191,7 +199,8 @@ class NotCovered(ValueError):
 
 
 def cover(wanted: Box, sources: Sequence[tuple[S, Piece]]) -> list[Take[S]]:
-    """How to fill `wanted` from `sources`, each index once, from the first source that has it. Raises NotCovered."""
+    """How to fill `wanted` from `sources`, each index once, from the first source that has it. Raises
+    NotCovered."""
     open_boxes, takes = [wanted] if wanted.count else [], []
     for source, piece in sources:
         for part in piece.parts():
@@ -221,7 +230,8 @@ pass  # HOUSE
 
 
 def pieces_table(pieces: Mapping[str, Piece]) -> bytes:
-    """JSON, by tensor name: shape of the whole tensor, offset and extent of the shard, and the span that is stored of it."""
+    """JSON, by tensor name: shape of the whole tensor, offset and extent of the shard, and the span that is
+    stored of it."""
     table = {
         name: {
             "shape": piece.shape,

@@ -1,12 +1,14 @@
 """How many slots fit into the memory volume: arithmetic only, so that every refusal can name its numbers.
 
-Known to both sides: the operator refuses a job that cannot fit before it starts, the sidecar lays out what it has.
+Known to both sides: the operator refuses a job that cannot fit before it starts, the sidecar lays out what it
+has.
 
-Three snapshot slots per own rank let a capture start while the committed version is kept and a pending one is replicated;
-two are the least that can replace a committed version without giving it up first. Hosted copies and parity blocks need two.
-Deltas take what is left: two chains and two for every rank, because the next snapshot is still on its way to the holders while
-the chain after the last one grows, and word of what has arrived takes a while. With less than a chain and two there would be
-more gaps than chains, so then there are none.
+Three snapshot slots per own rank let a capture start while the committed version is kept and a pending one is
+replicated; two are the least that can replace a committed version without giving it up first. Hosted copies
+and parity blocks need two. Deltas take what is left: two chains and two for every rank, because the next
+snapshot is still on its way to the holders while the chain after the last one grows, and word of what has
+arrived takes a while. With less than a chain and two there would be more gaps than chains, so then there are
+none.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _SMALLEST = 64 * 1024
 
 
 def auto_cadence(snapshot_bytes: int, delta_bytes: int) -> int:
-    """Steps between snapshots: as many as it takes for deltas to cost what a snapshot costs. 0 if either size is not known
-    or there are no deltas.
+    """Steps between snapshots: as many as it takes for deltas to cost what a snapshot costs. 0 if either size
+    is not known or there are no deltas.
     """
     if snapshot_bytes <= 0 or delta_bytes <= 0:
         return 0
@@ -41,15 +43,16 @@ def auto_cadence(snapshot_bytes: int, delta_bytes: int) -> int:
 
 
 def cost(size: int, parts: int = 1) -> int:
-    """Bytes of the memory volume that a slot of `size` bytes and its seal take. The seal of an artifact has digests and tags, that of a
-    parity block the digests of `parts` artifacts: its own and its members'.
+    """Bytes of the memory volume that a slot of `size` bytes and its seal take. The seal of an artifact has
+    digests and tags, that of a parity block the digests of `parts` artifacts: its own and its members'.
     """
     seal = PAGE + (size // _CHUNK) * (_DIGEST * parts + _TAG)
     return _pages(size) + _pages(seal)
 
 
 def roomy(size: int) -> int:
-    """The capacity of a slot for artifacts that differ in size: at most an eighth more, so that the next one fits too."""
+    """The capacity of a slot for artifacts that differ in size: at most an eighth more, so that the next one
+    fits too."""
     if size <= _SMALLEST:
         return _SMALLEST
     unit = 1 << (size.bit_length() - 4)
@@ -62,8 +65,8 @@ def _pages(size: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of one snapshot slot and of one delta slot of a rank. A snapshot of 0 is not known yet; so is a delta of None;
-    a delta of 0 means that there are none.
+    """Bytes of one snapshot slot and of one delta slot of a rank. A snapshot of 0 is not known yet; so is a
+    delta of None; a delta of 0 means that there are none.
     """
 
     snapshot: int = 0
@@ -74,7 +77,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Sizing:
-    """How many slots of each kind a rank gets. Bytes are for all slots of this worker, as far as sizes are known."""
+    """How many slots of each kind a rank gets. Bytes are for all slots of this worker, as far as sizes are
+    known."""
 
     own_slots: int
     """Snapshot slots per own rank; 0 if not even the fewest fit."""
@@ -108,15 +112,17 @@ class Sizing:
 def plan(
     limit: int, own: Collection[Room], hosted: Collection[Room], cadence: int, guess: Room | None = None
 ) -> Sizing:
-    """Slots under `limit` bytes. `hosted` are the ranks and parity blocks kept for others; what is not known of them is
-    taken to be `guess`, or as large as the largest that is known: data-parallel shards are alike. `cadence` is the length
-    of a chain.
+    """Slots under `limit` bytes. `hosted` are the ranks and parity blocks kept for others; what is not known
+    of them is taken to be `guess`, or as large as the largest that is known: data-parallel shards are alike.
+    `cadence` is the length of a chain.
     """
     all_ = (*own, *hosted)
     snapshot = (guess.snapshot if guess else 0) or max((room.snapshot for room in all_), default=0)
     delta = (guess.delta if guess else 0) or max((room.delta or 0 for room in all_), default=0)
     one_own = sum(cost(room.snapshot) for room in own if room.snapshot)
-    kept = HOSTED_SLOTS * sum(cost(room.snapshot or snapshot, room.parts) for room in hosted) if snapshot else 0
+    kept = (
+        HOSTED_SLOTS * sum(cost(room.snapshot or snapshot, room.parts) for room in hosted) if snapshot else 0
+    )
     own_delta = sum(cost(room.delta) for room in own if room.delta)
     sizes = [(delta if room.delta is None else room.delta, room.parts) for room in hosted]
     peer_delta = sum(cost(size, parts) for size, parts in sizes if size)

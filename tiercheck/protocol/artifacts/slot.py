@@ -1,10 +1,13 @@
 """The layout of a slot: a plain safetensors file whose length word doubles as the state word.
 
-A safetensors file begins with the length of its JSON header (8 bytes, little endian). That word is the last thing
-written: while it is zero the slot is *torn* and no reader, ours or anybody's, takes it for a checkpoint. The header
-is padded so that data begins on a page and has a fixed size for a given set of tensors, so a slot never has to grow.
+A safetensors file begins with the length of its JSON header (8 bytes, little endian). That word is the last
+thing
+written: while it is zero the slot is *torn* and no reader, ours or anybody's, takes it for a checkpoint. The
+header is padded so that data begins on a page and has a fixed size for a given set of tensors, so a slot
+never has to grow.
 
-Format: https://huggingface.co/docs/safetensors (8-byte length, JSON header, data; `__metadata__` holds strings).
+Format: https://huggingface.co/docs/safetensors (8-byte length, JSON header, data; `__metadata__` holds
+  strings).
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ TORN = b"\0" * 8
 """The state word of a slot that is being written."""
 
 PIECES = "pieces"
-"""The table of pieces, JSON, before all tensors: what each is of the whole (`docs/design/016-every-way-people-train.md`)."""
+"""The table of pieces, JSON, before all tensors: what each is of the whole
+(`docs/design/016-every-way-people-train.md`)."""
 
 PROOF = "proof"
-"""Checksums of samples of the live state (`tiercheck.trainer.proof.proof`), one for each tensor that follows, in their order."""
+"""Checksums of samples of the live state (`tiercheck.trainer.proof.proof`), one for each tensor that follows,
+in their order."""
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1, "F4_E2M1_X2": 1,
@@ -49,7 +54,8 @@ class NotASlot(ValueError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor in a slot. `dtype` is safetensors' spelling; `begin`/`end` are byte offsets from the start of the file."""
+    """One tensor in a slot. `dtype` is safetensors' spelling; `begin`/`end` are byte offsets from the start
+    of the file."""
 
     name: str
     dtype: str
@@ -76,7 +82,8 @@ class SlotHeader:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
     def blob(self, name: str, length: str) -> tuple[int, int]:
-        """Bytes from the first to before the second are what is used of entry `name`; `length`: the metadata's key that tells how many.
+        """Bytes from the first to before the second are what is used of entry `name`; `length`: the
+        metadata's key that tells how many.
 
         Raises KeyError if it has none, ValueError if they are more than the entry has.
         """
@@ -93,8 +100,8 @@ class SlotHeader:
 class SlotLayout:
     """Where each tensor lies, for a fixed list of (name, safetensors dtype, shape, bytes).
 
-    Every tensor begins on a 64-byte boundary; the gaps are declared as padding tensors, because the format allows
-    no holes.
+    Every tensor begins on a 64-byte boundary; the gaps are declared as padding tensors, because the format
+    allows no holes.
     """
 
     tensors: tuple[Tensor, ...]
@@ -104,7 +111,8 @@ class SlotLayout:
 
     @staticmethod
     def plan(entries: Sequence[tuple[str, str, tuple[int, ...], int]]) -> SlotLayout:
-        """Lay out `entries` in order. Raises ValueError on a repeated name, and if they are more than could be read back."""
+        """Lay out `entries` in order. Raises ValueError on a repeated name, and if they are more than could
+        be read back."""
         names = [name for name, *_ in entries]
         if len(set(names)) != len(names):
             raise ValueError("tensor names in a slot must be unique")
@@ -119,7 +127,9 @@ class SlotLayout:
                 offset += gap
             declared.append((name, dtype, tuple(shape), offset, offset + nbytes))
             offset += nbytes
-        room = len(_header_json(declared, {key: "9" * 20 for key in ("attempt", "rank", "step", "world_size")}))
+        room = len(
+            _header_json(declared, {key: "9" * 20 for key in ("attempt", "rank", "step", "world_size")})
+        )
         data_begin = -(-(8 + room + _METADATA_ROOM) // PAGE) * PAGE
         if data_begin - 8 > _MAX_HEADER:
             raise ValueError(f"the names of {len(names)} tensors are longer than a slot's header may be")
@@ -138,7 +148,8 @@ class SlotLayout:
         metadata: Mapping[str, str],
         kind: Kind = Kind.SNAPSHOT,
     ) -> bytes:
-        """The bytes that follow the state word, exactly up to the data. Raises ValueError if `metadata` is too long."""
+        """The bytes that follow the state word, exactly up to the data. Raises ValueError if `metadata` is
+        too long."""
         about = {
             "rank": str(rank),
             "step": str(version.step),
@@ -167,10 +178,13 @@ class SlotLayout:
 
 _METADATA_ROOM = 1024
 _VALUES = 16
-"""In the header with its padding, and in the table of pieces, for each tensor, beside three for each dimension."""
+"""In the header with its padding, and in the table of pieces, for each tensor, beside three for each
+dimension."""
 
 
-def _header_json(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str]) -> bytes:
+def _header_json(
+    declared: Sequence[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str]
+) -> bytes:
     table: dict[str, object] = {"__metadata__": dict(metadata), **_table_of(declared)}
     return json.dumps(table, separators=(",", ":")).encode()
 
@@ -183,8 +197,9 @@ def _table_of(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]]) ->
 
 
 def beginning(view: memoryview | bytes, size: int | None = None) -> int:
-    """Bytes of a slot from its start to the end of its table of pieces; those of its header if `view` does not reach that far, so
-    that the caller can ask again with more. `size`: of the whole artifact, where it is known; never more is answered. Raises NotASlot.
+    """Bytes of a slot from its start to the end of its table of pieces; those of its header if `view` does
+    not reach that far, so that the caller can ask again with more. `size`: of the whole artifact, where it is
+    known; never more is answered. Raises NotASlot.
     """
     header = 8 + _header_length(view)
     if header > len(view):
@@ -200,8 +215,9 @@ def beginning(view: memoryview | bytes, size: int | None = None) -> int:
 def read_header(view: memoryview | bytes, size: int | None = None) -> SlotHeader:
     """Parse the header of a slot from its first bytes (`view` must reach at least to the data).
 
-    Nothing of it is believed: its tensors must have known dtypes, fill their places exactly, and follow each other without holes,
-    as the format demands. `size` is the length of the whole file if `view` is only its beginning. Raises NotASlot.
+    Nothing of it is believed: its tensors must have known dtypes, fill their places exactly, and follow each
+    other without holes, as the format demands. `size` is the length of the whole file if `view` is only its
+    beginning. Raises NotASlot.
     """
     total = len(view) if size is None else size
     header = 8 + _header_length(view)
@@ -267,7 +283,9 @@ def _parse(view: memoryview | bytes, base: int) -> tuple[dict[str, str], list[Te
     expected = base
     for tensor in sorted(tensors, key=lambda each: (each.begin, each.end)):
         if tensor.begin != expected:
-            raise NotASlot(f"no slot header: {tensor.name!r} begins at byte {tensor.begin}, where {expected} is next")
+            raise NotASlot(
+                f"no slot header: {tensor.name!r} begins at byte {tensor.begin}, where {expected} is next"
+            )
         expected = tensor.end
     return metadata, tensors
 

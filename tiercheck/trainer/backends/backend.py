@@ -46,11 +46,13 @@ class Offer:
     world_size: int = 0
     """Ranks that saved it."""
     borrow: Callable[[int, Ranges], str] | None = None
-    """How to get at the slots of all of them (`resharding.OtherRanks`); None: only the own one can be read."""
+    """How to get at the slots of all of them (`resharding.OtherRanks`); None: only the own one can be read.
+    """
 
 
 class Backend(Protocol):
-    """`patience`: seconds that the barrier waits for a slot to be granted before it gives the artifact up; None: no limit."""
+    """`patience`: seconds that the barrier waits for a slot to be granted before it gives the artifact up;
+    None: no limit."""
 
     attempt: int
     place: str
@@ -76,11 +78,13 @@ class Backend(Protocol):
 
     @property
     def verify_all(self) -> bool:
-        """Whether every byte of a snapshot is compared with the state before the next update, unless the script says otherwise."""
+        """Whether every byte of a snapshot is compared with the state before the next update, unless the
+        script says otherwise."""
         ...
 
     def find(self) -> Offer | None:
-        """Training thread, before the first step: what to restore, None for a fresh start. Raises RestoreError."""
+        """Training thread, before the first step: what to restore, None for a fresh start. Raises
+        RestoreError."""
         ...
 
     def restored(self, step: int) -> None:
@@ -88,12 +92,13 @@ class Backend(Protocol):
         ...
 
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
-        """Training thread, before the first step: the replay of the delta of `step` went wrong, or the snapshot of `step` is of replicas
-        that differed. Never raises."""
+        """Training thread, before the first step: the replay of the delta of `step` went wrong, or the
+        snapshot of `step` is of replicas that differed. Never raises."""
         ...
 
     def reserve(self, size: int, delta_size: int) -> None:
-        """Slots of `size` bytes will be needed for snapshots, of `delta_size` for deltas (0: none). Raises Skipped."""
+        """Slots of `size` bytes will be needed for snapshots, of `delta_size` for deltas (0: none). Raises
+        Skipped."""
         ...
 
     def begin(self, step: int, size: int, kind: Kind) -> str:
@@ -113,7 +118,8 @@ class Backend(Protocol):
         ...
 
     def no_deltas(self, message: str, since: int = 0) -> None:
-        """This rank takes no deltas, and why; empty: it takes them again. `since`: those of this step and later ones, of this process, must not be replayed either;
+        """This rank takes no deltas, and why; empty: it takes them again. `since`: those of this step and
+        later ones, of this process, must not be replayed either;
         0: nothing is known against them. Never raises."""
         ...
 
@@ -122,7 +128,8 @@ class Backend(Protocol):
         ...
 
     def progress(self, step: int, loss: float | None, seconds: float | None, not_finite: int) -> None:
-        """Training thread: `step` was reached, the last `not_finite` of them refused. Never blocks, never raises."""
+        """Training thread: `step` was reached, the last `not_finite` of them refused. Never blocks, never
+        raises."""
         ...
 
     def failing(self, reason: str, message: str, exit_code: int) -> None:
@@ -137,8 +144,8 @@ class Backend(Protocol):
 
 
 class Claim:
-    """Of a `Backend.place`, until it is released: two Checkpointers of one process, as for the two models of a GAN, would write over
-    each other's versions.
+    """Of a `Backend.place`, until it is released: two Checkpointers of one process, as for the two models of
+    a GAN, would write over each other's versions.
     """
 
     def __init__(self, place: str) -> None:
@@ -146,7 +153,8 @@ class Claim:
         self._key = os.getpid(), place
         if self._key in _held:
             raise ValueError(
-                f"another Checkpointer of this process saves to {place}: close it first, or give all models and optimizers to"
+                f"another Checkpointer of this process saves to {place}: close it first, or give all "
+                "models and optimizers to"
                 " one (torch.nn.ModuleDict, a list of optimizers)"
             )
         _held.add(self._key)

@@ -1,10 +1,11 @@
-"""Outside a cluster a plain folder stands in for all tiers, so that the same script runs on a laptop. Snapshots only.
+"""Outside a cluster a plain folder stands in for all tiers, so that the same script runs on a laptop.
+Snapshots only.
 
     <folder>/rank-<r>-of-<n>/<step, 12 digits>-<attempt>.safetensors
                              <step, 12 digits>-<attempt>.json          checksums, written last
 
-A version is complete when every rank has both files. They are renamed into place, so a killed process leaves nothing
-that looks complete; a corrupt file is found by its checksums and an older version is used.
+A version is complete when every rank has both files. They are renamed into place, so a killed process leaves
+nothing that looks complete; a corrupt file is found by its checksums and an older version is used.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ class FolderBackend:
         self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
 
     def find(self) -> Offer | None:
-        version, world = max(self._offers(), key=lambda offer: offer[0] or _NONE, default=(None, self._world_size))
-        # What is newer was refused or is incomplete. Left there, it could become complete with files of another history.
+        version, world = max(
+            self._offers(), key=lambda offer: offer[0] or _NONE, default=(None, self._world_size)
+        )
+        # What is newer was refused or is incomplete. Left there, it could become complete with files of
+        # another history.
         for newer in self._held(self._rank):
             if version is None or newer > version:
                 self._remove(newer)
@@ -66,7 +70,8 @@ class FolderBackend:
         return Offer(version, own, world_size=world, borrow=borrow)
 
     def withdraw(self, step: int) -> None:
-        """Remove what this rank has of a version that never became complete. Raises FileExistsError if it did."""
+        """Remove what this rank has of a version that never became complete. Raises FileExistsError if it
+        did."""
         version = self._version(step)
         if version in self._complete():
             raise FileExistsError(f"{version} is saved already")

@@ -49,7 +49,9 @@ class SidecarBackend:
         self._path = run_dir / SOCKET_NAME
         self.place = str(run_dir)
         self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
-        self._hello = Hello(role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt)
+        self._hello = Hello(
+            role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt
+        )
         self.every = 0
         self.numa = -1
         self.fenced = False
@@ -145,7 +147,8 @@ class SidecarBackend:
 
     def pass_over(self, step: int) -> None:
         try:
-            # To ask for the slot and give it back is how the sidecar learns that this rank has come past `step`.
+            # To ask for the slot and give it back is how the sidecar learns that this rank has come past
+            # `step`.
             path = self._ask(BeginSlot(step, self._wanted[0]), ANSWER_SECONDS)
         except Skipped as skipped:
             self._warn(skipped.kind, str(skipped))
@@ -188,7 +191,12 @@ class SidecarBackend:
 
     def close(self) -> None:
         deadline = time.monotonic() + ANSWER_SECONDS
-        while not self.flush() and self._link is not None and not self._link.closed and time.monotonic() < deadline:
+        while (
+            not self.flush()
+            and self._link is not None
+            and not self._link.closed
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)  # the sidecar is there but its socket is full
         if self._link is not None:
             self._link.close()

@@ -1,4 +1,5 @@
-"""One connection of a rank to its sidecar: JSON lines with a deadline on everything, so that no silence can hang training."""
+"""One connection of a rank to its sidecar: JSON lines with a deadline on everything, so that no silence can
+hang training."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class LinkBroken(OSError):
 
 
 class SidecarLink:
-    """Answers come in the order of the requests, so after a missed deadline the link is of no use and closes itself."""
+    """Answers come in the order of the requests, so after a missed deadline the link is of no use and closes
+    itself."""
 
     def __init__(self, path: Path, hello: Hello, timeout: float) -> None:
         """Connect and say hello; `welcome` holds the answer. Raises LinkBroken."""

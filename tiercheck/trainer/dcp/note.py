@@ -1,4 +1,5 @@
-"""What torch.distributed.checkpoint must know of a rank's slot beside its tensors: JSON and checked bytes, never a pickle that runs code."""
+"""What torch.distributed.checkpoint must know of a rank's slot beside its tensors: JSON and checked bytes,
+never a pickle that runs code."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Note:
     """Of one rank."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """Entries whose name is not `dcp/` and the tensor's name: a rank may hold several chunks of one tensor."""
+    """Entries whose name is not `dcp/` and the tensor's name: a rank may hold several chunks of one tensor.
+    """
     grad: frozenset[str] = frozenset()
     """Names of tensors that require a gradient."""
     pinned: frozenset[str] = frozenset()
@@ -44,7 +46,9 @@ class Note:
                 "grad": sorted(self.grad),
                 "pinned": sorted(self.pinned),
                 "bytes": {fqn: list(place) for fqn, place in self.items.items()},
-                "planner": None if self.planner is None else [[fqn, list(path)] for fqn, path in self.planner.items()],
+                "planner": None
+                if self.planner is None
+                else [[fqn, list(path)] for fqn, path in self.planner.items()],
             },
             separators=(",", ":"),
         ).encode()
@@ -72,11 +76,15 @@ def planner_paths(data: Any) -> dict[str, Path] | None:
     if data is None:
         return None
     plain = isinstance(data, Mapping) and all(
-        isinstance(fqn, str) and isinstance(path, (tuple, list)) and all(type(part) in (str, int) for part in path)
+        isinstance(fqn, str)
+        and isinstance(path, (tuple, list))
+        and all(type(part) in (str, int) for part in path)
         for fqn, path in data.items()
     )
     if not plain:
-        raise NotCapturable("the planner's own data is not names and paths, so it could only be stored as a pickle")
+        raise NotCapturable(
+            "the planner's own data is not names and paths, so it could only be stored as a pickle"
+        )
     return {fqn: tuple(path) for fqn, path in data.items()}
 
 

@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint asks for parts of tensors; this brings them, and no other bytes, from whichever ranks saved them."""
+"""torch.distributed.checkpoint asks for parts of tensors; this brings them, and no other bytes, from
+whichever ranks saved them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tiercheck.protocol.artifacts.contents import DCP, DCP_BYTES, FORMAT, Chunk, WholeTensor, contents, ranges_of
+from tiercheck.protocol.artifacts.contents import (
+    DCP,
+    DCP_BYTES,
+    FORMAT,
+    Chunk,
+    WholeTensor,
+    contents,
+    ranges_of,
+)
 from tiercheck.protocol.artifacts.pieces import Box
 from tiercheck.trainer.backends.backend import Offer, RestoreError
 from tiercheck.trainer.dcp.note import LENGTHS, Note, harmless
@@ -45,7 +54,9 @@ class TierCheckReader(StorageReader):
         """Raises RestoreError."""
         return self._saved.metadata()
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         return
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -103,7 +114,9 @@ class _Saved:
         }
 
     def metadata(self) -> Metadata:
-        found: dict[str, Any] = {name: self._described(name, tensor) for name, tensor in self._tensors.items()}
+        found: dict[str, Any] = {
+            name: self._described(name, tensor) for name, tensor in self._tensors.items()
+        }
         found |= {fqn: BytesStorageMetadata() for fqn in self._bytes}
         paths = [dict(note.planner) for note in self._notes if note.planner is not None]
         return Metadata(found, planner_data=dict(ChainMap(*paths)) if paths else None)
@@ -126,7 +139,9 @@ class _Saved:
                     continue
                 dtype = dtype_of(tensor.dtype)
                 stored = torch.frombuffer(slot.buffer, dtype=dtype, count=chunk.box.count, offset=chunk.begin)
-                inside = Box(tuple(item.storage_offsets), tuple(item.lengths)).within(Box.whole(chunk.box.shape))
+                inside = Box(tuple(item.storage_offsets), tuple(item.lengths)).within(
+                    Box.whole(chunk.box.shape)
+                )
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(stored.view(chunk.box.shape)[inside])
                 planner.commit_tensor(item, target)

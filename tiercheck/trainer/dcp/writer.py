@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint plans what each rank saves; this puts it into the rank's slot, one copy from the state's tensors."""
+"""torch.distributed.checkpoint plans what each rank saves; this puts it into the rank's slot, one copy from
+the state's tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _FORMAT_VERSION = "1.0.0"
 
 @dataclass
 class Slots:
-    """A rank's way to its slots, for every writer that its `Storage` gives out. Pickled for a process of its own only with a folder."""
+    """A rank's way to its slots, for every writer that its `Storage` gives out. Pickled for a process of its
+    own only with a folder."""
 
     backend: Backend
     rank: int
@@ -40,12 +42,14 @@ class Slots:
     """Held while the backend is asked: saves run in threads of torch."""
     mapped: OpenSlots = field(default_factory=OpenSlots)
     room: dict[str, int] = field(default_factory=dict)
-    """By entry of varying length, the bytes kept for it, so that the layout stays the same from save to save."""
+    """By entry of varying length, the bytes kept for it, so that the layout stays the same from save to save.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self.backend, FolderBackend):
             raise TypeError(
-                "AsyncCheckpointerType.PROCESS is for folders only: in a cluster the sidecar is that other process already;"
+                "AsyncCheckpointerType.PROCESS is for folders only: in a cluster the sidecar is that "
+                "other process already;"
                 " use AsyncCheckpointerType.THREAD"
             )
         return {"backend": self.backend, "rank": self.rank, "world_size": self.world_size, "room": self.room}
@@ -59,7 +63,8 @@ class Slots:
 
 
 class TierCheckWriter(StorageWriter):
-    """Saves one version, the state after a step. Of a `Storage`; a writer may be used again when its save is over.
+    """Saves one version, the state after a step. Of a `Storage`; a writer may be used again when its save is
+    over.
 
     The step is given when it is made, or as the number at the end of `checkpoint_id` ("checkpoints/step-50").
     """
@@ -78,13 +83,15 @@ class TierCheckWriter(StorageWriter):
         """Raises ValueError if nobody said which step it is."""
         if self._step is None or self._step < 1:
             raise ValueError(
-                "which step is this the state of? Use storage.writer(step), or a checkpoint_id that ends in its number"
+                "which step is this the state of? Use storage.writer(step), or a checkpoint_id that ends "
+                "in its number"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         backend = self._slots.backend
         if isinstance(backend, FolderBackend) and self._step is not None:
-            # Before any rank writes: of a save that failed nothing may be left that this one could be mixed with.
+            # Before any rank writes: of a save that failed nothing may be left that this one could be mixed
+            # with.
             backend.withdraw(self._step)
         return plan
 
@@ -92,12 +99,14 @@ class TierCheckWriter(StorageWriter):
         """Raises ValueError unless every rank of the job takes part: a version is that of all."""
         if len(plans) != self._slots.world_size:
             raise ValueError(
-                f"{len(plans)} ranks save, the job has {self._slots.world_size}: all must take part in one save"
+                f"{len(plans)} ranks save, the job has {self._slots.world_size}: all must take part in "
+                "one save"
             )
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Raises NotCapturable if an item can only be stored as a pickle that might run code, Skipped if there is no slot."""
+        """Raises NotCapturable if an item can only be stored as a pickle that might run code, Skipped if
+        there is no slot."""
         assert self._step is not None
         results: Future[list[WriteResult]] = Future()
         results.set_result(_Save(self._slots, self._step, plan, planner).run())
@@ -151,7 +160,9 @@ class _Save:
             if data.properties.layout is not torch.strided:
                 raise NotCapturable(f"{fqn} is {data.properties.layout}; only dense tensors can be stored")
             self._tensors[entry] = item
-            self._pieces[entry] = Piece(tuple(data.size), Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+            self._pieces[entry] = Piece(
+                tuple(data.size), Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            )
         self._content = bytes(content)
         self._note = Note(
             names,

@@ -1,8 +1,8 @@
 """Batch statistics and counters change in forward, not in the optimizer: a delta carries those that may have.
 
-torch's in-place counters do not tell for all of them: batch norm writes its running statistics behind their back. So small
-buffers are always carried; a large one if its counter moved, or that of another buffer of its module, or, in host memory, if a sample
-of its bytes is another one.
+torch's in-place counters do not tell for all of them: batch norm writes its running statistics behind their
+back. So small buffers are always carried; a large one if its counter moved, or that of another buffer of its
+module, or, in host memory, if a sample of its bytes is another one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PASSING = "buffers/"
 
 
 class Buffers:
-    """The model's persistent buffers and extra states, listed once: walking all modules at every step would cost more."""
+    """The model's persistent buffers and extra states, listed once: walking all modules at every step would
+    cost more."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -81,7 +82,11 @@ class Buffers:
 
     def _written(self, large: Sequence[tuple[str, Tensor, int]]) -> set[int]:
         """Modules of those whose bytes have changed, where a look at them costs no wait for a device."""
-        seen = [(buffer, owner) for _, buffer, owner in large if type(buffer) in PLAIN and buffer.device.type == "cpu"]
+        seen = [
+            (buffer, owner)
+            for _, buffer, owner in large
+            if type(buffer) in PLAIN and buffer.device.type == "cpu"
+        ]
         sums = self._sampler.take([buffer for buffer, _ in seen]).sums if seen else []
         before, self._sums = self._sums, sums
         if len(before) != len(sums):
@@ -130,7 +135,8 @@ class Buffers:
 
 
 class Passing:
-    """Buffers that are not persistent, so that no state_dict holds them, but that training writes to: the next step depends on them.
+    """Buffers that are not persistent, so that no state_dict holds them, but that training writes to: the
+    next step depends on them.
 
     Most others are tables that the script makes anew, perhaps on purpose with other values.
     """
@@ -150,9 +156,13 @@ class Passing:
     def looked_for(self) -> list[tuple[str, Tensor]]:
         """As `written`, with those that a module has made on its way, as some do in their first forward."""
         self.changed()
-        known = {(id(owner), key): done for (_, owner, key), done in zip(self._places, self._written, strict=True)}
+        known = {
+            (id(owner), key): done for (_, owner, key), done in zip(self._places, self._written, strict=True)
+        }
         self._places = self._listed_anew()
-        self._written = [known.get((id(owner), key), _is_small(owner.get(key))) for _, owner, key in self._places]
+        self._written = [
+            known.get((id(owner), key), _is_small(owner.get(key))) for _, owner, key in self._places
+        ]
         self._marks = self._read()
         return self._listed(self._written)
 
@@ -185,7 +195,12 @@ class Passing:
         found: list[tuple[str, Tensor]] = []
         for name, owner, key in compress(self._places, chosen):
             buffer = owner.get(key)
-            if buffer is None or type(buffer) not in PLAIN or buffer.layout is not torch.strided or buffer.is_meta:
+            if (
+                buffer is None
+                or type(buffer) not in PLAIN
+                or buffer.layout is not torch.strided
+                or buffer.is_meta
+            ):
                 continue
             if _is_small(buffer):
                 found.append((name, local_shard(buffer)))
@@ -203,7 +218,11 @@ class Passing:
         """Write it if it is one of these, in whatever shape training had given it."""
         owner, key = _place_of(name, self._places)
         buffer = owner.get(key)
-        if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype) and not buffer.is_meta:
+        if (
+            buffer is not None
+            and (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
+            and not buffer.is_meta
+        ):
             write(local_shard(buffer), value)
         elif key:
             owner[key] = _made(value, *self._modules.values())
@@ -216,7 +235,9 @@ class Passing:
         path, _, key = name.removeprefix(prefix).rpartition(".")
         owner = dict(self._modules[prefix].named_modules()).get(path)
         if owner is not None and not hasattr(owner, key):
-            owner.register_buffer(key, _made(value, self._modules[prefix], *self._modules.values()), persistent=False)
+            owner.register_buffer(
+                key, _made(value, self._modules[prefix], *self._modules.values()), persistent=False
+            )
 
     def _read(self) -> list[tuple[int, int]]:
         return [_mark(owner.get(key)) for _, owner, key in self._places]

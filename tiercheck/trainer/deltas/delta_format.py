@@ -1,9 +1,10 @@
-"""What is stored of one step when not the whole state is: its layout in a slot, written and read in one place.
+"""What is stored of one step when not the whole state is: its layout in a slot, written and read in one
+place.
 
 gradient<e>/<parameter>[/index|/values|/indices]   what event e consumed, in a form of `encoding`
-buffer/<name>                                      buffers that changed
-replay                                             JSON: forms, fingerprints, threads
-user                                               hyper-parameters and the users' small state, as in a snapshot
+buffer/<name>                                      buffers that changed replay
+JSON: forms, fingerprints, threads user                                               hyper-parameters and the
+users' small state, as in a snapshot
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _LOOK_AGAIN = 16  # steps after which a gradient that was dense is looked at aga
 
 @dataclass(kw_only=True)
 class Delta(Pending):
-    """One step on its way into a slot. Gradients are mostly those of the training loop itself; the rest is copies."""
+    """One step on its way into a slot. Gradients are mostly those of the training loop itself; the rest is
+    copies."""
 
     events: list[Event]
     buffers: list[tuple[str, Tensor]]
@@ -136,7 +138,12 @@ class Planner:
             try:
                 self._layout = SlotLayout.plan(
                     [
-                        (item.name, dtype_name(item.tensor.dtype), tuple(item.tensor.shape), item.tensor.nbytes)
+                        (
+                            item.name,
+                            dtype_name(item.tensor.dtype),
+                            tuple(item.tensor.shape),
+                            item.tensor.nbytes,
+                        )
                         for item in items
                     ]
                     + [(name, "U8", (room,), room) for name, room in self._capacity.items()]
@@ -163,7 +170,8 @@ class Planner:
         return None if replicas is None else share_of(gradient, replicas)
 
     def _look(self, delta: Delta) -> set[tuple[int, int]]:
-        """Which gradients are worth a closer look, by event and parameter. One that was dense is left alone for a while."""
+        """Which gradients are worth a closer look, by event and parameter. One that was dense is left alone
+        for a while."""
         asked: dict[torch.device, list[tuple[int, int]]] = {}
         for number, event in enumerate(delta.events):
             for index, gradient in enumerate(event.gradients):
@@ -185,7 +193,9 @@ class Planner:
 
 def replay_blob(plan: DeltaPlan, hashes: Sequence[str], threads: int) -> bytes:
     """`threads`: of torch on the CPU; kernels may round differently at the edges of each thread's part."""
-    return json.dumps({"events": plan.about, "hashes": hashes, "threads": threads}, separators=(",", ":")).encode()
+    return json.dumps(
+        {"events": plan.about, "hashes": hashes, "threads": threads}, separators=(",", ":")
+    ).encode()
 
 
 @dataclass(frozen=True)
@@ -204,10 +214,13 @@ class StoredEvent:
         device: torch.device,
         replicas: Replicas | None = None,
     ) -> Tensor | None:
-        """The gradient of the parameter at `index`, on `device`; of one that is shared (`is_shared`) the own share is in place."""
+        """The gradient of the parameter at `index`, on `device`; of one that is shared (`is_shared`) the own
+        share is in place."""
         prefix, form = f"gradient{self.number}/{name}", self.forms.get(str(index))
         shared = self.is_shared(index)
-        stored = decode(lambda suffix: tensors.get(prefix + suffix), form["of"] if shared and form else form, device)
+        stored = decode(
+            lambda suffix: tensors.get(prefix + suffix), form["of"] if shared and form else form, device
+        )
         if stored is None or not shared or form is None:
             return stored
         whole = torch.empty(form["shape"], dtype=stored.dtype, device=device)
@@ -238,7 +251,8 @@ class StoredDelta:
         """Raises ValueError or KeyError if the slot is no delta of ours."""
         about = parse_json(slot.blob(REPLAY_BLOB, REPLAY_BYTES))
         events = tuple(
-            StoredEvent(event["optimizer"], event["forms"], number) for number, event in enumerate(about["events"])
+            StoredEvent(event["optimizer"], event["forms"], number)
+            for number, event in enumerate(about["events"])
         )
         return StoredDelta(
             slot.header.version.step, slot.tensors(), events, tuple(about["hashes"]), int(about["threads"])

@@ -1,7 +1,8 @@
-"""Deltas as the training thread sees them: what each update consumed, and whether a delta of it would be exact.
+"""Deltas as the training thread sees them: what each update consumed, and whether a delta of it would be
+exact.
 
-Nothing here raises into training. What cannot be described exactly is skipped; what never can be ends deltas for this
-run, with a reason that the job's status shows.
+Nothing here raises into training. What cannot be described exactly is skipped; what never can be ends deltas
+for this run, with a reason that the job's status shows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ log = logging.getLogger("tiercheck")
 T = TypeVar("T")
 
 _PATIENCE = 3
-"""Steps that something else than the optimizer may change before deltas are given up; steps in a row that the model may be another one."""
+"""Steps that something else than the optimizer may change before deltas are given up; steps in a row that the
+model may be another one."""
 
 
 class Deltas:
@@ -83,7 +85,8 @@ class Deltas:
         return not (self._given_up or self._too_slow) and self._backend.delta is not DeltaMode.NONE
 
     def started(self, restored: int | None, room: int) -> None:
-        """Training begins now. `restored`: the version's step if there is one; `room`: bytes its largest delta had."""
+        """Training begins now. `restored`: the version's step if there is one; `room`: bytes its largest
+        delta had."""
         self._look_around()
         self._mark = self._watch.read()
         self._harmless(self._saver.untold.begin)
@@ -97,7 +100,9 @@ class Deltas:
                     self.give_up(reason)
                     return
 
-    def before_update(self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def before_update(
+        self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
         """The optimizer is about to do the update of `step`."""
         self._harmless(lambda: self._before_update(index, step, arguments, named))
 
@@ -105,7 +110,9 @@ class Deltas:
         """It has done it."""
         self._harmless(lambda: self._after_update(index))
 
-    def _before_update(self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def _before_update(
+        self, index: int, step: int, arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
         if not self._sizes:
             self._look_around()  # what had no shape when this was made has one by now
         self._depth[index] += 1
@@ -182,7 +189,9 @@ class Deltas:
         if outside and accepted:
             self._outside_count += 1
             if self._outside_count >= _PATIENCE:
-                self.give_up(f"something else than the optimizer changes parameters or optimizer state ({outside})")
+                self.give_up(
+                    f"something else than the optimizer changes parameters or optimizer state ({outside})"
+                )
                 return None
         if not accepted or not (reaches or measure) or poisoned or inexact or outside:
             self._skip(step, reaches and accepted, poisoned, inexact or outside)
@@ -221,7 +230,8 @@ class Deltas:
             self._saver.tell_no_deltas("")
 
     def needs_snapshot(self) -> bool:
-        """Whether the deltas since the last snapshot turned out to be worth nothing, so that the next one is due now. Says so once."""
+        """Whether the deltas since the last snapshot turned out to be worth nothing, so that the next one is
+        due now. Says so once."""
         needed, self._doubtful = self._doubtful, False
         return needed
 
@@ -279,7 +289,8 @@ class Deltas:
             self._judge(lambda: self._probes[index].before(event))
 
     def _harmless(self, work: Callable[[], T]) -> T | None:
-        """Nothing of ours may end an update: with memory for it lacking, for example, there are no deltas any more."""
+        """Nothing of ours may end an update: with memory for it lacking, for example, there are no deltas any
+        more."""
         try:
             return work()
         except Exception as error:  # invariant: no failure of ours stops training

@@ -1,4 +1,5 @@
-"""A gradient that is mostly zero need not be stored whole: frozen rows, unrouted experts, unused words cost nothing.
+"""A gradient that is mostly zero need not be stored whole: frozen rows, unrouted experts, unused words cost
+nothing.
 
 Every form gives back the same bits, zeros with a sign included:
 
@@ -61,7 +62,9 @@ def encode(gradient: Tensor, sparse: bool = True) -> Encoded:
         flat = _in_memory_order(gradient)
         if flat is None:
             return Encoded({"": gradient.contiguous()})
-        return Encoded({"": flat}, {"form": "dense", "shape": list(gradient.shape), "stride": list(gradient.stride())})
+        return Encoded(
+            {"": flat}, {"form": "dense", "shape": list(gradient.shape), "stride": list(gradient.stride())}
+        )
     found = _sparse(gradient) if sparse and may_be_sparse(gradient) else None
     return found or Encoded({"": gradient})
 
@@ -69,7 +72,8 @@ def encode(gradient: Tensor, sparse: bool = True) -> Encoded:
 def decode(
     part: Callable[[str], Tensor | None], about: Mapping[str, Any] | None, device: torch.device
 ) -> Tensor | None:
-    """Inverse of `encode`; `part` gives what was stored under a suffix. None if nothing was: there was no gradient.
+    """Inverse of `encode`; `part` gives what was stored under a suffix. None if nothing was: there was no
+    gradient.
 
     The result does not share memory with the parts, so it is aligned as a gradient of torch is.
     """
@@ -127,9 +131,13 @@ def _sparse(gradient: Tensor) -> Encoded | None:
     by_row = bits.view(-1, width)
     index = _not_zero(by_row)
     if index.numel() == 0:
-        return Encoded({}, {"form": "zero", "shape": list(gradient.shape), "dtype": dtype_name(gradient.dtype)})
+        return Encoded(
+            {}, {"form": "zero", "shape": list(gradient.shape), "dtype": dtype_name(gradient.dtype)}
+        )
     about = {"form": "sparse", "shape": list(gradient.shape)}
-    rows = Encoded({"/index": index, "/values": gradient.view(-1, width)[index]}, about) if width > 1 else None
+    rows = (
+        Encoded({"/index": index, "/values": gradient.view(-1, width)[index]}, about) if width > 1 else None
+    )
     if rows is not None and rows.nbytes * 8 < gradient.nbytes:
         return rows  # small enough; a closer look costs more than it saves
     single = _not_zero(bits.view(-1, 1))
@@ -192,7 +200,11 @@ def same(one: Any, other: Any) -> bool:
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and same_bits(local_shard(one), local_shard(other))
     if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, Mapping)
+            and one.keys() == other.keys()
+            and all(same(one[k], other[k]) for k in one)
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)

@@ -1,7 +1,9 @@
-"""A step is replayed from what its optimizer consumed: this notes it, by hooks, without a change to the training loop.
+"""A step is replayed from what its optimizer consumed: this notes it, by hooks, without a change to the
+training loop.
 
-Gradients are noted by reference and copied while the next step computes. That is safe as long as their memory is not
-used again; where it is (`zero_grad(set_to_none=False)`, the buckets of DistributedDataParallel), or may be, they are copied at once.
+Gradients are noted by reference and copied while the next step computes. That is safe as long as their memory
+is not used again; where it is (`zero_grad(set_to_none=False)`, the buckets of DistributedDataParallel), or
+may be, they are copied at once.
 
 Our hooks around the updates of a Checkpointer's optimizers.
 """
@@ -24,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tiercheck.trainer.state.leaves import NotCapturable, local_shard, read_each
 
 _FRESH_STEPS = 4
-"""A gradient inside of larger memory is copied at once until it was seen in fresh memory this many times in a row.
-DistributedDataParallel moves its buckets once, after the first step."""
+"""A gradient inside of larger memory is copied at once until it was seen in fresh memory this many times in a
+row. DistributedDataParallel moves its buckets once, after the first step."""
 
 _WHOLE = {Tensor, type(None)}
 _grad, _local = attrgetter("grad"), attrgetter("_local_tensor")
@@ -49,13 +51,18 @@ class Event:
     lazy: list[int]
     """Which gradients are those of the training loop itself, not copies."""
     seen: list[int] = field(default_factory=list)
-    """torch's in-place counters of the lazy gradients; if one has moved, the gradient is no more what was consumed."""
+    """torch's in-place counters of the lazy gradients; if one has moved, the gradient is no more what was
+    consumed."""
     torn: list[int] = field(default_factory=list)
     """Gradients that were changed before they were copied."""
 
     def changed(self) -> list[int]:
         """Gradients that were changed since `note`."""
-        return [index for index, old, new in zip(self.lazy, self.seen, self._counters(), strict=True) if old != new]
+        return [
+            index
+            for index, old, new in zip(self.lazy, self.seen, self._counters(), strict=True)
+            if old != new
+        ]
 
     def release(self, index: int) -> None:
         """Let go of a gradient: it has been copied."""
@@ -81,12 +88,17 @@ class Event:
 
 
 def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of each parameter group without its parameters; what a schedule may write in place (a rate on the device, a list) is copied."""
-    return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """A copy of each parameter group without its parameters; what a schedule may write in place (a rate on
+    the device, a list) is copied."""
+    return [
+        {key: _own(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _own(value: Any) -> Any:
-    """A copy of a list or dict, and of tensors in there, which may be written in place; other things are as they are."""
+    """A copy of a list or dict, and of tensors in there, which may be written in place; other things are as
+    they are."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in (list, tuple):
@@ -180,11 +192,16 @@ class Recorder:
                     gradients[number] = self._staged(index, number, shard)
                 else:
                     self._staging.pop((len(self._events), index, number), None)
-        lazy = [number for number, shard in enumerate(gradients) if shard is not None and number not in at_once]
+        lazy = [
+            number for number, shard in enumerate(gradients) if shard is not None and number not in at_once
+        ]
         return Event(index, gradients, hyper_parameters(optimizer), scaling, lazy)
 
-    def _used_again(self, index: int, given: Sequence[Tensor | None], shards: Sequence[Tensor | None]) -> set[int]:
-        """Gradients, by number, whose memory may be written again before it was copied: all that was not seen to be new each time."""
+    def _used_again(
+        self, index: int, given: Sequence[Tensor | None], shards: Sequence[Tensor | None]
+    ) -> set[int]:
+        """Gradients, by number, whose memory may be written again before it was copied: all that was not seen
+        to be new each time."""
         eager = {number for optimizer, number in self._eager if optimizer == index}
         last = self._last[index]
         known: dict[int, bool] = {}
@@ -201,7 +218,9 @@ class Recorder:
                     fresh = False  # of a CUDA graph, whose next run writes here without a trace
                 elif not storage.resizable():
                     fresh = False  # none of torch's own memory, but an array of numpy's, say
-                elif storage.nbytes() != shard.nbytes:  # others may write it without a trace in this tensor's counter
+                elif (
+                    storage.nbytes() != shard.nbytes
+                ):  # others may write it without a trace in this tensor's counter
                     if storage._cdata not in known:  # gradients of FSDP2 share one in their dozens
                         known[storage._cdata] = self._is_fresh((index, number), storage)
                     fresh = known[storage._cdata]
@@ -259,7 +278,8 @@ def _unscaled_in_place(optimizer: Optimizer) -> set[int]:
 
 
 def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Inverse of `hyper_parameters`. Tensors are written in place: schedulers, modules and CUDA graphs hold on to them."""
+    """Inverse of `hyper_parameters`. Tensors are written in place: schedulers, modules and CUDA graphs hold
+    on to them."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             group[key] = _put_back(group.get(key), value)
@@ -290,14 +310,16 @@ class UpdateHooks:
         after: Callable[[int, Optimizer, Any, Any], None],
         after_any: Callable[..., None],
     ) -> None:
-        """`before` and `after` are told the optimizer's index, and what hooks are told; `after_any` hears of every optimizer of the
-        process."""
+        """`before` and `after` are told the optimizer's index, and what hooks are told; `after_any` hears of
+        every optimizer of the process."""
         self._optimizers = optimizers
         self._before = [
-            optimizer.register_step_pre_hook(partial(before, index)) for index, optimizer in enumerate(optimizers)
+            optimizer.register_step_pre_hook(partial(before, index))
+            for index, optimizer in enumerate(optimizers)
         ]
         self._after = [
-            optimizer.register_step_post_hook(partial(after, index)) for index, optimizer in enumerate(optimizers)
+            optimizer.register_step_post_hook(partial(after, index))
+            for index, optimizer in enumerate(optimizers)
         ]
         self._after_any = register_optimizer_step_post_hook(after_any)
 

@@ -2,12 +2,14 @@
 
 Updates that no hook sees: compiled optimizers, CUDA graphs, an optimizer that the script made anew.
 
-Hooks tell when the state is about to change. Where none is called, the bytes tell that it has changed; then copies cannot go
-on beside training, and what cannot be captured at all is told.
+Hooks tell when the state is about to change. Where none is called, the bytes tell that it has changed; then
+copies cannot go on beside training, and what cannot be captured at all is told.
 
-Optimizers that a Checkpointer was not given, and that train what it saves: what they keep of it is in no version.
+Optimizers that a Checkpointer was not given, and that train what it saves: what they keep of it is in no
+version.
 
-One of several that was forgotten, one inside of an object that only looks like an optimizer, one that the script made anew.
+One of several that was forgotten, one inside of an object that only looks like an optimizer, one that the
+script made anew.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from tiercheck.trainer.state.leaves import parts
 
 COMPILED = "updates happen without a call of the optimizer's hooks (a compiled or captured step)"
 FOREIGN = (
-    "parameters change although no optimizer that this Checkpointer was given makes a step: the script trains with another one, whose "
+    "parameters change although no optimizer that this Checkpointer was given makes a step: the script "
+    "trains with another one, whose "
     "state is in no version. Give it to a new Checkpointer"
 )
 _PATIENCE = 2
@@ -75,14 +78,15 @@ class Unseen:
         if not (before[1].equals(self._before[1]) and self._states()):
             self.found = self.found or COMPILED
             return
-        self._foreign += (
-            1  # once may be an update left out, and something that the script does to its weights all the same
-        )
+        # once may be an update left out, and something that the script does to its weights all the same
+        self._foreign += 1
         if self._foreign >= _PATIENCE:
             self.found = FOREIGN
 
     def _parameters(self) -> list[Tensor]:
-        trained = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
+        trained = (
+            p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        )
         return [leaf for parameter in trained for _, leaf in parts(parameter)]
 
     def _states(self) -> list[Tensor]:
@@ -132,12 +136,15 @@ class NotGiven:
             self._warn(type(error).__name__, repr(error))
 
     def lost(self) -> str:
-        """What is in no version, and would be needed; empty: nothing. As long as an optimizer lives, it may go on."""
+        """What is in no version, and would be needed; empty: nothing. As long as an optimizer lives, it may
+        go on."""
         alive = (each() for each in self._lost)
         return next(
             (
-                f"an optimizer ({type(each).__name__}) that this Checkpointer was not given trains parameters that are saved, and "
-                "what it keeps of them is in no version: hand over all optimizers, those inside of another one too"
+                f"an optimizer ({type(each).__name__}) that this Checkpointer was not given trains "
+                "parameters that are saved, and "
+                "what it keeps of them is in no version: hand over all optimizers, those inside of "
+                "another one too"
                 for each in alive
                 if each is not None
             ),
@@ -150,18 +157,27 @@ class NotGiven:
             kept = {id(each) for each, state in optimizer.state.items() if isinstance(each, Tensor) and state}
             if kept & self._saved() and not self._stands_for_another(optimizer):
                 self._lost.append(weakref.ref(optimizer))
-        elif updates == _LASTING and optimizer.state and not self.lost() and not self._stands_for_another(optimizer):
+        elif (
+            updates == _LASTING
+            and optimizer.state
+            and not self.lost()
+            and not self._stands_for_another(optimizer)
+        ):
             self._warn(
                 "NotGiven",
-                f"an optimizer ({type(optimizer).__name__}) that the Checkpointer was not given is in no version",
+                f"an optimizer ({type(optimizer).__name__}) that the Checkpointer was not given is in no "
+                "version",
             )
 
     def _saved(self) -> set[int]:
-        trained = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
+        trained = (
+            p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        )
         return {*map(id, trained), *(id(p) for module in self._modules for p in module.parameters())}
 
     def _stands_for_another(self, optimizer: Optimizer) -> bool:
-        """Whether one that was given shows its state, it only passes on to one, or the script's own `state` leads to it."""
+        """Whether one that was given shows its state, it only passes on to one, or the script's own `state`
+        leads to it."""
         shown = any(optimizer.state is each.state or reaches(optimizer, each) for each in self._optimizers)
         return shown or reaches(self._state, optimizer)
 

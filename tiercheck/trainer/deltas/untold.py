@@ -1,8 +1,9 @@
-"""What deltas tell nothing of has to stay as it is: parameters that no optimizer has, and large buffers whose counters did not move.
+"""What deltas tell nothing of has to stay as it is: parameters that no optimizer has, and large buffers whose
+counters did not move.
 
-Torch's counters miss what is written through `.data`. In host memory the training thread looks at bytes (`Watch`, `Buffers`). On a
-device that would be work for it at each step; there the saver's thread takes a sample, beside the copies of a delta, and compares it
-with that of the snapshot or delta before.
+Torch's counters miss what is written through `.data`. In host memory the training thread looks at bytes
+(`Watch`, `Buffers`). On a device that would be work for it at each step; there the saver's thread takes a
+sample, beside the copies of a delta, and compares it with that of the snapshot or delta before.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Untold:
         self._known |= seen
 
     def delta(self, step: int, looked: tuple[Mapping[str, Tensor], Sample], told: Collection[str]) -> str:
-        """Name of something that is otherwise than before, and that the delta of that step does not tell of; empty: nothing is.
+        """Name of something that is otherwise than before, and that the delta of that step does not tell of;
+        empty: nothing is.
 
         `told`: names of what it does. Waits for the device.
         """

@@ -1,5 +1,6 @@
-"""A delta is exact only if nothing but the optimizer changed the state: torch's in-place counters tell, and for what is written
-behind their back, as through `.data`, a sample of the parameters' bytes does, where looking costs no wait for a device.
+"""A delta is exact only if nothing but the optimizer changed the state: torch's in-place counters tell, and
+for what is written behind their back, as through `.data`, a sample of the parameters' bytes does, where
+looking costs no wait for a device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _version, _shard_version = attrgetter("_version"), attrgetter("_local_tensor._ve
 
 
 class VersionCounters:
-    """torch's in-place counters of these tensors, with next to no Python for any of them: they are read several times in each step.
+    """torch's in-place counters of these tensors, with next to no Python for any of them: they are read
+    several times in each step.
 
     A sharded one has two: its own, and that of its shard, which somebody may have got hold of.
     """
@@ -53,12 +55,17 @@ class VersionCounters:
 class Watch:
     """Counters of every parameter of the model and of everything the optimizers keep."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], sent: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], sent: Iterable[Tensor] = ()
+    ) -> None:
         """`sent`: parameters that other ranks may update, and send here by way of `.data`."""
         self._optimizers = optimizers
         self._kept = [_Kept(optimizer) for optimizer in optimizers]
         known: dict[int, Tensor] = {}
-        for parameter in (*model.parameters(), *(p for o in optimizers for g in o.param_groups for p in g["params"])):
+        for parameter in (
+            *model.parameters(),
+            *(p for o in optimizers for g in o.param_groups for p in g["params"]),
+        ):
             if not is_lazy(parameter) and not parameter.is_inference():
                 known[id(parameter)] = parameter
         self._parameters = VersionCounters(list(known.values()))
@@ -69,7 +76,8 @@ class Watch:
         self._sampler = Sampler()
 
     def read(self) -> list[int]:
-        """Two readings are equal if nothing was changed in place, or replaced, between them. This runs three times in every step."""
+        """Two readings are equal if nothing was changed in place, or replaced, between them. This runs three
+        times in every step."""
         found = self._parameters.read()
         for kept in self._kept:
             found += kept.read()

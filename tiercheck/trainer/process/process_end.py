@@ -1,11 +1,13 @@
 """How a rank ends: it says why, shows where it stood, and leaves no thread behind that could crash it.
 
-Why a rank ends, in its own words: torchrun ends with 1 whatever happened, and a log must be found before it can be read.
+Why a rank ends, in its own words: torchrun ends with 1 whatever happened, and a log must be found before it
+can be read.
 
-An exception that nobody caught is told to the sidecar on the way out, with a reason that says whose fault it is as far as its
-type and text are clear about it.
+An exception that nobody caught is told to the sidecar on the way out, with a reason that says whose fault it
+is as far as its type and text are clear about it.
 
-A rank that hangs in a collective cannot say where; the interpreter's own signal handler can, whatever it waits in.
+A rank that hangs in a collective cannot say where; the interpreter's own signal handler can, whatever it
+waits in.
 
 The end of a process that used gloo: its threads must be idle before the interpreter goes.
 """
@@ -30,8 +32,9 @@ from tiercheck.protocol.names import COLLECTIVE_FAILED, EXITED, GPU_FAULT, OUT_O
 
 _LONGEST = 500
 _HARDWARE = (
-    # Texts of cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable, cudaErrorHardwareStackError, cudaErrorContained,
-    # cudaErrorNoDevice and cudaErrorLaunchFailure (CUDA runtime API, cudaError_t), and what the driver's users see of Xid 79.
+    # Texts of cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable, cudaErrorHardwareStackError,
+    # cudaErrorContained, cudaErrorNoDevice and cudaErrorLaunchFailure (CUDA runtime API, cudaError_t), and
+    # what the driver's users see of Xid 79.
     "uncorrectable ecc error",
     "uncorrectable nvlink error",
     "hardware stack error",
@@ -42,7 +45,8 @@ _HARDWARE = (
     "gpu is lost",
 )
 _XID = re.compile(r"\bxid\W{0,4}(?:\(pci:[^)]*\)\W{0,3})?(?:48|63|64|74|79|92|94|95|119|120)\b")
-"""The driver's numbers of faults for which NVIDIA says to drain the node or reset the GPU (GPU Debug Guidelines, Xid catalog)."""
+"""The driver's numbers of faults for which NVIDIA says to drain the node or reset the GPU (GPU Debug
+Guidelines, Xid catalog)."""
 _COLLECTIVES = ("nccl", "gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -57,7 +61,9 @@ def reason_of(error: BaseException) -> str:
         return OUT_OF_GPU_MEMORY
     if any(part in text for part in _HARDWARE) or _XID.search(text):
         return GPU_FAULT
-    of_network = isinstance(error, (RuntimeError, ConnectionError)) and any(part in text for part in _COLLECTIVES)
+    of_network = isinstance(error, (RuntimeError, ConnectionError)) and any(
+        part in text for part in _COLLECTIVES
+    )
     backend_error = getattr(getattr(torch, "distributed", None), "DistBackendError", ())
     return COLLECTIVE_FAILED if of_network or isinstance(error, backend_error) else UNCAUGHT
 
@@ -109,8 +115,8 @@ ASK = signal.SIGUSR2
 
 
 def answer_with_stacks() -> bool:
-    """From now on `ASK` writes the stack of every thread to stderr, and nothing else happens. False if the script, or
-    the platform, has another use for the signal."""
+    """From now on `ASK` writes the stack of every thread to stderr, and nothing else happens. False if the
+    script, or the platform, has another use for the signal."""
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr may be no file
         if signal.getsignal(ASK) is signal.SIG_DFL:
             faulthandler.register(ASK, file=sys.__stderr__ or sys.stderr, all_threads=True, chain=False)
@@ -131,11 +137,13 @@ def wait_at_exit() -> None:
 
 
 def wait_until_idle() -> None:
-    """Return when no gloo thread of this process has anything to do; after a second in any case. Raises nothing.
+    """Return when no gloo thread of this process has anything to do; after a second in any case. Raises
+    nothing.
 
-    Such a thread may be the last to let go of a tensor, some time after it said that the collective is done, and needs the
-    interpreter lock for that. An interpreter before 3.14 that has begun to end unwinds whoever asks for its lock, which a C++
-    destructor answers with abort. `destroy_process_group` does not end these threads: DTensor's caches keep the group.
+    Such a thread may be the last to let go of a tensor, some time after it said that the collective is done,
+    and needs the interpreter lock for that. An interpreter before 3.14 that has begun to end unwinds whoever
+    asks for its lock, which a C++ destructor answers with abort. `destroy_process_group` does not end these
+    threads: DTensor's caches keep the group.
     """
     end = time.monotonic() + _PATIENCE
     idle = 0

@@ -29,7 +29,9 @@ class StepProgress:
         try:
             return None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         except Exception as error:  # invariant: no failure of ours stops training
-            self._saver.warn("Loss", f"the loss given to step is no number, and not looked at: {error!r}"[:300])
+            self._saver.warn(
+                "Loss", f"the loss given to step is no number, and not looked at: {error!r}"[:300]
+            )
             return None
 
     def step(self, step: int, loss: float | None) -> None:

@@ -1,4 +1,5 @@
-"""A run that diverges must be noticed, and go back if it does not recover: this counts the steps that were refused in a row."""
+"""A run that diverges must be noticed, and go back if it does not recover: this counts the steps that were
+refused in a row."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import threading
 
 
 class Sanity:
-    """Verdicts come from the training thread (the loss) and from the saver's (gradient, state), a step may get several."""
+    """Verdicts come from the training thread (the loss) and from the saver's (gradient, state), a step may
+    get several."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,7 +22,8 @@ class Sanity:
         return self._in_a_row
 
     def refused(self, step: int) -> None:
-        """Loss, gradient or state of `step` is not finite. So were the steps since the last refused one, unless one was good."""
+        """Loss, gradient or state of `step` is not finite. So were the steps since the last refused one,
+        unless one was good."""
         with self._lock:
             if step > self._bad:
                 if self._in_a_row == 0:

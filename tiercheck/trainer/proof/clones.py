@@ -1,10 +1,12 @@
-"""Which parameters a probe clones: few at a time, but in turn, so that none is left out for ever. Nothing random.
+"""Which parameters a probe clones: few at a time, but in turn, so that none is left out for ever. Nothing
+random.
 
-Clones of some parameters of an optimizer, with an optimizer of their own, lying in memory as a restore would have them.
+Clones of some parameters of an optimizer, with an optimizer of their own, lying in memory as a restore would
+have them.
 
-After a restore the gradients of a delta lie in memory of their own, at its beginning, whatever larger memory they were views of in
-training; so does the state. Parameters are filled where the script keeps them. A kernel whose bits depend on any of this
-gives the clones other ones.
+After a restore the gradients of a delta lie in memory of their own, at its beginning, whatever larger memory
+they were views of in training; so does the state. Parameters are filled where the script keeps them. A kernel
+whose bits depend on any of this gives the clones other ones.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.deltas.encoding import decode, encode, same, same_bits
 from tiercheck.trainer.deltas.gradients import Event
-from tiercheck.trainer.proof.replayable import inseparable, is_elementwise, is_known, own_attributes, plain_step
+from tiercheck.trainer.proof.replayable import (
+    inseparable,
+    is_elementwise,
+    is_known,
+    own_attributes,
+    plain_step,
+)
 from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, local_shard
 
 _GRAIN = 1024
@@ -62,9 +70,11 @@ class ParameterPlace(NamedTuple):
 def choose(
     candidates: Sequence[ProbeCandidate], start: ParameterPlace, room: int, most: int
 ) -> tuple[list[ProbePart], ParameterPlace]:
-    """At most `most` parts that take at most `room` bytes, from `start` on and around; and where the next turn begins.
+    """At most `most` parts that take at most `room` bytes, from `start` on and around; and where the next
+    turn begins.
 
-    Only what is larger than `room` is cut. What can neither be cut nor fit is passed over. `candidates` are in order.
+    Only what is larger than `room` is cut. What can neither be cut nor fit is passed over. `candidates` are
+    in order.
     """
     first = next((at for at, each in enumerate(candidates) if each.number >= start.number), 0)
     order = [*candidates[first:], *candidates[:first]]
@@ -103,7 +113,8 @@ class Cloner:
     """Of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, fresh: Mapping[str, Any], room: int) -> None:
-        """`fresh`: attributes that a copy of it has as they are here. `room`: bytes that may be cloned at once."""
+        """`fresh`: attributes that a copy of it has as they are here. `room`: bytes that may be cloned at
+        once."""
         self._optimizer = optimizer
         self._fresh = fresh
         self._room = room
@@ -111,7 +122,8 @@ class Cloner:
 
     @torch.no_grad()
     def clone(self, gradients: Sequence[Tensor | None] | None) -> Clones | None:
-        """The next ones in turn; None if there is nothing to clone. `gradients`: what the update will consume; None: not known yet.
+        """The next ones in turn; None if there is nothing to clone. `gradients`: what the update will
+        consume; None: not known yet.
 
         Raises NotCapturable, and whatever a stranger's class does.
         """
@@ -124,7 +136,9 @@ class Cloner:
         shadow: Optimizer = object.__new__(type(real))
         shadow.__dict__.update(real.__dict__)
         if not is_known(real):
-            for name, _ in own_attributes(real):  # a step of the copy may write what it shares with the real one
+            for name, _ in own_attributes(
+                real
+            ):  # a step of the copy may write what it shares with the real one
                 del shadow.__dict__[name]
         shadow.__dict__.pop("step", None)
         shadow.__dict__.update(copy.deepcopy(dict(self._fresh)))
@@ -145,7 +159,9 @@ class Cloner:
         shard = local_shard(parameter)
         clone = nn.Parameter(_lying_as(_cut(shard, shard, part)), requires_grad=parameter.requires_grad)
         clones.optimizer.state[clone] = {
-            key: _as_loaded(_cut(value, shard, part), clone) if isinstance(value, Tensor) else copy.deepcopy(value)
+            key: _as_loaded(_cut(value, shard, part), clone)
+            if isinstance(value, Tensor)
+            else copy.deepcopy(value)
             for key, value in self._optimizer.state.get(parameter, {}).items()
         }
         clones.pairs.append(Pair(parameter, clone, part))
@@ -170,8 +186,12 @@ class Cloner:
                     raise
                 continue  # a wrapper: fingerprints check its parts, at the restore
             size = 2 * shard.nbytes + sum(tensor.nbytes for tensor in state)
-            aligned = all(each.numel() == 1 or (each.shape == shard.shape and each.is_contiguous()) for each in state)
-            cuttable = may_cut and aligned and shard.is_contiguous() and (gradient is None or _is_flat(gradient))
+            aligned = all(
+                each.numel() == 1 or (each.shape == shard.shape and each.is_contiguous()) for each in state
+            )
+            cuttable = (
+                may_cut and aligned and shard.is_contiguous() and (gradient is None or _is_flat(gradient))
+            )
             yield ProbeCandidate(number, size, shard.numel() if cuttable else 0)
 
 
@@ -216,7 +236,9 @@ class Clones:
         """Whether the real ones have other bits, or another state."""
         for pair in self.pairs:
             shard = local_shard(pair.real)
-            state = {key: _cut(value, shard, pair.part) for key, value in real.state.get(pair.real, {}).items()}
+            state = {
+                key: _cut(value, shard, pair.part) for key, value in real.state.get(pair.real, {}).items()
+            }
             if not same_bits(_cut(shard, shard, pair.part), pair.clone):
                 return True
             if not same(state, dict(self.optimizer.state.get(pair.clone, {}))):
@@ -225,7 +247,8 @@ class Clones:
 
 
 def _settled(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of which only some are cloned must be told: torch takes the loop of single tensors if one of all parameters asks for it."""
+    """What a group of which only some are cloned must be told: torch takes the loop of single tensors if one
+    of all parameters asks for it."""
     kinds = {(type(parameter) in PLAIN, parameter.device.type) for parameter in group["params"]}
     open_ = "foreach" in group and group["foreach"] is None
     return {"foreach": False} if open_ and (len(kinds) > 1 or not all(plain for plain, _ in kinds)) else {}

@@ -1,8 +1,10 @@
-"""That a replay gives the very bits is proved while training, not found wrong at the restore: an update is made again on clones.
+"""That a replay gives the very bits is proved while training, not found wrong at the restore: an update is
+made again on clones.
 
-In the first updates, and then once in a while, since a kernel may be chosen anew: by the size of a batch, by an autotuner, by hand.
-A class of torch's is believed until it fails, another one only after it agreed. The clones are what a restart would have
-(`clones.py`), and a stranger's other attributes are as they were when the script had just built it. Random numbers differ on purpose.
+In the first updates, and then once in a while, since a kernel may be chosen anew: by the size of a batch, by
+an autotuner, by hand. A class of torch's is believed until it fails, another one only after it agreed. The
+clones are what a restart would have (`clones.py`), and a stranger's other attributes are as they were when
+the script had just built it. Random numbers differ on purpose.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from tiercheck.trainer.proof.replayable import is_function, is_known, is_value, 
 from tiercheck.trainer.state import user_state
 
 SAMPLE_BYTES = 64 * 1024 * 1024
-"""Parameters, state and gradients that are cloned at most. A stranger's update that mixes more parameters than these is not believed."""
+"""Parameters, state and gradients that are cloned at most. A stranger's update that mixes more parameters
+than these is not believed."""
 TIMES = 2
 """Updates that must agree at first."""
 EVERY = 1000
 """Updates from one probe to the next after that."""
 _FIRST = 2
-"""The update that is looked at first: at the one before hooks are not yet in order, and the state is being made."""
+"""The update that is looked at first: at the one before hooks are not yet in order, and the state is being
+made."""
 
 
 class ProbeRefused(Exception):
@@ -64,11 +68,14 @@ class Probe:
         return self._updates >= self._next
 
     def before(self, event: Event | None) -> None:
-        """The real update is about to begin. None: its gradients will be known when it has ended. Raises Refused."""
+        """The real update is about to begin. None: its gradients will be known when it has ended. Raises
+        Refused."""
         self._clones, self._random = None, None
         if self._odd:
             raise ProbeRefused(f"{self._name} keeps {self._odd} of its own, which no checkpoint holds")
-        if event is not None and len(event.gradients) != sum(len(g["params"]) for g in self._optimizer.param_groups):
+        if event is not None and len(event.gradients) != sum(
+            len(g["params"]) for g in self._optimizer.param_groups
+        ):
             return  # it could not be noted
         try:
             self._clones = self._cloner.clone(None if event is None else event.gradients)
@@ -85,7 +92,8 @@ class Probe:
             self._next = self._updates + EVERY
 
     def after(self, event: Event) -> None:
-        """The real update, which consumed `event`, has ended: do the same to the clones, and compare. Raises Refused."""
+        """The real update, which consumed `event`, has ended: do the same to the clones, and compare. Raises
+        Refused."""
         clones, self._clones = self._clones, None
         if clones is None:
             return
@@ -118,7 +126,8 @@ class Probes:
     """Of all optimizers of a Checkpointer."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        # Many small optimizers, one for each parameter, say, are probed in the same step: together they clone no more than one does.
+        # Many small optimizers, one for each parameter, say, are probed in the same step: together they clone
+        # no more than one does.
         share = SAMPLE_BYTES // max(1, sum(map(is_known, optimizers)))
         self._probes = [Probe(each, share if is_known(each) else SAMPLE_BYTES) for each in optimizers]
 
@@ -141,7 +150,8 @@ def _step(clones: Clones) -> None:
 
 
 def _attributes(optimizer: Optimizer) -> tuple[dict[str, Any], str]:
-    """Copies of what the class keeps beside parameters and state; and what of it is not plain (empty if nothing)."""
+    """Copies of what the class keeps beside parameters and state; and what of it is not plain (empty if
+    nothing)."""
     found: dict[str, Any] = {}
     for name, value in own_attributes(optimizer):
         if is_function(value):  # of the class's choice; the script will set the same one again

@@ -1,8 +1,9 @@
-"""A version proves itself: what lies in its slot, and what a restore brings back, is what the state was at `step`.
+"""A version proves itself: what lies in its slot, and what a restore brings back, is what the state was at
+`step`.
 
-A sample of the live state is taken in the training thread. It is compared with the slot before that becomes readable, so that a
-torn copy is none, however the state was written meanwhile. It travels with the version, and is compared with the live state
-after a load, so that training never begins with another one.
+A sample of the live state is taken in the training thread. It is compared with the slot before that becomes
+readable, so that a torn copy is none, however the state was written meanwhile. It travels with the version,
+and is compared with the live state after a load, so that training never begins with another one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class StateProof:
         sums = self.sample.sums
         found = Sampler().take([views[name] for name in self.names]).sums
         return [
-            name for name, number, there in zip(self.names, self.stored, found, strict=True) if sums[number] != there
+            name
+            for name, number, there in zip(self.names, self.stored, found, strict=True)
+            if sums[number] != there
         ]
 
 
@@ -81,7 +84,8 @@ def whole_difference(
     *,
     fetch: bool = False,
 ) -> str:
-    """Name of the first tensor that differs from its place in the slot by any byte; empty: none, or it was `stopped`.
+    """Name of the first tensor that differs from its place in the slot by any byte; empty: none, or it was
+    `stopped`.
 
     Of tensors in host memory that lie in order. `fetch`: of the others too, which are copied for it.
     """

@@ -1,4 +1,5 @@
-"""Whether an optimizer can be replayed exactly: what is known of its class. What it does in this very process, `probe.py` looks at.
+"""Whether an optimizer can be replayed exactly: what is known of its class. What it does in this very
+process, `probe.py` looks at.
 
 What the class of an optimizer keeps beside its parameters and their state, such as a count of its steps.
 """
@@ -24,7 +25,8 @@ _NAMES = (
     "SparseAdam", "Muon",
 )  # fmt: skip
 KNOWN = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))
-"""Their step is a function of parameters, gradients, state and hyper-parameters alone; tests replay every one of them."""
+"""Their step is a function of parameters, gradients, state and hyper-parameters alone; tests replay every one
+of them."""
 
 _SEPARABLE = {*_NAMES} - {"Adafactor", "Muon", "SparseAdam"}
 """What their step does to an element depends on that element alone, and on counts that all elements share."""
@@ -41,7 +43,8 @@ def is_known(optimizer: Optimizer) -> bool:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether its step does to an element what depends on that element alone, so that even of a sharded tensor each rank may do its own."""
+    """Whether its step does to an element what depends on that element alone, so that even of a sharded
+    tensor each rank may do its own."""
     return is_known(optimizer) and type(optimizer).__name__ in _SEPARABLE
 
 
@@ -58,7 +61,8 @@ def hindrance(optimizer: Optimizer) -> str:
 def inseparable(optimizer: Optimizer) -> str:
     """Why a part of its parameters, cut anywhere, would not get the same bits; empty if it is known to.
 
-    Known by a test of every class (tests/trainer/test_separable.py). A probe may then try out a part of a large tensor.
+    Known by a test of every class (tests/trainer/test_separable.py). A probe may then try out a part of a
+    large tensor.
     """
     name = type(optimizer).__name__
     if not is_elementwise(optimizer):
@@ -75,9 +79,11 @@ def inseparable(optimizer: Optimizer) -> str:
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Its `step` without hooks, and without what a learning-rate scheduler wraps around it to warn of a wrong order.
+    """Its `step` without hooks, and without what a learning-rate scheduler wraps around it to warn of a wrong
+    order.
 
-    Without autocast too, whose like it would be where the script restores: a step that depends on it differs when it is probed.
+    Without autocast too, whose like it would be where the script restores: a step that depends on it differs
+    when it is probed.
     """
     function = type(optimizer).step
     if getattr(function, "hooked", False):
@@ -131,7 +137,8 @@ def is_value(value: Any) -> bool:
 
 
 def is_function(value: Any, deep: int = 3) -> bool:
-    """Whether it is code alone. What is bound to an object, or is one, may change that: a copy that calls it would do so too.
+    """Whether it is code alone. What is bound to an object, or is one, may change that: a copy that calls it
+    would do so too.
 
     `deep`: how many functions may lie in one another.
     """

@@ -1,8 +1,8 @@
 """A look at a few bytes of every tensor, cheap enough for every step: is it still, or again, what it was?
 
-Torch's in-place counters miss what is written through `.data`, by a replayed graph, or by a kernel of somebody's own. Bytes
-tell. Of every 16 MiB sixteen runs are looked at, evenly spread and always the same, so that two samples of equal shapes can be
-compared wherever and whenever they were taken.
+Torch's in-place counters miss what is written through `.data`, by a replayed graph, or by a kernel of
+somebody's own. Bytes tell. Of every 16 MiB sixteen runs are looked at, evenly spread and always the same, so
+that two samples of equal shapes can be compared wherever and whenever they were taken.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Sample:
     def sums(self) -> list[int]:
         """A checksum for each tensor. Waits for the device."""
         contents = list(map(content, self._groups))
-        return [zlib.crc32(contents[group][begin:end]) if group >= 0 else 0 for group, begin, end in self._places]
+        return [
+            zlib.crc32(contents[group][begin:end]) if group >= 0 else 0 for group, begin, end in self._places
+        ]
 
     def sum(self) -> int:
         """One checksum for all of them."""
@@ -57,7 +59,8 @@ class _Odd:
 
 
 class Sampler:
-    """Takes samples of one list of tensors, which rarely changes: where to look is found out once. Of one thread."""
+    """Takes samples of one list of tensors, which rarely changes: where to look is found out once. Of one
+    thread."""
 
     def __init__(self) -> None:
         self._known: list[Any] = []
@@ -103,7 +106,11 @@ def content(seen: Tensor) -> bytes:
 
 def _read(group: Any) -> list[Tensor]:
     """Of one kind of parts, as `_look_around` sorts them."""
-    return [odd.tensor[odd.index].view(-1).view(torch.uint8) for odd in group] if type(group[0]) is _Odd else group
+    return (
+        [odd.tensor[odd.index].view(-1).view(torch.uint8) for odd in group]
+        if type(group[0]) is _Odd
+        else group
+    )
 
 
 def _part(tensor: Tensor) -> Tensor | _Odd:
@@ -113,7 +120,9 @@ def _part(tensor: Tensor) -> Tensor | _Odd:
     if size < _RUNS * _RUN:
         if plain:
             return tensor.view(-1).view(torch.uint8)
-        return _Odd(tensor, torch.unravel_index(torch.arange(tensor.numel(), device=tensor.device), tensor.shape))
+        return _Odd(
+            tensor, torch.unravel_index(torch.arange(tensor.numel(), device=tensor.device), tensor.shape)
+        )
     count = _RUNS * -(-size // _CHUNK)
     wide = size // count // element * element
     begin = (wide - _RUN) // 3 // element * element

@@ -1,8 +1,9 @@
 """Whether a replay gave the right state must be checked on the way, and for next to nothing.
 
-A fingerprint is two sums over a tensor's bits as 64-bit words: columns and rows of a matrix of words, each weighted by odd
-constants and added modulo 2^64. It is the same on every device, costs two reads at memory speed, and any difference in one
-word changes it. It guards against arithmetic that differs, not against forgery.
+A fingerprint is two sums over a tensor's bits as 64-bit words: columns and rows of a matrix of words, each
+weighted by odd constants and added modulo 2^64. It is the same on every device, costs two reads at memory
+speed, and any difference in one word changes it. It guards against arithmetic that differs, not against
+forgery.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def state_of_turn(optimizers: Sequence[Optimizer], step: int) -> list[tuple[Plac
 
 
 def turns(tensors: int, size: int) -> int:
-    """The k for a state of so many tensors and bytes: 1 for small ones, whose chains are then checked completely."""
+    """The k for a state of so many tensors and bytes: 1 for small ones, whose chains are then checked
+    completely."""
     return min(MOST, max(1, -(-size // _AT_ONCE[0]), -(-tensors // _AT_ONCE[1])))
 
 
@@ -65,7 +67,8 @@ def _leaves(place: Place, value: Tensor) -> Iterator[tuple[Place, Tensor]]:
 
 @dataclass(frozen=True)
 class Folded:
-    """Fingerprints that the devices are still at work on: of each device two words for each of some tensors, and their numbers."""
+    """Fingerprints that the devices are still at work on: of each device two words for each of some tensors,
+    and their numbers."""
 
     by_device: Sequence[tuple[Tensor, Sequence[int]]]
 
@@ -97,18 +100,25 @@ def fold(tensors: Sequence[Tensor]) -> Folded:
     by_device: dict[torch.device, list[int]] = {}
     for number, value in enumerate(sums):
         by_device.setdefault(value.device, []).append(number)
-    return Folded([(torch.stack([sums[number] for number in numbers]), numbers) for numbers in by_device.values()])
+    return Folded(
+        [(torch.stack([sums[number] for number in numbers]), numbers) for numbers in by_device.values()]
+    )
 
 
-def first_difference(places: Sequence[Place], tensors: Sequence[Tensor], wanted: Sequence[str]) -> Place | str:
-    """Where the state differs from `wanted`, which `fingerprints` gave for the same tensors; empty if nowhere."""
+def first_difference(
+    places: Sequence[Place], tensors: Sequence[Tensor], wanted: Sequence[str]
+) -> Place | str:
+    """Where the state differs from `wanted`, which `fingerprints` gave for the same tensors; empty if
+    nowhere."""
     found = fingerprints(tensors)
     if found == list(wanted):
         return ""
     if len(found) != len(wanted):
         return "the number of tensors"
     large = [place for place, tensor in zip(places, tensors, strict=True) if tensor.nbytes >= SMALL]
-    number = next(number for number, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other)
+    number = next(
+        number for number, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other
+    )
     first_large = len(found) - len(large)
     return large[number - first_large] if number >= first_large else "a small tensor"
 

@@ -1,9 +1,11 @@
-"""Shares of what is not equal would be mixed by a restore into a state that nobody ever had: so it is looked whether replicas are equal.
+"""Shares of what is not equal would be mixed by a restore into a state that nobody ever had: so it is looked
+whether replicas are equal.
 
-At each snapshot every replica samples what it holds, a few hundred elements of each tensor, others at every snapshot, and lays
-the sums down in the process group's store. Then it looks at what its two neighbours in the ring of replicas have laid down. Of two
-neighbours the later one sees the sums of both, so that without any waiting a version of unequal replicas is completed by nobody.
-From then on each replica saves all that it has, and no deltas are taken. The sums travel in the slot too: a restore compares them again.
+At each snapshot every replica samples what it holds, a few hundred elements of each tensor, others at every
+snapshot, and lays the sums down in the process group's store. Then it looks at what its two neighbours in the
+ring of replicas have laid down. Of two neighbours the later one sees the sums of both, so that without any
+waiting a version of unequal replicas is completed by nobody. From then on each replica saves all that it has,
+and no deltas are taken. The sums travel in the slot too: a restore compares them again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 REPLICAS = "replicas"
-"""Key of a slot's metadata: whether shares or whole shards are stored, then for each ring of replicas a sum of what was sampled."""
+"""Key of a slot's metadata: whether shares or whole shards are stored, then for each ring of replicas a sum
+of what was sampled."""
 _SHARES, _WHOLE = "shares", "whole"
 _TENSORS = 64
 """Of a ring, sampled at one snapshot; if there are more, those whose turn it is."""
@@ -46,7 +49,8 @@ _RINGS = 16
 
 @dataclass(frozen=True)
 class _Ring:
-    """Ranks that hold the same of some tensors. `ranks`: in the order of the process group, this one among them."""
+    """Ranks that hold the same of some tensors. `ranks`: in the order of the process group, this one among
+    them."""
 
     name: str
     ranks: tuple[int, ...]
@@ -68,14 +72,19 @@ class Looked:
     @cached_property
     def sums(self) -> dict[str, dict[str, int | None]]:
         """Checksums of the samples. Waits for the device."""
-        return {ring: dict(zip(seen, _sums(list(seen.values())), strict=True)) for ring, seen in self.samples.items()}
+        return {
+            ring: dict(zip(seen, _sums(list(seen.values())), strict=True))
+            for ring, seen in self.samples.items()
+        }
 
     def written(self) -> str:
         """For the slot's metadata."""
         parts = [_WHOLE if self.whole else _SHARES]
         for ring, sums in sorted(self.sums.items())[:_RINGS]:
             if None not in sums.values():
-                parts.append(f"{ring}:{hashlib.blake2b(repr(list(sums.values())).encode(), digest_size=8).hexdigest()}")
+                parts.append(
+                    f"{ring}:{hashlib.blake2b(repr(list(sums.values())).encode(), digest_size=8).hexdigest()}"
+                )
         return " ".join(parts)
 
 
@@ -88,7 +97,8 @@ class Equality:
         self._store = _store()
         self._prefix = ""
         if self._store is not None:
-            # Checkpointers of one process must not read each other's sums; all ranks make them in the same order.
+            # Checkpointers of one process must not read each other's sums; all ranks make them in the same
+            # order.
             self._prefix = f"tiercheck/replicas/{self._store.add(f'tiercheck/checkpointers/{self._rank}', 1)}"
         self._rings: dict[str, _Ring] = {}
         self._of_tensor: dict[str, tuple[_Ring, ...]] = {}
@@ -120,7 +130,12 @@ class Equality:
             return
         try:
             found = self._compare(looked, self._store)
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # whoever keeps the store may be gone
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            KeyError,
+        ) as error:  # whoever keeps the store may be gone
             log.debug("replicas cannot be compared: %r", error)
             return
         if found:
@@ -196,7 +211,8 @@ def _rings_in(written: str) -> list[tuple[str, str]]:
 def _message(rank: int, other: int, names: Sequence[str]) -> str:
     some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"ranks {rank} and {other} should hold the same bits and do not: {some}. Each of them saves all that it has from now on, "
+        f"ranks {rank} and {other} should hold the same bits and do not: {some}. Each of them saves all "
+        "that it has from now on, "
         "and takes no deltas"
     )
 
@@ -207,7 +223,9 @@ def _store() -> Store | None:
         return None
     from torch.distributed import distributed_c10d
 
-    give = getattr(distributed_c10d, "_get_default_store", None)  # the public way is only to have made it oneself
+    give = getattr(
+        distributed_c10d, "_get_default_store", None
+    )  # the public way is only to have made it oneself
     try:
         store: Store | None = None if give is None else give()
     except (RuntimeError, ValueError):  # a backend without one (MPI)
@@ -223,14 +241,17 @@ def _ring(group: dist.ProcessGroup) -> _Ring:
 def _sums(samples: Sequence[Tensor | None]) -> list[int | None]:
     seen = [sample for sample in samples if sample is not None]
     if len({sample.device for sample in seen}) == 1:
-        seen = list(torch.cat(seen).cpu().split_with_sizes([sample.numel() for sample in seen]))  # one transfer
+        seen = list(
+            torch.cat(seen).cpu().split_with_sizes([sample.numel() for sample in seen])
+        )  # one transfer
     there = iter(seen)
     return [None if sample is None else zlib.crc32(content(next(there))) for sample in samples]
 
 
 @torch.no_grad()
 def _sample(tensor: Tensor, step: int) -> Tensor:
-    """A copy of the bytes of some elements, in runs, because what memory brings at once costs one look. Needs `share_of`'s smallest tensor."""
+    """A copy of the bytes of some elements, in runs, because what memory brings at once costs one look. Needs
+    `share_of`'s smallest tensor."""
     flat = tensor.detach().view(-1)
     wide = flat.numel() // _RUNS
     begin = step * 0x9E3779B1 % (wide - _LENGTH + 1)

@@ -1,7 +1,9 @@
-"""An optimizer that keeps state for its part of the parameters only (ZeRO stage 1) is saved and replayed as that part.
+"""An optimizer that keeps state for its part of the parameters only (ZeRO stage 1) is saved and replayed as
+that part.
 
-ZeroRedundancyOptimizer wraps an ordinary optimizer of the parameters that this rank updates, and sends the results to the
-other ranks after each step. So the one inside is captured, each rank's state is nobody else's, and after a restore the results are sent once.
+ZeroRedundancyOptimizer wraps an ordinary optimizer of the parameters that this rank updates, and sends the
+results to the other ranks after each step. So the one inside is captured, each rank's state is nobody else's,
+and after a restore the results are sent once.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Partitions:
             whole: Any = optimizer
             if getattr(whole, "_overlap_with_ddp", False):
                 raise TypeError(
-                    "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates parameters inside of backward, where no step is "
+                    "ZeroRedundancyOptimizer(overlap_with_ddp=True) updates parameters inside of "
+                    "backward, where no step is "
                     "complete; use overlap_with_ddp=False"
                 )
             self._whole[index] = whole
@@ -37,7 +40,10 @@ class Partitions:
     def sent(self) -> list[Tensor]:
         """Parameters that some rank updates, and sends to the others."""
         return [
-            parameter for whole in self._whole.values() for group in whole.param_groups for parameter in group["params"]
+            parameter
+            for whole in self._whole.values()
+            for group in whole.param_groups
+            for parameter in group["params"]
         ]
 
     def __contains__(self, index: int) -> bool:
@@ -45,13 +51,14 @@ class Partitions:
         return index in self._whole
 
     def stepped(self) -> None:
-        """Tell the inner optimizers what a scheduler has changed since their last step: it knows the wrappers only, which pass it on
-        when the next step begins."""
+        """Tell the inner optimizers what a scheduler has changed since their last step: it knows the wrappers
+        only, which pass it on when the next step begins."""
         for whole in self._whole.values():
             whole._sync_param_groups(whole.param_groups, whole.optim.param_groups)
 
     def loaded(self) -> None:
-        """The inner optimizers were restored, and their parameters with them: tell the wrappers and the other ranks. A collective call."""
+        """The inner optimizers were restored, and their parameters with them: tell the wrappers and the other
+        ranks. A collective call."""
         for whole in self._whole.values():
             whole._sync_param_groups(whole.optim.param_groups, whole.param_groups)
             whole._sync_params()

@@ -58,7 +58,8 @@ class Shard:
 
 
 def shard_of(value: Tensor, local: Tensor) -> Shard | None:
-    """Of a DTensor, whose local shard is `local`; None for other tensors, and where torch's own account does not fit the shard."""
+    """Of a DTensor, whose local shard is `local`; None for other tensors, and where torch's own account does
+    not fit the shard."""
     mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", None)
     if mesh is None or placements is None or any(placement.is_partial() for placement in placements):
         return None
@@ -75,5 +76,7 @@ def _placed(
     extent, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
     if tuple(extent) != local or len(offset) != len(extent):
         return None
-    dims = tuple(dim for dim, placement in enumerate(placements) if placement.is_replicate() and mesh.size(dim) > 1)
+    dims = tuple(
+        dim for dim, placement in enumerate(placements) if placement.is_replicate() and mesh.size(dim) > 1
+    )
     return Shard(Piece(shape, Box(tuple(offset), tuple(extent))), (mesh, dims))

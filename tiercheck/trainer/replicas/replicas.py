@@ -1,8 +1,8 @@
 """What several ranks hold alike is saved by each of them in part, and put together again among them.
 
-Of a shard with R replicas each one stores an equal share of its elements, so that capture, network and memory fall with the
-data-parallel degree (REFT, arXiv 2310.12670). After a restore the replicas give each other their shares, with collectives
-of the process group that binds them: no way between them is faster.
+Of a shard with R replicas each one stores an equal share of its elements, so that capture, network and memory
+fall with the data-parallel degree (REFT, arXiv 2310.12670). After a restore the replicas give each other
+their shares, with collectives of the process group that binds them: no way between them is faster.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from tiercheck.trainer.state.leaves import Entry, local_shard
 from tiercheck.trainer.state.live import Wrapped
 
 SMALLEST = 64 * 1024
-"""Bytes; a smaller tensor is stored whole by every replica, because a share of it would cost more than it saves."""
+"""Bytes; a smaller tensor is stored whole by every replica, because a share of it would cost more than it
+saves."""
 _BUCKET = 64 * 1024 * 1024
 """Bytes that one rank contributes to one exchange."""
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ranks that hold the same shard. `groups`: process groups whose product they are, the outermost first."""
+    """The ranks that hold the same shard. `groups`: process groups whose product they are, the outermost
+    first."""
 
     groups: tuple[dist.ProcessGroup, ...]
 
@@ -48,7 +50,8 @@ class Replicas:
         return index
 
     def gather(self, own: Tensor) -> Tensor:
-        """What every replica contributes, as rows in their order. `own`: flat, and of the same length everywhere."""
+        """What every replica contributes, as rows in their order. `own`: flat, and of the same length
+        everywhere."""
         rows = own
         for group in reversed(self.groups):
             whole = rows.new_empty(group.size() * rows.numel())
@@ -108,11 +111,13 @@ class Shares:
         return self._place(name, value, local_shard(value))[0]
 
     def replicas_of(self, name: str, value: Tensor) -> Replicas | None:
-        """The ranks that hold the same as this one of a tensor with that name in a slot; None: there are none."""
+        """The ranks that hold the same as this one of a tensor with that name in a slot; None: there are
+        none."""
         return self._place(name, value, local_shard(value))[1]
 
     def consumers_of(self, optimizer: int, name: str, parameter: Tensor) -> Replicas | None:
-        """The ranks whose optimizer with this number consumes the same gradient of the parameter; None: only this one."""
+        """The ranks whose optimizer with this number consumes the same gradient of the parameter; None: only
+        this one."""
         return None if optimizer in self._partitions else self.replicas_of(f"model/{name}", parameter)
 
     def _place(self, name: str, value: Tensor, shard: Tensor) -> tuple[Piece | None, Replicas | None]:
@@ -127,16 +132,20 @@ class Shares:
             return found.piece, self._of_mesh[key]
         optimizer, parameter = owner_of(name)
         replicas = self._of_name.get(parameter)
-        counts = optimizer >= 0 and not shard.dim()  # how often a parameter was updated: the same wherever it is
+        counts = (
+            optimizer >= 0 and not shard.dim()
+        )  # how often a parameter was updated: the same wherever it is
         if replicas is None and not self._alone and not counts:
             return None, None
         return Piece.whole(shard.shape), None if optimizer in self._partitions else replicas
 
 
 def owner_of(name: str) -> tuple[int, str]:
-    """Optimizer (-1: the model itself) and parameter that a stored tensor, `model/<parameter>` or `optimizer<i>/<parameter>/<key>`, belongs to.
+    """Optimizer (-1: the model itself) and parameter that a stored tensor, `model/<parameter>` or
+    `optimizer<i>/<parameter>/<key>`, belongs to.
 
-    One of a module beside the model belongs to itself: `state/<name>/<parameter>`. So does a buffer that is not persistent.
+    One of a module beside the model belongs to itself: `state/<name>/<parameter>`. So does a buffer that is
+    not persistent.
     """
     kind, _, rest = name.partition("/")
     if kind in ("state", "buffers"):
@@ -145,7 +154,8 @@ def owner_of(name: str) -> tuple[int, str]:
 
 
 def share_of(shard: Tensor, replicas: Replicas) -> tuple[int, int] | None:
-    """The elements that this rank stores; None: all. The same rule at every replica, whole rows where there are enough."""
+    """The elements that this rank stores; None: all. The same rule at every replica, whole rows where there
+    are enough."""
     if shard.nbytes < SMALLEST or shard.layout is not torch.strided or not shard.is_contiguous():
         return None
     return fair_span(shard.numel(), replicas.index, replicas.count, _grain(shard, replicas.count))

@@ -1,4 +1,5 @@
-"""Putting a snapshot back, bit for bit: no dtype is cast, nothing is computed, and nothing missing goes unnoticed."""
+"""Putting a snapshot back, bit for bit: no dtype is cast, nothing is computed, and nothing missing goes
+unnoticed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from tiercheck.protocol.artifacts.pieces import Piece
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.replicas.replicas import Replicas, Shares, cut, exchange, share_of
 from tiercheck.trainer.state import kept
-from tiercheck.trainer.state.capture import is_extra, model_items, modules_beside, named_parameters_of, own_entries
+from tiercheck.trainer.state.capture import (
+    is_extra,
+    model_items,
+    modules_beside,
+    named_parameters_of,
+    own_entries,
+)
 from tiercheck.trainer.state.leaves import Entry, held_by, is_wrapper, list_tensor, local_shard, parts
 from tiercheck.trainer.state.slot_file import SlotReader
 from tiercheck.trainer.state.stored import StoredTensors
@@ -35,16 +42,18 @@ def load_all(
     *,
     beside: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Write the slot's tensors into the model's own storage (and that of the modules `beside` it), and rebuild the
-    optimizers' state. Raises DifferentState, RestoreError.
+    """Write the slot's tensors into the model's own storage (and that of the modules `beside` it), and
+    rebuild the optimizers' state. Raises DifferentState, RestoreError.
 
-    Everything is checked before anything is written, so a refused checkpoint leaves the state as it was. Collective if
-    replicas have saved it in shares.
+    Everything is checked before anything is written, so a refused checkpoint leaves the state as it was.
+    Collective if replicas have saved it in shares.
     """
     tensors, pieces = slot.tensors(), slot.pieces()
     tensors.ensure_whole()
     if len(optimizers) != len(facts["optimizers"]):
-        raise DifferentState(f"the checkpoint has {len(facts['optimizers'])} optimizers, here are {len(optimizers)}")
+        raise DifferentState(
+            f"the checkpoint has {len(facts['optimizers'])} optimizers, here are {len(optimizers)}"
+        )
     for optimizer, saved in zip(optimizers, facts["optimizers"], strict=True):
         add_groups(optimizer, model, saved)
     targets = _model_targets(model, shares, tensors, pieces)
@@ -68,7 +77,8 @@ def load_all(
 
 
 def refuse_lost(own: Sequence[Entry], held: Callable[[Tensor], bool], stored: Container[str]) -> None:
-    """Raises DifferentState for what only an optimizer has here, and the checkpoint has not. `held`: whether the model has it."""
+    """Raises DifferentState for what only an optimizer has here, and the checkpoint has not. `held`: whether
+    the model has it."""
     for entry in own:
         if entry.name not in stored and not held(entry.tensor):
             raise DifferentState(f"{entry.name} is only in the optimizer")
@@ -84,9 +94,13 @@ def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
 
 
 def _fill(
-    wanted: Sequence[tuple[str, Tensor, Tensor]], shares: Shares, tensors: StoredTensors, pieces: Mapping[str, Piece]
+    wanted: Sequence[tuple[str, Tensor, Tensor]],
+    shares: Shares,
+    tensors: StoredTensors,
+    pieces: Mapping[str, Piece],
 ) -> None:
-    """Read each tensor (its name, itself, its local shard); what was saved in shares is completed by its replicas."""
+    """Read each tensor (its name, itself, its local shard); what was saved in shares is completed by its
+    replicas."""
     shared: list[tuple[Replicas, Tensor]] = []
     places: list[tuple[str, Tensor]] = []
     for name, value, local in wanted:
@@ -116,7 +130,8 @@ def _model_targets(
         if isinstance(value, Tensor) and not is_extra(key):
             list_tensor(f"{prefix}{key}", value, lazy, listed)
     targets = {
-        entry.name: (entry.origin if entry.origin is not None else entry.tensor, entry.tensor) for entry in listed
+        entry.name: (entry.origin if entry.origin is not None else entry.tensor, entry.tensor)
+        for entry in listed
     }
     saved = {name for name in tensors if name.startswith(prefix)}
     if different := saved.symmetric_difference(targets):
@@ -128,7 +143,8 @@ def _model_targets(
         shape = tuple(stored.shape) if piece is None else piece.box.shape
         if shape != tuple(local.shape) or stored.dtype != local.dtype:
             raise DifferentState(
-                f"{name} is {shape} {stored.dtype} in the checkpoint, here it is {tuple(local.shape)} {local.dtype}"
+                f"{name} is {shape} {stored.dtype} in the checkpoint, here it is {tuple(local.shape)} "
+                f"{local.dtype}"
             )
         now = shares.describe(Entry(name, local, lazy=True, origin=value)).piece
         if piece is not None and now is not None and (piece.shape, piece.box) != (now.shape, now.box):
@@ -140,7 +156,8 @@ def _model_targets(
 
 
 def add_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Parameter groups that the script added on its way, as when layers are thawed: here it has not come so far yet."""
+    """Parameter groups that the script added on its way, as when layers are thawed: here it has not come so
+    far yet."""
     names, here = list(saved["states"]), [name for name, _ in named_parameters_of(optimizer, model)]
     known = dict(model.named_parameters())
     missing = more_groups(optimizer, saved)
@@ -153,7 +170,8 @@ def add_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any])
 
 
 def group_as_saved(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Parameters that the script moved from one group to the next on its way: their order is the same, the rates are others."""
+    """Parameters that the script moved from one group to the next on its way: their order is the same, the
+    rates are others."""
     counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
     if counts == here or len(counts) != len(here):
         return
@@ -164,13 +182,18 @@ def group_as_saved(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
 
 
 def more_groups(optimizer: Optimizer, saved: Mapping[str, Any]) -> Sequence[int]:
-    """How many parameters each group has that was saved after those that the optimizer has here, which are the same."""
+    """How many parameters each group has that was saved after those that the optimizer has here, which are
+    the same."""
     counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
     return counts[len(here) :] if counts[: len(here)] == here else []
 
 
 def _check_optimizer(
-    index: int, optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    index: int,
+    optimizer: Optimizer,
+    model: nn.Module,
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
 ) -> None:
     if saved["class"] != type(optimizer).__name__:
         raise DifferentState(
@@ -214,7 +237,9 @@ def _load_optimizer(
         prefix, make = f"optimizer{index}/{name}/", partial(rebuilt, parameter=parameter)
         for entry in own_entries(prefix, name, parameter):
             if entry.name in tensors:  # else a module has it
-                wanted.append((entry.name, entry.origin if entry.origin is not None else entry.tensor, entry.tensor))
+                wanted.append(
+                    (entry.name, entry.origin if entry.origin is not None else entry.tensor, entry.tensor)
+                )
         state = {
             key: kept.put_together(described, f"{prefix}{key}", make)
             for key, described in saved["states"][name].items()
@@ -249,7 +274,8 @@ def room_for(
 
 
 def sharded_like(local: Tensor, parameter: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """The DTensor of that shape whose shard is `local`, on the parameter's mesh; `local` itself if that has none."""
+    """The DTensor of that shape whose shard is `local`, on the parameter's mesh; `local` itself if that has
+    none."""
     if not hasattr(parameter, "placements"):
         return local
     from torch.distributed.tensor import DTensor

@@ -1,7 +1,9 @@
-"""A state comes back on other ranks, or another mesh, than those that saved it: each rank reads the parts that it now holds.
+"""A state comes back on other ranks, or another mesh, than those that saved it: each rank reads the parts
+that it now holds.
 
-Only the rank knows its sharding, so it reads the beginnings of all slots (header and table of pieces), chooses the
-slots and bytes that it needs, has them brought, and cuts its shards out of them. No byte that no shard needs is asked for.
+Only the rank knows its sharding, so it reads the beginnings of all slots (header and table of pieces),
+chooses the slots and bytes that it needs, has them brought, and cuts its shards out of them. No byte that no
+shard needs is asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.proof.samples import Sampler
 from tiercheck.trainer.replicas.ranks import everyones
 from tiercheck.trainer.replicas.replicas import Shares
-from tiercheck.trainer.restore.load import DifferentState, add_groups, group_as_saved, refuse_lost, sharded_like
+from tiercheck.trainer.restore.load import (
+    DifferentState,
+    add_groups,
+    group_as_saved,
+    refuse_lost,
+    sharded_like,
+)
 from tiercheck.trainer.state import kept, user_state
 from tiercheck.trainer.state.capture import (
     is_extra,
@@ -37,8 +45,8 @@ from tiercheck.trainer.state.modes import evaluate_as_saved, freeze_as_saved
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 
 Borrow = Callable[[int, Ranges], str]
-"""Rank, and byte ranges of its slot that must be there: the path of a file with them at their places. The header and the
-table of pieces are always there. Raises RestoreError."""
+"""Rank, and byte ranges of its slot that must be there: the path of a file with them at their places. The
+header and the table of pieces are always there. Raises RestoreError."""
 
 
 _NEAR = 64 * 1024
@@ -146,11 +154,11 @@ class OtherRanks:
 def load_resharded(
     here: Here, others: OtherRanks, *, beside: Mapping[str, nn.Module] | None = None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Fill model and optimizers; the user blob that belongs to this rank, and of each tensor a checksum of what was read
-    (`Sample.sums`). Raises DifferentState, RestoreError, NotCapturable.
+    """Fill model and optimizers; the user blob that belongs to this rank, and of each tensor a checksum of
+    what was read (`Sample.sums`). Raises DifferentState, RestoreError, NotCapturable.
 
-    A rank that did not exist takes the blob of rank `rank % world_size`, without its random numbers: two ranks with
-    the same ones would see the same data.
+    A rank that did not exist takes the blob of rank `rank % world_size`, without its random numbers: two
+    ranks with the same ones would see the same data.
     """
     model, shares, rank = here.model, here.shares, here.rank
     namesake = rank % others.world_size
@@ -188,7 +196,8 @@ def load_resharded(
 
 
 def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
-    """Raises DifferentState if there is something of the model in the checkpoint that no rank has a place for. A collective call."""
+    """Raises DifferentState if there is something of the model in the checkpoint that no rank has a place
+    for. A collective call."""
     here = {f"model/{key}" for key, _, _ in model_items(model)}
     saved = {name for name in (*others.holders, *others.private) if name.startswith("model/")}
     if lost := set.intersection(*everyones(saved - here)):
@@ -202,7 +211,9 @@ def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:
     return None if frozen is None else name in frozen
 
 
-def _model(model: nn.Module, shares: Shares, extra: Mapping[str, Any], prefix: str = "model/") -> Iterator[_Wanted]:
+def _model(
+    model: nn.Module, shares: Shares, extra: Mapping[str, Any], prefix: str = "model/"
+) -> Iterator[_Wanted]:
     for key, value, _ in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
             local = local_shard(value)
@@ -216,9 +227,9 @@ def _having(index: int, optimizer: Optimizer, model: nn.Module, others: OtherRan
     found = set()
     for name, _ in named_parameters_of(optimizer, model):
         prefix = f"optimizer{index}/{name}/"
-        sources = [holders[0][0] for stored, holders in others.holders.items() if stored.startswith(prefix)] + [
-            ranks[0] for stored, ranks in others.private.items() if stored.startswith(prefix)
-        ]
+        sources = [
+            holders[0][0] for stored, holders in others.holders.items() if stored.startswith(prefix)
+        ] + [ranks[0] for stored, ranks in others.private.items() if stored.startswith(prefix)]
         found |= {*sources[:1]}
     return found
 
@@ -238,10 +249,14 @@ def _optimizer(
     saved = [blob["facts"]["optimizers"][index] for blob in blobs.values()]
     own = blobs[namesake]["facts"]["optimizers"][index]
     if own["class"] and own["class"] != type(optimizer).__name__:  # who imported it does not know
-        raise DifferentState(f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}")
+        raise DifferentState(
+            f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}"
+        )
     add_groups(optimizer, model, own)
     if len(own["groups"]) != len(optimizer.param_groups):
-        raise DifferentState(f"optimizer {index} has another number of parameter groups than in the checkpoint")
+        raise DifferentState(
+            f"optimizer {index} has another number of parameter groups than in the checkpoint"
+        )
     group_as_saved(optimizer, model, own)
     set_hyper_parameters(optimizer, own["groups"])
     kept.put_attributes(optimizer, own.get("attributes", {}))
@@ -257,8 +272,12 @@ def _optimizer(
             )
         stored_ones = [entry for entry in mine if others.sources(entry.name, namesake)]
         refuse_lost(mine, held, [entry.name for entry in stored_ones])
-        wanted += (_Wanted(entry.name, entry.tensor, shares.shard(entry.name, parameter)) for entry in stored_ones)
-        states: Mapping[str, Any] = next((entry["states"][name] for entry in saved if entry["states"].get(name)), {})
+        wanted += (
+            _Wanted(entry.name, entry.tensor, shares.shard(entry.name, parameter)) for entry in stored_ones
+        )
+        states: Mapping[str, Any] = next(
+            (entry["states"][name] for entry in saved if entry["states"].get(name)), {}
+        )
         state: dict[str, Any] = {}
         for key, described in states.items():
             if "value" in described:
@@ -266,7 +285,9 @@ def _optimizer(
                 continue
             stored = f"{prefix}{key}"
             if not kept.is_plain(described):
-                raise DifferentState(f"{stored} is made of several tensors and cannot come back on another mesh")
+                raise DifferentState(
+                    f"{stored} is made of several tensors and cannot come back on another mesh"
+                )
             local, state[key] = _room(others.shape(stored), others.dtype(stored), described, parameter)
             wanted.append(_Wanted(stored, local, shares.shard(stored, state[key])))
         if state:
@@ -294,7 +315,8 @@ def _room(
         return local, sharded_like(local, parameter, parameter.shape, parameter.stride())
     if "sharded" in described:
         raise DifferentState(
-            f"optimizer state of shape {shape} was sharded in its own way and cannot come back on another mesh"
+            f"optimizer state of shape {shape} was sharded in its own way and cannot come back on another "
+            "mesh"
         )
     local = torch.empty(shape, dtype=dtype, device=device)
     return local, local
@@ -304,7 +326,8 @@ _Plan = list[tuple[_Wanted, Take[int]]]
 
 
 def _plan(wanted: Sequence[_Wanted], others: OtherRanks, rank: int) -> _Plan:
-    """From which rank each part is taken: from the one of the same number if it has it, for that is most often the nearest."""
+    """From which rank each part is taken: from the one of the same number if it has it, for that is most
+    often the nearest."""
     takes: _Plan = []
     for each in wanted:
         sources = others.sources(each.name, rank)
@@ -314,7 +337,8 @@ def _plan(wanted: Sequence[_Wanted], others: OtherRanks, rank: int) -> _Plan:
         saved, dtype = sources[0][1].shape, others.dtype(each.name)
         if (saved, dtype) != (piece.shape, each.local.dtype):
             raise DifferentState(
-                f"{each.name} is {saved} {dtype} in the checkpoint, here it is {piece.shape} {each.local.dtype}"
+                f"{each.name} is {saved} {dtype} in the checkpoint, here it is {piece.shape} "
+                f"{each.local.dtype}"
             )
         try:
             takes += ((each, take) for take in cover(piece.box, sources))
@@ -329,7 +353,9 @@ def _read(takes: _Plan, others: OtherRanks) -> None:
         by_source.setdefault(take.source, []).append((each, take))
     for source, parts in sorted(by_source.items()):
         wanted = [
-            bytes_of for each, take in parts for bytes_of in _ranges(take, *others.place(source, each.name), each.local)
+            bytes_of
+            for each, take in parts
+            for bytes_of in _ranges(take, *others.place(source, each.name), each.local)
         ]
         stored = others.open(source, merged_ranges(wanted)).tensors()
         solid: list[tuple[str, int, Tensor]] = []
@@ -351,7 +377,8 @@ def _read(takes: _Plan, others: OtherRanks) -> None:
 
 
 def _slabs(box: Box, around: Box, size: int) -> Iterator[Box]:
-    """`box` as boxes of some of its rows, which lie in a buffer's length of `around`; `size`: bytes of an element."""
+    """`box` as boxes of some of its rows, which lie in a buffer's length of `around`; `size`: bytes of an
+    element."""
     step = max(1, _BUFFER // (around.strides[0] * size))
     for row in range(0, box.shape[0], step):
         count = min(step, box.shape[0] - row)
@@ -365,7 +392,8 @@ def _ranges(take: Take[int], begin: int, end: int, like: Tensor) -> Iterator[tup
 
 
 def merged_ranges(ranges: Sequence[tuple[int, int]], near: int = _NEAR) -> list[tuple[int, int]]:
-    """In order, and those with little between them as one; not more than `_MOST`, because a message has to name them."""
+    """In order, and those with little between them as one; not more than `_MOST`, because a message has to
+    name them."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if merged and begin <= merged[-1][1] + near:

@@ -1,4 +1,5 @@
-"""Brings a rank to the version that the job continues from: finds it, loads its snapshot, replays the deltas after it.
+"""Brings a rank to the version that the job continues from: finds it, loads its snapshot, replays the deltas
+after it.
 
 Ranks that have other shards than those that saved it put theirs together from the snapshots of all of them.
 """
@@ -81,10 +82,13 @@ class Restoring:
         self._trained, self._backend = trained, backend
 
     def load(self, offer: Offer) -> int:
-        """Bring back what is offered; the bytes that a delta needs, 0 if nobody knows. Raises RestoreError or DifferentState."""
+        """Bring back what is offered; the bytes that a delta needs, 0 if nobody knows. Raises RestoreError or
+        DifferentState."""
         writer = self._find_writer(offer)
         if writer == DCP:
-            raise RestoreError(f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp")
+            raise RestoreError(
+                f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp"
+            )
         room = 0
         if self._is_of_other_mesh(offer, writer):
             self._load_parts(offer, imported=writer == IMPORT)
@@ -140,7 +144,9 @@ class Restoring:
         assert offer.borrow is not None
         trained = self._trained
         if offer.deltas:
-            raise RestoreError(f"{offer.version} was saved on another mesh, on which its deltas cannot be replayed")
+            raise RestoreError(
+                f"{offer.version} was saved on another mesh, on which its deltas cannot be replayed"
+            )
         try:
             others = OtherRanks(offer.world_size, offer.borrow)
             trained.shares.whole = ""
@@ -155,7 +161,9 @@ class Restoring:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         trained.partitions.loaded()
         # Who imported weights had nothing of the script's own to give.
-        state = {name: each for name, each in trained.state.items() if not imported or name in content["state"]}
+        state = {
+            name: each for name, each in trained.state.items() if not imported or name in content["state"]
+        }
         user_state.put_back(state, content)
 
     def _find_writer(self, offer: Offer) -> str:
@@ -167,7 +175,8 @@ class Restoring:
             raise RestoreError(f"{offer.version} cannot be read from {path}: {error}") from error
 
     def _is_of_other_mesh(self, offer: Offer, writer: str) -> bool:
-        """Whether another number of ranks saved it, or ranks with other shards than these, or none: the same answer on each of them."""
+        """Whether another number of ranks saved it, or ranks with other shards than these, or none: the same
+        answer on each of them."""
         if offer.borrow is None:
             return False
         if writer == IMPORT:
@@ -200,16 +209,21 @@ class Restoring:
     def _refuse_unequal(self, version: Version, written: Iterable[str]) -> None:
         """Raises RestoreError if what would be put together is of replicas that did not hold the same."""
         if unequal(written):
-            message = f"replicas held different bits when {version} was saved, so that it cannot be put together"
+            message = (
+                f"replicas held different bits when {version} was saved, so that it cannot be put together"
+            )
             self._backend.mismatch(version.step, message, Kind.SNAPSHOT)
             raise RestoreError(message)
 
     def _refuse_other_state(self, version: Version, proof: Mapping[str, int]) -> None:
-        """Raises RestoreError if the live state is not the one that the snapshot was taken of. No `proof`: an old one had none."""
+        """Raises RestoreError if the live state is not the one that the snapshot was taken of. No `proof`: an
+        old one had none."""
         if not proof:
             return
         here = {entry.name: entry.tensor for entry in self._trained.inventories.take().entries}
-        proof = {name: checksum for name, checksum in proof.items() if name in here or not name.startswith(PASSING)}
+        proof = {
+            name: checksum for name, checksum in proof.items() if name in here or not name.startswith(PASSING)
+        }
         if name := first_difference(list(proof), list(proof.values()), here):
             message = f"after {version} was loaded, {name} is not what it was when it was saved"
             self._backend.mismatch(version.step, message, Kind.SNAPSHOT)

@@ -1,12 +1,15 @@
-"""What copies off a device need of it: a stream beside the one that trains, marks in both, and page-locked memory.
+"""What copies off a device need of it: a stream beside the one that trains, marks in both, and page-locked
+memory.
 
-The training thread never waits for the device, only its stream does. Of torch's module for the device (`torch.cuda`, which is
-ROCm's too, `torch.xpu`, …), and not of `torch.accelerator`, because a `torch.Event` waits by spinning (torch 2.13).
+The training thread never waits for the device, only its stream does. Of torch's module for the device
+(`torch.cuda`, which is ROCm's too, `torch.xpu`, …), and not of `torch.accelerator`, because a `torch.Event`
+waits by spinning (torch 2.13).
 
 Page-locking for the GPU, and what it must not do: fail unnoticed, or leave its failure to an innocent call.
 
-A registration that fails leaves its error on the thread, and torch reports it at the next kernel that it starts, as if that had
-failed (vllm-project/vllm#51081). Very large ones always fail, and each holds a lock of the driver, so it is done in pieces.
+A registration that fails leaves its error on the thread, and torch reports it at the next kernel that it
+starts, as if that had failed (vllm-project/vllm#51081). Very large ones always fail, and each holds a lock of
+the driver, so it is done in pieces.
 """
 
 from __future__ import annotations
@@ -58,7 +61,11 @@ class Accelerator:
         try:
             place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
             return int((_PCI / place / "numa_node").read_text())
-        except (AttributeError, OSError, ValueError):  # a torch that does not tell, or a container without /sys
+        except (
+            AttributeError,
+            OSError,
+            ValueError,
+        ):  # a torch that does not tell, or a container without /sys
             return -1
 
     def has(self, tensor: Tensor) -> bool:
@@ -119,11 +126,14 @@ def on_host(device: torch.device) -> bool:
 
 
 def accelerator_of(tensors: Iterable[Tensor]) -> Accelerator | None:
-    """The one that some of the tensors lie on; None: all are in host memory. Raises NotCapturable if there are several."""
+    """The one that some of the tensors lie on; None: all are in host memory. Raises NotCapturable if there
+    are several."""
     devices = {device for device in {*map(_device, tensors)} if not on_host(device)}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise NotCapturable(f"the state lies on several devices ({names}); TierCheck saves one for each process")
+        raise NotCapturable(
+            f"the state lies on several devices ({names}); TierCheck saves one for each process"
+        )
     return _accelerator(devices.pop()) if devices else None
 
 
@@ -133,7 +143,8 @@ def _accelerator(device: torch.device) -> Accelerator:
 
 
 def _leave_captures_alone() -> None:
-    """Nothing that this thread does may invalidate a CUDA graph that the script is capturing. torch has no call for it."""
+    """Nothing that this thread does may invalidate a CUDA graph that the script is capturing. torch has no
+    call for it."""
     mode = ctypes.c_int(_RELAXED)
     for path in runtimes():
         ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -141,7 +152,9 @@ def _leave_captures_alone() -> None:
 
 def runtimes() -> set[str]:
     """Files of CUDA's runtime in this process; none on ROCm."""
-    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
+    return {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line
+    }
 
 
 pass  # HOUSE
@@ -152,7 +165,8 @@ _PORTABLE = 1
 
 
 def page_lock(address: int, size: int) -> tuple[Sequence[int], str]:
-    """Register host memory. The addresses of the pieces, and why there are none; then nothing is left registered."""
+    """Register host memory. The addresses of the pieces, and why there are none; then nothing is left
+    registered."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     done: list[int] = []
     for begin in range(address, address + size, PIECE):
@@ -162,7 +176,8 @@ def page_lock(address: int, size: int) -> tuple[Sequence[int], str]:
             _clear_error()
             return (
                 (),
-                f"cudaHostRegister failed with error {code} after {len(done) * PIECE // 2**20} of {size // 2**20} MiB",
+                f"cudaHostRegister failed with error {code} after {len(done) * PIECE // 2**20} of "
+                f"{size // 2**20} MiB",
             )
         done.append(begin)
     return tuple(done), ""

@@ -1,4 +1,5 @@
-"""A snapshot as the training thread takes it at the end of a step: what it lists, what it copies at once, and why there is none.
+"""A snapshot as the training thread takes it at the end of a step: what it lists, what it copies at once, and
+why there is none.
 
 No failure here ends training: it is said once per kind, and counted.
 """
@@ -40,7 +41,8 @@ class Capturing:
         self._compared: object | None = None
 
     def begin(self) -> int | None:
-        """Before there is anything to load: the NUMA node of the model's device, if it has one. Raises NotCapturable.
+        """Before there is anything to load: the NUMA node of the model's device, if it has one. Raises
+        NotCapturable.
 
         Keeps no tensor, or what an optimizer has by now would be there twice during the load.
         """
@@ -52,17 +54,22 @@ class Capturing:
         return None if device is None else device.numa_node()
 
     def start(self, restored: int | None, room: int) -> None:
-        """Training begins. `restored`: the version's step, if there is one; `room`: bytes of its longest delta, 0 if nobody knows."""
+        """Training begins. `restored`: the version's step, if there is one; `room`: bytes of its longest
+        delta, 0 if nobody knows."""
         deltas, beside = self._deltas, self._trained.beside
         if beside and deltas.active:
-            deltas.give_up(f"the modules in state ({', '.join(sorted(beside))}) change outside of the optimizer")
+            deltas.give_up(
+                f"the modules in state ({', '.join(sorted(beside))}) change outside of the optimizer"
+            )
         deltas.started(restored, room)
         if restored is not None:
-            # So that slots are made ready during the first steps. To reserve none would tell the job that this rank takes no deltas.
+            # So that slots are made ready during the first steps. To reserve none would tell the job that
+            # this rank takes no deltas.
             self.prepare(0 if not deltas.active else room or UnknownRoom.KNOWN_SOON)
 
     def prepare(self, delta_room: DeltaRoom) -> None:
-        """Find out the size of a slot before the first snapshot is due, and have slots made (`Saver.reserve`)."""
+        """Find out the size of a slot before the first snapshot is due, and have slots made
+        (`Saver.reserve`)."""
         try:
             inventory = self._trained.inventories.take()
             blob_bytes = len(user_state.pack(self._trained.state, inventory.facts))
@@ -74,7 +81,8 @@ class Capturing:
             self._saver.warn(type(error).__name__, repr(error))
 
     def look_for_gaps(self) -> None:
-        """Find out whether something changes the state that no version tells of, and end what cannot be right then."""
+        """Find out whether something changes the state that no version tells of, and end what cannot be right
+        then."""
         before = self.unseen.found
         try:
             self.unseen.look()
@@ -92,7 +100,8 @@ class Capturing:
             self._saver.tell_cannot_save(self._lost)
 
     def take(self, step: int, loss: float | None, poisoned: bool) -> Snapshot | None:
-        """The snapshot after `step`; None, counted as skipped, if it cannot be had. `poisoned`: the loss is not finite."""
+        """The snapshot after `step`; None, counted as skipped, if it cannot be had. `poisoned`: the loss is
+        not finite."""
         if poisoned:
             self._skip(step, "NotFinite", f"the loss is {loss}")
             return None
@@ -119,7 +128,8 @@ class Capturing:
         if name := user_state.borrowed(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(
                 "Shared",
-                f"state[{name!r}] holds tensors of the model or its optimizers: what comes back there will be copies of its own",
+                f"state[{name!r}] holds tensors of the model or its optimizers: what comes back there "
+                "will be copies of its own",
             )
         stored = self._trained.shares.own(inventory)
         proof = StateProof.take(self._sampler, inventory.entries, stored)
@@ -136,19 +146,25 @@ class Capturing:
         if not self._began_with:
             return
         other = [name for name, *_ in self._began_with ^ _list_shapes(inventory.entries)]
-        for index, (began, now) in enumerate(zip(self._began_training, _list_trained(inventory), strict=True)):
+        for index, (began, now) in enumerate(
+            zip(self._began_training, _list_trained(inventory), strict=True)
+        ):
             if now[: len(began)] != began:  # those that were added come back by themselves
                 other.append(f"what optimizer {index} trains")
         if other:
             self._saver.warn(
                 "Changed",
-                f"{min(other)} is not what it was when `restore` was called: this can only be restored by a script that "
+                f"{min(other)} is not what it was when `restore` was called: this can only be restored by "
+                "a script that "
                 "has changed its model likewise before `restore`",
             )
         for name, parameter in self._trained.model.named_parameters():
-            if type(parameter) in PLAIN and any(isinstance(each, torch.Tensor) for each in vars(parameter).values()):
+            if type(parameter) in PLAIN and any(
+                isinstance(each, torch.Tensor) for each in vars(parameter).values()
+            ):
                 self._saver.warn(
-                    "Attribute", f"a tensor that is kept as an attribute of the parameter {name} is in no version"
+                    "Attribute",
+                    f"a tensor that is kept as an attribute of the parameter {name} is in no version",
                 )
 
     def _at_once(self, entry: Entry) -> Entry:
@@ -169,5 +185,7 @@ def _list_trained(inventory: Inventory) -> list[list[str]]:
 def _list_shapes(entries: Iterable[Entry]) -> set[tuple[str, torch.Size, torch.dtype]]:
     """What must be the same where the model is restored."""
     return {
-        (entry.name, entry.tensor.shape, entry.tensor.dtype) for entry in entries if entry.name.startswith("model/")
+        (entry.name, entry.tensor.shape, entry.tensor.dtype)
+        for entry in entries
+        if entry.name.startswith("model/")
     }

@@ -2,8 +2,9 @@
 
 Whether there is time for deltas: one of every step, or none, because a chain with a gap leads nowhere.
 
-The bytes of deltas decide how often snapshots are taken, and whether memory holds them. Their time decides whether they are
-taken at all: training waits for the copy of one step before it makes the next, so deltas that take as long as steps do would slow it down.
+The bytes of deltas decide how often snapshots are taken, and whether memory holds them. Their time decides
+whether they are taken at all: training waits for the copy of one step before it makes the next, so deltas
+that take as long as steps do would slow it down.
 
 A delta is worth its slot only if a snapshot leads to it: after a gap, none is taken until there is a new one.
 """
@@ -17,22 +18,27 @@ from collections.abc import Callable
 from statistics import median
 
 MOST = 0.8
-"""The part of a step that its delta may take. What is left is for the update itself, during which nothing is copied, and for snapshots."""
+"""The part of a step that its delta may take. What is left is for the update itself, during which nothing is
+copied, and for snapshots."""
 AGAIN = 0.4
-"""The same where none are taken: further below, so that the answer does not change with every breath of the machine."""
+"""The same where none are taken: further below, so that the answer does not change with every breath of the
+machine."""
 ASKED, ASKED_AGAIN = 0.05, 0.025
-"""The part of a step that modules may take to tell what they keep beside their tensors. Training stands still meanwhile: some
-(TransformerEngine's with fp8) wait for the device, each of them, so that the lead of the host is lost."""
+"""The part of a step that modules may take to tell what they keep beside their tensors. Training stands still
+meanwhile: some (TransformerEngine's with fp8) wait for the device, each of them, so that the lead of the host
+is lost."""
 WINDOW_SECONDS = 60.0
 WINDOW_STEPS = 8
-"""Both must have passed before there is an answer: the first deltas pay for memory that is touched for the first time."""
+"""Both must have passed before there is an answer: the first deltas pay for memory that is touched for the
+first time."""
 _KEPT = 1024
 """Measurements of a window."""
 
 
 def there_is_time(taken: bool, delta: float, step: float, asked: float = 0.0) -> bool:
-    """Whether deltas shall be taken at every step. `taken`: whether they are now. Seconds that one takes the saver, that a step
-    takes without what it waits for copies, and that modules take of it to tell their extra state.
+    """Whether deltas shall be taken at every step. `taken`: whether they are now. Seconds that one takes the
+    saver, that a step takes without what it waits for copies, and that modules take of it to tell their extra
+    state.
     """
     return delta <= (MOST if taken else AGAIN) * step and asked <= (ASKED if taken else ASKED_AGAIN) * step
 
@@ -113,7 +119,8 @@ class Unbroken:
             self._gap = step
 
     def snapshot(self, step: int) -> None:
-        """A snapshot was begun. It counts at once: if deltas waited until it is complete, they would leave a gap behind it."""
+        """A snapshot was begun. It counts at once: if deltas waited until it is complete, they would leave a
+        gap behind it."""
         with self._lock:
             self._begun = True
             self._bases.add(step)

@@ -1,4 +1,5 @@
-"""How a delta gets into its slot: encoded, copied, and sealed with fingerprints of the state that it leads to."""
+"""How a delta gets into its slot: encoded, copied, and sealed with fingerprints of the state that it leads
+to."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ class DeltaJob:
         self._flight: Flight | None = None
         self._looked: tuple[Mapping[str, Tensor], Sample] | None = None
         self.seconds = 0.0
-        """What it took this thread so far, without what it waited for a device to come to the end of the step."""
+        """What it took this thread so far, without what it waited for a device to come to the end of the
+        step."""
 
     def copy(self) -> None:
         """Raises Measured as well."""
@@ -101,7 +103,8 @@ class DeltaJob:
         self.seconds += time.monotonic() - begun
 
     def _make_room(self) -> None:
-        """Have slots made that this delta, and a little larger ones, fit into; never more than dense ones need."""
+        """Have slots made that this delta, and a little larger ones, fit into; never more than dense ones
+        need."""
         size = self._layout.size
         if size <= self._desk.delta_room:
             return
@@ -129,7 +132,9 @@ class DeltaJob:
         # The state stays as it is until the barrier lets the next update begin.
         self._hashes = state_hash.fold(turn)
         if not self._script.is_still(delta.seen):
-            raise Skipped("Inexact", "something else than an update changed the state before its fingerprint was taken")
+            raise Skipped(
+                "Inexact", "something else than an update changed the state before its fingerprint was taken"
+            )
         if delta.device is not None:
             self._looked = self._script.untold.look()
             self._flight = Flight(delta.device)
@@ -156,9 +161,12 @@ class DeltaJob:
         self.seconds += time.monotonic() - begun
 
     def _non_finite(self) -> str | None:
-        """Name of the first gradient with an infinity or a NaN that an update was made of. After `Flight.land`."""
+        """Name of the first gradient with an infinity or a NaN that an update was made of. After
+        `Flight.land`."""
         left_out = {id(event) for event in self._delta.events if event.left_out()}
-        names = [item.name for item in self._plan.items if item.must_be_finite and id(item.event) not in left_out]
+        names = [
+            item.name for item in self._plan.items if item.must_be_finite and id(item.event) not in left_out
+        ]
         if self._flight is not None:
             return self._flight.non_finite(frozenset(names))
         return staging.non_finite([(name, self._views[name]) for name in names])
@@ -169,14 +177,18 @@ class DeltaJob:
         for event in torn:
             self._script.copy_at_once(event.optimizer, event.torn)
         if torn:
-            raise Skipped("GradientReused", "one was overwritten while it was copied; it is copied at once from now on")
+            raise Skipped(
+                "GradientReused", "one was overwritten while it was copied; it is copied at once from now on"
+            )
 
     def _refuse_untold(self) -> None:
         """Raises Skipped if something was changed that the delta does not tell of."""
         if self._looked is not None:
             told = {f"model/{name}" for name, _ in self._delta.buffers}
             if name := self._script.untold.delta(self._delta.step, self._looked, told):
-                raise Skipped("Inexact", f"{name}, which no optimizer updates, was changed behind torch's counters")
+                raise Skipped(
+                    "Inexact", f"{name}, which no optimizer updates, was changed behind torch's counters"
+                )
 
     def _finish(self) -> None:
         delta = self._delta

@@ -1,7 +1,8 @@
-"""The copy of an artifact off a device: given to it at once and in order, so that nobody has to keep feeding it, and landed later.
+"""The copy of an artifact off a device: given to it at once and in order, so that nobody has to keep feeding
+it, and landed later.
 
-Small tensors travel together, because each copy costs more than its bytes are worth. Whether values are finite is found out on the
-device, at the speed of its memory.
+Small tensors travel together, because each copy costs more than its bytes are worth. Whether values are
+finite is found out on the device, at the speed of its memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _STAGE = 64 * 1024 * 1024
 
 @dataclass
 class _Stage:
-    """What has landed once the device has passed `mark`. The tensors are kept, so that their memory is not given away."""
+    """What has landed once the device has passed `mark`. The tensors are kept, so that their memory is not
+    given away."""
 
     mark: Mark
     names: list[str]
@@ -48,14 +50,17 @@ class Flight:
     def begin(
         self, items: Iterable[tuple[str, Tensor]], views: Mapping[str, Tensor], finite: Collection[str] = ()
     ) -> None:
-        """Give all copies to the device, after what it was given. `finite`: names whose values are looked at (`non_finite`)."""
+        """Give all copies to the device, after what it was given. `finite`: names whose values are looked at
+        (`non_finite`)."""
         try:
             self._begin(items, views, finite)
         except BaseException:
             self.device.passed().synchronize()  # nothing may write into a slot that is given back
             raise
 
-    def _begin(self, items: Iterable[tuple[str, Tensor]], views: Mapping[str, Tensor], finite: Collection[str]) -> None:
+    def _begin(
+        self, items: Iterable[tuple[str, Tensor]], views: Mapping[str, Tensor], finite: Collection[str]
+    ) -> None:
         small: list[tuple[str, Tensor]] = []
         names: list[str] = []
         sources: list[Tensor] = []
@@ -90,7 +95,8 @@ class Flight:
 
     @torch.no_grad()
     def land(self, landed: Callable[[str], None] = lambda name: None) -> None:
-        """Wait for all of them. `landed` is told each name as soon as its tensor may be let go. May be called again."""
+        """Wait for all of them. `landed` is told each name as soon as its tensor may be let go. May be called
+        again."""
         while self._stages:
             stage = self._stages.pop(0)
             stage.mark.synchronize()
@@ -106,7 +112,8 @@ class Flight:
             self._packed = None
 
     def non_finite(self, names: Collection[str]) -> str | None:
-        """The first of these names, all of which were to be looked at, with an infinity or a NaN. After `land`."""
+        """The first of these names, all of which were to be looked at, with an infinity or a NaN. After
+        `land`."""
         if self._finite is not None:
             for name, good in zip(self._checked, self._finite.tolist(), strict=True):
                 if not good and name in names:

@@ -43,7 +43,8 @@ _UNFINISHED = 2  # artifacts copied but not handed over, before the next copy ha
 
 
 class Saver:
-    """Takes artifacts to a backend. `captured` and `skipped` count snapshots, `deltas` and `deltas_skipped` deltas."""
+    """Takes artifacts to a backend. `captured` and `skipped` count snapshots, `deltas` and `deltas_skipped`
+    deltas."""
 
     def __init__(
         self,
@@ -124,13 +125,16 @@ class Saver:
         self._held = [(device, mark) for device, mark in self._held if not mark.query()]
         for device, mark in self._held:
             device.hold(mark)
-        if current and all(pending.device is None for pending in current):  # a device computes while this thread waits
+        if current and all(
+            pending.device is None for pending in current
+        ):  # a device computes while this thread waits
             self.pace.waited(time.monotonic() - begun)
 
     def _begins(self, pending: Pending, patience: float) -> bool:
         """Whether its copy begins before the patience with the sidecar ends; else it is cancelled."""
         while True:
-            # What the thread has already been waiting counts: a slow sidecar costs its share once, not at every step.
+            # What the thread has already been waiting counts: a slow sidecar costs its share once, not at
+            # every step.
             since = self._busy_since
             left = patience if since == 0.0 else patience - (time.monotonic() - since)
             if pending.granted.wait(max(0.0, left)):
@@ -168,7 +172,8 @@ class Saver:
         self._told.put(PassOver(step))
 
     def tell_no_deltas(self, why: str, since: int = 0) -> None:
-        """Let the backend know that this rank takes none (`Backend.no_deltas`), after those that are under way."""
+        """Let the backend know that this rank takes none (`Backend.no_deltas`), after those that are under
+        way."""
         self._told.put(TellNoDeltas(why, since))
 
     def tell_cannot_save(self, why: str) -> None:
@@ -176,7 +181,8 @@ class Saver:
         self._told.put(TellCannotSave(why))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until all that was submitted is done and progress was delivered; False if `timeout` seconds were not enough."""
+        """Until all that was submitted is done and progress was delivered; False if `timeout` seconds were
+        not enough."""
         done = threading.Event()
         self._told.put(Flush(done))
         return done.wait(timeout)
@@ -218,7 +224,8 @@ class Saver:
                 self._busy_since = 0.0
 
     def _next(self) -> Task:
-        """What training may wait for comes first; what was copied is handed over as soon as nothing else is to do."""
+        """What training may wait for comes first; what was copied is handed over as soon as nothing else is
+        to do."""
         if len(self._unfinished) >= _UNFINISHED:
             return self._unfinished.popleft()
         while True:

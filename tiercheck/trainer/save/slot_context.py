@@ -1,6 +1,7 @@
 """What is needed to write an artifact into a slot, whatever its kind; and the layouts that are known.
 
-A snapshot's layout rarely changes from one to the next, and slots must be made before they are needed: this remembers it.
+A snapshot's layout rarely changes from one to the next, and slots must be made before they are needed: this
+remembers it.
 
 What is needed to write artifacts into slots, whatever their kind.
 """
@@ -47,7 +48,8 @@ class Planned:
 
 
 class Layouts:
-    """May be used by several threads: the training thread asks early, the saver's when it knows how long the user blob is."""
+    """May be used by several threads: the training thread asks early, the saver's when it knows how long the
+    user blob is."""
 
     def __init__(self, reserve: Callable[[int, DeltaRoom], None]) -> None:
         """`reserve` is told the size of each new layout, and the room for deltas as `plan` was."""
@@ -62,8 +64,11 @@ class Layouts:
         """Whether there is one yet."""
         return self._layout is not None
 
-    def plan(self, entries: Sequence[Entry], blob_bytes: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE) -> Planned:
-        """The layout for these tensors; the same object until the set of tensors changes or the blob outgrows its place.
+    def plan(
+        self, entries: Sequence[Entry], blob_bytes: int, delta_room: DeltaRoom = UnknownRoom.AS_BEFORE
+    ) -> Planned:
+        """The layout for these tensors; the same object until the set of tensors changes or the blob outgrows
+        its place.
 
         Raises NotCapturable.
         """
@@ -74,9 +79,16 @@ class Layouts:
                 *((entry.name, entry.tensor.dtype, entry.tensor.shape, entry.piece) for entry in entries),
             )
             if self._layout is None or signature != self._signature:
-                pieces = pieces_table({entry.name: entry.piece for entry in entries if entry.piece is not None})
+                pieces = pieces_table(
+                    {entry.name: entry.piece for entry in entries if entry.piece is not None}
+                )
                 stored = [
-                    (entry.name, dtype_name(entry.tensor.dtype), tuple(entry.tensor.shape), entry.tensor.nbytes)
+                    (
+                        entry.name,
+                        dtype_name(entry.tensor.dtype),
+                        tuple(entry.tensor.shape),
+                        entry.tensor.nbytes,
+                    )
                     for entry in entries
                 ]
                 try:
@@ -158,10 +170,13 @@ class Desk:
             pending.device.follow(pending.ready)
 
     def abandoning(self, pending: Pending, kind: Kind, path: str, work: Callable[[], None]) -> None:
-        """Do `work`; if it fails, however, the slot is given back. Raises Skipped or Cancelled, and what nobody thought of."""
+        """Do `work`; if it fails, however, the slot is given back. Raises Skipped or Cancelled, and what
+        nobody thought of."""
         try:
             work()
-        except BaseException as error:  # invariant: a slot that stays begun is one less for all that is saved later
+        except (
+            BaseException
+        ) as error:  # invariant: a slot that stays begun is one less for all that is saved later
             self.backend.abandon(path, pending.step, kind)
             if isinstance(error, OSError | ValueError | RuntimeError):
                 raise Skipped("CannotWrite", str(error)) from error

@@ -24,7 +24,8 @@ class SnapshotJob:
     kind = Kind.SNAPSHOT
 
     def __init__(self, desk: Desk, snapshot: Snapshot, mutating: set[str], untold: Untold) -> None:
-        """`mutating` receives the names of tensors that turn out to change outside the optimizer, `untold` what the snapshot has."""
+        """`mutating` receives the names of tensors that turn out to change outside the optimizer, `untold`
+        what the snapshot has."""
         self.pending = self._snapshot = snapshot
         self._desk = desk
         self._mutating = mutating
@@ -121,7 +122,8 @@ class SnapshotJob:
         """Raises Skipped if something else than the optimizer wrote what was copied."""
         changed = self._snapshot.changed()
         if changed:
-            # The second time, all: who swaps weights swaps them one after the other, and each copy would meet others of them.
+            # The second time, all: who swaps weights swaps them one after the other, and each copy would meet
+            # others of them.
             self._mutating |= self._owned_with(changed) if self._mutating else changed
             raise Skipped(
                 "ChangedOutsideOptimizer",
@@ -132,16 +134,22 @@ class SnapshotJob:
         """Raises Skipped if the slot does not hold what the state was at `step`."""
         snapshot = self._snapshot
         torn = snapshot.proof.torn(self._views)
-        if not torn and (other := proof.whole_difference(snapshot.entries, self._views, snapshot.moved.is_set)):
+        if not torn and (
+            other := proof.whole_difference(snapshot.entries, self._views, snapshot.moved.is_set)
+        ):
             torn = [other]
         if torn:
             raise self._torn(torn)
-        self._untold.snapshot(snapshot.step, dict(zip(snapshot.proof.names, snapshot.proof.sample.sums, strict=False)))
+        self._untold.snapshot(
+            snapshot.step, dict(zip(snapshot.proof.names, snapshot.proof.sample.sums, strict=False))
+        )
 
     def _torn(self, names: list[str]) -> Skipped:
         # Nothing counts such writes, so nothing tells which others there were.
         self._mutating |= self._owned_with(names)
-        return Skipped("CopyDiffers", f"{names[0]} was written while it was copied; it is copied at once from now on")
+        return Skipped(
+            "CopyDiffers", f"{names[0]} was written while it was copied; it is copied at once from now on"
+        )
 
     def _owned_with(self, names: Collection[str]) -> set[str]:
         """All that belongs to the same model or optimizer as one of these."""

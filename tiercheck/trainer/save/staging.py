@@ -1,7 +1,7 @@
 """The copy of an artifact: lazy, so training goes on meanwhile, yet never torn.
 
-State changes only inside `optimizer.step`. The copy runs in a thread between two updates, and the barrier in front of
-the next update waits for what is left of it.
+State changes only inside `optimizer.step`. The copy runs in a thread between two updates, and the barrier in
+front of the next update waits for what is left of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tiercheck.trainer.state.leaves import Entry
 from tiercheck.trainer.state.user_state import Packed
 
 CHUNK = 16 * 1024 * 1024
-"""Bytes per copy call: long enough to be efficient, short enough that other threads get the interpreter in between."""
+"""Bytes per copy call: long enough to be efficient, short enough that other threads get the interpreter in
+between."""
 
 
 @dataclass(kw_only=True)
@@ -69,11 +70,13 @@ class Pending:
 
 
 class Crew:
-    """Pieces (target, source) to be copied on the CPU, each by whoever comes first. Any thread may `help`: the saver's begins, and a
-    training thread that has to wait for the copy lends a hand.
+    """Pieces (target, source) to be copied on the CPU, each by whoever comes first. Any thread may `help`:
+    the saver's begins, and a training thread that has to wait for the copy lends a hand.
     """
 
-    def __init__(self, pieces: Iterable[tuple[Tensor, Tensor]], copy: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(
+        self, pieces: Iterable[tuple[Tensor, Tensor]], copy: Callable[[Tensor, Tensor], None]
+    ) -> None:
         """`copy(target, source)` must let go of the interpreter lock for large pieces."""
         self._pieces = iter(list(pieces))
         self._copy = copy
@@ -102,7 +105,8 @@ class Crew:
                     self._idle.notify_all()
 
     def join(self) -> None:
-        """Copy what is left, and return when nobody copies any more. Raises what the copying of a piece raised."""
+        """Copy what is left, and return when nobody copies any more. Raises what the copying of a piece
+        raised."""
         self.help()
         with self._idle:
             self._idle.wait_for(lambda: self._copying == 0)
@@ -131,8 +135,8 @@ class Snapshot(Pending):
         self._seen = self._counters.read()
 
     def changed(self) -> set[str]:
-        """Names of tensors that something else than the optimizer has changed since the capture. Whoever asks first decides: when the copy has
-        ended, or the next update begins.
+        """Names of tensors that something else than the optimizer has changed since the capture. Whoever asks
+        first decides: when the copy has ended, or the next update begins.
         """
         with self._lock:
             if self._changed is None:
@@ -163,7 +167,9 @@ def _chunks(target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(target, source)]
     count = max(1, CHUNK // source.element_size())
     flat, to = source.view(-1), target.view(-1)
-    return [(to[at : at + count], flat[at : at + count]) for at in range(0, flat.numel(), count)] or [(to, flat)]
+    return [(to[at : at + count], flat[at : at + count]) for at in range(0, flat.numel(), count)] or [
+        (to, flat)
+    ]
 
 
 def non_finite(named: Sequence[tuple[str, Tensor]]) -> str | None:

@@ -1,8 +1,8 @@
 """A snapshot must hold all that the next step depends on: this lists it, without copying anything.
 
-Tensors are named so that a person can read the slot with any safetensors tool: `model/<key of state_dict>` and
-`optimizer<i>/<parameter>/<key>`. Sharded tensors (DTensor) are listed as this rank's local shard. What is no tensor
-goes into `Inventory.facts`, which travels in the user blob.
+Tensors are named so that a person can read the slot with any safetensors tool: `model/<key of state_dict>`
+and `optimizer<i>/<parameter>/<key>`. Sharded tensors (DTensor) are listed as this rank's local shard. What is
+no tensor goes into `Inventory.facts`, which travels in the user blob.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tiercheck.trainer.state.modes import modes_of
 OWN = "param"
 """Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
 BESIDE = "state/"
-"""Before the names of tensors that belong to modules in the script's `state`: `state/<name>/<key of state_dict>`."""
+"""Before the names of tensors that belong to modules in the script's `state`: `state/<name>/<key of
+state_dict>`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Inventory:
     fixed: tuple[Any, ...] = ()
     """Parts of the facts that nobody will change."""
     alike: object | None = None
-    """Inventories that have the same one differ in their tensors' bytes, and where those lie, and in nothing else of the entries."""
+    """Inventories that have the same one differ in their tensors' bytes, and where those lie, and in nothing
+    else of the entries."""
 
 
 def take_inventory(
@@ -48,9 +50,11 @@ def take_inventory(
     cleared: Sequence[str] = (),
     evaluating: bool = False,
 ) -> Inventory:
-    """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises NotCapturable.
+    """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises
+    NotCapturable.
 
-    `passing`, `cleared`: buffers that no state_dict holds (`Passing.written`). `evaluating`: as `modes_of` asks it.
+    `passing`, `cleared`: buffers that no state_dict holds (`Passing.written`). `evaluating`: as `modes_of`
+    asks it.
     """
     beside = beside or {}
     entries: list[Entry] = []
@@ -78,7 +82,10 @@ def take_inventory(
                 key: kept.describe(value, parameter, f"{prefix}{key}", entries)
                 for key, value in optimizer.state.get(parameter, {}).items()
             }
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
         counts = [len(group["params"]) for group in optimizer.param_groups]
         facts["optimizers"].append(
             {
@@ -105,7 +112,8 @@ def _list_module(module: nn.Module, prefix: str, entries: list[Entry], extra: di
 def modules_beside(
     beside: Mapping[str, nn.Module], facts: dict[str, Any]
 ) -> Iterator[tuple[nn.Module, str, dict[str, Any]]]:
-    """Of each module: itself, what comes before the names of its tensors in a slot, and its part of the facts."""
+    """Of each module: itself, what comes before the names of its tensors in a slot, and its part of the
+    facts."""
     for name, module in beside.items():
         yield module, f"{BESIDE}{name}/", facts.setdefault("beside_extra", {}).setdefault(name, {})
 
@@ -149,12 +157,14 @@ def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
 
 
 def names_of(model: nn.Module) -> int:
-    """A checksum of its parameters' names: where it is the same, so is what `#<number>` of an optimizer means."""
+    """A checksum of its parameters' names: where it is the same, so is what `#<number>` of an optimizer
+    means."""
     return zlib.crc32("\n".join(name for name, _ in model.named_parameters()).encode())
 
 
 def own_entries(prefix: str, name: str, parameter: Tensor) -> list[Entry]:
-    """Of a parameter whose `name` tells that it is none of the model's, such as a master copy of weights. Raises NotCapturable."""
+    """Of a parameter whose `name` tells that it is none of the model's, such as a master copy of weights.
+    Raises NotCapturable."""
     entries: list[Entry] = []
     if name.startswith("#"):
         list_tensor(f"{prefix}{OWN}", parameter, True, entries)

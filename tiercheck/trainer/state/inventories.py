@@ -1,8 +1,9 @@
-"""Most of an inventory is the same every time - names, places, how to rebuild: this remembers it, and checks that it still holds.
+"""Most of an inventory is the same every time - names, places, how to rebuild: this remembers it, and checks
+that it still holds.
 
-Only of plain models and optimizers, and of those that FSDP2 shards: no hooks and methods of their own decide what the
-state_dict is, and all that is stored are plain tensors or shards of such. Everything else is listed anew each time. No tensor
-is kept alive by it.
+Only of plain models and optimizers, and of those that FSDP2 shards: no hooks and methods of their own decide
+what the state_dict is, and all that is stored are plain tensors or shards of such. Everything else is listed
+anew each time. No tensor is kept alive by it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Inventories:
         """`beside`: other modules whose tensors are stored too."""
         self._model = model
         self._beside = beside or {}
-        self.passing = Passing({"": model, **{f"{BESIDE}{name}/": each for name, each in self._beside.items()}})
+        self.passing = Passing(
+            {"": model, **{f"{BESIDE}{name}/": each for name, each in self._beside.items()}}
+        )
         """Whoever restores says when that begins."""
         self.evaluating = False
         """Whether the model did as a whole when the last update was made."""
@@ -69,7 +72,10 @@ class Inventories:
         if self._marks is not None:
             try:
                 marks, tensors = self._read(passing)
-            except (_NotRemembered, RuntimeError):  # the latter: of a tensor without memory that could be looked at
+            except (
+                _NotRemembered,
+                RuntimeError,
+            ):  # the latter: of a tensor without memory that could be looked at
                 marks, tensors = [], []
             if marks == self._marks:
                 return self._again(tensors)
@@ -108,7 +114,9 @@ class Inventories:
         optimizers = [
             {
                 **known,
-                "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+                "groups": [
+                    {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+                ],
                 "attributes": attributes_of(optimizer),
             }
             for known, optimizer in zip(self._facts["optimizers"], self._optimizers, strict=True)

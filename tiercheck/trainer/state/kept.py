@@ -1,4 +1,5 @@
-"""What an optimizer keeps of a parameter, taken apart into tensors to store and a plain description, and put together again.
+"""What an optimizer keeps of a parameter, taken apart into tensors to store and a plain description, and put
+together again.
 
 Tensors, quantised ones (`__tensor_flatten__`, torch.utils._python_dispatch), and lists and dicts of them.
 """
@@ -30,14 +31,21 @@ Make = Callable[[str, Mapping[str, Any]], Tensor]
 
 
 def describe(value: Any, parameter: Tensor, name: str, entries: list[Entry]) -> dict[str, Any]:
-    """How to put `value` together again; its tensors are added to `entries`, under `name`. Raises NotCapturable."""
+    """How to put `value` together again; its tensors are added to `entries`, under `name`. Raises
+    NotCapturable."""
     if isinstance(value, Tensor):
         return _describe_tensor(value, parameter, name, entries)
     if isinstance(value, (list, tuple)) and _has_tensors(value):
-        members = [describe(each, parameter, f"{name}/{number}", entries) for number, each in enumerate(value)]
+        members = [
+            describe(each, parameter, f"{name}/{number}", entries) for number, each in enumerate(value)
+        ]
         return {"tuple" if isinstance(value, tuple) else "list": members}
     if isinstance(value, dict) and _has_tensors(value):
-        return {"dict": [[key, describe(each, parameter, f"{name}/{key}", entries)] for key, each in value.items()]}
+        return {
+            "dict": [
+                [key, describe(each, parameter, f"{name}/{key}", entries)] for key, each in value.items()
+            ]
+        }
     must_come_back(value, name)
     return {"value": value}
 
@@ -71,8 +79,8 @@ Others = Sequence[tuple[Any, Mapping[str, Any]]]
 
 
 def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> Others:
-    """Such as a count of all updates under `state["k"]`, or a list of averages that is an attribute. Their tensors are added to `entries`,
-    which hold what models have. Raises NotCapturable."""
+    """Such as a count of all updates under `state["k"]`, or a list of averages that is an attribute. Their
+    tensors are added to `entries`, which hold what models have. Raises NotCapturable."""
     found: list[tuple[Any, Mapping[str, Any]]] = []
     attributes = list(_attributes_to_describe(optimizer, prefix, entries))
     for key, value in optimizer.state.items():
@@ -85,7 +93,10 @@ def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> 
         # Where a generator is must be known at once, and not when tensors are filled.
         drawn = place[0] == _GENERATOR
         found.append(
-            (place, {"value": value} if drawn else describe(value, NOBODYS, _place(prefix, len(found)), entries))
+            (
+                place,
+                {"value": value} if drawn else describe(value, NOBODYS, _place(prefix, len(found)), entries),
+            )
         )
     entries[listed:] = [entry._replace(must_be_finite=False) for entry in entries[listed:]]
     return found
@@ -96,7 +107,9 @@ def odd_attributes(optimizer: Optimizer) -> list[tuple[str, Any]]:
     if _is_torchs(optimizer):
         return []
     return [
-        (name, value) for name, value in own_attributes(optimizer) if not (_is_plain_value(value) or is_function(value))
+        (name, value)
+        for name, value in own_attributes(optimizer)
+        if not (_is_plain_value(value) or is_function(value))
     ]
 
 
@@ -112,7 +125,9 @@ def _attributes_to_describe(
     for name, value in odd_attributes(optimizer):
         found = list(_found_in(value, _DEEP))
         data = is_value(value) or isinstance(value, deque)
-        if not data and all(id(each) in trained or (_is_dense(each) and held(each.detach())) for each in found):
+        if not data and all(
+            id(each) in trained or (_is_dense(each) and held(each.detach())) for each in found
+        ):
             continue  # a logger, the script's model
         if (state := generator_state(value)) is not None:
             yield (_GENERATOR, name), state
@@ -120,7 +135,8 @@ def _attributes_to_describe(
             yield (_ATTRIBUTE, name), value
         else:
             raise NotCapturable(
-                f"{prefix}{name}: {type(optimizer).__name__} keeps data in a {type(value).__name__} of its own, which could not be put "
+                f"{prefix}{name}: {type(optimizer).__name__} keeps data in a {type(value).__name__} of "
+                "its own, which could not be put "
                 "back: keep it in optimizer.state"
             )
 
@@ -151,13 +167,21 @@ def _is_tree(value: Any) -> bool:
     """Whether `describe` can take it apart."""
     if type(value) is dict:
         return all(map(comes_back, value)) and all(map(_is_tree, value.values()))
-    return all(map(_is_tree, value)) if type(value) in (list, tuple) else isinstance(value, Tensor) or comes_back(value)
+    return (
+        all(map(_is_tree, value))
+        if type(value) in (list, tuple)
+        else isinstance(value, Tensor) or comes_back(value)
+    )
 
 
 def _refuse_identity(key: Any, optimizer: Optimizer, prefix: str) -> None:
     """Raises NotCapturable for the place of a parameter in memory: in another process that is another one."""
-    if type(key) is int and any(key == id(each) for group in optimizer.param_groups for each in group["params"]):
-        raise NotCapturable(f"{prefix}{key} is kept under the id() of a parameter: keep it under the parameter itself")
+    if type(key) is int and any(
+        key == id(each) for group in optimizer.param_groups for each in group["params"]
+    ):
+        raise NotCapturable(
+            f"{prefix}{key} is kept under the id() of a parameter: keep it under the parameter itself"
+        )
 
 
 def stored_names_of_others(others: Others, prefix: str) -> Iterator[str]:
@@ -187,12 +211,14 @@ NOBODYS = torch.empty(0, device="cpu")
 
 
 Ties = Sequence[Sequence[tuple[str, Any]]]
-"""Groups of one tensor under several names: parameter and key of its state, None for the parameter itself; or buffer and `_BUFFER`."""
+"""Groups of one tensor under several names: parameter and key of its state, None for the parameter itself; or
+buffer and `_BUFFER`."""
 _BUFFER = False
 
 
 def ties_of(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], model: nn.Module) -> Ties:
-    """What an optimizer keeps more than once, such as one count for all parameters, or a mask that `model` has too. `named`: its parameters."""
+    """What an optimizer keeps more than once, such as one count for all parameters, or a mask that `model`
+    has too. `named`: its parameters."""
     found: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
     for name, parameter in named:
         for key, value in ((None, parameter), *optimizer.state.get(parameter, {}).items()):
@@ -249,13 +275,15 @@ def put_attributes(optimizer: Optimizer, attributes: Mapping[str, Any]) -> None:
 
 
 def refuse_inner(optimizers: Sequence[Optimizer]) -> None:
-    """Raises NotCapturable for an optimizer with another one inside, whose state is not its own and would be lost."""
+    """Raises NotCapturable for an optimizer with another one inside, whose state is not its own and would be
+    lost."""
     for optimizer in optimizers:
         for name, inner in _inner(optimizer):
             if inner.state is not optimizer.state and not any(inner is given for given in optimizers):
                 kind = type(optimizer).__name__
                 raise NotCapturable(
-                    f"{kind}.{name} is a {type(inner).__name__} with a state that {kind} does not show: give the Checkpointer "
+                    f"{kind}.{name} is a {type(inner).__name__} with a state that {kind} does not show: "
+                    "give the Checkpointer "
                     f"that one, as [optimizer.{name}] or beside it"
                 )
 
@@ -285,7 +313,8 @@ def _members(described: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
 
 
 def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[Entry]) -> dict[str, Any]:
-    """On which device, and sharded like its parameter or not; of a wrapper also its class and what is no tensor in it."""
+    """On which device, and sharded like its parameter or not; of a wrapper also its class and what is no
+    tensor in it."""
     if not is_wrapper(value):
         list_tensor(name, value, True, entries)
         described: dict[str, Any] = {"device": value.device.type}
@@ -305,7 +334,10 @@ def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[
         "context": context,
         "shape": list(value.shape),
         "stride": list(value.stride()),
-        "parts": {each: _describe_tensor(getattr(value, each), parameter, f"{name}/{each}", entries) for each in names},
+        "parts": {
+            each: _describe_tensor(getattr(value, each), parameter, f"{name}/{each}", entries)
+            for each in names
+        },
     }
 
 
@@ -317,7 +349,8 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _class(path: str, name: str) -> Any:
-    """Of a wrapper. Only what the script has imported: to read a checkpoint never imports, and so never runs, anything."""
+    """Of a wrapper. Only what the script has imported: to read a checkpoint never imports, and so never runs,
+    anything."""
     module, _, qualified = path.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):

@@ -1,4 +1,5 @@
-"""What a tensor's bytes are: of one that is sharded, quantised or otherwise wrapped, the plain tensors that it consists of.
+"""What a tensor's bytes are: of one that is sharded, quantised or otherwise wrapped, the plain tensors that
+it consists of.
 
 A slot is a safetensors file, so every dtype needs the name that this format gives it.
 """
@@ -21,8 +22,8 @@ PLAIN = {Tensor, nn.Parameter, nn.Buffer}
 
 
 def read_each(attribute: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> list[Any]:
-    """An attribute that torch's C++ has of every tensor. A subclass's `__torch_function__` is not asked, nor even looked for: with a
-    sharded tensor the search takes longer than the reading.
+    """An attribute that torch's C++ has of every tensor. A subclass's `__torch_function__` is not asked, nor
+    even looked for: with a sharded tensor the search takes longer than the reading.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attribute, tensors))
@@ -33,7 +34,8 @@ class NotCapturable(TypeError):
 
 
 class Entry(NamedTuple):
-    """One tensor to store. `lazy`: only `optimizer.step` changes it, so it may be copied while training goes on."""
+    """One tensor to store. `lazy`: only `optimizer.step` changes it, so it may be copied while training goes
+    on."""
 
     name: str
     tensor: Tensor
@@ -60,7 +62,8 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def parts(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors whose bytes make up this rank's part of a tensor, by their path in it ("" of a plain one).
+    """The plain tensors whose bytes make up this rank's part of a tensor, by their path in it ("" of a plain
+    one).
 
     A wrapper, such as a quantised tensor, consists of others, and says so by `__tensor_flatten__`
     (torch.utils._python_dispatch). Raises NotCapturable for subclasses that do not.
@@ -98,7 +101,8 @@ def memory(tensor: Tensor) -> tuple[torch.device, int]:
 
 
 def held_by(tensors: Iterable[Tensor]) -> Callable[[Tensor], bool]:
-    """Tells whether every byte of a plain tensor is also one of these, however they are cut. Costs nothing until it is asked."""
+    """Tells whether every byte of a plain tensor is also one of these, however they are cut. Costs nothing
+    until it is asked."""
     listed = list(tensors)
 
     @cache

@@ -1,9 +1,11 @@
-"""What a state_dict shows must be the state itself: what it only copies could be saved, and would never come back.
+"""What a state_dict shows must be the state itself: what it only copies could be saved, and would never come
+back.
 
-FSDP1, quantised modules and hooks that rename, merge or clone give tensors of their own making. A restore writes into those,
-and the model keeps what its script began with.
+FSDP1, quantised modules and hooks that rename, merge or clone give tensors of their own making. A restore
+writes into those, and the model keeps what its script began with.
 
-What is wrapped around a model is no part of its state: the same names with and without it, so that a run may change it.
+What is wrapped around a model is no part of its state: the same names with and without it, so that a run may
+change it.
 
 DistributedDataParallel and torch.compile put a word of theirs before every name.
 """
@@ -25,20 +27,22 @@ from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, memory
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raises NotCapturable for a model with FullyShardedDataParallel in it, whose state_dict is never its memory."""
+    """Raises NotCapturable for a model with FullyShardedDataParallel in it, whose state_dict is never its
+    memory."""
     for name, module in model.named_modules():
         # By name: importing its module takes time, and without torch.distributed it does not exist.
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             where = f" ({name})" if name else ""
             raise NotCapturable(
-                f"the model is wrapped by FullyShardedDataParallel{where} (FSDP1), whose state_dict gives copies that nothing could "
+                f"the model is wrapped by FullyShardedDataParallel{where} (FSDP1), whose state_dict gives "
+                "copies that nothing could "
                 "be restored into; use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
 
 
 def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Sequence[Entry]) -> None:
-    """Raises NotCapturable if `entries`, made from state_dicts, are not what the modules hold: one is a copy, or one that is trained is
-    missing."""
+    """Raises NotCapturable if `entries`, made from state_dicts, are not what the modules hold: one is a copy,
+    or one that is trained is missing."""
     shown = held_by(entry.tensor for entry in entries)
     held: set[tuple[torch.device, int]] = set()
     for prefix, module in _modules(model, beside):
@@ -47,7 +51,8 @@ def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Se
                 held.add(memory(leaf))
                 if trained and leaf.numel() and not shown(leaf):
                     raise NotCapturable(
-                        f"{prefix}{name}{path} is trained, and state_dict gives a copy of it, or a part, or leaves it out"
+                        f"{prefix}{name}{path} is trained, and state_dict gives a copy of it, or a part, "
+                        "or leaves it out"
                     )
     for prefix, module in _modules(model, beside):
         doubted = {
@@ -62,7 +67,8 @@ def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Se
             for path, leaf in parts(value):
                 if memory(leaf) != doubted.get(f"{key}{path}", memory(leaf)):
                     raise NotCapturable(
-                        f"{prefix}{key}{path} is a copy that state_dict makes: what is restored into it would be lost"
+                        f"{prefix}{key}{path} is a copy that state_dict makes: what is restored into it "
+                        "would be lost"
                     )
 
 
@@ -95,7 +101,8 @@ class Wrapped:
     model: nn.Module
     """Without what is wrapped around it as a whole."""
     replicated: tuple[tuple[str, DistributedDataParallel], ...]
-    """Each module whose parameters are the same at all ranks of a process group, with what comes before their names in `model`."""
+    """Each module whose parameters are the same at all ranks of a process group, with what comes before their
+    names in `model`."""
 
     @staticmethod
     def look(model: nn.Module) -> Wrapped:
@@ -116,7 +123,8 @@ class Wrapped:
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer that does the work, without what Accelerate or Lightning have put around it: only that one calls its hooks."""
+    """The optimizer that does the work, without what Accelerate or Lightning have put around it: only that
+    one calls its hooks."""
     while type(optimizer).__name__ in _FRAMEWORKS:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):

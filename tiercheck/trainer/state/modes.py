@@ -1,4 +1,5 @@
-"""What is frozen, and what evaluates while the rest trains: no tensor tells it, and yet the next step depends on it."""
+"""What is frozen, and what evaluates while the rest trains: no tensor tells it, and yet the next step depends
+on it."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ class Modes:
 
 
 def modes_of(model: nn.Module, evaluating: bool = False) -> dict[str, Any]:
-    """`frozen`: names of the parameters that are; `evaluating`: names of the modules that do, None if the model does as a whole, as at the
-    end of a step it may. But if it did when the step was made, the script trains it so.
+    """`frozen`: names of the parameters that are; `evaluating`: names of the modules that do, None if the
+    model does as a whole, as at the end of a step it may. But if it did when the step was made, the script
+    trains it so.
 
     `evaluating`: whether it did.
     """
@@ -54,7 +56,8 @@ def put_back_modes(model: nn.Module, facts: Mapping[str, Any]) -> None:
 
 
 def freeze_as_saved(model: nn.Module, was_frozen: Callable[[str], bool | None]) -> None:
-    """Parameters that the script froze, or thawed, on its way are so again: they would be trained otherwise, or not at all.
+    """Parameters that the script froze, or thawed, on its way are so again: they would be trained otherwise,
+    or not at all.
 
     `was_frozen`: None where nobody can tell, as of what was imported.
     """
@@ -66,7 +69,8 @@ def freeze_as_saved(model: nn.Module, was_frozen: Callable[[str], bool | None]) 
 
 
 def evaluate_as_saved(model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Modules that evaluated while the others trained, as frozen batch norms do, evaluate again; and the other way round."""
+    """Modules that evaluated while the others trained, as frozen batch norms do, evaluate again; and the
+    other way round."""
     names: Collection[str] | None = facts.get("evaluating")
     if names is None:
         return
@@ -75,5 +79,7 @@ def evaluate_as_saved(model: nn.Module, facts: Mapping[str, Any]) -> None:
         if module.training is (name in found):
             module.training = not module.training  # not by `train`, which would tell its children too
             log.warning(
-                "%s %s, as when it was saved", name or "the model", "trains" if module.training else "evaluates"
+                "%s %s, as when it was saved",
+                name or "the model",
+                "trains" if module.training else "evaluates",
             )

@@ -1,7 +1,9 @@
-"""What a checkpoint may hold beside tensors: what can be read back without running code, or it would be lost when it is needed.
+"""What a checkpoint may hold beside tensors: what can be read back without running code, or it would be lost
+when it is needed.
 
-`torch.load(weights_only=True)` reads plain values and collections of them. numpy's numbers and arrays, which scripts get from
-a mean or a schedule, are none of those, so they are written as such. Everything else is refused while training, not at the restore.
+`torch.load(weights_only=True)` reads plain values and collections of them. numpy's numbers and arrays, which
+scripts get from a mean or a schedule, are none of those, so they are written as such. Everything else is
+refused while training, not at the restore.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def must_come_back(value: Any, name: str) -> None:
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:  # whatever pickle meets
-        raise NotCapturable(f"{name}: a {kind.__module__}.{kind.__qualname__} could not be read back") from error
+        raise NotCapturable(
+            f"{name}: a {kind.__module__}.{kind.__qualname__} could not be read back"
+        ) from error
     if isinstance(value, torch.Tensor) or not (hasattr(value, "__iter__") or hasattr(value, "__dict__")):
         _seen.add(kind)
 
@@ -69,7 +73,9 @@ def encoded(value: Any) -> dict[str, Any] | None:
         return None
     written = bytearray(value.tobytes())
     content = (
-        torch.frombuffer(written, dtype=torch.uint8) if written else torch.empty(0, dtype=torch.uint8, device="cpu")
+        torch.frombuffer(written, dtype=torch.uint8)
+        if written
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
     shape = None if isinstance(value, numpy.generic) else list(value.shape)
     return {_MARK: value.dtype.str, "shape": shape, "bytes": content}
@@ -85,12 +91,17 @@ def without_numpy(value: Any) -> Any:
         return value if same else type(value)(items)
     if type(value) in (list, tuple):
         members = [without_numpy(each) for each in value]
-        return value if all(new is old for new, old in zip(members, value, strict=True)) else type(value)(members)
+        return (
+            value
+            if all(new is old for new, old in zip(members, value, strict=True))
+            else type(value)(members)
+        )
     return value
 
 
 def with_numpy(value: Any) -> Any:
-    """Inverse of `encoded`, anywhere in `value`, whose dicts and lists are changed in place. Without numpy they stay as they are."""
+    """Inverse of `encoded`, anywhere in `value`, whose dicts and lists are changed in place. Without numpy
+    they stay as they are."""
     if isinstance(value, dict):
         if _MARK in value:
             return _decoded(value)
@@ -117,6 +128,7 @@ def _decoded(value: Mapping[str, Any]) -> Any:
 def _must_be_key(key: Any, name: str) -> None:
     if encoded(key) is not None:
         raise NotCapturable(
-            f"{name}: {key!r} is a key of a {type(key).__name__}, which could not be read back; use a plain number"
+            f"{name}: {key!r} is a key of a {type(key).__name__}, which could not be read back; use a "
+            "plain number"
         )
     must_come_back(key, name)

@@ -1,4 +1,5 @@
-"""A slot is memory shared with the sidecar: this maps it, and shows its tensors as torch tensors over the same bytes."""
+"""A slot is memory shared with the sidecar: this maps it, and shows its tensors as torch tensors over the
+same bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class SlotWriter:
             return False
 
     def begin(self, layout: SlotLayout) -> dict[str, Tensor]:
-        """Mark the slot torn and return where each tensor of `layout` goes. Raises ValueError if it is too small."""
+        """Mark the slot torn and return where each tensor of `layout` goes. Raises ValueError if it is too
+        small."""
         if layout.size > len(self.buffer):
             raise ValueError(f"the slot has {len(self.buffer)} bytes, {layout.size} are needed")
         self.buffer[:8] = b"\0" * 8
@@ -87,7 +89,8 @@ class SlotWriter:
         failpoint("after-state-word")
 
     def pin(self) -> None:
-        """Page-lock the mapping, so that the GPU copies straight into it. Tried once; without it the copy is only slower."""
+        """Page-lock the mapping, so that the GPU copies straight into it. Tried once; without it the copy is
+        only slower."""
         if self._tried:
             return
         self._tried = True
@@ -108,7 +111,8 @@ class SlotWriter:
 
 
 class OpenSlots:
-    """Slots that stay mapped from one artifact to the next, because mapping and page-locking take longer than copying."""
+    """Slots that stay mapped from one artifact to the next, because mapping and page-locking take longer than
+    copying."""
 
     def __init__(self) -> None:
         self._writers: dict[str, SlotWriter] = {}
@@ -174,7 +178,8 @@ class SlotReader:
         return self.blob(USER_BLOB, USER_BYTES)
 
     def blob(self, name: str, length: str) -> bytes:
-        """The bytes stored as `name`, whose number the metadata tells as `length`. Raises KeyError, ValueError."""
+        """The bytes stored as `name`, whose number the metadata tells as `length`. Raises KeyError,
+        ValueError."""
         begin, end = self.header.blob(name, length)
         return self.buffer[begin:end]
 

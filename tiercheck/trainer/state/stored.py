@@ -1,7 +1,9 @@
-"""A state comes back at the speed of its bytes: read from the slot straight into the memory of the tensors, on a few threads.
+"""A state comes back at the speed of its bytes: read from the slot straight into the memory of the tensors,
+on a few threads.
 
-Mapping a file costs a fault for every few pages, which takes longer than copying them; `preadv` has none, and releases the
-interpreter lock. The mapping stays for what cannot be filled that way, and to look at shapes without reading anything.
+Mapping a file costs a fault for every few pages, which takes longer than copying them; `preadv` has none, and
+releases the interpreter lock. The mapping stays for what cannot be filled that way, and to look at shapes
+without reading anything.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _WINDOW = 64 * 1024 * 1024
 class StoredTensors(Mapping[str, Tensor]):
     """A slot's tensors by name, as views of its mapping; `read_into` is the fast way to get at many of them."""
 
-    def __init__(self, descriptor: int, size: int, views: Mapping[str, Tensor], offsets: Mapping[str, int]) -> None:
+    def __init__(
+        self, descriptor: int, size: int, views: Mapping[str, Tensor], offsets: Mapping[str, int]
+    ) -> None:
         """Takes `descriptor` over: it is closed with this object. `size`: of the artifact."""
         self._descriptor, self._size = descriptor, size
         self._views, self._offsets = views, offsets
@@ -57,7 +61,8 @@ class StoredTensors(Mapping[str, Tensor]):
     def read_into(self, wanted: Sequence[tuple[str, Tensor]]) -> None:
         """Fill each tensor with what is stored under its name; shapes and dtypes must be the same.
 
-        Raises RestoreError if bytes are missing or cannot be read: before anything is written, if the file is too short already.
+        Raises RestoreError if bytes are missing or cannot be read: before anything is written, if the file is
+        too short already.
         """
         self.ensure_whole()
         self._read([(target, self._views[name], self._offsets[name]) for name, target in wanted])
@@ -85,7 +90,9 @@ class StoredTensors(Mapping[str, Tensor]):
             elif device is not None:
                 on_device.setdefault(device, []).append((target.view(-1).view(torch.uint8), offset))
             else:
-                target.view(-1).view(torch.uint8)[:0].zero_()  # changes nothing but torch's counter of changes
+                target.view(-1).view(torch.uint8)[
+                    :0
+                ].zero_()  # changes nothing but torch's counter of changes
                 pieces += _pieces(target, offset)
         try:
             self._fill_all(pieces)
@@ -95,7 +102,8 @@ class StoredTensors(Mapping[str, Tensor]):
             raise RestoreError(f"the checkpoint cannot be read: {error}") from error
 
     def _lift(self, device: Accelerator, wanted: Sequence[tuple[Tensor, int]]) -> None:
-        """Bring bytes onto a device by way of two page-locked windows: one is filled while the other is emptied.
+        """Bring bytes onto a device by way of two page-locked windows: one is filled while the other is
+        emptied.
 
         Flat tensors of bytes to fill; where these are in the file.
         """
@@ -107,7 +115,9 @@ class StoredTensors(Mapping[str, Tensor]):
             places = window[: sum(target.numel() for target, _ in batch)].split_with_sizes(
                 [t.numel() for t, _ in batch]
             )
-            self._fill_all([p for place, (_, at) in zip(places, batch, strict=True) for p in _pieces(place, at)])
+            self._fill_all(
+                [p for place, (_, at) in zip(places, batch, strict=True) for p in _pieces(place, at)]
+            )
             for place, (target, _) in zip(places, batch, strict=True):
                 device.put(target, place)
             marks.append(device.final())

@@ -1,4 +1,5 @@
-"""What a script gave a Checkpointer to keep: the model, its optimizers, and what else the next step depends on."""
+"""What a script gave a Checkpointer to keep: the model, its optimizers, and what else the next step depends
+on."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class TrainedState:
         self.optimizers = self.partitions.inner
         refuse_inner(self.optimizers)
         given = state or {}
-        self.beside = {name: Wrapped.look(each).model for name, each in given.items() if isinstance(each, nn.Module)}
+        self.beside = {
+            name: Wrapped.look(each).model for name, each in given.items() if isinstance(each, nn.Module)
+        }
         """Modules in the script's `state`: their tensors are stored like the model's."""
         self.state: user_state.State = {name: each for name, each in given.items() if name not in self.beside}
         """The rest of it."""
@@ -46,6 +49,7 @@ class TrainedState:
         return [self.model, *self.beside.values()]
 
     def check(self) -> None:
-        """Raises NotCapturable if it cannot be saved, as far as that can be seen: better now than after an hour."""
+        """Raises NotCapturable if it cannot be saved, as far as that can be seen: better now than after an
+        hour."""
         if all(map(is_final, self.modules)):
             accelerator_of(entry.tensor for entry in self.inventories.take().entries)

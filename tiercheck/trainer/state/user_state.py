@@ -1,4 +1,5 @@
-"""Losses are only bitwise equal after a restart if the small rest comes back too: random numbers, schedule, data position.
+"""Losses are only bitwise equal after a restart if the small rest comes back too: random numbers, schedule,
+data position.
 
 It is one blob of bytes, taken at once in `Checkpointer.step()`. It is written by `torch.save` and read with
 `weights_only=True`, so a checkpoint can never run code.
@@ -38,14 +39,16 @@ State = Mapping[str, "Stateful | MutableMapping[str, Any] | torch.Generator | ra
 class Packed:
     """The blob of the moment in which this is made: copied then, and written when it is first asked for.
 
-    Writing takes far longer than copying, and training waits only for the copy, of a tensor on a device not even for that. What holds other
-    things than plain values and tensors is written at once, because only its own code knows how to copy it.
+    Writing takes far longer than copying, and training waits only for the copy, of a tensor on a device not
+    even for that. What holds other things than plain values and tensors is written at once, because only its
+    own code knows how to copy it.
     """
 
     def __init__(self, state: State, facts: Mapping[str, Any], fixed: Sequence[Any] = ()) -> None:
         """`fixed`: parts of `facts` that need no copy, because nobody will change them.
 
-        Raises NotCapturable if `state` holds something that torch.save cannot write, or that could not be read back.
+        Raises NotCapturable if `state` holds something that torch.save cannot write, or that could not be
+        read back.
         """
         self._written: bytes | None = None
         content = {"facts": dict(facts), "random": random_state(), "state": {}}
@@ -53,14 +56,17 @@ class Packed:
             content["state"][name] = _state_of(name, holder)
         try:
             # What `random_state` gave belongs to nobody else.
-            self._content: dict[str, Any] = _copied({**content, "random": None}, {id(part): part for part in fixed})
+            self._content: dict[str, Any] = _copied(
+                {**content, "random": None}, {id(part): part for part in fixed}
+            )
             self._content["random"] = content["random"]
         except Exception:  # writing it at once tells what is wrong with it, if anything is
             self._content = {}
             self._written = _write_readable(content)
 
     def written(self) -> bytes:
-        """The bytes. One thread at a time may ask; of what lies on a device it waits for what it gave that before."""
+        """The bytes. One thread at a time may ask; of what lies on a device it waits for what it gave that
+        before."""
         if self._written is None:
             self._written = _write(self._content)
             self._content = {}
@@ -82,7 +88,8 @@ _UNCHANGEABLE = {int, float, complex, str, bytes, bool, type(None)}
 def _copied(value: Any, known: dict[int, Any]) -> Any:
     """A copy of plain containers and tensors that nothing done to the original can change. Raises _NotPlain.
 
-    What is contained twice is copied once, so that it is written as the original would be. `known`: copies by identity, and by the negative address of a tensor's memory.
+    What is contained twice is copied once, so that it is written as the original would be. `known`: copies by
+    identity, and by the negative address of a tensor's memory.
     """
     kind = type(value)
     if kind in _UNCHANGEABLE:
@@ -152,14 +159,16 @@ def unpack(blob: bytes) -> dict[str, Any]:
 
 
 def capacity_for(length: int, present: int = 0) -> int:
-    """Bytes to keep for a blob of `length`, with headroom, so that the slot's layout stays as it is while it varies."""
+    """Bytes to keep for a blob of `length`, with headroom, so that the slot's layout stays as it is while it
+    varies."""
     if length <= present:
         return present
     return max(_SMALLEST, 1 << (2 * length - 1).bit_length())
 
 
 def put_back(state: State, content: Mapping[str, Any]) -> None:
-    """Load the users' objects and the random number generators. Raises KeyError naming a part that is missing."""
+    """Load the users' objects and the random number generators. Raises KeyError naming a part that is
+    missing."""
     for name, holder in state.items():
         if name not in content["state"]:
             raise KeyError(f"the checkpoint has no state named {name!r}")
@@ -181,14 +190,17 @@ def _state_of(name: str, holder: Any) -> Any:
         return drawn
     if not isinstance(holder, MutableMapping):  # it could be written, perhaps, but not put back
         raise NotCapturable(
-            f"state[{name!r}] is a {type(holder).__name__}: give a dict, a generator, or an object with state_dict and load_state_dict"
+            f"state[{name!r}] is a {type(holder).__name__}: give a dict, a generator, or an object with "
+            "state_dict and load_state_dict"
         )
     return dict(holder)
 
 
 def borrowed(state: State, tensors: Sequence[torch.Tensor]) -> str:
     """Name of the first dict that holds one of `tensors`, and not a copy of it; empty: none does."""
-    found = {name: [*_tensors_in(dict(each))] for name, each in state.items() if isinstance(each, MutableMapping)}
+    found = {
+        name: [*_tensors_in(dict(each))] for name, each in state.items() if isinstance(each, MutableMapping)
+    }
     there = {memory(tensor) for tensor in tensors if tensor.numel()} if any(found.values()) else set()
     return next((name for name, each in found.items() if any(memory(tensor) in there for tensor in each)), "")
 
@@ -200,7 +212,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from _tensors_in(each)
-    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (torch.Tensor, Mapping, list, tuple)):
+    elif (
+        isinstance(value, (list, tuple))
+        and value
+        and isinstance(value[0], (torch.Tensor, Mapping, list, tuple))
+    ):
         for each in value:  # of numbers there may be millions
             yield from _tensors_in(each)
 
@@ -264,7 +280,9 @@ def random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, _tensor_of(words), gauss]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
-        if torch.cuda.device_count() > 1:  # a rank may draw on other devices too; their states lie in host memory
+        if (
+            torch.cuda.device_count() > 1
+        ):  # a rank may draw on other devices too; their states lie in host memory
             state["cuda_all"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -295,4 +313,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, numpy.array([int(key) % 2**32 for key in keys], dtype=numpy.uint32), *rest))
+        numpy.random.set_state(
+            (kind, numpy.array([int(key) % 2**32 for key in keys], dtype=numpy.uint32), *rest)
+        )

@@ -86,7 +86,9 @@ def _concerns(objects: ApiObjects, hook: Object, target: Target, value: Object) 
         return False
     if resource.namespaced:
         namespace = objects.storage.get(NAMESPACES.collection, ("", target.namespace)) or {"metadata": {}}
-        if not matches_selector(hook.get("namespaceSelector") or {}, namespace["metadata"].get("labels") or {}):
+        if not matches_selector(
+            hook.get("namespaceSelector") or {}, namespace["metadata"].get("labels") or {}
+        ):
             return False
     return matches_selector(hook.get("objectSelector") or {}, value["metadata"].get("labels") or {})
 
@@ -157,10 +159,14 @@ async def _answer(hook: Object, review: Object) -> Object:
     if not client.get("url"):
         raise _Unreachable("there is no network of Services here")
     try:
-        context = ssl.create_default_context(cadata=base64.b64decode(client.get("caBundle") or "").decode() or None)
+        context = ssl.create_default_context(
+            cadata=base64.b64decode(client.get("caBundle") or "").decode() or None
+        )
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session,
-            session.post(client["url"], params={"timeout": f"{seconds}s"}, json=review, ssl=context) as response,
+            session.post(
+                client["url"], params={"timeout": f"{seconds}s"}, json=review, ssl=context
+            ) as response,
         ):
             if response.status != 200:
                 raise _Unreachable(
@@ -173,5 +179,7 @@ async def _answer(hook: Object, review: Object) -> Object:
         raise _Unreachable(str(error)) from error
     body = answer.get("response") if isinstance(answer, dict) else None
     if not isinstance(body, dict) or body.get("uid") != review["request"]["uid"]:
-        raise _Unreachable("received invalid webhook response: expected response.uid to be that of the request")
+        raise _Unreachable(
+            "received invalid webhook response: expected response.uid to be that of the request"
+        )
     return body

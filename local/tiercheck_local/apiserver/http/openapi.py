@@ -22,7 +22,9 @@ def _folder(group: str, version: str) -> str:
 
 
 def _url(registry: Registry, group: str, version: str) -> str:
-    digest = hashlib.sha256(json.dumps(document(registry, group, version), sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps(document(registry, group, version), sort_keys=True).encode()
+    ).hexdigest()
     return f"/openapi/v3/{_folder(group, version)}?hash={digest[:32].upper()}"
 
 
@@ -37,7 +39,9 @@ def document(registry: Registry, group: str, version: str) -> Object:
         paths[f"/{_folder(group, version)}{scope}/{resource.plural}/{{name}}"] = {
             verb: _operation(resource, verb, name) for verb in ("get", "put", "patch")
         }
-        paths[f"/{_folder(group, version)}{scope}/{resource.plural}"] = {"post": _operation(resource, "post", name)}
+        paths[f"/{_folder(group, version)}{scope}/{resource.plural}"] = {
+            "post": _operation(resource, "post", name)
+        }
     return {
         "openapi": "3.0.0",
         "info": {"title": "Kubernetes", "version": "v1.33.0"},

@@ -64,7 +64,9 @@ class _Handler:
         if found is not None:
             return found
         target = resolve(self._objects.registry, path)
-        chosen = view(target.resource, request.headers.get("Accept", ""), request.query.get("includeObject", ""))
+        chosen = view(
+            target.resource, request.headers.get("Accept", ""), request.query.get("includeObject", "")
+        )
         if request.method == "GET" and request.query.get("watch") in ("true", "1") and not target.subresource:
             return await self._watch(request, target, chosen)
         # The body is read whole, and webhooks are asked, before anything is done, so a call is carried out in

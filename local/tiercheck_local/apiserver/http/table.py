@@ -15,7 +15,9 @@ Cell = Callable[[Object], Any]
 Column = tuple[Object, Cell]
 
 
-def table(resource: Resource, objects: list[Object], version: str, include: str, headers: bool = True) -> Object:
+def table(
+    resource: Resource, objects: list[Object], version: str, include: str, headers: bool = True
+) -> Object:
     """A meta.k8s.io/v1 Table. `include` is Metadata, Object or None, as the client asked."""
     columns = _columns(resource)
     return {

@@ -35,7 +35,9 @@ class ResponseView:
     def one(self, value: Object, headers: bool = True) -> Object:
         value = self._versioned(value)
         if self.as_table:
-            return table(self.resource, [value], value["metadata"].get("resourceVersion", ""), self.include, headers)
+            return table(
+                self.resource, [value], value["metadata"].get("resourceVersion", ""), self.include, headers
+            )
         return self._partial(value) if self.metadata_only else value
 
     def many(self, values: list[Object], metadata: Object) -> Object:

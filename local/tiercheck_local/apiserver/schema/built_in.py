@@ -50,7 +50,9 @@ def _pod_defaults(pod: Object) -> None:
                 }
                 container[probe] = defaults | container[probe]
                 if "httpGet" in container[probe]:
-                    container[probe]["httpGet"] = {"path": "/", "scheme": "HTTP"} | container[probe]["httpGet"]
+                    container[probe]["httpGet"] = {"path": "/", "scheme": "HTTP"} | container[probe][
+                        "httpGet"
+                    ]
     for volume in spec.get("volumes", []):
         if set(volume) == {"name"}:
             volume["emptyDir"] = {}
@@ -161,7 +163,11 @@ def _event_faults(event: Object) -> list[FieldCause]:
     about, own = (event.get("involvedObject") or {}).get("namespace"), event["metadata"]["namespace"]
     if (about or "default") == own:
         return []
-    return [FieldCause("involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace')]
+    return [
+        FieldCause(
+            "involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace'
+        )
+    ]
 
 
 def check_types(kind: str, value: Object) -> None:
@@ -234,7 +240,9 @@ def prepare_update(collection: str, new: Object, old: Object) -> list[FieldCause
 
 
 def _pod_update_faults(new: Object, old: Object) -> list[FieldCause]:
-    if _frozen(new) != _frozen(old) or not all(t in new.get("tolerations", []) for t in old.get("tolerations", [])):
+    if _frozen(new) != _frozen(old) or not all(
+        t in new.get("tolerations", []) for t in old.get("tolerations", [])
+    ):
         message = (
             "Forbidden: pod updates may not change fields other than `spec.containers[*].image`,"
             "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions "

@@ -85,7 +85,9 @@ class Rules:
         if self.any:
             yield from self._walk(value, old, self._schema, "", root=True)
 
-    def _walk(self, value: Any, old: Any, schema: Object, path: str, root: bool = False) -> Iterator[FieldCause]:
+    def _walk(
+        self, value: Any, old: Any, schema: Object, path: str, root: bool = False
+    ) -> Iterator[FieldCause]:
         if value is None or not _uses_rules(schema):
             return
         for rule in schema.get("x-kubernetes-validations", ()):
@@ -184,7 +186,9 @@ def _uses_rules(schema: Object) -> bool:
             schema.get("items"),
             schema.get("additionalProperties"),
         ]
-        used = bool(schema.get("x-kubernetes-validations")) or any(_uses_rules(s) for s in inner if isinstance(s, dict))
+        used = bool(schema.get("x-kubernetes-validations")) or any(
+            _uses_rules(s) for s in inner if isinstance(s, dict)
+        )
         found = _KNOWN[id(schema)] = (schema, used)
     return found[1]
 

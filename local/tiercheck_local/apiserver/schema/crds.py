@@ -31,7 +31,9 @@ def prepare(crd: Object) -> list[FieldCause]:
     wanted, name = f"{names['plural']}.{spec['group']}", crd["metadata"]["name"]
     found = []
     if name != wanted:
-        found.append(FieldCause("metadata.name", f'Invalid value: "{name}": must be spec.names.plural+"."+spec.group'))
+        found.append(
+            FieldCause("metadata.name", f'Invalid value: "{name}": must be spec.names.plural+"."+spec.group')
+        )
     if sum(bool(version.get("storage")) for version in spec["versions"]) != 1:
         found.append(
             FieldCause(

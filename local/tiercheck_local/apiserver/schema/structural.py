@@ -164,7 +164,9 @@ def _string_faults(value: str, schema: Object, path: str) -> Iterator[FieldCause
         yield FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
     if schema.get("format") == "date-time" and not _is_time(value):
         why = f"must be of type date-time: {_shown(value)}"
-        yield FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}", "FieldValueTypeInvalid")
+        yield FieldCause(
+            path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}", "FieldValueTypeInvalid"
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -202,10 +204,14 @@ def _number_faults(value: float, schema: Object, path: str) -> Iterator[FieldCau
 def _list_faults(value: list[Any], schema: Object, path: str) -> Iterator[FieldCause]:
     if len(value) > schema.get("maxItems", len(value)):
         limit = schema["maxItems"]
-        yield FieldCause(path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany")
+        yield FieldCause(
+            path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany"
+        )
     if len(value) < schema.get("minItems", 0):
         limit = schema["minItems"]
-        yield FieldCause(path, f"Invalid value: {len(value)}: {_in_body(path)} should have at least {limit} items")
+        yield FieldCause(
+            path, f"Invalid value: {len(value)}: {_in_body(path)} should have at least {limit} items"
+        )
     for index, item in enumerate(value):
         yield from _faults(item, schema.get("items", {}), f"{path}[{index}]")
     kind = schema.get("x-kubernetes-list-type")
@@ -213,7 +219,9 @@ def _list_faults(value: list[Any], schema: Object, path: str) -> Iterator[FieldC
     for index, item in enumerate(value if kind in ("map", "set") else ()):
         identity = _map_key(item, schema) if kind == "map" else item
         if identity in seen:
-            yield FieldCause(f"{path}[{index}]", f"Duplicate value: {_shown(identity)}", "FieldValueDuplicate")
+            yield FieldCause(
+                f"{path}[{index}]", f"Duplicate value: {_shown(identity)}", "FieldValueDuplicate"
+            )
         seen.append(identity)
 
 
@@ -228,7 +236,9 @@ def _object_faults(value: Object, schema: Object, path: str) -> Iterator[FieldCa
             yield FieldCause(_join(path, key), "Required value", "FieldValueRequired")
     if len(value) > schema.get("maxProperties", len(value)):
         limit = schema["maxProperties"]
-        yield FieldCause(path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany")
+        yield FieldCause(
+            path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany"
+        )
     if len(value) < schema.get("minProperties", 0):
         limit = schema["minProperties"]
         why = f"should have at least {limit} properties"
@@ -246,7 +256,9 @@ def _combined_faults(value: Any, schema: Object, path: str) -> Iterator[FieldCau
         yield from _faults(value, part, path)
     matching = [not any(_faults(value, part, path)) for part in schema.get("anyOf", ())]
     if matching and not any(matching):
-        yield FieldCause(path, f'Invalid value: "": {_in_body(path)} must validate at least one schema (anyOf)')
+        yield FieldCause(
+            path, f'Invalid value: "": {_in_body(path)} must validate at least one schema (anyOf)'
+        )
     matching = [not any(_faults(value, part, path)) for part in schema.get("oneOf", ())]
     if matching and sum(matching) != 1:
         found = "none" if not any(matching) else f"{sum(matching)}"

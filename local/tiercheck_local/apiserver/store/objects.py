@@ -86,7 +86,9 @@ class ApiObjects:
                 else "the namespace of the provided object does not match the namespace sent on the request"
             )
         if metadata.get("resourceVersion"):
-            raise errors.ApiError(500, "InternalError", "resourceVersion should not be set on objects to be created")
+            raise errors.ApiError(
+                500, "InternalError", "resourceVersion should not be set on objects to be created"
+            )
         name = self._new_name(resource, metadata)
         self._check_namespace(resource, namespace, name)
         metadata["name"] = name
@@ -162,7 +164,11 @@ class ApiObjects:
         self._check_preconditions(resource, key[1], metadata, options)
         finalizers = _with_propagation(list(metadata.get("finalizers") or []), options.propagation)
         grace = _grace_seconds(resource, old, options)
-        waits = bool(finalizers) or grace > 0 or (resource.collection == "/namespaces" and not _spec_finalized(old))
+        waits = (
+            bool(finalizers)
+            or grace > 0
+            or (resource.collection == "/namespaces" and not _spec_finalized(old))
+        )
         if options.dry_run:
             return old, not waits
         if not waits:
@@ -242,7 +248,9 @@ class ApiObjects:
             }
             raise errors.forbidden(resource.plural, resource.group, name, why, [cause])
 
-    def _check_identity(self, resource: Resource, key: Key, metadata: Object, old: Object, patched: bool) -> None:
+    def _check_identity(
+        self, resource: Resource, key: Key, metadata: Object, old: Object, patched: bool
+    ) -> None:
         if metadata.get("name", key[1]) != key[1]:
             raise errors.bad_request(
                 f"the name of the object ({metadata['name']}) does not match the name on the URL ({key[1]})"
@@ -264,10 +272,14 @@ class ApiObjects:
         if version and version != old["metadata"]["resourceVersion"]:
             raise errors.conflict(resource.plural, resource.group, key[1])
         if not version and resource.custom:
-            cause = FieldCause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
+            cause = FieldCause(
+                "metadata.resourceVersion", "Invalid value: 0: must be specified for an update"
+            )
             raise errors.invalid(resource.plural, resource.group, key[1], [cause])
 
-    def _check_preconditions(self, resource: Resource, name: str, metadata: Object, options: DeleteOptions) -> None:
+    def _check_preconditions(
+        self, resource: Resource, name: str, metadata: Object, options: DeleteOptions
+    ) -> None:
         wanted = (
             ("UID", options.uid, metadata["uid"]),
             ("ResourceVersion", options.resource_version, metadata["resourceVersion"]),

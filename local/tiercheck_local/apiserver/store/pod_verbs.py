@@ -86,7 +86,9 @@ def _spend_budget(objects: ApiObjects, pod: Object) -> None:
                 "Cannot evict pod as it would violate the pod's disruption budget.",
                 [{"reason": "DisruptionBudget", "message": why}],
             )
-        objects.storage.put(PDBS.collection, key, {**budget, "status": {**status, "disruptionsAllowed": allowed - 1}})
+        objects.storage.put(
+            PDBS.collection, key, {**budget, "status": {**status, "disruptionsAllowed": allowed - 1}}
+        )
 
 
 def _selects(budget: Object, pod: Object) -> bool:

@@ -1,4 +1,5 @@
-"""Begins a new attempt, or says what it waits for, or gives the job up. The fencing token is bumped here and nowhere else."""
+"""Begins a new attempt, or says what it waits for, or gives the job up. The fencing token is bumped here and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ from tiercheck_operator.controller.observe.inventories import (
 )
 from tiercheck_operator.controller.observe.memory import largest_share, too_small
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.placement.placing import CannotPlace, Placed, describe_found_again, place_members
+from tiercheck_operator.controller.placement.placing import (
+    CannotPlace,
+    Placed,
+    describe_found_again,
+    place_members,
+)
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding
@@ -107,7 +113,9 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
     first = status.attempt == 0
     # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
     history, number = status.history, max([status.attempt, *(report.attempt for report in reports)]) + 1
-    resized = first or (Cause.parse(recovery.cause) is Cause.RESUMED and not all(b.ranks for b in history.branches))
+    resized = first or (
+        Cause.parse(recovery.cause) is Cause.RESUMED and not all(b.ranks for b in history.branches)
+    )
     if resized and remote.versions and not _counted(reports):
         return _remote_unknown(replace(remote, reachable=None), reports)
     if first and remote.configured:
@@ -124,7 +132,9 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
         reason = refused if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
         return Waiting(reason, f"{outcome.reason}.{said}", wake_after=situation.patience.retry)
     return Begun(
-        _next_status(situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed),
+        _next_status(
+            situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed
+        ),
         placed.saved(number, situation.membership),
         Finding(placed.reason, placed.message),
     )
@@ -157,8 +167,8 @@ def _recovery_problem(
 
 
 def _decided(problem: RecoveryProblem, recovery: Recovery) -> Outcome:
-    """Without the versions that failed twice, if another one can be had, and after many failures without deltas; a failure
-    alone never leads to a fresh start.
+    """Without the versions that failed twice, if another one can be had, and after many failures without
+    deltas; a failure alone never leads to a fresh start.
     """
     hopeless_ones = {version for version, times in Counter(recovery.failed_versions).items() if times > 1}
     if hopeless_ones:
@@ -199,9 +209,11 @@ def _next_status(
         disruptions=status.disruptions + (not verdict.counts and not cause.planned),
         step=None if isinstance(outcome, StartFresh) else status.step or step or None,
         placement=describe_found_again(status.placement, placed.record) if in_place else placed.record,
-        # With pods lost, what memory held is no longer complete; the coordinator will say when it is again. What lies behind the
-        # step that all go back to is given up, wherever it was complete.
-        tiers={name: t for name, t in status.tiers.items() if t.step <= step and (in_place or name == "remote")},
+        # With pods lost, what memory held is no longer complete; the coordinator will say when it is again.
+        # What lies behind the step that all go back to is given up, wherever it was complete.
+        tiers={
+            name: t for name, t in status.tiers.items() if t.step <= step and (in_place or name == "remote")
+        },
         recovery=replace(
             recovery,
             attempt=number,
@@ -243,8 +255,12 @@ def _with_rule(message: str, verdict: MatchedRule) -> str:
 
 
 def _counted(reports: list[Report]) -> bool:
-    """Whether somebody has looked up how many ranks made what lies in the remote tier: worker 0 does, and no other."""
-    return any(report.remote.versions and len(report.remote.ranks) == len(report.remote.versions) for report in reports)
+    """Whether somebody has looked up how many ranks made what lies in the remote tier: worker 0 does, and no
+    other."""
+    return any(
+        report.remote.versions and len(report.remote.ranks) == len(report.remote.versions)
+        for report in reports
+    )
 
 
 def _is_owned(reports: list[Report]) -> bool:
@@ -253,13 +269,16 @@ def _is_owned(reports: list[Report]) -> bool:
 
 
 def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Waiting:
-    """Before the first attempt: what an earlier job left there decides where we begin and how attempts are counted."""
+    """Before the first attempt: what an earlier job left there decides where we begin and how attempts are
+    counted."""
     said = next((report.remote.message for report in reports if report.remote.message), "")
     if _is_owned(reports):
         return Waiting(conditions.REMOTE_OWNED, f"{said} Training has not begun.", wake_after=5.0)
     if remote.reachable is None:
         return Waiting(
-            conditions.WAITING_FOR_SIDECARS, "the remote tier is being looked at for the first time", wake_after=1.0
+            conditions.WAITING_FOR_SIDECARS,
+            "the remote tier is being looked at for the first time",
+            wake_after=1.0,
         )
     return Waiting(
         conditions.REMOTE_UNREACHABLE,

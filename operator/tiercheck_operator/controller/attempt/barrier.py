@@ -1,6 +1,8 @@
-"""Drives the current attempt: restore everywhere, then release everywhere, then see the first step. All or none.
+"""Drives the current attempt: restore everywhere, then release everywhere, then see the first step. All or
+none.
 
-The release is written to the status before it is sent, so an operator that restarts in between sends the same thing.
+The release is written to the status before it is sent, so an operator that restarts in between sends the same
+thing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from tiercheck_operator.planning.recovery.resharded import ResizedStock
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _FIRST_STEP_PATIENCE = 600.0
-"""Seconds after which a recovery counts as ended although no step was reported: not every script reports steps."""
+"""Seconds after which a recovery counts as ended although no step was reported: not every script reports
+steps."""
 
 
 LENGTH = 10
@@ -45,7 +48,11 @@ def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) 
         return status
     complete = len(reports) == obs.size
     if recovery.released_at is None:
-        if complete and all(_ready(report, status) for report in reports.values()) and not absent_trainers(reports):
+        if (
+            complete
+            and all(_ready(report, status) for report in reports.values())
+            and not absent_trainers(reports)
+        ):
             return replace(status, recovery=replace(recovery, restored_at=obs.now, released_at=obs.now))
         return status
     first_steps = [report.trainer.first_step_at for report in reports.values()]
@@ -92,15 +99,19 @@ def due_directives(
     *,
     exit_code: int = 0,
 ) -> list[Push]:
-    """A directive for every sidecar that has answered and follows another one. `exit_code`: with Finish, of the launchers."""
+    """A directive for every sidecar that has answered and follows another one. `exit_code`: with Finish, of
+    the launchers."""
     sources = _sources(obs, status, members, placement, phase)
-    directives = build_directives(obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code)
+    directives = build_directives(
+        obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code
+    )
     due = []
     for worker, directive in directives.items():
         report = obs.newest_reports.get(members[worker].uid)
         if report is None or report.revision == directive.revision or report.attempt > directive.attempt:
             continue
-        # The sidecar refuses it if it has followed something else by then: nothing that is under way for long undoes what came later.
+        # The sidecar refuses it if it has followed something else by then: nothing that is under way for long
+        # undoes what came later.
         ordered = replace(directive, instance=report.instance, number=report.followed + 1)
         due.append(Push(members[worker].uid, ordered))
     return due
@@ -148,10 +159,14 @@ def _ended(
     if Cause.parse(recovery.cause) is Cause.FIRST_START and not recovery.step:
         return replace(status, recovery=None)
     summary = _summary(obs, recovery, reports, first_step)
-    return replace(status, recovery=None, last_recovery=summary, recoveries=add_summary(status.recoveries, summary))
+    return replace(
+        status, recovery=None, last_recovery=summary, recoveries=add_summary(status.recoveries, summary)
+    )
 
 
-def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report], first_step: float) -> dict[str, Any]:
+def _summary(
+    obs: Observation, recovery: Recovery, reports: Mapping[int, Report], first_step: float
+) -> dict[str, Any]:
     tiers = {tier.value: 0 for tier in Tier}
     ranks = [rank for report in reports.values() for rank in report.restore.ranks]
     for rank in ranks:
@@ -177,9 +192,13 @@ def _summary(obs: Observation, recovery: Recovery, reports: Mapping[int, Report]
     }
 
 
-def add_summary(history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def add_summary(
+    history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], ...]:
     """`history` with one more, newest first."""
-    short = {key: _shortened(value) if key in ("message", "reason") else value for key, value in summary.items()}
+    short = {
+        key: _shortened(value) if key in ("message", "reason") else value for key, value in summary.items()
+    }
     return (short, *history)[:LENGTH]
 
 

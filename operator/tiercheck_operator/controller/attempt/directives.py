@@ -1,4 +1,5 @@
-"""What every sidecar should do now, built from what is written down and nothing else: sent again, it is the same directive."""
+"""What every sidecar should do now, built from what is written down and nothing else: sent again, it is the
+same directive."""
 
 from __future__ import annotations
 
@@ -120,7 +121,9 @@ def build_directives(
                 tuple(RankSources(rank, sources.get(rank, ())) for rank in (range(old) if old else ranks)),
                 world_size=old,
             ),
-            holders=tuple(Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts),
+            holders=tuple(
+                Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts
+            ),
             hosted=tuple(Peer(other, hosts[other]) for other in hosted.get(worker, ()) if other in hosts),
             coordinator=Peer(0, hosts.get(0, "")),
             master_host=(members[0].ip if 0 in members else None) or "",
@@ -136,7 +139,8 @@ def build_directives(
 
 
 def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
-    """Workers, and ranks of each, that the attempt has: the spec may have changed while the job is being suspended."""
+    """Workers, and ranks of each, that the attempt has: the spec may have changed while the job is being
+    suspended."""
     saved, ranks = obs.placement, status.history.ranks
     if saved is not None and saved.attempt == status.attempt and saved.members and ranks:
         return len(saved.members), ranks // len(saved.members)
@@ -146,8 +150,8 @@ def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
 def settled_sources(
     spec: JobSpec, members: Mapping[int, PodView], placement: SavedPlacement | None
 ) -> dict[int, tuple[Source, ...]]:
-    """Where a released attempt's version may still be found: by placement, so that the directive does not change with
-    every snapshot that is taken or freed."""
+    """Where a released attempt's version may still be found: by placement, so that the directive does not
+    change with every snapshot that is taken or freed."""
     found = {}
     holders = {} if placement is None else placement.holders()
     groups = {worker: group for group in (placement.groups if placement else ()) for worker in group.members}
@@ -171,7 +175,9 @@ def settled_sources(
 def _placement_digest(placement: SavedPlacement | None) -> str:
     if placement is None:
         return ""
-    text = repr((sorted(placement.holders().items()), [(group.members, group.holders) for group in placement.groups]))
+    text = repr(
+        (sorted(placement.holders().items()), [(group.members, group.holders) for group in placement.groups])
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -1,6 +1,7 @@
-"""What a new attempt still waits for. It may begin only when every worker has a pod whose sidecar answered after the
-failure was noticed: older answers cannot tell a crash from a node that has just gone. And it must have answered just now: what
-a sidecar holds changes at every step without news of it, and what was on its way when the failure struck has arrived since."""
+"""What a new attempt still waits for. It may begin only when every worker has a pod whose sidecar answered
+after the failure was noticed: older answers cannot tell a crash from a node that has just gone. And it must
+have answered just now: what a sidecar holds changes at every step without news of it, and what was on its way
+when the failure struck has arrived since."""
 
 from __future__ import annotations
 
@@ -38,14 +39,18 @@ def waiting_for_pods(situation: Situation) -> Waiting | None:
     """Until every worker has a pod with an address."""
     missing = situation.membership.missing(situation.size)
     if missing:
-        return Waiting(conditions.WAITING_FOR_PODS, f"workers without a pod: {_some(missing)}", wake_after=1.0)
+        return Waiting(
+            conditions.WAITING_FOR_PODS, f"workers without a pod: {_some(missing)}", wake_after=1.0
+        )
     if situation.membership.beyond:
         told = f"{len(situation.membership.beyond)} survivors take the places of lost workers"
         return Waiting(conditions.WAITING_FOR_PODS, told, wake_after=1.0)
     gated = [pod for pod in situation.members.values() if pod.gates]
     if gated:
         gates = ", ".join(sorted({gate for pod in gated for gate in pod.gates})[:4])
-        text = f"{len(gated)} of {situation.size} pods wait to be admitted (scheduling gates {gates}): workers "
+        text = (
+            f"{len(gated)} of {situation.size} pods wait to be admitted (scheduling gates {gates}): workers "
+        )
         return Waiting(conditions.WAITING_FOR_QUEUE, text + _some([pod.worker for pod in gated]))
     lack = describe_shortage(situation)
     if lack is not None:
@@ -53,7 +58,9 @@ def waiting_for_pods(situation: Situation) -> Waiting | None:
     pending = [pod for pod in situation.members.values() if not pod.ip]
     if pending:
         said = next((f"; {pod.name}: {pod.message}" for pod in pending if pod.message), "")
-        return Waiting(conditions.WAITING_FOR_PODS, f"pods not up yet: {_some([pod.worker for pod in pending])}{said}")
+        return Waiting(
+            conditions.WAITING_FOR_PODS, f"pods not up yet: {_some([pod.worker for pod in pending])}{said}"
+        )
     return None
 
 
@@ -114,7 +121,9 @@ def retrying(obs: Observation, recovery: Recovery) -> Waiting | None:
 
 def _explains(report: Report, tried: Version) -> bool:
     """Whether a copy that the restore of `tried` may have needed was found bad."""
-    return any(tried.step - LONGEST_CADENCE <= entry.version.step <= tried.step for entry in report.quarantined)
+    return any(
+        tried.step - LONGEST_CADENCE <= entry.version.step <= tried.step for entry in report.quarantined
+    )
 
 
 def _answered(obs: Observation, pod: PodView, since: float) -> bool:

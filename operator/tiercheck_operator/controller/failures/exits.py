@@ -21,9 +21,13 @@ from tiercheck_operator.model.status import Facts, FailedStartRecord, Recovery
 
 _SIGKILL, _SIGTERM = 137, 143
 _ECHOES = {1, 134, _SIGTERM}
-"""Exit codes that a rank has whose partner is gone: an exception, the abort of a collective's watchdog, SIGTERM."""
+"""Exit codes that a rank has whose partner is gone: an exception, the abort of a collective's watchdog,
+SIGTERM."""
 _HINTS = {
-    135: "A bus error is most often a full /dev/shm: mount an emptyDir with medium Memory there in spec.template.",
+    135: (
+        "A bus error is most often a full /dev/shm: mount an emptyDir with medium Memory there in "
+        "spec.template."
+    ),
 }
 """What is worth knowing about an exit code."""
 _SAME_TIME = 5.0
@@ -39,8 +43,8 @@ _LONGEST_BACK_OFF = 60
 
 
 def failed_trainers(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
-    """Reports of members whose trainer failed in the current attempt, the likely origin of the trouble in front: by what speaks
-    against it, and among those with equal evidence by time.
+    """Reports of members whose trainer failed in the current attempt, the likely origin of the trouble in
+    front: by what speaks against it, and among those with equal evidence by time.
     """
     reports = _failed(obs, members)
     ends = {report.worker: report.trainer.ended_at or obs.now for report in reports}
@@ -68,7 +72,9 @@ def sole_origin(obs: Observation, members: Mapping[int, PodView]) -> Report | No
 
 def _failed(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
     reports = [obs.current_reports.get(pod.uid) for pod in members.values()]
-    return [report for report in reports if report is not None and report.trainer.state is TrainerState.FAILED]
+    return [
+        report for report in reports if report is not None and report.trainer.state is TrainerState.FAILED
+    ]
 
 
 class _Evidence(IntEnum):
@@ -136,7 +142,8 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
 
 
 def oom_killed(trainer: TrainerReport, pod: PodView) -> bool:
-    """Whether want of memory ended the command: one of its processes by the launcher's word, or the whole container by the kubelet's."""
+    """Whether want of memory ended the command: one of its processes by the launcher's word, or the whole
+    container by the kubelet's."""
     if trainer.reason == OOM_KILLED:
         return True
     return trainer.reason == CONTAINER_RESTARTED and pod.trainer.oom_killed and _ended_now(trainer, pod)
@@ -150,18 +157,24 @@ def _ended_now(trainer: TrainerReport, pod: PodView) -> bool:
 
 def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
     limit = pod.trainer.memory_limit
-    bound = f"its memory limit of {limit}" if limit else "the memory of its node, for it has no limit of its own"
-    said = f" {report.trainer.message}" if report.trainer.reason == OOM_KILLED and report.trainer.message else ""
+    bound = (
+        f"its memory limit of {limit}" if limit else "the memory of its node, for it has no limit of its own"
+    )
+    said = (
+        f" {report.trainer.message}" if report.trainer.reason == OOM_KILLED and report.trainer.message else ""
+    )
     return (
-        f"the trainer container of worker {report.worker} needed more than {bound}, and was killed for it{code} (OOMKilled).{said} "
-        "Raise resources.limits.memory of the container trainer in spec.template, or load less into memory: fewer data-loader workers, "
+        f"the trainer container of worker {report.worker} needed more than {bound}, and was killed for "
+        f"it{code} (OOMKilled).{said} "
+        "Raise resources.limits.memory of the container trainer in spec.template, or load less into "
+        "memory: fewer data-loader workers, "
         "smaller prefetch. The slots of tiers.local are not part of it; they are charged to the sidecar"
     )
 
 
 def crash_pause(obs: Observation, recovery: Recovery) -> float:
-    """Seconds after a crash until what explains it would have shown, and longer for a command that failed before its first step: it
-    would spend its restarts in a moment."""
+    """Seconds after a crash until what explains it would have shown, and longer for a command that failed
+    before its first step: it would spend its restarts in a moment."""
     status = obs.job.status
     reports = [known.report for known in obs.reports.values() if known.report is not None]
     if any(report.trainer.first_step_at for report in reports if report.attempt == status.attempt):
@@ -170,7 +183,8 @@ def crash_pause(obs: Observation, recovery: Recovery) -> float:
 
 
 def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
-    """Of the worker whose command failed at its start as it did the last time, on the same node. `pods`: by worker."""
+    """Of the worker whose command failed at its start as it did the last time, on the same node. `pods`: by
+    worker."""
     before, recovery = obs.job.status.failed_start, obs.job.status.recovery
     if before is None or before.times + 1 < _TIMES or before.worker in before.moved:
         return None
@@ -188,7 +202,9 @@ def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
     return None if rule is not None and rule.action is RuleAction.FAIL else found
 
 
-def note_failed_start(obs: Observation, recovery: Recovery, members: Mapping[int, PodView]) -> FailedStartRecord | None:
+def note_failed_start(
+    obs: Observation, recovery: Recovery, members: Mapping[int, PodView]
+) -> FailedStartRecord | None:
     """For the status of the attempt that `recovery` leads to."""
     status = obs.job.status
     before = status.failed_start
@@ -211,6 +227,10 @@ def _failed_start(obs: Observation, recovery: Recovery, pods: Mapping[int, PodVi
     if recovery.cause != Cause.TRAINER_CRASH.value or not recovery.tries or obs.size < 2:
         return None
     found = sole_origin(obs, pods)
-    if found is None or found.trainer.first_step_at is not None or oom_killed(found.trainer, pods[found.worker]):
+    if (
+        found is None
+        or found.trainer.first_step_at is not None
+        or oom_killed(found.trainer, pods[found.worker])
+    ):
         return None
     return found

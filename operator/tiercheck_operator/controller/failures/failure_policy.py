@@ -47,7 +47,11 @@ def fail_hopeless_start(situation: Situation) -> GivenUp | None:
     for report in failed_trainers(situation, situation.members):
         trainer = report.trainer
         # A shell that does not find the command, or may not run it, says so with these codes.
-        shell = trainer.exit_code in _NOT_RUN and trainer.first_step_at is None and trainer.reason == names.CRASHED
+        shell = (
+            trainer.exit_code in _NOT_RUN
+            and trainer.first_step_at is None
+            and trainer.reason == names.CRASHED
+        )
         known = _HOPELESS.get(names.CANNOT_START if shell else trainer.reason)
         if known is not None:
             reason, advice = known
@@ -61,29 +65,35 @@ def fail_by_rule(recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
         return None
     return GivenUp(
         conditions.FAILURE_POLICY_RULE,
-        f"{recovery.message.rstrip('.')}. Rule {verdict.rule} of failurePolicy.rules says Fail ({recovery.cause}).",
+        f"{recovery.message.rstrip('.')}. Rule {verdict.rule} of failurePolicy.rules says Fail "
+        f"({recovery.cause}).",
     )
 
 
 def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
-    """Asked once it is certain that the crash is a crash. Disruptions never lead here: they are not the job's fault."""
+    """Asked once it is certain that the crash is a crash. Disruptions never lead here: they are not the job's
+    fault."""
     if not verdict.counts or obs.job.status.counted < obs.job.spec.max_restarts:
         return None
     return GivenUp(
         conditions.MAX_RESTARTS_EXCEEDED,
-        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.counted} times after training failed, and "
+        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.counted} times after "
+        "training failed, and "
         f"failurePolicy.maxRestarts is {obs.job.spec.max_restarts}.{_ruled(verdict)}",
     )
 
 
 def _ruled(verdict: MatchedRule) -> str:
-    return f" Rule {verdict.rule} of failurePolicy.rules says that this failure counts." if verdict.rule else ""
+    return (
+        f" Rule {verdict.rule} of failurePolicy.rules says that this failure counts." if verdict.rule else ""
+    )
 
 
 def reset_restart_count(
     obs: Observation, record: JobRecord, reports: Mapping[int, Report]
 ) -> tuple[JobRecord, float | None]:
-    """`record` with the count set to zero if training went well for long enough, and the seconds until it may be.
+    """`record` with the count set to zero if training went well for long enough, and the seconds until it may
+    be.
 
     `reports`: those of the current attempt, by worker. The moment of the first step is by the nodes' clocks.
     """

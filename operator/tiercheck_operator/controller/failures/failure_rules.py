@@ -1,8 +1,9 @@
-"""Whose fault a failure is, and what follows from it: the user's rules first, in their order, then what is usual.
+"""Whose fault a failure is, and what follows from it: the user's rules first, in their order, then what is
+usual.
 
-Without a rule, what training did itself counts against maxRestarts (crash, hang, out of memory, divergence), and what was done
-to it does not (eviction, lost pod, node, rack). The facts that rules look at are gathered when the failure is noticed and kept in
-the status, because a lost pod is gone by the time a decision is due.
+Without a rule, what training did itself counts against maxRestarts (crash, hang, out of memory, divergence),
+and what was done to it does not (eviction, lost pod, node, rack). The facts that rules look at are gathered
+when the failure is noticed and kept in the status, because a lost pod is gone by the time a decision is due.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class MatchedRule:
 def match_rule(obs: Observation, recovery: Recovery) -> MatchedRule:
     """Of the failure behind `recovery`."""
     cause = Cause.parse(recovery.cause)
-    if not cause.planned and cause is not Cause.RESTORE_FAILED:  # TierCheck's own trouble is no matter for rules
+    if (
+        not cause.planned and cause is not Cause.RESTORE_FAILED
+    ):  # TierCheck's own trouble is no matter for rules
         rule = first_match(obs.job.spec.rules, cause, recovery.facts, obs.nodes)
         if rule is not None:
             return MatchedRule(rule.action, rule.name)
@@ -54,7 +57,9 @@ def first_match(
             return rule
         if rule.reasons & reasons:
             return rule
-        if any(node.conditions.get(kind) == status for kind, status in rule.node_conditions for node in found):
+        if any(
+            node.conditions.get(kind) == status for kind, status in rule.node_conditions for node in found
+        ):
             return rule
     return None
 

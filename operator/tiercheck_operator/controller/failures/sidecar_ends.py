@@ -14,13 +14,15 @@ from tiercheck_operator.model.observed import ContainerState, HostSign, Observat
 from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 
 _NEXT = (
-    "Training goes on. What it held is verified again, and the next version is copied as usual; nothing is lost unless other pods are lost "
+    "Training goes on. What it held is verified again, and the next version is copied as usual; nothing "
+    "is lost unless other pods are lost "
     "before that"
 )
 
 
 def sidecar_ended(obs: Observation, record: JobRecord, workers: Collection[int]) -> str:
-    """A sentence about a sidecar of `workers` that was restarted since the newest version was complete; empty: there is none."""
+    """A sentence about a sidecar of `workers` that was restarted since the newest version was complete;
+    empty: there is none."""
     tier = record.tiers.get("peer" if obs.copies or obs.job.spec.parity else "local")
     complete = parse_time(tier.time) if tier is not None else None
     for pod in sorted(obs.living, key=lambda pod: (pod.worker, -pod.incarnation)):
@@ -33,7 +35,8 @@ def sidecar_ended(obs: Observation, record: JobRecord, workers: Collection[int])
 
 
 def away(obs: Observation) -> list[PodView]:
-    """Members of the attempt whose sidecars do not answer, for longer than a call may get lost. None if nobody
+    """Members of the attempt whose sidecars do not answer, for longer than a call may get lost. None if
+    nobody
     answers: that is our own trouble."""
     living = sorted((pod for pod in obs.living if pod.uid in obs.attempt_pods), key=lambda pod: pod.worker)
     if not any(answers(obs, pod) for pod in living):
@@ -57,10 +60,12 @@ def sidecar_away(obs: Observation) -> tuple[str, str] | None:
     pod = next((pod for pod in pods if pod.sidecar.restarting), pods[0])
     others = f" ({len(pods)} workers are without theirs)" if len(pods) > 1 else ""
     recovery = obs.job.status.recovery
-    trains = "Training goes on" if recovery is None or recovery.released_at is not None else "The way back waits for it"
-    until = (
-        f"{trains}; until it is back, no new step of worker {pod.worker} is kept, and its copies of others get no newer"
+    trains = (
+        "Training goes on"
+        if recovery is None or recovery.released_at is not None
+        else "The way back waits for it"
     )
+    until = f"{trains}; until it is back, no new step of worker {pod.worker} is kept, and its copies of others get no newer"
     whose = f"the sidecar of worker {pod.worker}{others}"
     if pod.sidecar.restarting:
         kept = "What it holds stays in the pod's memory"
@@ -74,9 +79,7 @@ def sidecar_away(obs: Observation) -> tuple[str, str] | None:
         known = "is gone" if lately else f"is gone, and its kubelet on node {pod.node} has said nothing of it"
         reason = conditions.SIDECAR_RESTARTING if lately else conditions.SIDECAR_NOT_ANSWERING
         return reason, f"the sidecar of worker {pod.worker}{others} in pod {pod.name} {known}. {until}."
-    told = (
-        f"the sidecar of worker {pod.worker}{others} in pod {pod.name} does not answer, while its kubelet calls it well"
-    )
+    told = f"the sidecar of worker {pod.worker}{others} in pod {pod.name} does not answer, while its kubelet calls it well"
     return conditions.SIDECAR_NOT_ANSWERING, f"{told}. {until}."
 
 
@@ -100,6 +103,7 @@ def _advice(pod: PodView) -> str:
         return f" Its last words: kubectl logs {pod.name} -c tiercheck-sidecar --previous."
     limit = f" of {pod.sidecar.memory_limit}" if pod.sidecar.memory_limit else ""
     return (
-        f" It needed more than its memory limit{limit}, which is tiers.local.sizeLimit and what its own process needs: raise "
+        f" It needed more than its memory limit{limit}, which is tiers.local.sizeLimit and what its own "
+        "process needs: raise "
         "tiers.local.sizeLimit."
     )

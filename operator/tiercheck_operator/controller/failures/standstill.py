@@ -23,7 +23,8 @@ from tiercheck_operator.model.status import HangRecord, JobRecord, Recovery
 _TIMES = 2
 """Hangs in a row behind the same worker on the same node after which it moves."""
 _PATIENCE = 2.0
-"""Times `restoreStallSeconds` that a restore may stand still before its worker moves: what may pass in the sidecar passes before."""
+"""Times `restoreStallSeconds` that a restore may stand still before its worker moves: what may pass in the
+sidecar passes before."""
 _NAMED = 4
 _MOST = 2**60
 """Bytes that are believed: the API has 64 bits for the sum."""
@@ -40,14 +41,22 @@ class Hang:
 
 def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
     """What is known of a hang of the current attempt; None: there is none. `pods`: by worker."""
-    running = {worker: report for worker in sorted(pods) if (report := _running(obs, pods[worker])) is not None}
-    stalled = [report.trainer.stalled_since for report in running.values() if report.trainer.stalled_since is not None]
+    running = {
+        worker: report for worker in sorted(pods) if (report := _running(obs, pods[worker])) is not None
+    }
+    stalled = [
+        report.trainer.stalled_since
+        for report in running.values()
+        if report.trainer.stalled_since is not None
+    ]
     if not stalled:
         return None
     since = min(stalled)
     worker = _behind(running) if len(running) == obs.size else None
     idle = max(0.0, obs.now - since)
-    return Hang(since, f"no step for {idle:.0f} s: {_told(running, worker)}", None if worker is None else pods[worker])
+    return Hang(
+        since, f"no step for {idle:.0f} s: {_told(running, worker)}", None if worker is None else pods[worker]
+    )
 
 
 def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | None:
@@ -57,7 +66,11 @@ def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | No
         return None
     found = find_hang(obs, pods)
     laggard = found.laggard if found is not None else None
-    return laggard if laggard is not None and (laggard.worker, laggard.node) == (before.worker, before.node) else None
+    return (
+        laggard
+        if laggard is not None and (laggard.worker, laggard.node) == (before.worker, before.node)
+        else None
+    )
 
 
 def note_hang(status: JobRecord, hang: Hang | None) -> HangRecord | None:
@@ -100,7 +113,8 @@ def _told(running: Mapping[int, Report], behind: int | None) -> str:
 
 
 def why_stalled(obs: Observation, report: Report) -> str:
-    """Why the worker should be restored on another node, as a clause; empty: it need not, or it has moved for that already."""
+    """Why the worker should be restored on another node, as a clause; empty: it need not, or it has moved for
+    that already."""
     recovery = obs.job.status.recovery
     if recovery is None or recovery.released_at is not None or report.worker in recovery.stalled:
         return ""
@@ -124,7 +138,11 @@ def stalled_restore_message(
     if not still:
         return None
     first = still[0]
-    whose = f"worker {first}" if len(still) == 1 else f"worker {first} and those of {len(still) - 1} other workers"
+    whose = (
+        f"worker {first}"
+        if len(still) == 1
+        else f"worker {first} and those of {len(still) - 1} other workers"
+    )
     next_one = (
         "It has moved for that once already, so its node is not to blame"
         if first in recovery.stalled
@@ -132,7 +150,8 @@ def stalled_restore_message(
     )
     return (
         conditions.RESTORE_STALLED,
-        f"the restore of {whose} stands still: nothing came for more than {bound:.0f} s ({_waits_for(reports[first])}). {next_one}. Look at "
+        f"the restore of {whose} stands still: nothing came for more than {bound:.0f} s "
+        f"({_waits_for(reports[first])}). {next_one}. Look at "
         "what it waits for",
     )
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from tiercheck.protocol.report import RestoreState, TrainerState
 from tiercheck.protocol.version import Kind
 from tiercheck_operator.controller.attempt.directives import members_digest
-from tiercheck_operator.controller.failures.exits import cause_of_exit, describe_exit, facts_of_exit, failed_trainers
+from tiercheck_operator.controller.failures.exits import (
+    cause_of_exit,
+    describe_exit,
+    facts_of_exit,
+    failed_trainers,
+)
 from tiercheck_operator.controller.failures.failure_rules import merge_facts
 from tiercheck_operator.controller.failures.standstill import find_hang
 from tiercheck_operator.controller.members.domain_loss import lost_domain
@@ -63,8 +68,8 @@ def find_trigger(situation: Situation) -> Trigger | None:
 
 
 def replay_mismatch(situation: Situation) -> Trigger | None:
-    """A rank that replayed its chain and did not get the state that was recorded, or found its replicas' snapshots to differ; its command
-    ends, and that is no crash.
+    """A rank that replayed its chain and did not get the state that was recorded, or found its replicas'
+    snapshots to differ; its command ends, and that is no crash.
 
     Only chains of the current attempt count: what was found bad before was not chosen again.
     """
@@ -77,7 +82,11 @@ def replay_mismatch(situation: Situation) -> Trigger | None:
         for rank in report.restore.ranks:
             for bad in report.quarantined:
                 after = bad.version.step - (version.step - rank.deltas)  # the snapshot
-                if bad.everywhere and bad.rank == rank.rank and (bad.kind is Kind.DELTA) <= after <= rank.deltas:
+                if (
+                    bad.everywhere
+                    and bad.rank == rank.rank
+                    and (bad.kind is Kind.DELTA) <= after <= rank.deltas
+                ):
                     return Trigger(
                         Cause.RESTORE_FAILED,
                         f"worker {worker} could not restore {version}: rank {bad.rank}: {bad.reason}"[:1000],
@@ -98,7 +107,8 @@ def _hung(situation: Situation) -> Trigger | None:
 
 
 def _diverged(situation: Situation) -> Trigger | None:
-    """Too many steps in a row that the sanity gate refused. Nothing of them was kept, so the newest version is a good one."""
+    """Too many steps in a row that the sanity gate refused. Nothing of them was kept, so the newest version
+    is a good one."""
     limit, status = situation.job.spec.rollback_after, situation.job.status
     if limit is None or (status.recovery is not None and status.recovery.released_at is None):
         return None
@@ -106,7 +116,8 @@ def _diverged(situation: Situation) -> Trigger | None:
         if report.trainer.state is TrainerState.RUNNING and report.trainer.not_finite >= limit:
             return Trigger(
                 Cause.DIVERGED,
-                f"loss, gradient or state of worker {worker} was not finite for {report.trainer.not_finite} steps in a row, up to "
+                f"loss, gradient or state of worker {worker} was not finite for "
+                f"{report.trainer.not_finite} steps in a row, up to "
                 f"step {report.trainer.step}; failurePolicy.rollbackAfterNonFinite is {limit}",
                 None,
             )
@@ -145,7 +156,8 @@ def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
                 facts=trigger.facts,
             )
         if trigger.cause is known and known.in_place:
-            # Each answer of a sidecar may tell more of who fell first; when the attempt is decided, all have answered.
+            # Each answer of a sidecar may tell more of who fell first; when the attempt is decided, all have
+            # answered.
             at = min(current.failed_at, at)
             return replace(current, message=trigger.message, failed_at=at, facts=trigger.facts)
         if trigger.cause is known:
@@ -170,7 +182,9 @@ def _lost_members(situation: Situation) -> Trigger:
     times = [loss.at for loss in losses if loss.at is not None]
     # The survivors' broken collectives date the fault better than the moment when Kubernetes noticed it.
     times += [
-        report.trainer.ended_at for report in failed_trainers(situation, situation.members) if report.trainer.ended_at
+        report.trainer.ended_at
+        for report in failed_trainers(situation, situation.members)
+        if report.trainer.ended_at
     ]
     saved = situation.placement.members if situation.placement is not None else ()
     alive = {pod.uid for pod in situation.members.values()}

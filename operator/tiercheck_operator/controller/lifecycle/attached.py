@@ -1,7 +1,9 @@
-"""What is different about an attached job: its pods are made, counted and given up by another controller, its owner.
+"""What is different about an attached job: its pods are made, counted and given up by another controller, its
+owner.
 
-So no pod is ever created here, and none that has ended is removed: the owner has yet to see it. Only lost pods that still stand
-in the owner's way are deleted, so that it makes others at once; the attempt fences them, as it does for pods of our own.
+So no pod is ever created here, and none that has ended is removed: the owner has yet to see it. Only lost
+pods that still stand in the owner's way are deleted, so that it makes others at once; the attempt fences
+them, as it does for pods of our own.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ _UNKNOWN_FAILURE = 1
 
 
 def without_ended(obs: Observation, actions: Sequence[Action]) -> list[Action]:
-    """Of the actions that would replace lost pods, those that are left to us: deletions of pods that have not ended."""
+    """Of the actions that would replace lost pods, those that are left to us: deletions of pods that have not
+    ended."""
     ended = {pod.uid for pod in obs.pods if pod.terminal}
     return [action for action in actions if isinstance(action, DeletePod) and action.uid not in ended]
 
 
 def start_again(obs: Observation) -> Observation | None:
-    """The job as at its beginning, if it had failed and its owner made new pods in place of the failed ones; None: it did not.
+    """The job as at its beginning, if it had failed and its owner made new pods in place of the failed ones;
+    None: it did not.
 
-    Attempts and history go on; only the crash budget begins anew, because it was the owner's policy to try again.
+    Attempts and history go on; only the crash budget begins anew, because it was the owner's policy to try
+    again.
     """
     status = obs.job.status
     if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
@@ -39,7 +44,8 @@ def start_again(obs: Observation) -> Observation | None:
 
 
 def exit_code(obs: Observation) -> int:
-    """What the launchers of a job that is over exit with, so that the owner sees what it would have seen without us."""
+    """What the launchers of a job that is over exit with, so that the owner sees what it would have seen
+    without us."""
     status = obs.job.status
     if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
         return 0

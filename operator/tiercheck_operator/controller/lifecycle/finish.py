@@ -37,7 +37,8 @@ def after_finish(obs: Observation) -> Decision:
     why = "the job has ended"
     before: list[Action] = [action for pod in obs.spares for action in remove_pod(obs, pod, why)]
     wake: float | None = None
-    # A pod that was told to finish and does not is removed; after success it may still owe a version to the remote tier.
+    # A pod that was told to finish and does not is removed; after success it may still owe a version to the
+    # remote tier.
     limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend
     for pod in live:
         node = obs.nodes.get(pod.node) if pod.node else None
@@ -47,7 +48,9 @@ def after_finish(obs: Observation) -> Decision:
         patience = min(limit, obs.patience.suspend) if has_settled(obs, pod) else limit
         late = now - ended > patience
         if gone or (late and (lost or not pod.deleting)):
-            before.append(DeletePod(pod.name, pod.uid, gone or lost, f"pod {pod.name}: {why}, and it has not"))
+            before.append(
+                DeletePod(pod.name, pod.uid, gone or lost, f"pod {pod.name}: {why}, and it has not")
+            )
         elif not pod.deleting:
             left = max(1.0, ended + patience - now)
             wake = left if wake is None else min(wake, left)
@@ -94,7 +97,8 @@ def deadline_passed(situation: Situation) -> Finding | None:
     return Finding(
         conditions.DEADLINE_EXCEEDED,
         f"the job was active for longer than spec.activeDeadlineSeconds, {spec.active_deadline:.0f} s, "
-        f"since {situation.job.status.started}. What the remote tier holds is kept; a new job of the same name "
+        f"since {situation.job.status.started}. What the remote tier holds is kept; a new job of the same "
+        "name "
         "goes on from there.",
     )
 
@@ -131,8 +135,8 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
 
 
 def is_still_ending(obs: Observation) -> bool:
-    """Whether there are pods that were told to finish: they end, whatever the spec says by now, and bring away what they owe. An attempt
-    that began with them would lose them.
+    """Whether there are pods that were told to finish: they end, whatever the spec says by now, and bring
+    away what they owe. An attempt that began with them would lose them.
     """
     status = obs.job.status
     return is_suspending(status) and bool(status.attempt and obs.all_pods) and obs.job.spec.attach is None

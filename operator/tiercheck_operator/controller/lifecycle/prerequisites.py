@@ -45,7 +45,11 @@ def refuse_pods(job: JobView) -> Finding | None:
     try:
         wrong = template_problem(spec.template)
         if not wrong and not begun:
-            wrong = pod_problem(pod, names.TRAINER_CONTAINER) or deadline_problem(spec.template) or unbuildable(job)
+            wrong = (
+                pod_problem(pod, names.TRAINER_CONTAINER)
+                or deadline_problem(spec.template)
+                or unbuildable(job)
+            )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         wrong = "" if begun else unlike_a_pod(error)
     if wrong:

@@ -1,7 +1,8 @@
 """No node takes a pod: for a while that is nothing, after it a shortage that somebody has to hear of.
 
-Then the job goes on smaller, if its spec allows that and it can; else it waits. Either way the workers that have nodes keep what they
-hold, because nobody touches them. What is possible is decided here, and nowhere else; what follows from it is in `elastic.py`.
+Then the job goes on smaller, if its spec allows that and it can; else it waits. Either way the workers that
+have nodes keep what they hold, because nobody touches them. What is possible is decided here, and nowhere
+else; what follows from it is in `elastic.py`.
 """
 
 from __future__ import annotations
@@ -57,14 +58,18 @@ def is_overdue(situation: Situation) -> bool:
 
 
 def possible_size(situation: Situation) -> int | None:
-    """With how many workers the job could go on now, if it may shrink: those that have nodes; None: it has to wait.
+    """With how many workers the job could go on now, if it may shrink: those that have nodes; None: it has to
+    wait.
 
-    Only once nothing is on its way any more: every other worker's pod was looked at by the scheduler, and none that is being ended still
-    has a node.
+    Only once nothing is on its way any more: every other worker's pod was looked at by the scheduler, and
+    none that is being ended still has a node.
     """
     members = situation.members.values()
     size = sum(pod.node is not None for pod in members)
-    settled = len(members) == situation.size and size + len(homeless_members(situation.membership)) == situation.size
+    settled = (
+        len(members) == situation.size
+        and size + len(homeless_members(situation.membership)) == situation.size
+    )
     ending = any(pod.deleting and pod.node is not None for pod in situation.all_pods)
     if not settled or ending or size >= situation.size or hindrance(situation, size):
         return None
@@ -96,7 +101,8 @@ def hindrance(situation: Situation, size: int) -> str:
 
 
 def _leads_back(situation: Situation, size: int) -> bool:
-    """Whether a version can be brought to so many ranks from those that have nodes: to go on is not to begin from scratch."""
+    """Whether a version can be brought to so many ranks from those that have nodes: to go on is not to begin
+    from scratch."""
     spec, status = situation.job.spec, situation.job.status
     if not status.attempt or (status.recovery is not None and Cause.parse(status.recovery.cause).planned):
         return True
@@ -137,7 +143,9 @@ def _outlook(situation: Situation, end: float) -> str:
     """Before time is up."""
     size = possible_size(situation)
     if size is not None:
-        return f"If that stays so, the job goes on with {size} workers at {rfc3339(end)}, and grows back later."
+        return (
+            f"If that stays so, the job goes on with {size} workers at {rfc3339(end)}, and grows back later."
+        )
     return "Add nodes, or ask for less in spec.template or spec.workers."
 
 
@@ -145,7 +153,8 @@ def _waits(situation: Situation, since: float) -> str:
     housed = sum(pod.ip is not None for pod in situation.members.values())
     kept = f" with what {housed} workers hold in memory" if housed and situation.job.status.attempt else ""
     return (
-        f"The job has waited since {rfc3339(since)}, and goes on{kept} as soon as they have: uncordon or mend nodes, add some, free "
+        f"The job has waited since {rfc3339(since)}, and goes on{kept} as soon as they have: uncordon or "
+        "mend nodes, add some, free "
         "what other pods take, give the job a higher priorityClassName, or ask for less in spec.template."
     )
 

@@ -76,7 +76,9 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
             departures[worker] = Departure(worker, old, None, why)
     ready = {worker for worker, way in pairs.items() if way.new is not None and _waits(obs, way.new)}
     # One restart for all who leave together: those who are ready wait a while for those who soon will be.
-    patient = any(_comes(obs, way.new) for worker, way in pairs.items() if worker not in ready and way.new is not None)
+    patient = any(
+        _comes(obs, way.new) for worker, way in pairs.items() if worker not in ready and way.new is not None
+    )
     if patient or not ready:
         return Assignment(members, {**departures, **pairs}, ())
     departed = tuple(pairs[worker] for worker in sorted(ready))
@@ -151,7 +153,8 @@ def find_moves(obs: Observation) -> list[Move]:
 
 
 def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
-    """Of pods in which no attempt can begin. All others wait for them, so there is time to let them have what such a pod holds."""
+    """Of pods in which no attempt can begin. All others wait for them, so there is time to let them have what
+    such a pod holds."""
     current = obs.current_reports
     heard = {uid for uid, known in obs.reports.items() if known.silent_since is None and uid in current}
     reports = {worker: current[pod.uid] for worker, pod in pods.items() if pod.uid in heard}
@@ -169,15 +172,21 @@ def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
     if _from_scratch(obs):
         return list(moves.values())
     return [
-        move for worker, move in moves.items() if not _needed(obs, reports[worker], restored=worker not in stalled)
+        move
+        for worker, move in moves.items()
+        if not _needed(obs, reports[worker], restored=worker not in stalled)
     ][:1]
 
 
 def _needed(obs: Observation, report: Report, *, restored: bool) -> bool:
-    """Whether its sidecar still has to bring its holders what they lack, or has not heard yet what that is: it never does where it is not
-    `restored`. Not for ever: a holder may have no room."""
+    """Whether its sidecar still has to bring its holders what they lack, or has not heard yet what that is:
+    it never does where it is not `restored`. Not for ever: a holder may have no room."""
     recovery = obs.job.status.recovery
-    if recovery is not None and recovery.decided_at is not None and obs.now - recovery.decided_at > _HAND_OVER:
+    if (
+        recovery is not None
+        and recovery.decided_at is not None
+        and obs.now - recovery.decided_at > _HAND_OVER
+    ):
         return False
     unheard = restored and report.watermarks.local is None and not obs.job.status.resized_from
     return report.owes or unheard

@@ -1,4 +1,5 @@
-"""Nodes that are lost together have usually lost something in common: a rack's power, a switch, a zone. That is what people look for."""
+"""Nodes that are lost together have usually lost something in common: a rack's power, a switch, a zone. That
+is what people look for."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""How many workers the job has now: fewer than its spec asks for when no node takes the others, and all of them again when one does.
+"""How many workers the job has now: fewer than its spec asks for when no node takes the others, and all of
+them again when one does.
 
-The size is in the status, written before anything follows from it, and all else goes by it (`Situation.size`). A smaller job has one
-spare more for each worker that it lacks, and when they are ready it grows.
+The size is in the status, written before anything follows from it, and all else goes by it
+(`Situation.size`). A smaller job has one spare more for each worker that it lacks, and when they are ready it
+grows.
 
-    shrink    after failurePolicy.capacityTimeoutSeconds, to the workers that have nodes
-    whole     before an attempt with fewer has begun, if nodes take all pods after all
-    grow      a planned attempt: when spares wait for all missing workers, for a while, and a version of the smaller job is complete,
+    shrink    after failurePolicy.capacityTimeoutSeconds, to the workers that have nodes whole     before an
+    attempt with fewer has begun, if nodes take all pods after all grow      a planned attempt: when spares
+    wait for all missing workers, for a while, and a version of the smaller job is complete,
               at a moment when few steps would be trained again
-    grow      at once, if an attempt is due anyway
-    back      a growth that comes to nothing, because the spare is lost that it was begun for, or copies cannot be spread as required
+    grow      at once, if an attempt is due anyway back      a growth that comes to nothing, because the spare
+    is lost that it was begun for, or copies cannot be spread as required
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
 
 _FRESH_SECONDS = 2.0
-"""Of training, by which a snapshot may be old when the job grows; or a quarter of the steps between snapshots, if that is more."""
+"""Of training, by which a snapshot may be old when the job grows; or a quarter of the steps between
+snapshots, if that is more."""
 _FRESH_PART = 0.25
 _PATIENT_TIMES = 4
 """Times the usual wait after which the job grows whatever the age of its newest snapshot."""
 _GROWTH_SECONDS = 120.0
-"""That a growth may be under way before its attempt begins; something that cannot be seen before then stands against it."""
+"""That a growth may be under way before its attempt begins; something that cannot be seen before then stands
+against it."""
 _LOOK_EVERY = 1.0
 
 
@@ -75,9 +79,13 @@ def _shrunk(situation: Situation) -> Resized | None:
     size = possible_size(situation)
     if size is None:
         return None
-    text = f"{describe_homeless(situation)} The job goes on with {size} of {situation.job.spec.workers} workers."
+    text = (
+        f"{describe_homeless(situation)} The job goes on with {size} of {situation.job.spec.workers} workers."
+    )
     found = Finding(conditions.UNSCHEDULABLE, text)
-    return Resized(replace(situation.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found))
+    return Resized(
+        replace(situation.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found)
+    )
 
 
 def _whole(situation: Situation) -> Resized | None:
@@ -101,7 +109,9 @@ def _planned(situation: Situation) -> Resized | None:
     if members_digest(situation.members) != status.members or not _trains(situation):
         return None
     if not _room(situation) or situation.membership.departures:
-        return Resized(replace(status, size=SizeRecord(size.workers)), Findings()) if size.room_since else None
+        return (
+            Resized(replace(status, size=SizeRecord(size.workers)), Findings()) if size.room_since else None
+        )
     if size.room_since is None:
         return Resized(replace(status, size=SizeRecord(size.workers, situation.now)), Findings())
     waited = situation.now - size.room_since
@@ -127,7 +137,9 @@ def _back(situation: Situation, upkeep: Upkeep) -> Resized | None:
 
 def _trains(situation: Situation) -> bool:
     reports = situation.attempt_reports.values()
-    return len(reports) == situation.size and all(report.trainer.state is TrainerState.RUNNING for report in reports)
+    return len(reports) == situation.size and all(
+        report.trainer.state is TrainerState.RUNNING for report in reports
+    )
 
 
 def _all(obs: Observation) -> Resized:
@@ -148,9 +160,13 @@ def _room(situation: Situation) -> bool:
 
 
 def _own_version(situation: Situation) -> bool:
-    """Whether something that these workers made is complete as it would be after a loss, and a snapshot of theirs, from which alone
-    more of them can start: growing does not throw away what they did."""
-    status, branches, placement = situation.job.status, situation.job.status.history.branches, situation.placement
+    """Whether something that these workers made is complete as it would be after a loss, and a snapshot of
+    theirs, from which alone more of them can start: growing does not throw away what they did."""
+    status, branches, placement = (
+        situation.job.status,
+        situation.job.status.history.branches,
+        situation.placement,
+    )
     elsewhere = placement is not None and (bool(placement.groups) or any(placement.holders().values()))
     kept = status.tiers.get("peer" if elsewhere else "local")
     pod = situation.members.get(0)
@@ -165,7 +181,9 @@ def _little_lost(situation: Situation) -> bool:
     """Whether few steps would be trained again, because a snapshot is fresh."""
     checkpoint = situation.job.status.checkpoint
     pod, pace = situation.members.get(0), situation.job.status.step_seconds
-    report, known = (situation.report(pod), situation.reports.get(pod.uid)) if pod is not None else (None, None)
+    report, known = (
+        (situation.report(pod), situation.reports.get(pod.uid)) if pod is not None else (None, None)
+    )
     if report is None or known is None or pace is None or report.watermarks.snapshot is None:
         return False
     age = situation.now - (known.answered_at or 0.0)
@@ -198,9 +216,7 @@ def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | Non
         return SizeStanding(False, conditions.GROWING, text)
     homeless = next((pod for pod in situation.all_pods if pod.homeless and not pod.deleting), None)
     if homeless is not None:
-        text = (
-            f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back when nodes are added"
-        )
+        text = f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back when nodes are added"
     else:
         missing = wanted - record.size.workers
         ready = min(missing, len(situation.spare_pool.ready))

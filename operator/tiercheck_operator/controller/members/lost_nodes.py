@@ -61,8 +61,10 @@ def unready_node_message(obs: Observation, members: Mapping[int, PodView]) -> tu
     more = f" and those of {len(found) - 1} other workers are" if len(found) > 1 else " is"
     return (
         conditions.NODE_NOT_READY,
-        f"node {found[0].node} of worker {found[0].worker}{more} not ready: no kubelet is heard there. Who answers "
-        "trains on, and is left alone until Kubernetes evicts it, or its sidecar falls silent as well; new pods "
+        f"node {found[0].node} of worker {found[0].worker}{more} not ready: no kubelet is heard there. "
+        "Who answers "
+        "trains on, and is left alone until Kubernetes evicts it, or its sidecar falls silent as well; "
+        "new pods "
         "go elsewhere",
     )
 
@@ -77,7 +79,9 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
         return False  # not asked yet
     seconds = obs.now - known.silent_since
     if pod.uid not in obs.attempt_pods:  # it holds nothing
-        return seconds > (patience.accused if any(answers(obs, other) for other in obs.living) else patience.silent)
+        return seconds > (
+            patience.accused if any(answers(obs, other) for other in obs.living) else patience.silent
+        )
     members = [other for other in obs.living if other.uid in obs.attempt_pods]
     answering = sum(answers(obs, other) for other in members)
     limit = patience.silent if 2 * answering < len(members) else patience.accused

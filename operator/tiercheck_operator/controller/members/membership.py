@@ -22,7 +22,8 @@ _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
     "PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC",
 }  # fmt: skip
-"""Reasons with which Kubernetes itself fails a pod: the kubelet's (pressure, shutdown) and those of DisruptionTarget."""
+"""Reasons with which Kubernetes itself fails a pod: the kubelet's (pressure, shutdown) and those of
+DisruptionTarget."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Loss:
 class Membership:
     members: Mapping[int, PodView]
     losses: tuple[Loss, ...]
-    """Of members of the current attempt. A pod that was left or replaced before has nothing to do with what fails now."""
+    """Of members of the current attempt. A pod that was left or replaced before has nothing to do with what
+    fails now."""
     suspects: frozenset[str]
     """Names of nodes that new pods and copies stay away from."""
     departures: Mapping[int, Departure] = field(default_factory=dict)
@@ -56,7 +58,8 @@ class Membership:
     lost: Mapping[str, Loss] = field(default_factory=dict)
     """By pod UID: of every pod that is no member any more."""
     beyond: tuple[PodView, ...] = ()
-    """Members of the current attempt that the job, which goes on smaller, has no place for under their number: they get another one."""
+    """Members of the current attempt that the job, which goes on smaller, has no place for under their
+    number: they get another one."""
 
     def missing(self, workers: int) -> list[int]:
         return [worker for worker in range(workers) if worker not in self.members]
@@ -105,8 +108,9 @@ def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
 def _never_up(
     obs: Observation, living: Mapping[int, Sequence[PodView]], lost: Mapping[str, Loss]
 ) -> list[tuple[PodView, str]]:
-    """New pods on nodes that failed next, or at the same time without a pod of this job that would have told, and why they go.
-    Their silence says nothing, so without this they would wait there until Kubernetes notices."""
+    """New pods on nodes that failed next, or at the same time without a pod of this job that would have told,
+    and why they go. Their silence says nothing, so without this they would wait there until Kubernetes
+    notices."""
     left = {loss.node for loss in lost.values() if loss.cause is Cause.NODE_SILENT}
     found = []
     for pod in (pod for pods in living.values() for pod in pods):
@@ -132,7 +136,8 @@ def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -
     if gone:
         return lost(Cause.NODE_LOST, gone, node=pod.node)
     if pod.deleting:
-        # Asked before the phase: however a pod is ended, it is Failed or Succeeded for a moment before it is gone.
+        # Asked before the phase: however a pod is ended, it is Failed or Succeeded for a moment before it is
+        # gone.
         given_up = _given_up(pod)
         if given_up is not None:
             cause, why = given_up
@@ -153,7 +158,8 @@ def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -
 
 
 def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Collection[int]) -> list[Loss]:
-    """Of pods that the attempt began with. Where those are not known, of the newest pod of each worker that has no other."""
+    """Of pods that the attempt began with. Where those are not known, of the newest pod of each worker that
+    has no other."""
     if current:
         return [loss for uid, loss in lost.items() if uid in current]
     newest: dict[int, Loss] = {}
@@ -172,7 +178,8 @@ _OF_NODES = (
     Cause.RESTORE_STALLED,
 )
 NOTED_CAUSES = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
-"""Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the pod is gone."""
+"""Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the
+pod is gone."""
 
 
 def _given_up(pod: PodView) -> tuple[Cause, str] | None:
@@ -268,5 +275,7 @@ def _silent(obs: Observation) -> set[str]:
     return {
         pod.uid
         for pod in obs.spares
-        if was_up(obs, pod) and restart_due(obs, pod) is None and (silence(obs, pod) or 0.0) > obs.patience.silent
+        if was_up(obs, pod)
+        and restart_due(obs, pod) is None
+        and (silence(obs, pod) or 0.0) > obs.patience.silent
     }

@@ -21,7 +21,8 @@ from tiercheck_operator.model.status import JobRecord
 
 
 def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[list[Action], float | None]:
-    """Pods to create and delete, and how long to wait if a replacement is put off. Workers in `taken` get a spare instead."""
+    """Pods to create and delete, and how long to wait if a replacement is put off. Workers in `taken` get a
+    spare instead."""
     actions: list[Action] = []
     wait: float | None = None
     avoid = avoided_hosts(situation)
@@ -41,7 +42,11 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
             continue
         actions.append(
             CreatePod(
-                worker, next_incarnation(situation, worker), avoid, _home(situation, worker), shunned_hosts(situation)
+                worker,
+                next_incarnation(situation, worker),
+                avoid,
+                _home(situation, worker),
+                shunned_hosts(situation),
             )
         )
     return actions + _removals(situation), wait
@@ -53,15 +58,24 @@ def shunned_hosts(obs: Observation) -> tuple[str, ...]:
 
 
 def _home(situation: Situation, worker: int) -> str:
-    """Host name of the node where the worker's memory outlived its pod; empty: there is none, or it is not well."""
+    """Host name of the node where the worker's memory outlived its pod; empty: there is none, or it is not
+    well."""
     if not situation.job.spec.node_memory:
         return ""
-    names = [loss.pod.node for loss in situation.membership.losses if loss.worker == worker and loss.pod is not None]
+    names = [
+        loss.pod.node
+        for loss in situation.membership.losses
+        if loss.worker == worker and loss.pod is not None
+    ]
     saved = situation.placement.members if situation.placement is not None else ()
     names += [member.node for member in saved if member.worker == worker]
     name = next((entry for entry in names if entry), "")
     node = situation.nodes.get(name)
-    return node.hostname if node is not None and not node.lost and name not in situation.membership.suspects else ""
+    return (
+        node.hostname
+        if node is not None and not node.lost and name not in situation.membership.suspects
+        else ""
+    )
 
 
 def avoided_hosts(situation: Situation) -> tuple[str, ...]:
@@ -85,8 +99,8 @@ def is_held_by_avoidance(obs: Observation, pod: PodView) -> bool:
 
 
 def _pause(situation: Situation, worker: int) -> float:
-    """Seconds to wait before the worker gets another pod: pods that never came up are not replaced in a tight loop, nor do they try
-    one node after the other with a health check that fails everywhere."""
+    """Seconds to wait before the worker gets another pod: pods that never came up are not replaced in a tight
+    loop, nor do they try one node after the other with a health check that fails everywhere."""
     newest = max(
         (pod for pod in situation.pods if pod.worker == worker),
         key=lambda pod: (pod.incarnation, pod.created),
@@ -115,20 +129,25 @@ def next_incarnation(obs: Observation, worker: int) -> int:
 
 def _removals(situation: Situation) -> list[Action]:
     """Pods that are no members: those on lost nodes go without waiting for a kubelet that will not answer."""
-    keep = {pod.uid for pod in (*situation.members.values(), *situation.membership.beyond)} | situation.membership.left
+    keep = {
+        pod.uid for pod in (*situation.members.values(), *situation.membership.beyond)
+    } | situation.membership.left
     keep |= {each.new.uid for each in situation.membership.departures.values() if each.new is not None}
     actions: list[Action] = []
     for pod in situation.pods:
         if pod.uid in keep or (_pause(situation, pod.worker) > 0 and not pod.deleting):
             continue
         heir = situation.members.get(pod.worker)
-        goes_on = f"worker {pod.worker} goes on in pod {heir.name}" if heir is not None else "no worker needs it"
+        goes_on = (
+            f"worker {pod.worker} goes on in pod {heir.name}" if heir is not None else "no worker needs it"
+        )
         actions += remove_pod(situation, pod, situation.membership.lost.get(pod.uid) or goes_on)
     return actions
 
 
 def remove_pod(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
-    """To delete a pod, if that has not been asked for: without waiting for its node if nobody is there to end it."""
+    """To delete a pod, if that has not been asked for: without waiting for its node if nobody is there to end
+    it."""
     gone = out_of_reach(obs, pod)
     if pod.deleting and not gone:
         return []
@@ -139,8 +158,8 @@ def remove_pod(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
 
 
 def choose_sidecar_image(status: JobRecord, pods: Iterable[PodView], configured: str) -> str:
-    """The image in the status; else that of the job's newest pod, which an operator made that could not write it down; else
-    the one that the operator was given."""
+    """The image in the status; else that of the job's newest pod, which an operator made that could not write
+    it down; else the one that the operator was given."""
     if status.sidecar_image:
         return status.sidecar_image
     living = [pod for pod in pods if pod.sidecar_image and not pod.terminal]

@@ -13,8 +13,8 @@ from tiercheck_operator.model.observed import ContainerState, Observation, PodVi
 from tiercheck_operator.planning.suspicion import Training
 
 _STARTS = 150.0
-"""Seconds from its address to its first answer that a sidecar gets while its kubelet says that it starts: after
-120 s its startup probe ends it."""
+"""Seconds from its address to its first answer that a sidecar gets while its kubelet says that it starts:
+after 120 s its startup probe ends it."""
 
 
 def answers(obs: Observation, pod: PodView) -> bool:
@@ -64,7 +64,9 @@ def training(obs: Observation) -> Training:
     steps = [
         known.stepped_at
         for known in obs.reports.values()
-        if known.stepped_at is not None and known.report is not None and known.report.attempt == status.attempt
+        if known.stepped_at is not None
+        and known.report is not None
+        and known.report.attempt == status.attempt
     ]
     # Sidecars that were just started have not heard yet whether their trainers make steps.
     told = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if answers(obs, pod)]

@@ -1,7 +1,9 @@
-"""Spares: warm pods that are no worker's yet. A lost worker's identity goes to one of them, and a new spare is made behind it.
+"""Spares: warm pods that are no worker's yet. A lost worker's identity goes to one of them, and a new spare
+is made behind it.
 
-What makes a spare a member is a label, patched only if the pod is still as it was seen. So whoever looks next finds it a
-member like any other, and all that follows (attempt, directive, restore) is the same as for a new pod.
+What makes a spare a member is a label, patched only if the pod is still as it was seen. So whoever looks next
+finds it a member like any other, and all that follows (attempt, directive, restore) is the same as for a new
+pod.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
     record = SparesRecord(wanted, min(wanted, len(pool.ready)))
     if record.ready == wanted:
         reason = conditions.SPARES_WAITING if wanted else conditions.NO_SPARES
-        return SparesStanding(record, bool(wanted), reason, f"{wanted} spares wait to take a lost worker's place")
+        return SparesStanding(
+            record, bool(wanted), reason, f"{wanted} spares wait to take a lost worker's place"
+        )
     told = f"{record.ready} of {wanted} spares are ready"
     homeless = next((pod for pod in pool.coming if pod.homeless), None)
     if homeless is not None:
@@ -74,7 +78,8 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
 
 
 def keep_spares(situation: Situation) -> Upkeep:
-    """Spares for workers that lack a pod, and new spares behind them. Workers go first wherever there is only so much room."""
+    """Spares for workers that lack a pod, and new spares behind them. Workers go first wherever there is only
+    so much room."""
     pool = situation.spare_pool
     renamed = _renamed(situation)
     takeovers = (*renamed, *_takeovers(situation, pool, {each.worker for each in renamed}))
@@ -88,7 +93,9 @@ def keep_spares(situation: Situation) -> Upkeep:
     hindered = [pod for pod in left if is_held_by_avoidance(situation, pod)]
     surplus = _surplus(pool, [pod for pod in left if pod not in hindered], situation.wanted_spares)
     for pod in hindered:
-        actions += remove_pod(situation, pod, "this spare found no node while it avoided some that are well again")
+        actions += remove_pod(
+            situation, pod, "this spare found no node while it avoided some that are well again"
+        )
     for pod in surplus:
         actions += remove_pod(situation, pod, "no more than so many spares are wanted")
     kept = len(left) - len(hindered) - len(surplus)
@@ -101,20 +108,28 @@ def keep_spares(situation: Situation) -> Upkeep:
         return Upkeep(takeovers, tuple(actions), pause)
     first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
     avoid = avoided_hosts(situation)
-    actions += [CreateSpare(number, avoid, shunned_hosts(situation)) for number in range(first, first + missing)]
+    actions += [
+        CreateSpare(number, avoid, shunned_hosts(situation)) for number in range(first, first + missing)
+    ]
     return Upkeep(takeovers, tuple(actions))
 
 
 def _renamed(situation: Situation) -> tuple[Promote, ...]:
-    """Survivors of a job that goes on smaller, for the workers that were lost: rather than spares, and rather than new pods that
-    have found a node meanwhile, because their memory holds state.
+    """Survivors of a job that goes on smaller, for the workers that were lost: rather than spares, and rather
+    than new pods that have found a node meanwhile, because their memory holds state.
     """
     if not situation.membership.beyond:
         return ()
     members, numbers = situation.members, range(situation.size)
     vacant = [worker for worker in numbers if not situation.membership.housed(worker)]
-    empty = [worker for worker in numbers if worker not in vacant and members[worker].uid not in situation.attempt_pods]
-    survivors = sorted((pod for pod in situation.membership.beyond if pod.resource_version), key=lambda pod: pod.worker)
+    empty = [
+        worker
+        for worker in numbers
+        if worker not in vacant and members[worker].uid not in situation.attempt_pods
+    ]
+    survivors = sorted(
+        (pod for pod in situation.membership.beyond if pod.resource_version), key=lambda pod: pod.worker
+    )
     pairs = zip(survivors, (*vacant, *empty), strict=False)
     return tuple(Promote(pod, worker, next_incarnation(situation, worker)) for pod, worker in pairs)
 
@@ -142,7 +157,8 @@ def _takeovers(situation: Situation, pool: SparePool, taken: set[int]) -> tuple[
 
 
 def _needs_pod(membership: Membership, worker: int) -> bool:
-    """A pod that no node takes is as good as none while a spare waits, and one that has to leave soon is to be left."""
+    """A pod that no node takes is as good as none while a spare waits, and one that has to leave soon is to
+    be left."""
     member, going = membership.members.get(worker), membership.departures.get(worker)
     return member is None or member.homeless or (going is not None and going.new is None)
 
@@ -160,7 +176,8 @@ def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodV
 
 
 def _pause(situation: Situation, pool: SparePool) -> float:
-    """Seconds to wait before another spare is made: those that never came up are not replaced in a tight loop."""
+    """Seconds to wait before another spare is made: those that never came up are not replaced in a tight
+    loop."""
     failed = [pod.created for pod in pool.lost if pod.phase == "Failed" and pod.ip is None]
     return max(failed) + situation.patience.retry - situation.now if failed else 0.0
 

@@ -1,4 +1,5 @@
-"""Whom to give up although Kubernetes still believes in it: from what sidecars say of each other, and their silence towards us.
+"""Whom to give up although Kubernetes still believes in it: from what sidecars say of each other, and their
+silence towards us.
 
 The rule itself is `planning.suspicion`. Here it gets its evidence, and its answer becomes words.
 """
@@ -9,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.report import Break, TrainerState
-from tiercheck_operator.controller.members.signs_of_life import answers, restart_due, silence, training, was_up
+from tiercheck_operator.controller.members.signs_of_life import (
+    answers,
+    restart_due,
+    silence,
+    training,
+    was_up,
+)
 from tiercheck_operator.model.actions import ProbeSidecar
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import HostSign, Observation, PodView
@@ -88,7 +95,9 @@ def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
     at_once = set[str]().union(*last)
     if silent:
         shortest = min(witness.silent or 0.0 for witness in silent)
-        named |= {witness.pod for witness in witnesses if witness.silent is None and witness.heard >= shortest}
+        named |= {
+            witness.pod for witness in witnesses if witness.silent is None and witness.heard >= shortest
+        }
         named |= set([pod.uid for pod in running if answers(obs, pod) and pod.uid in obs.attempt_pods][:1])
     due = []
     for uid in sorted(named | at_once):
@@ -101,7 +110,8 @@ def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
 
 
 def seconds_to_next_look(obs: Observation, heard: Testimony) -> float | None:
-    """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new where no kubelet has taken it."""
+    """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new where no kubelet
+    has taken it."""
     uneasy = any(witness.silent is not None or witness.accuses for witness in heard.witnesses)
     return _ASK_AGAIN if uneasy or any(not pod.claimed for pod in obs.living) else None
 
@@ -156,15 +166,22 @@ def _held(obs: Observation, pod: PodView) -> float | None:
 
 def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView], due: float | None) -> str:
     named = [f"{pods[uid].worker}" for uid in suspicion.accusers]
-    workers = ", ".join(sorted(named, key=int)[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
+    workers = ", ".join(sorted(named, key=int)[:8]) + (
+        f" and {len(named) - 8} more" if len(named) > 8 else ""
+    )
     if suspicion.answers:
         return (
-            f"it answers, but for {suspicion.seconds:.0f} s it and its peers have not reached each other (worker {workers} "
+            f"it answers, but for {suspicion.seconds:.0f} s it and its peers have not reached each other "
+            f"(worker {workers} "
             "says so); the network of its node is cut off"
         )
     text = f"its sidecar has not answered for {suspicion.seconds:.0f} s"
     if due is not None and not suspicion.host_silent:
-        late = f"should have started it again {-due:.0f} s ago" if due < 0 else f"starts it again only in {due:.0f} s"
+        late = (
+            f"should have started it again {-due:.0f} s ago"
+            if due < 0
+            else f"starts it again only in {due:.0f} s"
+        )
         return f"{text}, the way back needs it, and its kubelet {late}"
     if not named:
         return text

@@ -20,7 +20,12 @@ from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, V
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.planning.parity.code_groups import CodeGroup, OldGroup
-from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory, SourceChoice
+from tiercheck_operator.planning.recovery.inventory import (
+    Artifacts,
+    JobInventory,
+    RemoteInventory,
+    SourceChoice,
+)
 from tiercheck_operator.planning.recovery.recovery import RecoveryProblem
 
 _Table = dict[int, tuple[set[Version], set[Version]]]
@@ -30,7 +35,9 @@ def inventories(reports: Iterable[Report]) -> list[JobInventory]:
     """One per report. A copy that any sidecar found bad counts for nobody."""
     known = list(reports)
     quarantined = {
-        (entry.worker, entry.rank, entry.version, entry.kind) for report in known for entry in report.quarantined
+        (entry.worker, entry.rank, entry.version, entry.kind)
+        for report in known
+        for entry in report.quarantined
     }
     same: dict[Version, Version] = {}
     found = []
@@ -60,7 +67,8 @@ def inventories(reports: Iterable[Report]) -> list[JobInventory]:
 
 
 def bad_everywhere(reports: Iterable[Report]) -> frozenset[Artifact]:
-    """Artifacts that are useless wherever they lie: their replay did not give the state that they were taken from."""
+    """Artifacts that are useless wherever they lie: their replay did not give the state that they were taken
+    from."""
     return frozenset(
         Artifact(entry.rank, entry.version, entry.kind)
         for report in reports
@@ -105,7 +113,9 @@ def to_sources(
 ) -> dict[int, tuple[Source, ...]]:
     """With addresses; places that are no members fall out."""
     return {
-        rank: tuple(source for source in (_source(choice, members) for choice in entries) if source is not None)
+        rank: tuple(
+            source for source in (_source(choice, members) for choice in entries) if source is not None
+        )
         for rank, entries in choices.items()
     }
 
@@ -120,7 +130,9 @@ def parity_group(group: CodeGroup, members: Mapping[int, PodView]) -> ParityGrou
     )
 
 
-def without_versions(situation: RecoveryProblem, bad: Collection[Version], *, deltas: bool = True) -> RecoveryProblem:
+def without_versions(
+    situation: RecoveryProblem, bad: Collection[Version], *, deltas: bool = True
+) -> RecoveryProblem:
     """As if nobody held `bad`; without `deltas`, as if there were snapshots only."""
 
     def left(held: Artifacts) -> Artifacts:
@@ -141,7 +153,8 @@ def without_versions(situation: RecoveryProblem, bad: Collection[Version], *, de
             for entry in situation.inventories
         ],
         remote=replace(
-            situation.remote, versions=[version for version in situation.remote.versions if version not in bad]
+            situation.remote,
+            versions=[version for version in situation.remote.versions if version not in bad],
         ),
     )
 
@@ -155,7 +168,9 @@ def _source(choice: SourceChoice, members: Mapping[int, PodView]) -> Source | No
     if choice.worker is None:
         return Source(choice.tier)
     return (
-        Source(choice.tier, Peer(choice.worker, members[choice.worker].address)) if choice.worker in members else None
+        Source(choice.tier, Peer(choice.worker, members[choice.worker].address))
+        if choice.worker in members
+        else None
     )
 
 
@@ -204,7 +219,8 @@ def known_as(obs: Observation, pods: Iterable[PodView]) -> dict[int, PodView]:
 
 
 def _renumbered(entries: Iterable[Quarantined], now: Mapping[int, int]) -> Iterable[Quarantined]:
-    """What was found bad at workers that are no more counts against nobody; at no worker (the remote tier), and everywhere, as before."""
+    """What was found bad at workers that are no more counts against nobody; at no worker (the remote tier),
+    and everywhere, as before."""
     for entry in entries:
         if entry.worker < 0 or entry.everywhere:
             yield entry
@@ -215,7 +231,8 @@ def _renumbered(entries: Iterable[Quarantined], now: Mapping[int, int]) -> Itera
 def adopted_history(remote: RemoteInventory, step: int | None) -> History:
     """The history that accepts the version to begin from; empty if the remote tier holds none.
 
-    `step`: the one that the user asked for. Among versions of the same step, and for the newest one, the later attempt
+    `step`: the one that the user asked for. Among versions of the same step, and for the newest one, the
+    later attempt
     counts: the earlier one was rolled back.
     """
     usable: list[Version] = [version for version in remote.usable if step is None or version.step == step]

@@ -1,4 +1,5 @@
-"""How much memory the slots of a job need, before it starts and while it runs, so that what cannot fit is refused with numbers."""
+"""How much memory the slots of a job need, before it starts and while it runs, so that what cannot fit is
+refused with numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tiercheck_operator.planning.parity.code_groups import CodeGroup
 from tiercheck_operator.planning.quantity import parse_quantity
 
 _DENSE_DELTA = 3
-"""A snapshot is at most this many times a dense delta: parameters and two moments against gradients of the same dtype."""
+"""A snapshot is at most this many times a dense delta: parameters and two moments against gradients of the
+same dtype."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def largest_share(holders: Mapping[int, tuple[int, ...]], groups: Iterable[CodeG
 
 
 def budget(spec: JobSpec, share: MemoryShare) -> Sizing | None:
-    """What a worker needs, if `spec.checkpoint.stateSize` says how large a rank's snapshot is; None: that is not known."""
+    """What a worker needs, if `spec.checkpoint.stateSize` says how large a rank's snapshot is; None: that is
+    not known."""
     if spec.state_size is None:
         return None
     delta = 0 if spec.delta is DeltaMode.NONE else max(1, spec.state_size // _DENSE_DELTA)
@@ -86,8 +89,10 @@ def too_small(spec: JobSpec, share: MemoryShare) -> str:
     elif share.copies:
         kept = f"copies of {_some(share.copies, 'other worker')}"
     return (
-        f"tiers.local.sizeLimit is {spec.size_limit} ({_mib(limit)}), and a worker needs at least {_mib(needed.minimum)}: snapshots "
-        f"of {_some(spec.procs_per_worker, 'rank')} of {_mib(spec.state_size or 0)} each, and {kept}. {_mib(needed.needed)} would "
+        f"tiers.local.sizeLimit is {spec.size_limit} ({_mib(limit)}), and a worker needs at least "
+        f"{_mib(needed.minimum)}: snapshots "
+        f"of {_some(spec.procs_per_worker, 'rank')} of {_mib(spec.state_size or 0)} each, and {kept}. "
+        f"{_mib(needed.needed)} would "
         "hold three snapshots per rank and all deltas. Raise sizeLimit, keep fewer copies or use parity"
     )
 
@@ -114,7 +119,8 @@ class Rooms:
     """What workers can keep for others. Empty where sizes are not known."""
 
     copies: Mapping[int, int]
-    """By worker: how many other workers' copies it can hold in all; left out: more than would ever be asked of it."""
+    """By worker: how many other workers' copies it can hold in all; left out: more than would ever be asked
+    of it."""
     bytes: Mapping[int, int]
     """By worker: bytes for copies."""
     copy_bytes: int | None
@@ -122,8 +128,8 @@ class Rooms:
 
 
 def rooms(spec: JobSpec, wanted_copies: int, reports: Iterable[Report]) -> Rooms:
-    """From the sizes and limits that sidecars report: beside the least that a worker needs for its own ranks, and with deltas if
-    they are taken now.
+    """From the sizes and limits that sidecars report: beside the least that a worker needs for its own ranks,
+    and with deltas if they are taken now.
     """
     known = list(reports)
     snapshot = max((report.memory.snapshot for report in known), default=0)

@@ -1,8 +1,10 @@
-"""How many workers may be evicted right now: one while the job is protected, none while its state is on its way back.
+"""How many workers may be evicted right now: one while the job is protected, none while its state is on its
+way back.
 
-A PodDisruptionBudget of the job says so to `kubectl drain`, to autoscalers and to whoever else asks before it ends a pod. What
-holds evictions up ends by itself after `spec.disruptionBudget.holdSeconds`, because a node that cannot be emptied is a failure
-of its own. minAvailable as a number is all that Kubernetes takes for pods of a custom resource without a scale subresource.
+A PodDisruptionBudget of the job says so to `kubectl drain`, to autoscalers and to whoever else asks before it
+ends a pod. What holds evictions up ends by itself after `spec.disruptionBudget.holdSeconds`, because a node
+that cannot be emptied is a failure of its own. minAvailable as a number is all that Kubernetes takes for pods
+of a custom resource without a scale subresource.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 
 _TRIES = 3
-"""Attempts on the way back that may end before their first step; a command that keeps failing does not hold nodes up."""
+"""Attempts on the way back that may end before their first step; a command that keeps failing does not hold
+nodes up."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,13 @@ class Budget:
 
 
 def wanted_budget(obs: Observation, record: JobRecord, *, idle: bool) -> Budget:
-    """By the status that is about to be written. `idle`: the job has ended or is suspended, or pods are given back for that."""
+    """By the status that is about to be written. `idle`: the job has ended or is suspended, or pods are given
+    back for that."""
     workers, limit = obs.size, obs.job.spec.eviction_hold
     if obs.job.spec.attach is not None:
-        return Budget(None, conditions.NO_BUDGET, "the pods are another controller's, and so are their budgets")
+        return Budget(
+            None, conditions.NO_BUDGET, "the pods are another controller's, and so are their budgets"
+        )
     if limit is None:
         return Budget(None, conditions.NO_BUDGET, "spec.disruptionBudget.mode is Off")
     if idle:
@@ -52,7 +58,9 @@ def wanted_budget(obs: Observation, record: JobRecord, *, idle: bool) -> Budget:
         if left > 0:
             until = f"evictions are refused until then, at the latest until {rfc3339(since + limit)}"
             return Budget(workers, reason, f"{why}; {until}", left)
-    return Budget(workers - 1, conditions.ONE_AT_A_TIME, "one worker may be evicted; the next one when the job is back")
+    return Budget(
+        workers - 1, conditions.ONE_AT_A_TIME, "one worker may be evicted; the next one when the job is back"
+    )
 
 
 def _held(obs: Observation, record: JobRecord) -> tuple[str, float, str] | None:

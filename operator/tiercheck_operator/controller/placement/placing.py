@@ -20,7 +20,13 @@ from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.parity.code_groups import CodeGroup
 from tiercheck_operator.planning.parity.parity import ParityPolicy, describe_parity, place_parity
-from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, describe, place
+from tiercheck_operator.planning.placement.placement import (
+    Placement,
+    PlacementPolicy,
+    WorkerSite,
+    describe,
+    place,
+)
 from tiercheck_operator.planning.placement.placement import Unplaceable as Impossible
 from tiercheck_operator.planning.recovery.inventory import Distance
 from tiercheck_operator.planning.replan.replan import named
@@ -82,7 +88,9 @@ class Layout:
     def place(self, before: SavedPlacement | None, suspects: frozenset[str]) -> Placement | Impossible:
         """Close to the last placement. Raises ValueError as the planner does."""
         if self.parity is not None:
-            return place_parity(self.sites, self.topology, self.parity, suspects, before.groups if before else ())
+            return place_parity(
+                self.sites, self.topology, self.parity, suspects, before.groups if before else ()
+            )
         return place(self.sites, self.topology, self.copies, suspects, before.lasting() if before else {})
 
     def describe(self, saved: SavedPlacement) -> Placement:
@@ -106,9 +114,13 @@ def lay_out(
         topology=topology,
         level=level,
         nodes=nodes,
-        sites=tuple(WorkerSite(worker, node, (memory or {}).get(worker)) for worker, node in enumerate(nodes)),
+        sites=tuple(
+            WorkerSite(worker, node, (memory or {}).get(worker)) for worker, node in enumerate(nodes)
+        ),
         suspects=frozenset(situation.membership.suspects),
-        avoided=frozenset(name for name in nodes if name in situation.nodes and situation.nodes[name].cordoned),
+        avoided=frozenset(
+            name for name in nodes if name in situation.nodes and situation.nodes[name].cordoned
+        ),
         copies=PlacementPolicy(situation.copies, level, spec.spread_required, copy_bytes),
         parity=None if spec.parity is None else ParityPolicy(*spec.parity, level, spec.spread_required),
     )
@@ -122,7 +134,9 @@ def place_members(situation: Situation) -> Placed | CannotPlace:
     try:
         # Of another number of workers nothing is worth keeping to.
         last = (
-            situation.placement if situation.placement and len(situation.placement.members) == situation.size else None
+            situation.placement
+            if situation.placement and len(situation.placement.members) == situation.size
+            else None
         )
         outcome = layout.place(last, layout.suspects)
         if layout.avoided and isinstance(outcome, Placement):
@@ -157,10 +171,15 @@ def _placed(outcome: Placement, topology: Topology, nodes: tuple[str, ...], leve
         spread_achieved=outcome.achieved_level or "none",
         tolerates=outcome.tolerates,
         unprotected_workers=len(outcome.unprotected),
-        unprotected_reason=f"{named(outcome.unprotected)}: {outcome.reason}"[:_SENTENCE] if outcome.unprotected else "",
+        unprotected_reason=f"{named(outcome.unprotected)}: {outcome.reason}"[:_SENTENCE]
+        if outcome.unprotected
+        else "",
         complete=not any(outcome.holders) and not outcome.groups,  # nothing is copied
     )
-    reason, message = conditions.ALL_PLACED, outcome.reason or "every worker has a node and its copies have holders"
+    reason, message = (
+        conditions.ALL_PLACED,
+        outcome.reason or "every worker has a node and its copies have holders",
+    )
     # A label that the wanted spread does not look at is no reason to alarm anybody.
     missing = [(entry, bare) for entry, bare in topology.missing if entry.name == level]
     if missing:
@@ -168,7 +187,8 @@ def _placed(outcome: Placement, topology: Topology, nodes: tuple[str, ...], leve
         bare_ones = ", ".join(bare[:5]) + (f" and {len(bare) - 5} more" if len(bare) > 5 else "")
         reason = conditions.NODES_UNLABELLED
         message = (
-            f"nodes without the label {entry.label} (level {entry.name}): {bare_ones}. Label them, or name the labels that "
+            f"nodes without the label {entry.label} (level {entry.name}): {bare_ones}. Label them, or "
+            "name the labels that "
             f"your nodes have in spec.topology.levels. {outcome.reason}"
         )
     elif outcome.achieved_level != level and (any(outcome.holders) or outcome.groups):
@@ -211,8 +231,8 @@ def describe_found_again(before: PlacementRecord | None, after: PlacementRecord)
 def describe_moved(
     before: PlacementRecord | None, after: PlacementRecord | None, was: SavedPlacement, now: SavedPlacement
 ) -> PlacementRecord | None:
-    """What the placement is worth while training goes on. Where others hold copies at once, these are not made yet; where the old
-    holders stay until the new ones have them, they are.
+    """What the placement is worth while training goes on. Where others hold copies at once, these are not
+    made yet; where the old holders stay until the new ones have them, they are.
     """
     at_once = not (now.same_holders(was) or now.leaving or was.leaving)
     if after is None or before is None or at_once:
@@ -225,5 +245,7 @@ def describe_now(record: JobRecord, *, copied: bool) -> PlacementRecord | None:
     placement, recovery = record.placement, record.recovery
     if placement is None or copied:
         return placement and replace(placement, complete=True)
-    pod_lost = recovery is not None and recovery.decided_at is None and not Cause.parse(recovery.cause).in_place
+    pod_lost = (
+        recovery is not None and recovery.decided_at is None and not Cause.parse(recovery.cause).in_place
+    )
     return replace(placement, complete=False) if pod_lost else placement

@@ -1,7 +1,9 @@
-"""Moves copies while training goes on: watches whether the placement is still right, waits until a reason lasts, begins the moves
-and ends them when the new holders are complete. What is to move, and that nothing is lost meanwhile, is the planner's (`replan`).
+"""Moves copies while training goes on: watches whether the placement is still right, waits until a reason
+lasts, begins the moves and ends them when the new holders are complete. What is to move, and that nothing is
+lost meanwhile, is the planner's (`replan`).
 
-All that must be remembered is in the ConfigMap of the placement, so an operator that restarts goes on where it was.
+All that must be remembered is in the ConfigMap of the placement, so an operator that restarts goes on where
+it was.
 """
 
 from __future__ import annotations
@@ -57,22 +59,29 @@ def replan(
     saved: SavedPlacement,
     reports: Mapping[int, Report],
 ) -> Replanned:
-    """Of a job that trains; a job on its way back is placed anew as a whole. `reports`: those of the current attempt."""
+    """Of a job that trains; a job on its way back is placed anew as a whole. `reports`: those of the current
+    attempt."""
     if status.recovery is not None or len(reports) < situation.size:
         return Replanned(saved)
     if situation.job.spec.topology_problem:
         told = Finding(
-            conditions.TOPOLOGY_NOT_FOUND, f"{situation.job.spec.topology_problem}. Copies stay where they are"
+            conditions.TOPOLOGY_NOT_FOUND,
+            f"{situation.job.spec.topology_problem}. Copies stay where they are",
         )
         return Replanned(saved, placed=told)
     if saved.leaving:
         return _under_way(situation, status, saved, reports)
-    if any(way.new is None or way.new.unschedulable_since is None for way in situation.membership.departures.values()):
+    if any(
+        way.new is None or way.new.unschedulable_since is None
+        for way in situation.membership.departures.values()
+    ):
         return Replanned(saved)  # an attempt is about to begin elsewhere
     room = rooms(situation.job.spec, situation.copies, reports.values())
     layout = lay_out(situation, room.bytes, room.copy_bytes)
     if isinstance(layout, CannotPlace):
-        return Replanned(saved, placed=Finding(layout.reason, f"{layout.message}. Copies stay where they are"))
+        return Replanned(
+            saved, placed=Finding(layout.reason, f"{layout.message}. Copies stay where they are")
+        )
     checked = _digest(situation, layout, room.copies)
     if checked == saved.replanning.checked:
         return Replanned(saved)
@@ -80,7 +89,8 @@ def replan(
         change = _change(situation, layout, saved, room.copies)
     except ValueError as error:
         return Replanned(
-            saved, placed=Finding(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}. Copies stay where they are")
+            saved,
+            placed=Finding(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}. Copies stay where they are"),
         )
     if change.saved is None:
         return _settled(layout, saved, checked, change.reason)
@@ -99,7 +109,9 @@ class _Change:
 
 def _change(obs: Observation, layout: Layout, saved: SavedPlacement, room: Mapping[int, int]) -> _Change:
     if layout.parity is not None and saved.groups:
-        around = ParitySurroundings(layout.sites, layout.topology, layout.parity, layout.suspects, layout.avoided)
+        around = ParitySurroundings(
+            layout.sites, layout.topology, layout.parity, layout.suspects, layout.avoided
+        )
         blocks = plan_parity_round(around, saved.groups, room)
         if blocks.groups is None:
             return _Change(None, workers=blocks.workers, reason=blocks.reason)
@@ -112,12 +124,16 @@ def _change(obs: Observation, layout: Layout, saved: SavedPlacement, room: Mappi
         return _Change(None, workers=moves.postponed, reason=moves.reason)
     leaving = tuple(sorted((worker, gone) for worker, gone in moves.leaving.items() if gone))
     workers = tuple(sorted(moves.holders))
-    return _Change(replace(saved.with_holders(moves.holders), leaving=leaving), moves.urgent, workers, moves.reason)
+    return _Change(
+        replace(saved.with_holders(moves.holders), leaving=leaving), moves.urgent, workers, moves.reason
+    )
 
 
-def _other_encoding(obs: Observation, layout: Layout, saved: SavedPlacement, room: Mapping[int, int]) -> _Change:
-    """From copies to parity or back. What is kept in the old way is freed by its holders when the new way is complete, so until
-    then there must be room for both.
+def _other_encoding(
+    obs: Observation, layout: Layout, saved: SavedPlacement, room: Mapping[int, int]
+) -> _Change:
+    """From copies to parity or back. What is kept in the old way is freed by its holders when the new way is
+    complete, so until then there must be room for both.
     """
     outcome = layout.place(None, layout.suspects)
     if isinstance(outcome, Impossible):
@@ -128,7 +144,10 @@ def _other_encoding(obs: Observation, layout: Layout, saved: SavedPlacement, roo
     if full:
         return _Change(
             None,
-            reason=f"tiers.peer changes at the next restart: the memory of {named(full)} has no room for the old and the new copies together",
+            reason=(
+                f"tiers.peer changes at the next restart: the memory of {named(full)} has no room for "
+                "the old and the new copies together"
+            ),
         )
     return _Change(anew, True, tuple(range(obs.size)))
 
@@ -140,7 +159,8 @@ def _kept_by(placement: SavedPlacement) -> Counter[int]:
 
 
 def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) -> Replanned:
-    """Nothing moves: what the placement is worth now is told, and not thought about again until something changes."""
+    """Nothing moves: what the placement is worth now is told, and not thought about again until something
+    changes."""
     placed = describe_placement(layout.describe(saved), layout)
     finding = (
         Finding(conditions.MOVE_DELAYED, f"{delayed}. {placed.message}")
@@ -153,10 +173,13 @@ def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) 
 
 
 def _patiently(obs: Observation, layout: Layout, saved: SavedPlacement, change: _Change) -> Replanned:
-    """A reason must last before anything moves, so that what flaps moves nothing, and rounds follow each other with a pause."""
+    """A reason must last before anything moves, so that what flaps moves nothing, and rounds follow each
+    other with a pause."""
     assert change.saved is not None
     known, patience = saved.replanning, obs.patience.relocate * (1 if change.urgent else _PATIENT_TIMES)
-    wish = _short([change.saved.holders(), [(g.members, g.holders) for g in change.saved.groups], change.saved.leaving])
+    wish = _short(
+        [change.saved.holders(), [(g.members, g.holders) for g in change.saved.groups], change.saved.leaving]
+    )
     if known.wish != wish:
         waits = replace(saved, replanning=replace(known, checked="", wish=wish, since=obs.now))
         return Replanned(waits, describe_placement(layout.describe(saved), layout).record, wake=patience)
@@ -171,7 +194,8 @@ def _patiently(obs: Observation, layout: Layout, saved: SavedPlacement, change: 
 def _moving(layout: Layout, saved: SavedPlacement, change: _Change) -> Finding:
     before = saved.holders()
     cordoned = sorted(
-        {layout.nodes[holder] for worker in change.workers for holder in before.get(worker, ())} & layout.avoided
+        {layout.nodes[holder] for worker in change.workers for holder in before.get(worker, ())}
+        & layout.avoided
     )
     if cordoned:
         why = f"node {cordoned[0]}" + (
@@ -182,7 +206,8 @@ def _moving(layout: Layout, saved: SavedPlacement, change: _Change) -> Finding:
     else:
         why = "the load is shared out anew"
     text = (
-        f"{named(change.workers)} {'gets' if len(change.workers) == 1 else 'get'} other holders, because {why}; what is kept now stays "
+        f"{named(change.workers)} {'gets' if len(change.workers) == 1 else 'get'} other holders, because "
+        f"{why}; what is kept now stays "
         "until it is complete there"
     )
     return Finding(conditions.COPIES_MOVING, f"{text}. {change.reason}".rstrip(". "))
@@ -206,7 +231,9 @@ def _under_way(
         return Replanned(saved, probes=probes, wake=_LOOK_EVERY)
     stuck = {worker: gone for worker, gone in leaving.items() if worker not in done}
     back = give_up({worker: holders[worker] for worker in stuck}, stuck, complete)
-    ended = replace(saved.with_holders({**done, **back}), leaving=(), replanning=Replanning(moved=situation.now))
+    ended = replace(
+        saved.with_holders({**done, **back}), leaving=(), replanning=Replanning(moved=situation.now)
+    )
     layout = lay_out(situation)
     if isinstance(layout, CannotPlace):
         return Replanned(ended)
@@ -221,8 +248,8 @@ def _under_way(
 def _completeness(
     obs: Observation, status: JobRecord, leaving: Mapping[int, tuple[int, ...]], reports: Mapping[int, Report]
 ) -> Callable[[int, int], bool]:
-    """Whether a holder can give back every rank of a worker, as new as the peer tier was when the move began: from then on that
-    mark stands still until the new holders have caught up.
+    """Whether a holder can give back every rank of a worker, as new as the peer tier was when the move began:
+    from then on that mark stands still until the new holders have caught up.
     """
     hosted = {inventory.worker: inventory.hosted for inventory in inventories(reports.values())}
     procs, history = obs.job.spec.procs_per_worker, status.history
@@ -235,7 +262,11 @@ def _completeness(
 
     def complete(worker: int, holder: int) -> bool:
         for rank in range(worker * procs, (worker + 1) * procs):
-            wanted = mark.step if mark is not None else max((newest(rank, old) for old in leaving[worker]), default=0)
+            wanted = (
+                mark.step
+                if mark is not None
+                else max((newest(rank, old) for old in leaving[worker]), default=0)
+            )
             if newest(rank, holder) < wanted:
                 return False
         return True

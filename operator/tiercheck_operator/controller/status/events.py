@@ -1,4 +1,5 @@
-"""Which Events a change of status deserves. Derived from the two statuses, so that one is told of nothing that was not written."""
+"""Which Events a change of status deserves. Derived from the two statuses, so that one is told of nothing
+that was not written."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
             found.append(Notice("Normal", "AttemptStarted", f"attempt {after.attempt}: {recovery.reason}"))
         if recovery.released_at is not None and (known is None or known.released_at is None):
             found.append(
-                Notice("Normal", "TrainingReleased", f"attempt {after.attempt}: every rank holds the same state")
+                Notice(
+                    "Normal", "TrainingReleased", f"attempt {after.attempt}: every rank holds the same state"
+                )
             )
     if after.last_recovery is not None and after.last_recovery != before.last_recovery:
         found.append(Notice("Normal", "Recovered", _recovered(after)))
@@ -85,5 +88,6 @@ def _recovered(record: JobRecord) -> str:
     tiers = "; ".join([tiers, *parts])
     return (
         f"attempt {summary.get('attempt')} after {summary.get('cause')}: back at step {summary.get('step')} "
-        f"({tiers or 'from scratch'}), {summary.get('lostSteps')} steps lost, {summary.get('totalSeconds')} s in all"
+        f"({tiers or 'from scratch'}), {summary.get('lostSteps')} steps lost, "
+        f"{summary.get('totalSeconds')} s in all"
     )

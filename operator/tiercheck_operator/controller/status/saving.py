@@ -17,7 +17,9 @@ OFF = "Off"
 TURNED_OFF = "checkpoint.delta.mode is None"
 
 
-def describe_saving(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> CheckpointRecord | None:
+def describe_saving(
+    obs: Observation, record: JobRecord, reports: Mapping[int, Report]
+) -> CheckpointRecord | None:
     """For the status; what is not known in this attempt yet is left as it was."""
     before = record.checkpoint or CheckpointRecord()
     deltas, reason = _deltas(obs, reports) or (before.deltas, before.deltas_reason)
@@ -33,7 +35,8 @@ def _cadence(obs: Observation, reports: Mapping[int, Report]) -> int:
         return named[0] if 0 not in reports else reports[0].snapshot_every or named[0]
     memory = [report.memory for report in reports.values()]
     return auto_cadence(
-        max((entry.snapshot for entry in memory), default=0), max((entry.delta for entry in memory), default=0)
+        max((entry.snapshot for entry in memory), default=0),
+        max((entry.delta for entry in memory), default=0),
     )
 
 
@@ -66,14 +69,18 @@ def add_last_words(obs: Observation, record: JobRecord) -> JobRecord:
 
 
 def _stored(report: Report, record: JobRecord) -> list[Version]:
-    """Versions of this history in the remote tier. The coordinator may be gone before others have seen the last one there."""
+    """Versions of this history in the remote tier. The coordinator may be gone before others have seen the
+    last one there."""
     marks = (report.watermarks.remote,) if report.watermarks.remote is not None else ()
     return [version for version in (*marks, *report.remote.versions) if record.history.accepts(version)]
 
 
-def newest_proofs(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Mapping[str, ProofRecord]:
-    """By tier: the proof of the rank whose newest one is the oldest. A tier that some worker cannot show one for, as after a restart of its
-    sidecar, keeps the one that it had; one that holds nothing any more has none.
+def newest_proofs(
+    obs: Observation, record: JobRecord, reports: Mapping[int, Report]
+) -> Mapping[str, ProofRecord]:
+    """By tier: the proof of the rank whose newest one is the oldest. A tier that some worker cannot show one
+    for, as after a restart of its sidecar, keeps the one that it had; one that holds nothing any more has
+    none.
     """
     if obs.job.spec.rehearse_every is None:
         return {}

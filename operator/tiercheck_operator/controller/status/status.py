@@ -1,4 +1,5 @@
-"""What the job's status says: conditions with a reason and advice, one word for people, progress and tiers. Pure."""
+"""What the job's status says: conditions with a reason and advice, one word for people, progress and tiers.
+Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from tiercheck_operator.model.status import Condition, JobRecord, MemoryRecord, 
 def derive_status(
     situation: Situation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]
 ) -> tuple[JobRecord, Budget]:
-    """`record` with everything that follows from it, evictions included. `reports`: those of the current attempt, by worker."""
+    """`record` with everything that follows from it, evictions included. `reports`: those of the current
+    attempt, by worker."""
     record = _progress(situation, record, reports)
     generation = situation.job.generation
     record = replace(
@@ -44,7 +46,8 @@ def derive_status(
         placement=describe_now(record, copied=findings.copied),
         observed_generation=generation,
         started=_started(situation, record, findings),
-        completed=record.completed or (rfc3339(situation.now) if findings.completed or findings.failed else None),
+        completed=record.completed
+        or (rfc3339(situation.now) if findings.completed or findings.failed else None),
     )
     over = findings.completed or findings.failed is not None
     if over or findings.suspended or findings.suspending:
@@ -56,7 +59,9 @@ def derive_status(
         record = replace(record, placement=None, tiers=remote)
     idle = over or findings.suspended or findings.suspending
     spares = None if idle else describe_spares(situation)
-    record = replace(record, proofs=newest_proofs(situation, record, reports), spares=spares.record if spares else None)
+    record = replace(
+        record, proofs=newest_proofs(situation, record, reports), spares=spares.record if spares else None
+    )
     wanted = [
         _placed(situation, findings),
         _ended_protection(record, findings) or _protected(situation, record, reports),
@@ -67,7 +72,9 @@ def derive_status(
         _full_size(situation, record),
         *_restoring_and_running(record, findings),
         _suspended(situation, findings),
-        _outcome(conditions.COMPLETED, Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker"))
+        _outcome(
+            conditions.COMPLETED, Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker")
+        )
         if findings.completed
         else None,
         _outcome(conditions.FAILED, findings.failed) if findings.failed is not None else None,
@@ -87,7 +94,8 @@ def derive_status(
 
 
 def _started(situation: Situation, record: JobRecord, findings: Findings) -> str | None:
-    """As in a batch/v1 Job: not set before a job that was created suspended may start, and anew when a suspended one goes on."""
+    """As in a batch/v1 Job: not set before a job that was created suspended may start, and anew when a
+    suspended one goes on."""
     if findings.suspended or findings.suspending:
         return record.started
     anew = record.started is None or situation.resumption is not None
@@ -129,10 +137,14 @@ def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]
     back = record.recovery
     restoring = back is not None and back.decided_at is not None and back.released_at is None and back.step
     done, wanted = restored_bytes(reports) if restoring else (0, 0)
-    return replace(record, step=step, step_seconds=pace, tiers=lagged, restored_bytes=done, restore_bytes=wanted)
+    return replace(
+        record, step=step, step_seconds=pace, tiers=lagged, restored_bytes=done, restore_bytes=wanted
+    )
 
 
-def _tier(obs: Observation, tiers: dict[str, TierRecord], name: str, version: Version | None) -> dict[str, TierRecord]:
+def _tier(
+    obs: Observation, tiers: dict[str, TierRecord], name: str, version: Version | None
+) -> dict[str, TierRecord]:
     if version is None:
         return tiers
     known = tiers.get(name)
@@ -149,7 +161,9 @@ def _placed(obs: Observation, findings: Findings) -> Condition | None:
     known = obs.conditions.get(conditions.PLACED)
     if known is None or known.status:
         return known
-    return _condition(conditions.PLACED, True, Finding(conditions.ALL_PLACED, "every worker has a pod on a node"))
+    return _condition(
+        conditions.PLACED, True, Finding(conditions.ALL_PLACED, "every worker has a pod on a node")
+    )
 
 
 def _ended_protection(record: JobRecord, findings: Findings) -> Condition | None:
@@ -161,8 +175,14 @@ def _ended_protection(record: JobRecord, findings: Findings) -> Condition | None
 
 def _unprotected(record: JobRecord, reason: str) -> Condition:
     remote = record.tiers.get("remote")
-    kept = f"the remote tier holds step {remote.step}" if remote is not None else "there is no version in a remote tier"
-    return _condition(conditions.PROTECTED, False, Finding(reason, f"the pods and their memory are gone; {kept}"))
+    kept = (
+        f"the remote tier holds step {remote.step}"
+        if remote is not None
+        else "there is no version in a remote tier"
+    )
+    return _condition(
+        conditions.PROTECTED, False, Finding(reason, f"the pods and their memory are gone; {kept}")
+    )
 
 
 def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Condition | None:
@@ -208,13 +228,15 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     if not _placed_for_others(obs):
         return Finding(
             conditions.NO_COPIES,
-            "tiers.peer has neither copies nor parity: the loss of a pod goes back to the remote tier, if there is one",
+            "tiers.peer has neither copies nor parity: the loss of a pod goes back to the remote tier, "
+            "if there is one",
         )
     if record.placement is not None and record.placement.unprotected_workers:
         count = record.placement.unprotected_workers
         return Finding(
             conditions.UNPROTECTED_WORKERS,
-            f"{'1 worker has' if count == 1 else f'{count} workers have'} no copy or parity on other nodes, or less of it than asked for. "
+            f"{'1 worker has' if count == 1 else f'{count} workers have'} no copy or parity on other "
+            "nodes, or less of it than asked for. "
             f"{record.placement.unprotected_reason or 'The nodes do not suffice'}. "
             "Add nodes, or spread the workers over more of them.",
         )
@@ -287,7 +309,9 @@ def _throttled(obs: Observation, reports: Mapping[int, Report]) -> Condition | N
                 return _condition(conditions.THROTTLED, True, found)
     if obs.conditions.get(conditions.THROTTLED) is None:
         return None
-    return _condition(conditions.THROTTLED, False, Finding(conditions.NOT_THROTTLED, "no sidecar is held back"))
+    return _condition(
+        conditions.THROTTLED, False, Finding(conditions.NOT_THROTTLED, "no sidecar is held back")
+    )
 
 
 def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition | None:
@@ -306,15 +330,23 @@ def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition |
 
 def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Condition | None:
     if standing is not None:
-        return _condition(conditions.SPARES_READY, standing.enough, Finding(standing.reason, standing.message))
+        return _condition(
+            conditions.SPARES_READY, standing.enough, Finding(standing.reason, standing.message)
+        )
     if obs.conditions.get(conditions.SPARES_READY) is None:
         return None
-    return _condition(conditions.SPARES_READY, False, Finding(conditions.NO_SPARES, "no spares are wanted now"))
+    return _condition(
+        conditions.SPARES_READY, False, Finding(conditions.NO_SPARES, "no spares are wanted now")
+    )
 
 
 def _full_size(situation: Situation, record: JobRecord) -> Condition | None:
     found = describe_size(situation, record)
-    return None if found is None else _condition(conditions.FULL_SIZE, found.full, Finding(found.reason, found.message))
+    return (
+        None
+        if found is None
+        else _condition(conditions.FULL_SIZE, found.full, Finding(found.reason, found.message))
+    )
 
 
 def _restoring_and_running(record: JobRecord, findings: Findings) -> list[Condition]:
@@ -324,15 +356,22 @@ def _restoring_and_running(record: JobRecord, findings: Findings) -> list[Condit
         return [_condition(conditions.RESTORING, False, ended), _condition(conditions.RUNNING, False, ended)]
     if findings.suspended or findings.suspending:
         stopped = Finding(conditions.SUSPEND_REQUESTED, "spec.suspend is true")
-        return [_condition(conditions.RESTORING, False, stopped), _condition(conditions.RUNNING, False, stopped)]
+        return [
+            _condition(conditions.RESTORING, False, stopped),
+            _condition(conditions.RUNNING, False, stopped),
+        ]
     if recovery is None and record.attempt and findings.waiting is None:
         return [
             _condition(conditions.RESTORING, False, Finding(conditions.DONE, "nothing to restore")),
-            _condition(conditions.RUNNING, True, Finding(conditions.RELEASED, f"attempt {record.attempt} trains")),
+            _condition(
+                conditions.RUNNING, True, Finding(conditions.RELEASED, f"attempt {record.attempt} trains")
+            ),
         ]
     now = findings.waiting
     if now is None and recovery is not None and recovery.released_at is not None:
-        now = Finding(conditions.STARTING, f"attempt {record.attempt} was released; waiting for its first step")
+        now = Finding(
+            conditions.STARTING, f"attempt {record.attempt} was released; waiting for its first step"
+        )
     elif now is None and recovery is not None and recovery.decided_at is not None:
         now = Finding(conditions.COPYING, recovery.reason)
     elif now is None:
@@ -348,7 +387,9 @@ def _restoring_and_running(record: JobRecord, findings: Findings) -> list[Condit
 def _coming_back(record: JobRecord) -> bool:
     """Whether there is something to come back to, unlike at the very first start."""
     recovery = record.recovery
-    return recovery is not None and (Cause.parse(recovery.cause) is not Cause.FIRST_START or recovery.step > 0)
+    return recovery is not None and (
+        Cause.parse(recovery.cause) is not Cause.FIRST_START or recovery.step > 0
+    )
 
 
 def _suspended(obs: Observation, findings: Findings) -> Condition | None:
@@ -356,7 +397,10 @@ def _suspended(obs: Observation, findings: Findings) -> Condition | None:
         return _condition(
             conditions.SUSPENDED,
             True,
-            Finding(conditions.SUSPEND_REQUESTED, f"the pods are gone; set spec.suspend to false to {_onwards(obs)}"),
+            Finding(
+                conditions.SUSPEND_REQUESTED,
+                f"the pods are gone; set spec.suspend to false to {_onwards(obs)}",
+            ),
         )
     if findings.suspending:
         return _condition(
@@ -364,7 +408,9 @@ def _suspended(obs: Observation, findings: Findings) -> Condition | None:
             False,
             Finding(conditions.SUSPENDING, "trainers stop and sidecars upload what they owe")
             if obs.job.spec.remote
-            else Finding(conditions.SUSPENDING, "trainers stop; without spec.tiers.remote their state is lost"),
+            else Finding(
+                conditions.SUSPENDING, "trainers stop; without spec.tiers.remote their state is lost"
+            ),
         )
     if obs.conditions.get(conditions.SUSPENDED) is None:
         return None

@@ -1,9 +1,10 @@
 """When a replica may lead: the rules of the Lease, without a clock or an API of their own.
 
-As client-go's leaderelection does it: a replica leads while it keeps renewing, and takes over from another one only after it has
-itself watched that one's record stand still for a whole duration. So no clock is ever compared with another machine's: times that others
-wrote are for people to read. The leader counts from the moment *before* it sent a renewal, the others from the moment after they
-saw it, and the leader stops acting (`renew_within`) well before they may begin (`duration`).
+As client-go's leaderelection does it: a replica leads while it keeps renewing, and takes over from another
+one only after it has itself watched that one's record stand still for a whole duration. So no clock is ever
+compared with another machine's: times that others wrote are for people to read. The leader counts from the
+moment *before* it sent a renewal, the others from the moment after they saw it, and the leader stops acting
+(`renew_within`) well before they may begin (`duration`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds. Raises ValueError unless retry < renew_within < duration, each by a factor that leaves room for a lost call."""
+    """Seconds. Raises ValueError unless retry < renew_within < duration, each by a factor that leaves room
+    for a lost call."""
 
     duration: float = 8.0
     """After which a record that stands still may be taken over."""
@@ -26,7 +28,8 @@ class Terms:
     def __post_init__(self) -> None:
         if not (0 < self.retry * 2 <= self.renew_within and self.renew_within * 1.2 <= self.duration):
             raise ValueError(
-                f"a lease of {self.duration:g} s needs renewals within at most {self.duration / 1.2:g} s, tried at least twice"
+                f"a lease of {self.duration:g} s needs renewals within at most {self.duration / 1.2:g} s, "
+                "tried at least twice"
             )
 
     @staticmethod
@@ -68,7 +71,8 @@ class Candidate:
         self._until = float("-inf")
 
     def see(self, record: Record | None, now: float) -> LeaseMove:
-        """What to do about the lease as it was just read; `record` is None if there is none. Somebody else's ends our lead."""
+        """What to do about the lease as it was just read; `record` is None if there is none. Somebody else's
+        ends our lead."""
         if record is None:
             self._until = float("-inf")
             return LeaseMove.CREATE

@@ -2,9 +2,11 @@
 
 The Lease object: what is read from it and written to it.
 
-Holds the Lease, or waits for it, in a thread of its own: a busy event loop must not cost us the lead, and a stuck one must.
+Holds the Lease, or waits for it, in a thread of its own: a busy event loop must not cost us the lead, and a
+stuck one must.
 
-`leads` may be asked from any thread, right before anything is written: it is a fence by time, and needs no message to arrive.
+`leads` may be asked from any thread, right before anything is written: it is a fence by time, and needs no
+message to arrive.
 """
 
 from __future__ import annotations
@@ -47,9 +49,11 @@ def build_lease(
     now: datetime.datetime,
     belonging: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The lease held by `holder` (empty: released), in place of `before`, whose resourceVersion is the precondition.
+    """The lease held by `holder` (empty: released), in place of `before`, whose resourceVersion is the
+    precondition.
 
-    `now` is only for people, and to make each renewal differ from the last one. `belonging`: metadata of a new one.
+    `now` is only for people, and to make each renewal differ from the last one. `belonging`: metadata of a
+    new one.
     """
     old = (before or {}).get("spec") or {}
     same = before is not None and holder == (old.get("holderIdentity") or "")
@@ -77,7 +81,8 @@ pass  # HOUSE
 log = logging.getLogger(__name__)
 
 _JITTER = 0.2
-"""Waiting replicas look at most this much later, as a part of the pause, so that they do not all ask at once."""
+"""Waiting replicas look at most this much later, as a part of the pause, so that they do not all ask at once.
+"""
 
 
 class Api(Protocol):
@@ -87,7 +92,8 @@ class Api(Protocol):
 
 
 def boot_clock() -> float:
-    """Seconds that go on while the process is stopped and, where the system can tell, while the machine sleeps."""
+    """Seconds that go on while the process is stopped and, where the system can tell, while the machine
+    sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -143,7 +149,8 @@ class Elector(threading.Thread):
                 self.look()
                 self._tell()
             except Exception:
-                # Whatever it was, the next look is still to come; until then time takes the lead away, if anything.
+                # Whatever it was, the next look is still to come; until then time takes the lead away, if
+                # anything.
                 log.exception("a look at lease %s failed", self._lease)
                 self._raw = None
             pause = self._terms.retry
@@ -165,11 +172,14 @@ class Elector(threading.Thread):
         except ApiFailure as error:
             self._raw = None  # it may have changed, or our write may have arrived after all
             if not error.conflict:
-                log.log(logging.DEBUG if self._failing else logging.WARNING, "lease %s: %s", self._lease, error)
+                log.log(
+                    logging.DEBUG if self._failing else logging.WARNING, "lease %s: %s", self._lease, error
+                )
                 self._failing = True
 
     def release(self) -> None:
-        """Stop for good; if the lease is ours it is given back, so that another replica need not wait for it to run out."""
+        """Stop for good; if the lease is ours it is given back, so that another replica need not wait for it
+        to run out."""
         self._ending.set()
         if self.is_alive():
             self.join(self._terms.call * 2)

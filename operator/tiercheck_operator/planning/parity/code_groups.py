@@ -2,9 +2,10 @@
 
 Forms parity groups: members dealt like cards, holders matched to what is left of the domains.
 
-Workers sorted by domain, widest level first, are dealt to as many hands as there are groups. A domain is a run of that order at
-every level, and a run of c cards gives no hand more than c / hands of them, rounded up: less cannot be had for all. Holders are
-then matched to domains that the group does not use yet, with augmenting paths, so that none is left without while there is a way.
+Workers sorted by domain, widest level first, are dealt to as many hands as there are groups. A domain is a
+run of that order at every level, and a run of c cards gives no hand more than c / hands of them, rounded up:
+less cannot be had for all. Holders are then matched to domains that the group does not use yet, with
+augmenting paths, so that none is left without while there is a way.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class CodeGroup:
 
 @dataclass(frozen=True)
 class OldGroup:
-    """Ranks that are no more, whose artifacts were coded together: at which worker each lies now, and where each block. None: nowhere."""
+    """Ranks that are no more, whose artifacts were coded together: at which worker each lies now, and where
+    each block. None: nowhere."""
 
     ranks: tuple[int, ...]
     """In coding order."""
@@ -46,14 +48,18 @@ class OldGroup:
 pass  # HOUSE
 
 
-def deal(ground: PlacementProblem, start: int, data: int, crowded_first: bool | None = None) -> tuple[CodeGroup, ...]:
-    """Groups of all workers from scratch. `crowded_first`: domains with most workers first, or last; None: as they are named."""
+def deal(
+    ground: PlacementProblem, start: int, data: int, crowded_first: bool | None = None
+) -> tuple[CodeGroup, ...]:
+    """Groups of all workers from scratch. `crowded_first`: domains with most workers first, or last; None: as
+    they are named."""
     hands = _hands(ground, range(ground.workers), -(-ground.workers // data), crowded_first)
     return _with_holders(ground, start, hands, [()] * len(hands))
 
 
 def deal_nodes(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGroup, ...] | None:
-    """As `deal`, but whole nodes at a time, so that fewer sets of nodes are fatal. None if nodes are not alike."""
+    """As `deal`, but whole nodes at a time, so that fewer sets of nodes are fatal. None if nodes are not
+    alike."""
     seats: dict[int, list[int]] = {}
     for worker in range(ground.workers):
         seats.setdefault(ground.node[worker], []).append(worker)
@@ -64,14 +70,20 @@ def deal_nodes(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGro
         len({ground.can_hold[worker] for worker in workers}) == 1 for workers in seats.values()
     )
     groups = -(-len(first) // data)
-    if size == 1 or not alike or len(first) < data + ground.copies or groups * size != -(-ground.workers // data):
+    if (
+        size == 1
+        or not alike
+        or len(first) < data + ground.copies
+        or groups * size != -(-ground.workers // data)
+    ):
         return None
     hands = _hands(ground, first, groups)
     of_nodes = _with_holders(ground, start, hands, [()] * len(hands), among=first)
     lane = {workers[0]: workers for workers in seats.values()}
     return tuple(
         CodeGroup(
-            tuple(lane[worker][seat] for worker in group.members), tuple(lane[worker][seat] for worker in group.holders)
+            tuple(lane[worker][seat] for worker in group.members),
+            tuple(lane[worker][seat] for worker in group.holders),
         )
         for group in of_nodes
         for seat in range(size)
@@ -81,7 +93,8 @@ def deal_nodes(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGro
 def keep(
     ground: PlacementProblem, start: int, data: int, previous: Sequence[CodeGroup], opened: int
 ) -> tuple[CodeGroup, ...]:
-    """What is still right of `previous`, and new groups for the rest. Up to `opened` good groups are dealt anew with it."""
+    """What is still right of `previous`, and new groups for the rest. Up to `opened` good groups are dealt
+    anew with it."""
     wanted = -(-ground.workers // data)
     sizes = {ground.workers // wanted, -(-ground.workers // wanted)}
     seen: set[int] = set()
@@ -135,7 +148,8 @@ def _hands(
 
     def place(worker: int) -> list[tuple[int, int]]:
         return [
-            (sign * sizes[domain[worker]], domain[worker]) for domain, sizes in zip(ground.domain, crowd, strict=True)
+            (sign * sizes[domain[worker]], domain[worker])
+            for domain, sizes in zip(ground.domain, crowd, strict=True)
         ]
 
     order = sorted(workers, key=lambda worker: (place(worker), worker))
@@ -149,7 +163,9 @@ def _with_holders(
     known: Sequence[tuple[int, ...]],
     among: Sequence[int] | None = None,
 ) -> tuple[CodeGroup, ...]:
-    able = [worker for worker in (range(ground.workers) if among is None else among) if ground.can_hold[worker]]
+    able = [
+        worker for worker in (range(ground.workers) if among is None else among) if ground.can_hold[worker]
+    ]
     matching = HolderMatching(ground, hands, able)
     for group, holders in enumerate(known):
         for holder in holders:

@@ -1,4 +1,5 @@
-"""Finds holders for parity groups: domains that a group does not use yet, with augmenting paths, so that none goes without while there is a way."""
+"""Finds holders for parity groups: domains that a group does not use yet, with augmenting paths, so that none
+goes without while there is a way."""
 
 from __future__ import annotations
 
@@ -9,13 +10,17 @@ from collections.abc import Sequence
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 
 _LOOKED_AT = 64
-"""Workers of one domain that are compared for a seat: on a node that the group does not use yet, if there is one among them."""
+"""Workers of one domain that are compared for a seat: on a node that the group does not use yet, if there is
+one among them."""
 
 
 class HolderMatching:
-    """Holders per group so far, and the load that this puts on each: scratch, thrown away once the groups are made."""
+    """Holders per group so far, and the load that this puts on each: scratch, thrown away once the groups are
+    made."""
 
-    def __init__(self, ground: PlacementProblem, hands: Sequence[tuple[int, ...]], able: Sequence[int]) -> None:
+    def __init__(
+        self, ground: PlacementProblem, hands: Sequence[tuple[int, ...]], able: Sequence[int]
+    ) -> None:
         self.ground, self.hands, self.able = ground, hands, able
         self.holders: list[list[int]] = [[] for _ in hands]
         self.limit = -(-len(hands) * ground.copies // len(able)) if able else 0
@@ -34,14 +39,16 @@ class HolderMatching:
             self.give(group, holder)
 
     def at_level(self, level: int) -> None:
-        """Holders in domains of that level that have not yet as many of the group as it can lose; unused domains first."""
+        """Holders in domains of that level that have not yet as many of the group as it can lose; unused
+        domains first."""
         for most in sorted({1, self.ground.copies}):
             round_ = _Round(self, level, most)
             for group in range(len(self.hands)):
                 round_.serve(group)
 
     def anywhere(self) -> None:
-        """For those that still lack holders: whoever has room and is no part of the group, least loaded first."""
+        """For those that still lack holders: whoever has room and is no part of the group, least loaded
+        first."""
         for group in range(len(self.hands)):
             while len(self.holders[group]) < self.ground.copies:
                 free = [w for w in self.able if self.load[w] < self.limit and not self.part_of(group, w)]
@@ -74,7 +81,8 @@ class HolderMatching:
 
 
 class _Round:
-    """One level, with up to `most` of a group in one domain: the domains' free seats, and how to make room in full ones."""
+    """One level, with up to `most` of a group in one domain: the domains' free seats, and how to make room in
+    full ones."""
 
     def __init__(self, matching: HolderMatching, level: int, most: int) -> None:
         self._matching, self._most = matching, most
@@ -85,7 +93,8 @@ class _Round:
             if self._domain[worker] >= 0:
                 self._seats.setdefault(self._domain[worker], []).append((matching.load[worker], worker))
         self._room = {
-            place: sum(max(0, matching.limit - load) for load, _ in seats) for place, seats in self._seats.items()
+            place: sum(max(0, matching.limit - load) for load, _ in seats)
+            for place, seats in self._seats.items()
         }
         for seats in self._seats.values():
             heapq.heapify(seats)
@@ -125,7 +134,8 @@ class _Round:
         return holder is not None
 
     def _make_room(self, group: int) -> bool:
-        """Moves holders of other groups on, one for the other, until this group gets a seat. False if there is no such way."""
+        """Moves holders of other groups on, one for the other, until this group gets a seat. False if there
+        is no such way."""
         matching = self._matching
         every = [worker for worker in matching.able if self._domain[worker] >= 0 and worker not in self._dead]
         first = [worker for worker in every if self._allows(group, worker)]
@@ -154,8 +164,11 @@ class _Round:
         self._dead.update(came)
         return False
 
-    def _shift(self, group: int, moves: list[tuple[int, int, int]], came: dict[int, tuple[int, int] | None]) -> bool:
-        """Carries out the moves (from, whose, to), last one first. Undone if two of them turn out to stand in each other's way."""
+    def _shift(
+        self, group: int, moves: list[tuple[int, int, int]], came: dict[int, tuple[int, int] | None]
+    ) -> bool:
+        """Carries out the moves (from, whose, to), last one first. Undone if two of them turn out to stand in
+        each other's way."""
         step = came[moves[-1][0]]
         while step is not None:
             moves.append((step[0], step[1], moves[-1][0]))
@@ -177,7 +190,8 @@ class _Round:
         return False
 
     def _allows(self, group: int, worker: int, instead_of: int | None = None) -> bool:
-        """Whether the rule of this round lets the worker hold for the group; whether it has room is another question."""
+        """Whether the rule of this round lets the worker hold for the group; whether it has room is another
+        question."""
         if self._matching.part_of(group, worker):
             return False
         place = self._domain[worker]
@@ -185,7 +199,8 @@ class _Round:
         return there - (instead_of is not None and self._domain[instead_of] == place) < self._most
 
     def _seat(self, group: int, place: int) -> int | None:
-        """The least loaded worker of the domain that may hold for the group, on a node of its own if possible."""
+        """The least loaded worker of the domain that may hold for the group, on a node of its own if
+        possible."""
         matching, seats = self._matching, self._seats[place]
         while seats and seats[0][0] != matching.load[seats[0][1]]:
             heapq.heappop(seats)

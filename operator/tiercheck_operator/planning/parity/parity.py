@@ -1,8 +1,9 @@
-"""Decides whose artifacts are coded together and who keeps the parity, so that what fails together costs no group more than it can lose.
+"""Decides whose artifacts are coded together and who keeps the parity, so that what fails together costs no
+group more than it can lose.
 
-A group of `data` members and `parity` holders survives any `parity` losses among them. So a domain may vanish if it has no more
-than that many of any group. Several complete placements are drawn up and the best by the order of goals is taken: as
-`placement` does for copies.
+A group of `data` members and `parity` holders survives any `parity` losses among them. So a domain may vanish
+if it has no more than that many of any group. Several complete placements are drawn up and the best by the
+order of goals is taken: as `placement` does for copies.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class ParityPolicy:
     """What the user asks for."""
 
     data: int
-    """Workers whose artifacts are coded together. Where the number of workers is no multiple, groups have one member less."""
+    """Workers whose artifacts are coded together. Where the number of workers is no multiple, groups have one
+    member less."""
     parity: int
     """Losses that a group survives, and the number of its holders."""
     level: str | None
-    """The level of which any one domain may vanish. None: the widest at which that can be had for every worker."""
+    """The level of which any one domain may vanish. None: the widest at which that can be had for every
+    worker."""
     required: bool
     """True: this level or nothing. False: climb down level by level."""
 
@@ -53,8 +56,9 @@ def place_parity(
 ) -> Placement | Unplaceable:
     """Groups of the workers, each worker a member of exactly one.
 
-    `suspects` are nodes whose workers keep nothing. `previous` are the groups of the last placement. Raises ValueError if `sites`
-    are not the workers 0..n-1, the level is not one of the topology's, or there are too few workers for one group.
+    `suspects` are nodes whose workers keep nothing. `previous` are the groups of the last placement. Raises
+    ValueError if `sites` are not the workers 0..n-1, the level is not one of the topology's, or there are too
+    few workers for one group.
     """
     if policy.data < 1 or policy.parity < 1:
         raise ValueError("a parity group needs data and parity of at least 1")
@@ -63,7 +67,8 @@ def place_parity(
     ground = PlacementProblem.of(sites, topology, policy.parity, None, frozenset(suspects))
     if ground.workers < policy.data + policy.parity:
         raise ValueError(
-            f"a group of {policy.data} + {policy.parity} needs as many workers, and there are {ground.workers}"
+            f"a group of {policy.data} + {policy.parity} needs as many workers, and there are "
+            f"{ground.workers}"
         )
     last = len(ground.levels) - 1
     if policy.level is not None:
@@ -92,7 +97,9 @@ def describe_parity(
     return _describe(ground, policy, level, tuple(groups))
 
 
-def _best(ground: PlacementProblem, start: int, data: int, previous: Sequence[CodeGroup]) -> tuple[CodeGroup, ...]:
+def _best(
+    ground: PlacementProblem, start: int, data: int, previous: Sequence[CodeGroup]
+) -> tuple[CodeGroup, ...]:
     """What keeps most of the last placement, if nothing better can be had; else the best of several drafts."""
     drafts: list[tuple[CodeGroup, ...]] = []
     if _still_meant(ground, data, previous):
@@ -111,7 +118,8 @@ def _best(ground: PlacementProblem, start: int, data: int, previous: Sequence[Co
     best = min(drafts, key=lambda groups: _cost(ground, start, groups, previous))
     if _complete(ground, start, best):
         return best
-    # Where no draft is right, mending the best may give a better one, and would the next time: so that nothing moves then.
+    # Where no draft is right, mending the best may give a better one, and would the next time: so that
+    # nothing moves then.
     for _ in range(_MENDINGS):
         mended = [keep(ground, start, data, best, opened) for opened in _OPENED]
         better = min([best, *mended], key=lambda groups: _cost(ground, start, groups, previous))
@@ -133,12 +141,17 @@ def _still_meant(ground: PlacementProblem, data: int, groups: Sequence[CodeGroup
     )
 
 
-def _cost(ground: PlacementProblem, start: int, groups: Sequence[CodeGroup], previous: Sequence[CodeGroup]) -> Cost:
-    """Workers whose group a domain's loss would break (wanted level first), holders lacking, workers of one group in one
-    domain, unequal load, fatal sets of nodes, blocks to be folded anew, network distance. Smaller is better.
+def _cost(
+    ground: PlacementProblem, start: int, groups: Sequence[CodeGroup], previous: Sequence[CodeGroup]
+) -> Cost:
+    """Workers whose group a domain's loss would break (wanted level first), holders lacking, workers of one
+    group in one domain, unequal load, fatal sets of nodes, blocks to be folded anew, network distance.
+    Smaller is better.
     """
     levels = range(start, len(ground.levels))
-    near = tuple(sum(len(group.members) for group in groups if not fits(ground, level, group)) for level in levels)
+    near = tuple(
+        sum(len(group.members) for group in groups if not fits(ground, level, group)) for level in levels
+    )
     before = {group.members: group.holders for group in previous}
     lacking = together = moved = distance = 0
     sets: set[tuple[int, ...]] = set()
@@ -149,7 +162,9 @@ def _cost(ground: PlacementProblem, start: int, groups: Sequence[CodeGroup], pre
         together += len(group.workers) - len({wanted[worker] for worker in group.workers})
         sets.add(tuple(sorted({ground.node[worker] for worker in group.workers})))
         kept = before.get(group.members, ())
-        moved += sum(index >= len(kept) or kept[index] != holder for index, holder in enumerate(group.holders))
+        moved += sum(
+            index >= len(kept) or kept[index] != holder for index, holder in enumerate(group.holders)
+        )
         distance += sum(
             len(ground.levels) - ground.parting_level(0, member, holder)
             for member in group.members
@@ -163,7 +178,9 @@ def _complete(ground: PlacementProblem, level: int, groups: Sequence[CodeGroup])
     return all(len(group.holders) == ground.copies and fits(ground, level, group) for group in groups)
 
 
-def _describe(ground: PlacementProblem, policy: ParityPolicy, start: int, groups: tuple[CodeGroup, ...]) -> Placement:
+def _describe(
+    ground: PlacementProblem, policy: ParityPolicy, start: int, groups: tuple[CodeGroup, ...]
+) -> Placement:
     last = len(ground.levels) - 1
     achieved = next(
         (ground.levels[level] for level in range(start, last + 1) if _complete(ground, level, groups)), None
@@ -199,7 +216,9 @@ def _reason(
     unprotected: tuple[int, ...],
     groups: int,
 ) -> str:
-    count = f"{groups} {'group' if groups == 1 else 'groups'} of up to {policy.data} + {policy.parity} workers"
+    count = (
+        f"{groups} {'group' if groups == 1 else 'groups'} of up to {policy.data} + {policy.parity} workers"
+    )
     if achieved == ground.levels[start]:
         text = f"{count}: {_wish(ground, start, policy)}"
     elif achieved is not None:
@@ -242,7 +261,8 @@ def _bound(ground: PlacementProblem, level: int, policy: ParityPolicy, groups: i
     if count > most:
         where = short_name(ground.domain_name[level][place])
         return (
-            f"{name} {where} holds {count} of {ground.workers} workers; with {groups} groups and parity {policy.parity} "
+            f"{name} {where} holds {count} of {ground.workers} workers; with {groups} groups and parity "
+            f"{policy.parity} "
             f"no more than {most} may be in one {name}"
         )
     if able < ground.workers:

@@ -1,7 +1,7 @@
 """What parity groups survive, computed from the groups themselves and not from how they were made.
 
-A group is lost if more of its workers vanish than it has holders, a member among them; nothing is claimed for a level at which
-some node's domain is unknown, for it might be in any.
+A group is lost if more of its workers vanish than it has holders, a member among them; nothing is claimed for
+a level at which some node's domain is unknown, for it might be in any.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def fits(ground: PlacementProblem, level: int, group: CodeGroup) -> bool:
 def _domains_to_lose(ground: PlacementProblem, level: int, group: CodeGroup) -> int:
     """How many domains of that level may vanish at once, whichever they are."""
     left, found = len(group.holders), 0
-    for count in sorted(Counter(ground.domain[level][worker] for worker in group.workers).values(), reverse=True):
+    for count in sorted(
+        Counter(ground.domain[level][worker] for worker in group.workers).values(), reverse=True
+    ):
         left -= count
         if left < 0:
             return found
@@ -34,7 +36,9 @@ def _domains_to_lose(ground: PlacementProblem, level: int, group: CodeGroup) -> 
     return found
 
 
-def parity_tolerated(ground: PlacementProblem, groups: Sequence[CodeGroup]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def parity_tolerated(
+    ground: PlacementProblem, groups: Sequence[CodeGroup]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(levels of which any one domain may vanish, sentences for people), widest first."""
     levels: list[str] = []
     sentences: list[str] = []

@@ -35,7 +35,8 @@ def bound(ground: PlacementProblem, level: int) -> str:
     domain = ground.domain[level]
     owners = Counter(domain)
     holders = Counter(domain[worker] for worker in able)
-    # Demand inside a domain against room outside it: where the difference is largest, Hall's condition fails first.
+    # Demand inside a domain against room outside it: where the difference is largest, Hall's condition fails
+    # first.
     pressure = {place: ground.copies * owners[place] + ground.load_limit * holders[place] for place in owners}
     worst = min(pressure, key=lambda place: (-pressure[place], place))
     count = owners[worst]
@@ -47,9 +48,12 @@ def bound(ground: PlacementProblem, level: int) -> str:
         return f"{place} holds {count} of {total} workers; {ground.copies} copies of each need {ground.copies} holders outside, and there are {outside}"
     if ground.copies * count > ground.load_limit * outside:
         if len(able) == total:
-            return f"{place} holds {count} of {total} workers; no more than half can be matched across {name}s"
+            return (
+                f"{place} holds {count} of {total} workers; no more than half can be matched across {name}s"
+            )
         return (
-            f"{place} holds {count} of {total} workers, and only {outside} workers outside it can hold copies; "
+            f"{place} holds {count} of {total} workers, and only {outside} workers outside it can hold "
+            "copies; "
             f"{total - len(able)} are on suspect nodes or short of memory"
         )
     return f"the workers that can hold copies are spread too unevenly over the {name}s"
@@ -78,7 +82,9 @@ def keep_groups(
     return [(worker, previous[worker]) for group in kept for worker in group] + groups, left
 
 
-def _valid_groups(ground: PlacementProblem, level: int, members: Sequence[int], previous: Previous) -> list[list[int]]:
+def _valid_groups(
+    ground: PlacementProblem, level: int, members: Sequence[int], previous: Previous
+) -> list[list[int]]:
     """The closed groups of `previous` whose members are all among `members`, all apart, and equally loaded."""
     allowed = set(members)
     parent = {worker: worker for worker in members}
@@ -114,12 +120,17 @@ pass  # HOUSE
 
 
 def build(
-    ground: PlacementProblem, start: int, previous: Previous, *, scoped: bool = False, fill_first: bool = False
+    ground: PlacementProblem,
+    start: int,
+    previous: Previous,
+    *,
+    scoped: bool = False,
+    fill_first: bool = False,
 ) -> list[tuple[int, ...]]:
     """Holders per worker. `start` is the wanted level; groups of `previous` that still fit are kept.
 
-    `scoped` keeps groups inside the next wider domain where that works, for a short way between them. `fill_first`
-    uses up spare load at the wanted level before anyone is grouped at a narrower one.
+    `scoped` keeps groups inside the next wider domain where that works, for a short way between them.
+    `fill_first` uses up spare load at the wanted level before anyone is grouped at a narrower one.
     """
     draft = PlacementDraft(ground)
     rest = [worker for worker in range(ground.workers) if ground.can_hold[worker]]
@@ -134,13 +145,17 @@ def build(
             assignment, rest = form_groups(ground, level, rest)
         draft.give(assignment)
         if fill_first:
-            # Whoever is left goes through `fill` alone: a group on top of what it was just given would overload it.
+            # Whoever is left goes through `fill` alone: a group on top of what it was just given would
+            # overload it.
             fill_level(draft, level)
             swap(draft, level)
             rest = []
     if ground.one_node and len(rest) > ground.copies:
         draft.give(
-            [(w, tuple(rest[(i + 1 + k) % len(rest)] for k in range(ground.copies))) for i, w in enumerate(rest)]
+            [
+                (w, tuple(rest[(i + 1 + k) % len(rest)] for k in range(ground.copies)))
+                for i, w in enumerate(rest)
+            ]
         )
         rest = []
     insert(draft, start, rest)
@@ -148,7 +163,9 @@ def build(
     return draft.holders
 
 
-def _scoped_groups(ground: PlacementProblem, level: int, members: Sequence[int]) -> tuple[Assignment, list[int]]:
+def _scoped_groups(
+    ground: PlacementProblem, level: int, members: Sequence[int]
+) -> tuple[Assignment, list[int]]:
     """Groups inside each wider domain that can match its own workers; the rest is matched further apart."""
     assignment: Assignment = []
     pool = list(members)

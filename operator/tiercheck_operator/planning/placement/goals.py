@@ -1,16 +1,17 @@
 """What a placement is judged by: what it survives, where it falls short, and what matters most.
 
-The order of what matters in a placement, as one comparison. Smaller is better; each goal only breaks ties above it.
+The order of what matters in a placement, as one comparison. Smaller is better; each goal only breaks ties
+above it.
 
 What a placement survives, computed from the placement itself and not from how it was made.
 
-A domain can vanish without loss if every worker inside it has a copy outside it. Nothing is claimed for a level at
-which some node's domain is unknown, for it might be in any.
+A domain can vanish without loss if every worker inside it has a copy outside it. Nothing is claimed for a
+level at which some node's domain is unknown, for it might be in any.
 
 What a placement falls short of, as numbers that can be compared, and only what is worth moving copies for.
 
-Fewer fatal sets and shorter ways decide between placements when copies must be made anyway (`goals`). In the life of a job
-they are no reason: every copy that moves is sent over the network that training uses.
+Fewer fatal sets and shorter ways decide between placements when copies must be made anyway (`goals`). In the
+life of a job they are no reason: every copy that moves is sent over the network that training uses.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ Cost = tuple[int, tuple[int, ...], int, int, int, int, int]
 
 
 def cost(
-    ground: PlacementProblem, start: int, holders: Sequence[tuple[int, ...]], previous: Mapping[int, tuple[int, ...]]
+    ground: PlacementProblem,
+    start: int,
+    holders: Sequence[tuple[int, ...]],
+    previous: Mapping[int, tuple[int, ...]],
 ) -> Cost:
-    """Workers without any copy on another node, those not apart from all their copies (wanted level first, then narrower), copies lacking, unequal load,
-    fatal sets of nodes, copies moved, network distance.
+    """Workers without any copy on another node, those not apart from all their copies (wanted level first,
+    then narrower), copies lacking, unequal load, fatal sets of nodes, copies moved, network distance.
     """
     levels = range(start, len(ground.levels))
     near = [0] * len(levels)
@@ -53,8 +57,11 @@ def cost(
     return bare, tuple(near), lacking, unequal, len(sets), moved, distance
 
 
-def fatal_domains(ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]) -> frozenset[int] | None:
-    """The domains of that level whose loss would lose some worker's memory and all its copies. None: not known."""
+def fatal_domains(
+    ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]
+) -> frozenset[int] | None:
+    """The domains of that level whose loss would lose some worker's memory and all its copies. None: not
+    known."""
     domain = ground.domain[level]
     if any(place < 0 for place in domain):
         return None
@@ -65,7 +72,9 @@ def fatal_domains(ground: PlacementProblem, level: int, holders: Sequence[tuple[
     )
 
 
-def tolerated(ground: PlacementProblem, holders: Sequence[tuple[int, ...]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def tolerated(
+    ground: PlacementProblem, holders: Sequence[tuple[int, ...]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(levels of which any one domain may vanish, sentences for people), widest first."""
     levels: list[str] = []
     sentences: list[str] = []

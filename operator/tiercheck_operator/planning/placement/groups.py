@@ -1,11 +1,12 @@
 """Forms disjoint groups of workers that keep each other's copies, each member in another failure domain.
 
-Few, fixed groups are safer than holders drawn anywhere: a job is lost when any one worker loses all its copies, so the
-fewer sets of nodes are fatal, the better (copysets).
+Few, fixed groups are safer than holders drawn anywhere: a job is lost when any one worker loses all its
+copies, so the fewer sets of nodes are fatal, the better (copysets).
 
-The plain case is a deal of cards: sort the workers by domain and deal them to n // (copies + 1) hands. As long as no
-domain has more workers than there are hands, every hand has members of different domains only. With one copy that is
-exactly the case "no domain holds more than half", so the deal finds a matching whenever there is one.
+The plain case is a deal of cards: sort the workers by domain and deal them to n // (copies + 1) hands. As
+long as no domain has more workers than there are hands, every hand has members of different domains only.
+With one copy that is exactly the case "no domain holds more than half", so the deal finds a matching whenever
+there is one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tiercheck_operator.planning.placement.problem import Assignment, PlacementP
 def form_groups(ground: PlacementProblem, level: int, members: Sequence[int]) -> tuple[Assignment, list[int]]:
     """Groups among `members` at that level, and the members left over (all in one domain, or domain unknown).
 
-    As many members as possible are grouped; every grouped one has all its copies in other domains and holds exactly as
-    many as it has.
+    As many members as possible are grouped; every grouped one has all its copies in other domains and holds
+    exactly as many as it has.
     """
     domain = ground.domain[level]
     known = [worker for worker in members if domain[worker] >= 0]
@@ -29,7 +30,9 @@ def form_groups(ground: PlacementProblem, level: int, members: Sequence[int]) ->
     total = len(known)
     if not ground.copies or not total:
         return [], list(members)
-    biggest, size = min(Counter(domain[worker] for worker in known).items(), key=lambda item: (-item[1], item[0]))
+    biggest, size = min(
+        Counter(domain[worker] for worker in known).items(), key=lambda item: (-item[1], item[0])
+    )
     hands = total // (ground.copies + 1)
     if size <= hands:
         return _deal(ground, level, known, hands), unknown
@@ -88,7 +91,8 @@ def _ring(group: Sequence[int], copies: int) -> Assignment:
 
 
 def _fullest_first(ground: PlacementProblem, level: int, crowd: Sequence[int]) -> list[int]:
-    """Workers of one domain, those of its fullest parts first, so that what is left over is spread evenly inside it."""
+    """Workers of one domain, those of its fullest parts first, so that what is left over is spread evenly
+    inside it."""
     inner = ground.domain[min(level + 1, len(ground.levels) - 1)]
     seat: Counter[int] = Counter()
     height: dict[int, int] = {}
@@ -99,7 +103,8 @@ def _fullest_first(ground: PlacementProblem, level: int, crowd: Sequence[int]) -
 
 
 def _bundles(ground: PlacementProblem, level: int, order: Sequence[int], pairs: int) -> Assignment:
-    """Groups of `copies` pairs each; pair i is order[i] and order[i + pairs], an odd last member joins a group.
+    """Groups of `copies` pairs each; pair i is order[i] and order[i + pairs], an odd last member joins a
+    group.
 
     No domain has more than half of such a group, so each member finds its holders inside it.
     """
@@ -109,7 +114,9 @@ def _bundles(ground: PlacementProblem, level: int, order: Sequence[int], pairs: 
     odd = list(order[2 * pairs :])
     domain = ground.domain[level]
     for worker in odd:
-        home = min(groups, key=lambda group: sum(domain[other] == domain[worker] for other in group) / len(group))
+        home = min(
+            groups, key=lambda group: sum(domain[other] == domain[worker] for other in group) / len(group)
+        )
         home.append(worker)
     result: Assignment = []
     for group in groups:
@@ -121,7 +128,9 @@ def _match(group: Sequence[int], domain: Sequence[int], copies: int) -> Assignme
     """Each member's holders within a small group, by augmenting paths: `copies` per owner and per holder."""
     held: dict[int, list[int]] = {holder: [] for holder in group}
     size = len(group)
-    rotated = {worker: [group[(i + size // 2 + k) % size] for k in range(size)] for i, worker in enumerate(group)}
+    rotated = {
+        worker: [group[(i + size // 2 + k) % size] for k in range(size)] for i, worker in enumerate(group)
+    }
 
     def augment(owner: int, seen: set[int]) -> bool:
         for holder in rotated[owner]:

@@ -1,4 +1,5 @@
-"""Finds holders for workers that fit into no group of their own: the odd one, those on suspect nodes, small jobs."""
+"""Finds holders for workers that fit into no group of their own: the odd one, those on suspect nodes, small
+jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def insert(draft: PlacementDraft, start: int, rest: Iterable[int]) -> None:
 
 
 def swap(draft: PlacementDraft, level: int) -> None:
-    """Makes room at that level: u lacks a copy and only its own domain's z is free, so x moves from y to z, and y takes u."""
+    """Makes room at that level: u lacks a copy and only its own domain's z is free, so x moves from y to z,
+    and y takes u."""
     ground = draft.ground
     limit = ground.limit
     edges = [(x, y) for x, holders in enumerate(draft.holders) for y in holders if ground.apart(level, x, y)]
@@ -79,7 +81,8 @@ def swap(draft: PlacementDraft, level: int) -> None:
 def fill(draft: PlacementDraft, start: int) -> None:
     """Gives those who still lack copies the least loaded holders, as far apart as can be.
 
-    They are workers on suspect nodes, which may hold nothing themselves, and the rest of jobs too small for groups.
+    They are workers on suspect nodes, which may hold nothing themselves, and the rest of jobs too small for
+    groups.
     """
     for level in range(start, len(draft.ground.levels)):
         fill_level(draft, level)
@@ -112,7 +115,8 @@ def _fill_one(
     inside: dict[int, list[tuple[int, int]]],
     domains: list[tuple[tuple[int, int], int]],
 ) -> None:
-    """One copy per domain and round, so that copies of one worker are apart from each other too where possible."""
+    """One copy per domain and round, so that copies of one worker are apart from each other too where
+    possible."""
     ground = draft.ground
     found = True
     while found and len(draft.holders[owner]) < ground.copies:

@@ -1,7 +1,9 @@
-"""Decides which workers keep copies of which others, so that what fails together does not hold the same state.
+"""Decides which workers keep copies of which others, so that what fails together does not hold the same
+state.
 
-Several complete placements are drawn up and the best by the order of goals (`goals.cost`) is taken: nobody without a copy, no copy in the
-same domain, none on suspect nodes, equal load, few fatal sets, least change, short way. Deterministic.
+Several complete placements are drawn up and the best by the order of goals (`goals.cost`) is taken: nobody
+without a copy, no copy in the same domain, none on suspect nodes, equal load, few fatal sets, least change,
+short way. Deterministic.
 """
 
 from __future__ import annotations
@@ -82,8 +84,9 @@ def place(
 ) -> Placement | Unplaceable:
     """Place `policy.copies` copies of every worker on other workers.
 
-    `suspects` are nodes that get no copies. `previous` maps workers to their holders in the last placement. Raises
-    ValueError if `sites` are not the workers 0..n-1, the level is not one of the topology's, or copies is negative.
+    `suspects` are nodes that get no copies. `previous` maps workers to their holders in the last placement.
+    Raises ValueError if `sites` are not the workers 0..n-1, the level is not one of the topology's, or copies
+    is negative.
     """
     if policy.copies < 0:
         raise ValueError("copies must not be negative")
@@ -109,7 +112,10 @@ def place(
 
 
 def describe(
-    sites: Sequence[WorkerSite], topology: Topology, policy: PlacementPolicy, holders: Mapping[int, tuple[int, ...]]
+    sites: Sequence[WorkerSite],
+    topology: Topology,
+    policy: PlacementPolicy,
+    holders: Mapping[int, tuple[int, ...]],
 ) -> Placement:
     """What these holders are worth, however they came about. Raises ValueError as `place` does."""
     ground = PlacementProblem.of(sites, topology, policy.copies, policy.copy_bytes, frozenset())
@@ -123,12 +129,17 @@ def _could_part(ground: PlacementProblem, level: int) -> bool:
 
 
 def _best(ground: PlacementProblem, start: int, before: Mapping[int, tuple[int, ...]]) -> Holders:
-    drafts: list[Sequence[tuple[int, ...]]] = [build(ground, start, {}, scoped=True), build(ground, start, {})]
+    drafts: list[Sequence[tuple[int, ...]]] = [
+        build(ground, start, {}, scoped=True),
+        build(ground, start, {}),
+    ]
     if before:
         drafts.append(build(ground, start, before))
     if not all(ground.can_hold):
         # Others must take more than their own share then, and that may spare someone a nearer holder.
-        drafts += [build(ground, start, earlier, fill_first=True) for earlier in ([before, {}] if before else [{}])]
+        drafts += [
+            build(ground, start, earlier, fill_first=True) for earlier in ([before, {}] if before else [{}])
+        ]
         if _usable(ground, before):
             drafts.append([before[worker] for worker in range(ground.workers)])
         drafts += [trade(ground, start, holders) for holders in drafts]
@@ -182,7 +193,11 @@ def _describe(ground: PlacementProblem, policy: PlacementPolicy, start: int, hol
 
 
 def _wish(ground: PlacementProblem, level: int) -> str:
-    return f"a copy {_away(ground, level)}" if ground.copies == 1 else f"{ground.copies} copies {_away(ground, level)}"
+    return (
+        f"a copy {_away(ground, level)}"
+        if ground.copies == 1
+        else f"{ground.copies} copies {_away(ground, level)}"
+    )
 
 
 def _away(ground: PlacementProblem, level: int) -> str:
@@ -191,7 +206,11 @@ def _away(ground: PlacementProblem, level: int) -> str:
 
 
 def _reason(
-    ground: PlacementProblem, policy: PlacementPolicy, start: int, achieved: str | None, unprotected: tuple[int, ...]
+    ground: PlacementProblem,
+    policy: PlacementPolicy,
+    start: int,
+    achieved: str | None,
+    unprotected: tuple[int, ...],
 ) -> str:
     if policy.copies == 0:
         return "no copies are asked for: only the worker's own memory and the remote tier hold its state"
@@ -201,13 +220,15 @@ def _reason(
     elif achieved is not None:
         own = ground.levels.index(achieved)
         sentences.append(
-            f"every worker has {_wish(ground, own)}, but not every one {_away(ground, start)}: {bound(ground, start)}"
+            f"every worker has {_wish(ground, own)}, but not every one {_away(ground, start)}: "
+            f"{bound(ground, start)}"
         )
     else:
         count = len(unprotected)
         workers, are = "worker" if ground.workers == 1 else "workers", "is" if count == 1 else "are"
         sentences.append(
-            f"{count} of {ground.workers} {workers} {are} unprotected: {bound(ground, len(ground.levels) - 1)}"
+            f"{count} of {ground.workers} {workers} {are} unprotected: "
+            f"{bound(ground, len(ground.levels) - 1)}"
         )
     aside = ground.workers - sum(ground.can_hold) - len(ground.short_of_memory)
     if aside > 0:

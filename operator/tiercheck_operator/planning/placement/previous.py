@@ -21,8 +21,8 @@ def existing_placement(
     groups: Sequence[CodeGroup] = (),
     requested_level: str | None = None,
 ) -> Placement:
-    """Tolerance and all else are computed anew from who holds what, so that they are right whoever made it and however the nodes
-    are labelled by now. Raises ValueError if `sites` are not the workers 0..n-1.
+    """Tolerance and all else are computed anew from who holds what, so that they are right whoever made it
+    and however the nodes are labelled by now. Raises ValueError if `sites` are not the workers 0..n-1.
     """
     copies = max((len(kept) for kept in holders.values()), default=0)
     ground = PlacementProblem.of(sites, topology, copies, None, frozenset())
@@ -30,7 +30,10 @@ def existing_placement(
     last = len(ground.levels) - 1
     if groups:
         parity = max(len(group.holders) for group in groups)
-        parted = [all(len(g.holders) == parity and fits(ground, level, g) for g in groups) for level in range(last + 1)]
+        parted = [
+            all(len(g.holders) == parity and fits(ground, level, g) for g in groups)
+            for level in range(last + 1)
+        ]
         unprotected = {
             member
             for group in groups
@@ -43,7 +46,8 @@ def existing_placement(
         parted = [
             copies > 0
             and all(
-                len(kept[worker]) == copies and all(ground.apart(level, worker, holder) for holder in kept[worker])
+                len(kept[worker]) == copies
+                and all(ground.apart(level, worker, holder) for holder in kept[worker])
                 for worker in range(ground.workers)
             )
             for level in range(last + 1)
@@ -51,7 +55,8 @@ def existing_placement(
         unprotected = {
             worker
             for worker in range(ground.workers)
-            if len(kept[worker]) < copies or all(ground.node[holder] == ground.node[worker] for holder in kept[worker])
+            if len(kept[worker]) < copies
+            or all(ground.node[holder] == ground.node[worker] for holder in kept[worker])
         }
         levels, sentences = tolerated(ground, kept)
         digest = json.dumps(kept)
@@ -59,7 +64,9 @@ def existing_placement(
     return Placement(
         holders=kept,
         requested_level=requested_level,
-        achieved_level=next((ground.levels[level] for level in range(start, last + 1) if parted[level]), None),
+        achieved_level=next(
+            (ground.levels[level] for level in range(start, last + 1) if parted[level]), None
+        ),
         unprotected=tuple(sorted(unprotected)),
         tolerates=sentences,
         tolerated_levels=levels,

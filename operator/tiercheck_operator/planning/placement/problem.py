@@ -1,4 +1,5 @@
-"""What placement works on: the workers and their failure domains as dense numbers, fast enough for ten thousand.
+"""What placement works on: the workers and their failure domains as dense numbers, fast enough for ten
+thousand.
 
 A placement under construction: scratch, thrown away once the best one is chosen.
 """
@@ -40,7 +41,8 @@ class PlacementProblem:
     can_hold: Sequence[bool]
     """Not on a suspect node, and memory for the copies."""
     load_limit: int
-    """Copies that one holder may be given: equal shares, rounded up, and what those take over that have less memory."""
+    """Copies that one holder may be given: equal shares, rounded up, and what those take over that have less
+    memory."""
     limit: Sequence[int]
     """By worker: the same, or as many as its memory has room for."""
     short_of_memory: tuple[int, ...]
@@ -50,7 +52,11 @@ class PlacementProblem:
 
     @staticmethod
     def of(
-        sites: Sequence[WorkerSite], topology: Topology, copies: int, copy_bytes: int | None, suspects: Collection[str]
+        sites: Sequence[WorkerSite],
+        topology: Topology,
+        copies: int,
+        copy_bytes: int | None,
+        suspects: Collection[str],
     ) -> PlacementProblem:
         """Raises ValueError if the workers are not 0..n-1, each once."""
         ordered = sorted(sites, key=lambda site: site.worker)
@@ -77,7 +83,9 @@ class PlacementProblem:
             seats[place] += 1
         need = None if copy_bytes is None else copies * copy_bytes
         short = tuple(
-            site.worker for site in ordered if need is not None and site.memory is not None and site.memory < need
+            site.worker
+            for site in ordered
+            if need is not None and site.memory is not None and site.memory < need
         )
         tight = set(short)
         can_hold = [site.node not in suspects and site.worker not in tight for site in ordered]

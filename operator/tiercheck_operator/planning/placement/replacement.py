@@ -2,13 +2,15 @@
 
 Which spare takes a lost worker's place, so that the job stays as evenly spread as it can be.
 
-A domain with more than half of the workers cannot be matched by holders outside of it, so the spare in the least crowded
-domain is the one that costs least tolerance.
+A domain with more than half of the workers cannot be matched by holders outside of it, so the spare in the
+least crowded domain is the one that costs least tolerance.
 
-Nodes that some job had reason to leave, for all jobs of this operator: new pods would rather go elsewhere for a while.
+Nodes that some job had reason to leave, for all jobs of this operator: new pods would rather go elsewhere for
+a while.
 
-Kubernetes may believe in such a node for minutes, or for good if it only flaps. So it is shunned longer each time. It is a
-preference, never a ban: where nothing else has room, the node is used. A restarted operator has forgotten it, which costs little.
+Kubernetes may believe in such a node for minutes, or for good if it only flaps. So it is shunned longer each
+time. It is a preference, never a ban: where nothing else has room, the node is used. A restarted operator has
+forgotten it, which costs little.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ def choose_spare(
 ) -> int | None:
     """The number of the spare to use; None if there is none.
 
-    `survivors`: the node of each worker that has one. `spares`: number to node. Of the domains of `level` the one with the
-    fewest workers counts, then of the narrower levels, then of the wider ones; then the lowest number. A node whose domain is
-    not known counts as if all survivors were in it.
+    `survivors`: the node of each worker that has one. `spares`: number to node. Of the domains of `level` the
+    one with the fewest workers counts, then of the narrower levels, then of the wider ones; then the lowest
+    number. A node whose domain is not known counts as if all survivors were in it.
     """
     first = topology.level_index(level)
     narrower, wider = topology.levels[first:], tuple(reversed(topology.levels[:first]))

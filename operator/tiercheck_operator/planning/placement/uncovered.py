@@ -1,4 +1,5 @@
-"""State that lies in one place only is the whole job's state at risk: nobody keeps a second copy while somebody has none."""
+"""State that lies in one place only is the whole job's state at risk: nobody keeps a second copy while
+somebody has none."""
 
 from __future__ import annotations
 
@@ -13,11 +14,16 @@ _MOST = 256
 
 def is_bare(ground: PlacementProblem, worker: int, kept: Sequence[int]) -> bool:
     """Whether no copy of the worker is on another node, if there is another."""
-    return ground.copies > 0 and not any(ground.one_node or ground.node[h] != ground.node[worker] for h in kept)
+    return ground.copies > 0 and not any(
+        ground.one_node or ground.node[h] != ground.node[worker] for h in kept
+    )
 
 
-def cover_bare(ground: PlacementProblem, start: int, holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The same holders, but that bare workers get the place of somebody's further copy. `start`: index of the wanted level."""
+def cover_bare(
+    ground: PlacementProblem, start: int, holders: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """The same holders, but that bare workers get the place of somebody's further copy. `start`: index of the
+    wanted level."""
     covered = list(holders)
     if ground.copies < 2:
         return covered
@@ -50,7 +56,11 @@ class _Place(NamedTuple):
 
 
 def _give(
-    ground: PlacementProblem, worker: int, holder: int, covered: list[tuple[int, ...]], guests: dict[int, list[int]]
+    ground: PlacementProblem,
+    worker: int,
+    holder: int,
+    covered: list[tuple[int, ...]],
+    guests: dict[int, list[int]],
 ) -> None:
     covered[worker] = (*covered[worker], holder)[-ground.copies :]
     guests.setdefault(holder, []).append(worker)
@@ -68,7 +78,11 @@ def _place_for(
     """The farthest away, then the least of a loss to its owner. `taking`: somebody's place, too."""
     best: tuple[tuple[int, int, int, int], _Place] | None = None
     for holder in range(ground.workers):
-        if not ground.can_hold[holder] or is_bare(ground, worker, (holder,)) or holder in (worker, *covered[worker]):
+        if (
+            not ground.can_hold[holder]
+            or is_bare(ground, worker, (holder,))
+            or holder in (worker, *covered[worker])
+        ):
             continue
         there = guests.get(holder, [])
         free = len(there) < ground.limit[holder]
@@ -78,7 +92,11 @@ def _place_for(
             if owner is not None and is_bare(ground, owner, rest):
                 continue
             level = ground.parting_level(start, worker, holder)
-            loss = (0, 0) if owner is None else (ground.copies - len(rest), -ground.parting_level(start, owner, holder))
+            loss = (
+                (0, 0)
+                if owner is None
+                else (ground.copies - len(rest), -ground.parting_level(start, owner, holder))
+            )
             price = (level, *loss, holder)
             if best is None or price < best[0]:
                 best = price, _Place(holder, owner)

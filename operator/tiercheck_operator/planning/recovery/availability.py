@@ -1,7 +1,9 @@
-"""Answers "who can rebuild what": everything that is held anywhere, as sets of versions in the bits of integers.
+"""Answers "who can rebuild what": everything that is held anywhere, as sets of versions in the bits of
+integers.
 
-A job of ten thousand ranks holds some hundred thousand artifacts, but of a few dozen versions only. With a bit for each
-version, all that a rank has is four numbers, a chain is a walk over bits, and ranks that hold the same share the answer.
+A job of ten thousand ranks holds some hundred thousand artifacts, but of a few dozen versions only. With a
+bit for each version, all that a rank has is four numbers, a chain is a walk over bits, and ranks that hold
+the same share the answer.
 """
 
 from __future__ import annotations
@@ -27,14 +29,16 @@ Held = tuple[int, int]
 """Bits of the snapshots, bits of the deltas."""
 _NOTHING: Held = (0, 0)
 _MOST_VERSIONS = 2**15
-"""That are told apart; no job has more. A decision's time grows with the square of them, and no other job is looked after meanwhile."""
+"""That are told apart; no job has more. A decision's time grows with the square of them, and no other job is
+looked after meanwhile."""
 
 
 class Availability:
     """What a job's ranks can be rebuilt from. Ranks outside 0..ranks-1 are not the job's and are ignored.
 
-    `bad` names artifacts every copy of which is useless. `groups` are those of the placement: they say who ought to keep a
-    block whose holder was lost. `ranks_per_worker`: None if the ranks are not those of any worker now, so that nobody is at home.
+    `bad` names artifacts every copy of which is useless. `groups` are those of the placement: they say who
+    ought to keep a block whose holder was lost. `ranks_per_worker`: None if the ranks are not those of any
+    worker now, so that nobody is at home.
     """
 
     def __init__(
@@ -87,7 +91,8 @@ class Availability:
         return next((tier for tier, every in self._by_every_rank if every & bit), None)
 
     def tier_of(self, rank: int, version: Version) -> Tier | None:
-        """The farthest place that the rank needs for it, if it takes the nearest chain; None if there is no chain."""
+        """The farthest place that the rank needs for it, if it takes the nearest chain; None if there is no
+        chain."""
         bit = self._bits.get(version, 0)
         return next((tier for tier, found in self._tiers() if found[rank] & bit), None)
 
@@ -109,7 +114,8 @@ class Availability:
         return f"lacks the delta of step {step}" if rests else f"lacks a snapshot before step {version.step}"
 
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
-        """Where the artifacts of each rank's chain lie, nearest first: own memory, nearest holder, other holders, parity, remote.
+        """Where the artifacts of each rank's chain lie, nearest first: own memory, nearest holder, other
+        holders, parity, remote.
 
         Without `distance` holders are ordered by index.
         """
@@ -132,9 +138,12 @@ class Availability:
             yield SourceChoice(Tier.LOCAL)
         home = self._home(rank)
         worse = self._bad.get(rank, _NOTHING)
-        keepers = [worker for worker, held in self._keepers.get(rank, ()) if _common(_less(held, worse), wanted)]
+        keepers = [
+            worker for worker, held in self._keepers.get(rank, ()) if _common(_less(held, worse), wanted)
+        ]
         for worker in sorted(
-            keepers, key=lambda other: (0 if distance is None or home is None else distance(home, other), other)
+            keepers,
+            key=lambda other: (0 if distance is None or home is None else distance(home, other), other),
         ):
             yield SourceChoice(Tier.PEER, worker)
         for group, held in self._parity.get(rank, ()):
@@ -203,7 +212,8 @@ class Availability:
     # Parity
 
     def _decode(self, ranks: tuple[int, ...], kept: Mapping[int, Sequence[tuple[int, Held]]]) -> None:
-        """What the blocks over `ranks` can give each of them, together with what the others hold of their own."""
+        """What the blocks over `ranks` can give each of them, together with what the others hold of their
+        own."""
         if not all(0 <= rank < self._ranks for rank in ranks):
             return
         group = self._group(ranks, kept)
@@ -227,7 +237,8 @@ class Availability:
             self._parity.setdefault(rank, []).append((group, given))
 
     def _group(self, ranks: Sequence[int], kept: Mapping[int, Sequence[tuple[int, Held]]]) -> CodeGroup:
-        """Who keeps the blocks. A place whose block is lost is filled by who ought to have it, or anybody: it will not be found there."""
+        """Who keeps the blocks. A place whose block is lost is filled by who ought to have it, or anybody: it
+        will not be found there."""
         assert self._per_worker is not None, "of other ranks: see old_parity.py"
         members = tuple(rank // self._per_worker for rank in ranks)
         planned = self._planned.get(members)

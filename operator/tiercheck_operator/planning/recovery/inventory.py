@@ -1,4 +1,5 @@
-"""What each place holds, as the planner is told: own memory, copies and parity blocks of others, the remote tier."""
+"""What each place holds, as the planner is told: own memory, copies and parity blocks of others, the remote
+tier."""
 
 from __future__ import annotations
 

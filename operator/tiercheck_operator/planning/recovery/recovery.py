@@ -1,8 +1,9 @@
 """Decides what a job comes back to after a failure: which version, from where for each rank, and why.
 
-A version counts if *every* rank can rebuild it, from a snapshot and the deltas after it, wherever these lie. The minimum of each
-rank's newest would be wrong: of snapshots {8, 10} and {8, 9} it names 9, which nobody can rebuild. And nothing is started
-afresh while a committed version may still turn up: then the answer is to wait.
+A version counts if *every* rank can rebuild it, from a snapshot and the deltas after it, wherever these lie.
+The minimum of each rank's newest would be wrong: of snapshots {8, 10} and {8, 9} it names 9, which nobody can
+rebuild. And nothing is started afresh while a committed version may still turn up: then the answer is to
+wait.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ Decision = Recover | StartFresh | Wait | Refuse
 
 
 def decide_recovery(situation: RecoveryProblem) -> Decision:
-    """The version with the least expected loss among those that every rank can rebuild, or what to do without one.
+    """The version with the least expected loss among those that every rank can rebuild, or what to do without
+    one.
 
     Raises ValueError if `ranks` is not a multiple of `ranks_per_worker`.
     """
@@ -140,7 +142,9 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
         return _without_version(situation, stock)
     newest_step = max(situation.last_step or 0, stock.versions[-1].step)
     # Newest first, so that of two versions that cost the same the newer one is taken.
-    chosen = min(reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, stock, situation))
+    chosen = min(
+        reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, stock, situation)
+    )
     sources = stock.sources(chosen, situation.distance)
     assert not isinstance(sources, Missing)
     counts = {tier: 0 for tier in Tier}
@@ -164,8 +168,11 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
     )
 
 
-def _expected_loss(version: Version, newest_step: int, stock: ResizedStock, situation: RecoveryProblem) -> float:
-    """Seconds until training is back where it was. Without a step time every step counts more than any restore."""
+def _expected_loss(
+    version: Version, newest_step: int, stock: ResizedStock, situation: RecoveryProblem
+) -> float:
+    """Seconds until training is back where it was. Without a step time every step counts more than any
+    restore."""
     tier = stock.farthest_tier(version)
     estimate = situation.restore_seconds
     restore = {Tier.LOCAL: estimate.local, Tier.PEER: estimate.peer, Tier.REMOTE: estimate.remote}
@@ -185,16 +192,22 @@ def _without_version(situation: RecoveryProblem, stock: ResizedStock) -> Decisio
     detail = f"; {'; '.join(incomplete)}" if incomplete else ""
     if situation.remote.undecided:
         state = "has not been tried yet" if situation.remote.reachable is None else "is unreachable"
-        return Wait(f"{what} can be rebuilt from memory, and the remote tier {state}: it may hold one{detail}")
+        return Wait(
+            f"{what} can be rebuilt from memory, and the remote tier {state}: it may hold one{detail}"
+        )
     if situation.silent:
         return Wait(
-            f"{what} can be rebuilt from what answered; waiting for {_listed('worker', situation.silent)}{detail}"
+            f"{what} can be rebuilt from what answered; waiting for "
+            f"{_listed('worker', situation.silent)}{detail}"
         )
     remote = "the remote tier holds none" if situation.remote.configured else "no remote tier is configured"
     if asked is not None:
-        return Refuse(f"step {asked} was asked for, but no source holds it for every rank, and {remote}{detail}")
+        return Refuse(
+            f"step {asked} was asked for, but no source holds it for every rank, and {remote}{detail}"
+        )
     return StartFresh(
-        f"no version can be rebuilt, so training begins from scratch: every sidecar answered and {remote}{detail}"
+        "no version can be rebuilt, so training begins from scratch: every sidecar answered and "
+        f"{remote}{detail}"
     )
 
 

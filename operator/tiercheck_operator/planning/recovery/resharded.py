@@ -1,7 +1,9 @@
-"""What a job can come back to whose attempts did not all have as many ranks: each version counts by the ranks that made it.
+"""What a job can come back to whose attempts did not all have as many ranks: each version counts by the ranks
+that made it.
 
-Of another number of ranks a version is restored by resharding: every rank reads its part of what the old ones saved. For that nobody
-is at home: what lies at a worker is a copy kept there, whoever made it, and what nobody has may be rebuilt from parity. Only snapshots
+Of another number of ranks a version is restored by resharding: every rank reads its part of what the old ones
+saved. For that nobody is at home: what lies at a worker is a copy kept there, whoever made it, and what
+nobody has may be rebuilt from parity. Only snapshots
 count: deltas can be replayed by nobody but the ranks that took them.
 """
 
@@ -54,8 +56,12 @@ class ResizedStock:
         }
         for count in sorted(others):
             found, stored = self._made_by(count, inventories, remote)
-            self._stocks[count] = _OldStock(count, history, list(map(_snapshots_as_copies, found)), stored, bad)
-        self.versions = tuple(sorted(version for stock in self._stocks.values() for version in stock.versions))
+            self._stocks[count] = _OldStock(
+                count, history, list(map(_snapshots_as_copies, found)), stored, bad
+            )
+        self.versions = tuple(
+            sorted(version for stock in self._stocks.values() for version in stock.versions)
+        )
         """Accepted versions of which anything is held, oldest first."""
 
     def ranks_of(self, version: Version) -> int:
@@ -83,7 +89,8 @@ class ResizedStock:
         return self._of(version).gap(rank, version)
 
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
-        """As of `Stock`, for each rank that made the version. Where resized, no order is nearest for all who read."""
+        """As of `Stock`, for each rank that made the version. Where resized, no order is nearest for all who
+        read."""
         return self._of(version).sources(version, None if self.is_resized(version) else distance)
 
     def _of(self, version: Version) -> Availability:
@@ -141,7 +148,9 @@ class _OldStock(Availability):
             return found
         return {rank: tuple(self._with_groups(rank, version, places)) for rank, places in found.items()}
 
-    def _with_groups(self, rank: int, version: Version, places: Iterable[SourceChoice]) -> Iterator[SourceChoice]:
+    def _with_groups(
+        self, rank: int, version: Version, places: Iterable[SourceChoice]
+    ) -> Iterator[SourceChoice]:
         for place in places:
             if place.worker == _BY_PARITY:
                 for group in self._old_parity.sources(rank, version):

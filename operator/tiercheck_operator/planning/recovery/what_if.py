@@ -1,4 +1,5 @@
-"""Says what a job would come back to if some of its workers vanished now, by asking the code that decides it for real."""
+"""Says what a job would come back to if some of its workers vanished now, by asking the code that decides it
+for real."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from dataclasses import dataclass
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
 from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
-from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, StartFresh, decide_recovery
+from tiercheck_operator.planning.recovery.recovery import (
+    Recover,
+    RecoveryProblem,
+    StartFresh,
+    decide_recovery,
+)
 from tiercheck_operator.planning.simulation.scenario import Scenario
 
 HISTORY = History((Branch(1, 0),))
@@ -21,7 +27,8 @@ class Consequence:
     lost_workers: tuple[int, ...]
     """Whose memory is gone."""
     tiers: Mapping[Tier, int]
-    """Ranks by the farthest tier that each needs; tiers without ranks are left out, and nothing is in here from scratch."""
+    """Ranks by the farthest tier that each needs; tiers without ranks are left out, and nothing is in here
+    from scratch."""
     workers: Mapping[Tier, tuple[int, ...]]
     """The same by worker."""
     step: int
@@ -40,8 +47,9 @@ class Consequence:
 
 
 def what_if(scenario: Scenario, lost: Collection[int] = (), step: int | None = None) -> Consequence:
-    """`lost` are the workers that vanish with their memory; none of them: the training command crashes. `step` is the newest
-    one trained; default: one from which half a remote interval would be lost. Raises ValueError as `Scenario.placed` does.
+    """`lost` are the workers that vanish with their memory; none of them: the training command crashes.
+    `step` is the newest one trained; default: one from which half a remote interval would be lost. Raises
+    ValueError as `Scenario.placed` does.
     """
     at = typical_step(scenario) if step is None else step
     gone = frozenset(lost)
@@ -87,7 +95,11 @@ def what_if(scenario: Scenario, lost: Collection[int] = (), step: int | None = N
         workers.setdefault(tier, []).append(worker)
     found = {tier: tuple(workers[tier]) for tier in Tier if tier in workers}
     farthest = list(found)[-1]
-    restore = {Tier.LOCAL: times.restore.local, Tier.PEER: times.restore.peer, Tier.REMOTE: times.restore.remote}
+    restore = {
+        Tier.LOCAL: times.restore.local,
+        Tier.PEER: times.restore.peer,
+        Tier.REMOTE: times.restore.remote,
+    }
     return Consequence(
         lost_workers=tuple(sorted(gone)),
         tiers={tier: len(those) * scenario.procs_per_worker for tier, those in found.items()},

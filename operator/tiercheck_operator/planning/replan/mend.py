@@ -1,4 +1,5 @@
-"""Changes of a placement only what is wrong with it, one holder at a time: where that is as good as a new one, less moves."""
+"""Changes of a placement only what is wrong with it, one holder at a time: where that is as good as a new
+one, less moves."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from tiercheck_operator.planning.placement.problem import PlacementProblem
 from tiercheck_operator.planning.placement.uncovered import cover_bare
 
 _MOST = 256
-"""Workers that are given new holders this way; with more, looking at every worker for each of them would take long."""
+"""Workers that are given new holders this way; with more, looking at every worker for each of them would take
+long."""
 
 
-def mend(ground: PlacementProblem, start: int, current: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
+def mend(
+    ground: PlacementProblem, start: int, current: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]] | None:
     """Holders per worker. `start` is the index of the wanted level. None: too much is wrong."""
     holders = [_worth_keeping(ground, start, worker, kept) for worker, kept in enumerate(current)]
     load = Counter(holder for kept in holders for holder in kept)
@@ -20,14 +24,18 @@ def mend(ground: PlacementProblem, start: int, current: Sequence[tuple[int, ...]
         if count > ground.limit[holder]:
             _relieve(ground, start, holders, holder, count - ground.limit[holder])
     load = Counter(holder for kept in holders for holder in kept)
-    wrong = [w for w, kept in enumerate(holders) if len(kept) < ground.copies or _near(ground, start, w, kept)]
+    wrong = [
+        w for w, kept in enumerate(holders) if len(kept) < ground.copies or _near(ground, start, w, kept)
+    ]
     if len(wrong) > _MOST:
         return None
     able = [worker for worker in range(ground.workers) if ground.can_hold[worker]]
     for worker in wrong:
         for holder in _near(ground, start, worker, holders[worker]):
             better = _best(ground, start, worker, kept=holders[worker], load=load, able=able)
-            if better is not None and _level(ground, start, worker, better) < _level(ground, start, worker, holder):
+            if better is not None and _level(ground, start, worker, better) < _level(
+                ground, start, worker, holder
+            ):
                 holders[worker] = tuple(better if each == holder else each for each in holders[worker])
                 load[holder] -= 1
                 load[better] += 1
@@ -50,12 +58,17 @@ def _worth_keeping(ground: PlacementProblem, start: int, worker: int, kept: Sequ
 
 def _allowed(ground: PlacementProblem, worker: int, holder: int) -> bool:
     return (
-        holder != worker and ground.can_hold[holder] and (ground.node[holder] != ground.node[worker] or ground.one_node)
+        holder != worker
+        and ground.can_hold[holder]
+        and (ground.node[holder] != ground.node[worker] or ground.one_node)
     )
 
 
-def _relieve(ground: PlacementProblem, start: int, holders: list[tuple[int, ...]], holder: int, surplus: int) -> None:
-    """Takes `surplus` copies from a holder that has too many: those first that are kept nearest to their owners."""
+def _relieve(
+    ground: PlacementProblem, start: int, holders: list[tuple[int, ...]], holder: int, surplus: int
+) -> None:
+    """Takes `surplus` copies from a holder that has too many: those first that are kept nearest to their
+    owners."""
     owners = [worker for worker, kept in enumerate(holders) if holder in kept]
     owners.sort(key=lambda worker: (-_level(ground, start, worker, holder), -worker))
     for worker in owners[:surplus]:
@@ -71,9 +84,16 @@ def _level(ground: PlacementProblem, start: int, worker: int, holder: int) -> in
 
 
 def _best(
-    ground: PlacementProblem, start: int, worker: int, *, kept: Sequence[int], load: Counter[int], able: Sequence[int]
+    ground: PlacementProblem,
+    start: int,
+    worker: int,
+    *,
+    kept: Sequence[int],
+    load: Counter[int],
+    able: Sequence[int],
 ) -> int | None:
-    """The farthest apart, then in a domain that no other copy is in, then the least loaded, then the shortest way."""
+    """The farthest apart, then in a domain that no other copy is in, then the least loaded, then the shortest
+    way."""
     domain = ground.domain[start]
     used = {domain[holder] for holder in kept}
     free = [

@@ -1,8 +1,10 @@
-"""Decides which copies move while a job trains, and in which order, so that at no moment fewer complete copies exist than before.
+"""Decides which copies move while a job trains, and in which order, so that at no moment fewer complete
+copies exist than before.
 
-A move is made before it is broken: the new holder is added, and the old one leaves when the new one has a complete version. Both
-need memory meanwhile, so a move waits where there is no room. A copy that was promised is given up only for a worker that has none. Each round makes the placement strictly better by `Standing`
-and nothing else moves, so rounds come to an end.
+A move is made before it is broken: the new holder is added, and the old one leaves when the new one has a
+complete version. Both need memory meanwhile, so a move waits where there is no room. A copy that was promised
+is given up only for a worker that has none. Each round makes the placement strictly better by `Standing` and
+nothing else moves, so rounds come to an end.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _PART_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class ReplanInputs:
-    """Where workers are, and where copies should not be. `avoided` nodes are as good as any if there is no other way."""
+    """Where workers are, and where copies should not be. `avoided` nodes are as good as any if there is no
+    other way."""
 
     sites: Sequence[WorkerSite]
     topology: Topology
@@ -55,13 +58,16 @@ class Round:
 
 
 def plan_round(around: ReplanInputs, current: Holders, room: Mapping[int, int] | None = None) -> Round:
-    """The best moves from `current` (every worker's holders, none of them leaving). `room`: how many workers' copies each worker's
-    memory can hold in all; a worker that is not in it has enough. Raises ValueError as `place` does.
+    """The best moves from `current` (every worker's holders, none of them leaving). `room`: how many workers'
+    copies each worker's memory can hold in all; a worker that is not in it has enough. Raises ValueError as
+    `place` does.
     """
     wanted, ground, start = _wanted(around, current)
     before = [tuple(current.get(worker, ())) for worker in range(ground.workers)]
     if wanted is None:
-        stuck = tuple(w for w, kept in enumerate(before) if any(not ground.can_hold[holder] for holder in kept))
+        stuck = tuple(
+            w for w, kept in enumerate(before) if any(not ground.can_hold[holder] for holder in kept)
+        )
         return Round(postponed=stuck, reason=_nowhere_else(around, before, stuck))
     load = Counter(holder for kept in before for holder in kept)
     at_once = max(_LEAST_AT_ONCE, ground.workers // _PART_AT_ONCE)
@@ -73,8 +79,14 @@ def plan_round(around: ReplanInputs, current: Holders, room: Mapping[int, int] |
     for parts, gain in _worthwhile(ground, start, before, wanted, at_once=at_once):
         if holders and len(holders) + len(parts) > at_once:
             continue
-        more = Counter(holder for worker in parts for holder in wanted[worker] if holder not in before[worker])
-        tight = [holder for holder in sorted(more) if room and load[holder] + more[holder] > room.get(holder, 10**9)]
+        more = Counter(
+            holder for worker in parts for holder in wanted[worker] if holder not in before[worker]
+        )
+        tight = [
+            holder
+            for holder in sorted(more)
+            if room and load[holder] + more[holder] > room.get(holder, 10**9)
+        ]
         if tight:
             postponed += parts
             full += tight
@@ -89,8 +101,9 @@ def plan_round(around: ReplanInputs, current: Holders, room: Mapping[int, int] |
 
 
 def finish(holders: Holders, leaving: Holders, complete: Callable[[int, int], bool]) -> Holders:
-    """The workers whose old holders may leave now, and who keeps their copies then. `complete(worker, holder)` tells whether the
-    holder can give back a version of the worker that is as new as what the others together could.
+    """The workers whose old holders may leave now, and who keeps their copies then. `complete(worker,
+    holder)` tells whether the holder can give back a version of the worker that is as new as what the others
+    together could.
     """
     done: dict[int, tuple[int, ...]] = {}
     for worker, gone in leaving.items():
@@ -101,7 +114,8 @@ def finish(holders: Holders, leaving: Holders, complete: Callable[[int, int], bo
 
 
 def give_up(holders: Holders, leaving: Holders, complete: Callable[[int, int], bool]) -> Holders:
-    """What the moves that do not come to an end go back to: old holders stay, new ones only if they are complete."""
+    """What the moves that do not come to an end go back to: old holders stay, new ones only if they are
+    complete."""
     back: dict[int, tuple[int, ...]] = {}
     for worker, gone in leaving.items():
         fresh = [holder for holder in holders[worker] if holder not in gone and complete(worker, holder)]
@@ -109,7 +123,9 @@ def give_up(holders: Holders, leaving: Holders, complete: Callable[[int, int], b
     return back
 
 
-def _wanted(around: ReplanInputs, current: Holders) -> tuple[list[tuple[int, ...]] | None, PlacementProblem, int]:
+def _wanted(
+    around: ReplanInputs, current: Holders
+) -> tuple[list[tuple[int, ...]] | None, PlacementProblem, int]:
     """The holders to move to; None: there is nothing better."""
     policy, topology = around.policy, around.topology
     level = spread_level(topology.levels, policy.level)
@@ -153,12 +169,14 @@ def _worthwhile(
     *,
     at_once: int,
 ) -> list[tuple[list[int], bool]]:
-    """The parts of a change that each make the placement better by themselves, those that matter most first, and whether each is
-    urgent. A part is a set of workers whose changes touch the same holders: no load outside of it changes.
+    """The parts of a change that each make the placement better by themselves, those that matter most first,
+    and whether each is urgent. A part is a set of workers whose changes touch the same holders: no load
+    outside of it changes.
     """
     found = []
     for whole in _parts(before, wanted):
-        # Of a large part as many as may move at once, if that is a step forward; else it can be made as a whole only.
+        # Of a large part as many as may move at once, if that is a step forward; else it can be made as a
+        # whole only.
         for parts in (whole[:at_once], whole):
             after = list(before)
             for worker in parts:
@@ -225,7 +243,8 @@ def _no_room(postponed: Sequence[int], full: Sequence[int]) -> str:
     if not postponed:
         return ""
     return (
-        f"{named(postponed)} cannot get better holders: the memory of {named(full)} has no room for their copies beside those that "
+        f"{named(postponed)} cannot get better holders: the memory of {named(full)} has no room for their "
+        "copies beside those that "
         "it keeps already"
     )
 

@@ -1,5 +1,6 @@
-"""Decides which parity blocks move while a job trains. A group's old block stays where it is until the new one is complete, which
-the holders see to themselves: what they keep for a worker that has other holders now is freed only when those hold as much.
+"""Decides which parity blocks move while a job trains. A group's old block stays where it is until the new
+one is complete, which the holders see to themselves: what they keep for a worker that has other holders now
+is freed only when those hold as much.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class ParitySurroundings:
 def plan_parity_round(
     around: ParitySurroundings, current: Sequence[CodeGroup], room: Mapping[int, int] | None = None
 ) -> ParityRound:
-    """One holder of each group at most, so that the others still stand for it. `room`: how many blocks each worker can keep.
-    Raises ValueError as `place_parity` does.
+    """One holder of each group at most, so that the others still stand for it. `room`: how many blocks each
+    worker can keep. Raises ValueError as `place_parity` does.
     """
     policy, topology = around.policy, around.topology
     start = topology.level_index(spread_level(topology.levels, policy.level))
@@ -68,13 +69,18 @@ def plan_parity_round(
     known = {group.members: group.holders for group in current}
     changed = [group for group in wanted if known.get(group.members) != group.holders]
     load = Counter(holder for group in current for holder in group.holders)
-    more = Counter(holder for group in changed for holder in set(group.holders) - set(known.get(group.members, ())))
+    more = Counter(
+        holder for group in changed for holder in set(group.holders) - set(known.get(group.members, ()))
+    )
     workers = tuple(sorted(member for group in changed for member in group.members))
     full = [worker for worker in more if room and load[worker] + more[worker] > room.get(worker, 10**9)]
     if full:
         return ParityRound(
             workers=workers,
-            reason=f"the parity of {named(workers)} cannot move: the memory of {named(full)} has no room for another block",
+            reason=(
+                f"the parity of {named(workers)} cannot move: the memory of {named(full)} has no room "
+                "for another block"
+            ),
         )
     return ParityRound(wanted, parity_standing(ground, start, wanted).urgent < now.urgent, workers)
 
@@ -92,7 +98,8 @@ def parity_standing(ground: PlacementProblem, start: int, groups: Sequence[CodeG
         lacking=missing * ground.copies
         + sum(max(0, ground.copies - len(group.holders)) * len(group.members) for group in groups),
         near=tuple(
-            missing + sum(len(group.members) for group in groups if not fits(ground, level, group)) for level in levels
+            missing + sum(len(group.members) for group in groups if not fits(ground, level, group))
+            for level in levels
         ),
         unfit=sum(not ground.can_hold[holder] for group in groups for holder in group.holders),
         overload=sum(max(0, count - limit) for holder, count in load.items() if ground.can_hold[holder]),

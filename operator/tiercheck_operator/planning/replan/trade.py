@@ -1,4 +1,5 @@
-"""Holders go from one worker to the next, in a chain, where that parts one more worker from its copy and brings nobody nearer to one."""
+"""Holders go from one worker to the next, in a chain, where that parts one more worker from its copy and
+brings nobody nearer to one."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ from tiercheck_operator.planning.placement.problem import PlacementProblem
 _MOST = 64
 """Copies for which such a chain is looked for: each look may pass every worker."""
 _Way = dict[int, tuple[int, int] | None]
-"""By holder that was reached: whose copy would come to it, and from which holder. None: the worker's own would."""
+"""By holder that was reached: whose copy would come to it, and from which holder. None: the worker's own
+would."""
 
 
 def trade(ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Holders per worker; `level` is the one at which workers shall be apart from their copies."""
     trading = _Trading(ground, level, holders)
-    near = [(worker, x) for worker, kept in enumerate(holders) for x in kept if not ground.apart(level, worker, x)]
+    near = [
+        (worker, x) for worker, kept in enumerate(holders) for x in kept if not ground.apart(level, worker, x)
+    ]
     hopeless: set[int] = set()
     for worker, instead_of in near[:_MOST]:
         home = ground.domain[level][worker]
@@ -45,7 +49,8 @@ class _Trading:
                 self._able[self._domain[holder]].append(holder)
 
     def part(self, worker: int, instead_of: int) -> bool:
-        """Breadth first over the holders, from those that the worker could have to one with room. False: there is no such way."""
+        """Breadth first over the holders, from those that the worker could have to one with room. False:
+        there is no such way."""
         self._guests[instead_of].remove(worker)
         unused, came, moved = dict(self._able), _Way(), {worker}
         queue = deque(self._reach(worker, None, unused, came))
@@ -61,7 +66,9 @@ class _Trading:
         self._guests[instead_of].append(worker)
         return False
 
-    def _reach(self, owner: int, step: tuple[int, int] | None, unused: dict[int, list[int]], came: _Way) -> list[int]:
+    def _reach(
+        self, owner: int, step: tuple[int, int] | None, unused: dict[int, list[int]], came: _Way
+    ) -> list[int]:
         """All that are apart from the owner and were not reached before."""
         home, kept, reached = self._domain[owner], self.found[owner], []
         for domain in [each for each, there in unused.items() if there and each != home >= 0]:

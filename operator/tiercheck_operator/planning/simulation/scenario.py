@@ -1,6 +1,8 @@
-"""What a simulation assumes: where workers run, how they are protected, what fails how often, and how long the way back takes.
+"""What a simulation assumes: where workers run, how they are protected, what fails how often, and how long
+the way back takes.
 
-Everything is given in seconds, hours and steps; nothing is measured here. The figures of a real job are in its status.
+Everything is given in seconds, hours and steps; nothing is measured here. The figures of a real job are in
+its status.
 """
 
 from __future__ import annotations
@@ -48,8 +50,11 @@ class RecoveryTimes:
     """After a recovery, until all copies are complete again."""
 
     @staticmethod
-    def of_sizes(worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float, **others: float) -> RecoveryTimes:
-        """With restore and protection times from the bytes of one worker's snapshots and bytes per second per worker."""
+    def of_sizes(
+        worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float, **others: float
+    ) -> RecoveryTimes:
+        """With restore and protection times from the bytes of one worker's snapshots and bytes per second per
+        worker."""
         peer, remote = worker_bytes / peer_bandwidth, worker_bytes / remote_bandwidth
         usual = RestoreSeconds()
         restore = RestoreSeconds(usual.local, usual.local + peer, usual.local + remote)

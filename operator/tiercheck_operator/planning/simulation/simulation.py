@@ -1,7 +1,9 @@
-"""Plays a job's life for days, many times over, with the planner's own decisions: how much of the time is training.
+"""Plays a job's life for days, many times over, with the planner's own decisions: how much of the time is
+training.
 
-Failures of each kind arrive independently (Poisson); what a failure costs is what `place` and `decide_recovery` make of it. A
-replacement is taken to stand where the lost worker stood. Chance is the caller's, so the same seed gives the same lives.
+Failures of each kind arrive independently (Poisson); what a failure costs is what `place` and
+`decide_recovery` make of it. A replacement is taken to stand where the lost worker stood. Chance is the
+caller's, so the same seed gives the same lives.
 
 The published formulas that the simulation is checked against.
 """
@@ -114,8 +116,9 @@ class Simulation:
 
 
 def simulate(scenario: Scenario, *, days: float, runs: int, chance: Callable[[int], Chance]) -> Simulation:
-    """`runs` lives of `days` each; `chance` gives each its own, as `lambda run: random.Random(f"{seed}/{run}")`. Raises ValueError for a level that the topology has not, for rates, times or counts that
-    make no sense, and as `Scenario.placed` does.
+    """`runs` lives of `days` each; `chance` gives each its own, as `lambda run:
+    random.Random(f"{seed}/{run}")`. Raises ValueError for a level that the topology has not, for rates, times
+    or counts that make no sense, and as `Scenario.placed` does.
     """
     if days <= 0 or runs < 1 or scenario.step_seconds <= 0:
         raise ValueError("days, runs and step_seconds must be positive")
@@ -133,7 +136,8 @@ def simulate(scenario: Scenario, *, days: float, runs: int, chance: Callable[[in
 
 @dataclass(frozen=True)
 class _Source:
-    """One kind of failure: how often any of its domains fails, per second, and which workers each takes along."""
+    """One kind of failure: how often any of its domains fails, per second, and which workers each takes
+    along."""
 
     kind: str
     rate: float
@@ -151,7 +155,9 @@ def _sources(scenario: Scenario) -> tuple[_Source, ...]:
 class _Life:
     """One run. Times are seconds since its beginning."""
 
-    def __init__(self, scenario: Scenario, survival: Survival, sources: Sequence[_Source], chance: Chance) -> None:
+    def __init__(
+        self, scenario: Scenario, survival: Survival, sources: Sequence[_Source], chance: Chance
+    ) -> None:
         self._scenario, self._survival, self._sources, self._chance = scenario, survival, sources, chance
         self._base = 0
         """The step that training last came back to."""
@@ -237,11 +243,13 @@ class _Life:
 
 
 def first_order_ettr(failures_per_second: float, interval: float, overhead: float) -> float:
-    """1 - rate x (overhead + interval / 2): on average half an interval is lost per failure, and the overhead.
+    """1 - rate x (overhead + interval / 2): on average half an interval is lost per failure, and the
+    overhead.
 
-    Expected effective training time ratio of a long run with rare failures: A. Kokolis et al., "Revisiting Reliability in
-    Large-Scale Machine Learning Research Clusters", 2024 (arXiv:2410.21680), without time in the queue; in essence J. W. Young,
-    "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. Seconds throughout.
+    Expected effective training time ratio of a long run with rare failures: A. Kokolis et al., "Revisiting
+    Reliability in Large-Scale Machine Learning Research Clusters", 2024 (arXiv:2410.21680), without time in
+    the queue; in essence J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM
+    17(9), 1974. Seconds throughout.
     """
     return 1.0 - failures_per_second * (overhead + interval / 2.0)
 
@@ -249,9 +257,9 @@ def first_order_ettr(failures_per_second: float, interval: float, overhead: floa
 def exact_ettr(failures_per_second: float, interval: float, overhead: float) -> float:
     """The same, exact for failures that are exponentially distributed and may hit the recovery as well.
 
-    Training of one interval takes M e^(R/M) (e^(t/M) - 1) on average, with M the mean time between failures, t the interval
-    and R the overhead: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3),
-    2006, with nothing spent on saving. Seconds throughout.
+    Training of one interval takes M e^(R/M) (e^(t/M) - 1) on average, with M the mean time between failures,
+    t the interval and R the overhead: J. T. Daly, "A higher order estimate of the optimum checkpoint interval
+    for restart dumps", FGCS 22(3), 2006, with nothing spent on saving. Seconds throughout.
     """
     if failures_per_second <= 0:
         return 1.0

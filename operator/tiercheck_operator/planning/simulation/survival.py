@@ -1,5 +1,5 @@
-"""Says, fast enough for a hundred thousand losses, which lost workers have their state elsewhere in memory: by the planner's own stock,
-asked once for each shape of a loss.
+"""Says, fast enough for a hundred thousand losses, which lost workers have their state elsewhere in memory:
+by the planner's own stock, asked once for each shape of a loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from tiercheck_operator.planning.parity.code_groups import CodeGroup
 from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.recovery.availability import Availability
 from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
-from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, RestoreSeconds, decide_recovery
+from tiercheck_operator.planning.recovery.recovery import (
+    Recover,
+    RecoveryProblem,
+    RestoreSeconds,
+    decide_recovery,
+)
 
 _HISTORY = History((Branch(1, 0),))
 _SOME = Version(1, 1)
@@ -26,10 +31,13 @@ class Survival:
 
     def __init__(self, placement: Placement) -> None:
         self._holders = placement.holders
-        self._group: dict[int, CodeGroup] = {member: group for group in placement.groups for member in group.members}
+        self._group: dict[int, CodeGroup] = {
+            member: group for group in placement.groups for member in group.members
+        }
 
     def in_memory(self, lost: Collection[int], empty: Collection[int]) -> bool:
-        """Whether every lost worker's state can be had from peers. `empty` are workers that keep nothing for others (yet)."""
+        """Whether every lost worker's state can be had from peers. `empty` are workers that keep nothing for
+        others (yet)."""
         seen: set[tuple[int, ...]] = set()
         for worker in lost:
             group = self._group.get(worker)
@@ -40,7 +48,9 @@ class Survival:
                 seen.add(group.members)
                 gone = tuple(index for index, member in enumerate(group.members) if member in lost)
                 blocks = tuple(
-                    index for index, keeper in enumerate(group.holders) if keeper not in lost and keeper not in empty
+                    index
+                    for index, keeper in enumerate(group.holders)
+                    if keeper not in lost and keeper not in empty
                 )
                 if not _decodable(len(group.members), gone, blocks):
                     return False
@@ -69,8 +79,9 @@ def fallback(
 ) -> tuple[Tier, int] | None:
     """The tier and the steps lost that a recovery decides on; None: from scratch.
 
-    `own`, `peer` and `remote` are how many steps behind the newest each tier is; None: it has nothing. One worker stands for
-    those that are well and one for those that are lost, because the decision asks of each rank only what it can rebuild.
+    `own`, `peer` and `remote` are how many steps behind the newest each tier is; None: it has nothing. One
+    worker stands for those that are well and one for those that are lost, because the decision asks of each
+    rank only what it can rebuild.
     """
     newest = 1 + max(own, peer or 0, remote or 0)
     history, survivor, victim = _HISTORY, 0, 1

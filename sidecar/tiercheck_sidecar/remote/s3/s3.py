@@ -2,8 +2,8 @@
 
 boto3 finds credentials, lists, deletes, and creates the manifest with `If-None-Match: *`.
 
-Payloads are not signed (SHA-256 of every byte would cost more than sending it); where the server takes it, CRC64NVME
-guards them on the way, and our own digests guard them for good.
+Payloads are not signed (SHA-256 of every byte would cost more than sending it); where the server takes it,
+CRC64NVME guards them on the way, and our own digests guard them for good.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class S3Objects(Objects):
         clients = self._clients()
         with self._boto():
             # Not HeadBucket: its errors have no body, and a policy may allow listing under the prefix only.
-            clients.boto.list_objects_v2(Bucket=self._bucket, Prefix=f"{self._folder}/{layout.MANIFESTS}", MaxKeys=1)
+            clients.boto.list_objects_v2(
+                Bucket=self._bucket, Prefix=f"{self._folder}/{layout.MANIFESTS}", MaxKeys=1
+            )
         self._probe(clients)
 
     def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
@@ -78,7 +80,9 @@ class S3Objects(Objects):
         with self._boto():
             for attempt in range(1, CONFLICT_TRIES + 1):
                 try:
-                    clients.boto.put_object(Bucket=self._bucket, Key=self._key(key), Body=body, IfNoneMatch="*")
+                    clients.boto.put_object(
+                        Bucket=self._bucket, Key=self._key(key), Body=body, IfNoneMatch="*"
+                    )
                     return True
                 except ClientError as error:
                     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -92,7 +96,8 @@ class S3Objects(Objects):
         raise AssertionError("unreachable")
 
     def _create_and_look(self, key: str, body: bytes) -> bool:
-        """Where the server does not mind the condition: of two that write in the same moment, the one that is read afterwards has won.
+        """Where the server does not mind the condition: of two that write in the same moment, the one that is
+        read afterwards has won.
 
         Whoever looked before our write has written by then, unless it was held up for longer.
         """
@@ -108,8 +113,10 @@ class S3Objects(Objects):
             clients.probe(self._key(layout.PROBE))
         if not clients.conditional:
             self.weakness = (
-                f"{self.location} takes If-None-Match and does not mind it, so two writers may both believe that theirs is the "
-                "manifest; each is read back instead. Use a server that honours conditional writes, and see that no other "
+                f"{self.location} takes If-None-Match and does not mind it, so two writers may both "
+                "believe that theirs is the "
+                "manifest; each is read back instead. Use a server that honours conditional writes, and "
+                "see that no other "
                 "job writes there."
             )
 

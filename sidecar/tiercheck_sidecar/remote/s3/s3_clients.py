@@ -44,7 +44,8 @@ class Clients:
 
     @staticmethod
     def connect(settings: S3Settings, location: str, closed: threading.Event) -> Clients:
-        """Contacts no bucket, but may ask the cloud for credentials. Raises RemoteError and botocore's errors."""
+        """Contacts no bucket, but may ask the cloud for credentials. Raises RemoteError and botocore's
+        errors."""
         import boto3
         from botocore.config import Config
 
@@ -149,7 +150,8 @@ def _connections(boto: Any, authorities: bytes | None) -> ClientConfig:
 
 
 class _BoundedAnswers:
-    """botocore's HTTP, with a limit to what it reads into memory: listings and errors, which it would read to whatever end."""
+    """botocore's HTTP, with a limit to what it reads into memory: listings and errors, which it would read to
+    whatever end."""
 
     def __init__(self, session: Any, location: str) -> None:
         self._session, self._location = session, location
@@ -173,11 +175,13 @@ class _BoundedAnswers:
 def _no_client(settings: S3Settings, location: str) -> str:
     if settings.endpoint:
         return (
-            f"{location} cannot be reached at {settings.endpoint}: that is no URL of a host (names have letters, digits, dots and hyphens); "
+            f"{location} cannot be reached at {settings.endpoint}: that is no URL of a host (names have "
+            "letters, digits, dots and hyphens); "
             "correct tiers.remote.s3.endpoint."
         )
     return (
-        f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has no valid value; "
+        f"{location} cannot be reached: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or another AWS_ setting has "
+        "no valid value; "
         f"{mend_credentials()}."
     )
 
@@ -194,7 +198,8 @@ def _authorities(settings: S3Settings, session: Any, location: str) -> bytes | N
     except OSError as error:
         raise RemoteError(
             Reason.OTHER,
-            f"The caBundle for {location} cannot be read ({error}); give PEM text or the path of a mounted file.",
+            f"The caBundle for {location} cannot be read ({error}); give PEM text or the path of a "
+            "mounted file.",
             retriable=True,
         ) from error
 

@@ -11,9 +11,22 @@ import re
 from tiercheck_sidecar.remote.config import give_credentials, mend_credentials
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 
-_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
+_CREDENTIALS = {
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+    "TokenRefreshRequired",
+}
 _FORBIDDEN = {"AccessDenied", "Forbidden", "AllAccessDisabled", "AccountProblem", "Unauthorized"}
-_BUSY = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "Throttling", "OperationAborted"}
+_BUSY = {
+    "SlowDown",
+    "InternalError",
+    "ServiceUnavailable",
+    "RequestTimeout",
+    "Throttling",
+    "OperationAborted",
+}
 _CLOCK = "RequestTimeTooSkewed"
 _FULL = {
     "QuotaExceeded",
@@ -35,11 +48,15 @@ def from_boto(error: Exception, location: str) -> RemoteError:
     if isinstance(error, boto.ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return of_answer(int(status), str(error.response.get("Error", {}).get("Code", "")), location)
-    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError)):
+    if isinstance(
+        error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError)
+    ):
         return credentials_missing(location, str(error))
     if isinstance(error, boto.SSLError):
         return _tls(location, str(error))
-    if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):  # cannot connect, timed out, closed, proxy
+    if isinstance(
+        error, (boto.ConnectionError, boto.HTTPClientError)
+    ):  # cannot connect, timed out, closed, proxy
         return _unreachable(location, str(error))
     return _other(location, f"{type(error).__name__}: {error}")
 
@@ -91,18 +108,22 @@ def of_answer(status: int, code: str, location: str) -> RemoteError:
         )
     if code == _CLOCK:
         return RemoteError(
-            Reason.FORBIDDEN, f"{location} refused this node's clock ({said}); synchronise it.", retriable=True
+            Reason.FORBIDDEN,
+            f"{location} refused this node's clock ({said}); synchronise it.",
+            retriable=True,
         )
     if code in _FULL or status == 507:
         return RemoteError(
             Reason.FULL,
-            f"{location} is full ({said}); free space, raise its quota, or keep fewer versions (tiers.remote.keep).",
+            f"{location} is full ({said}); free space, raise its quota, or keep fewer versions "
+            "(tiers.remote.keep).",
             retriable=True,
         )
     if code in _FORBIDDEN or status in (401, 403):
         return RemoteError(
             Reason.FORBIDDEN,
-            f"{location} refused access ({said}); allow these credentials to list, get, put and delete there.",
+            f"{location} refused access ({said}); allow these credentials to list, get, put and delete "
+            "there.",
             retriable=False,
         )
     if code in _BUSY or status in (429, 500, 502, 503, 504):
@@ -136,7 +157,8 @@ def _unreachable(location: str, detail: str) -> RemoteError:
 def _tls(location: str, detail: str) -> RemoteError:
     return RemoteError(
         Reason.UNREACHABLE,
-        f"The certificate of {location} is not trusted ({detail}); give its authority in tiers.remote.s3.caBundle.",
+        f"The certificate of {location} is not trusted ({detail}); give its authority in "
+        "tiers.remote.s3.caBundle.",
         retriable=False,
     )
 

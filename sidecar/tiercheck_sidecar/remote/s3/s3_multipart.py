@@ -1,8 +1,8 @@
 """Goes on with a multipart upload that a killed sidecar left, so that its parts are not sent again.
 
 The state is the store's: which parts it has, it says itself. A part counts only if it is what we would send:
-by the CRC64NVME that the server keeps of it, else by its ETag where that is the MD5. obstore cannot go on with
-an upload, so boto3 sends the parts that are missing, at several times the CPU.
+by the CRC64NVME that the server keeps of it, else by its ETag where that is the MD5. obstore cannot go on
+with an upload, so boto3 sends the parts that are missing, at several times the CPU.
 """
 
 from __future__ import annotations
