@@ -99,7 +99,10 @@ class Session:
             self._say(200, b"")
 
     def _say(self, status: int, body: bytes) -> None:
-        head = f'HTTP/1.1 {status} X\r\nETag: "0"\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n'
+        head = (
+            f'HTTP/1.1 {status} X\r\nETag: "0"\r\nContent-Type: application/xml\r\nContent-Length: '
+            f"{len(body)}\r\n\r\n"
+        )
         self._connection.sendall(head.encode() + body)
 
     def _send(self, method: str, wanted: str) -> None:
@@ -107,7 +110,10 @@ class Session:
         if wanted:
             first, _, last = wanted.partition("=")[2].partition("-")
             begin, end = int(first), min(int(last or end), end)
-        head = f'HTTP/1.1 {206 if wanted else 200} X\r\nETag: "0"\r\nLast-Modified: Sat, 21 Nov 2026 10:00:00 GMT\r\n'
+        head = (
+            f'HTTP/1.1 {206 if wanted else 200} X\r\nETag: "0"\r\nLast-Modified: Sat, 21 Nov 2026 '
+            "10:00:00 GMT\r\n"
+        )
         if wanted:
             head += f"Content-Range: bytes {begin}-{end}/{self._size}\r\n"
         self._connection.sendall(f"{head}Content-Length: {end + 1 - begin}\r\n\r\n".encode())

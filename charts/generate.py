@@ -62,7 +62,10 @@ def _definitions() -> dict[Path, str]:
             + head
             + metadata
             + '  labels: {{- include "tiercheck.labels" . | nindent 4 }}\n'
-            + '{{- with include "tiercheck.crds.annotations" . }}\n  annotations: {{- . | nindent 4 }}\n{{- end }}\n'
+            + (
+                '{{- with include "tiercheck.crds.annotations" . }}\n  annotations: {{- . | nindent 4 '
+                "}}\n{{- end }}\n"
+            )
             + body.rstrip("\n")
             + "\n{{- end }}\n"
         )

@@ -13,7 +13,10 @@ from benchmarks.gpu_acceptance.checks import Result, Status
 def line(result: Result) -> str:
     """For a terminal, as soon as it is known."""
     told = "; ".join(part for part in (result.text, *map(written, result.figures)) if part)
-    return f"{result.status.value:8} {result.name:4}({result.seconds:.1f} s) {result.promise}\n              {told}"
+    return (
+        f"{result.status.value:8} {result.name:4}({result.seconds:.1f} s) {result.promise}\n           "
+        f"   {told}"
+    )
 
 
 def written(figure: Figure) -> str:

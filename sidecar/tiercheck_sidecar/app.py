@@ -242,7 +242,10 @@ class Sidecar:
     def _hold_up(self) -> str:
         """Why it did not, and what to do."""
         if self.board.remote.reachable is False:
-            return f"{self.board.remote.message or 'it does not answer'}. Check spec.tiers.remote and its credentials"
+            return (
+                f"{self.board.remote.message or 'it does not answer'}. Check spec.tiers.remote and its "
+                "credentials"
+            )
         others = self.coordinator.waits_for() if self.board.config.worker == 0 else []
         if others:
             return f"the trainer of worker {others[0]} has not ended"

@@ -103,7 +103,8 @@ class Store:
 
     def _choose(self, driver: str) -> None:
         self._settings.write_text(
-            f'[storage]\ndriver = "{driver}"\ngraphroot = "{self.folder}/store"\nrunroot = "{self.folder}/run"\n'
+            f'[storage]\ndriver = "{driver}"\ngraphroot = "{self.folder}/store"\nrunroot = '
+            f'"{self.folder}/run"\n'
         )
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -141,7 +142,8 @@ def make_base(store: Store, say: Say) -> None:
         ):
             shutil.rmtree(folder / "base" / rest, ignore_errors=True)
         (folder / "Containerfile").write_text(
-            'FROM scratch\nCOPY base /\nENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nCMD ["python3"]\n'
+            "FROM scratch\nCOPY base /\nENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\nCMD "
+            '["python3"]\n'
         )
         store.buildah("build", "--file", f"{folder}/Containerfile", "--tag", BASE, str(folder))
 

@@ -98,7 +98,10 @@ def test_node_memory_is_a_folder_of_the_job_that_root_without_capabilities_opens
 
 
 def test_refusal_of_a_host_path_is_told_with_what_to_do_about_it_and_other_refusals_are_not() -> None:
-    said = 'pods "gpt-1-0" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes (volume "tiercheck-memory")'
+    said = (
+        'pods "gpt-1-0" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes '
+        '(volume "tiercheck-memory")'
+    )
     advice = forbidden(make_job(**NODE_MEMORY), said)
     assert "pod-security.kubernetes.io/enforce=privileged" in advice
     assert said in advice

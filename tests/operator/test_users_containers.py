@@ -208,16 +208,19 @@ def test_debugging_container_in_a_pod_changes_nothing() -> None:
             "limits.cpu",
         ),
         (
-            'Pod "a" is invalid: spec.initContainers[1].resources.requests: Invalid value: "160m": must be less than or equal to cpu '
+            'Pod "a" is invalid: spec.initContainers[1].resources.requests: Invalid value: "160m": must '
+            "be less than or equal to cpu "
             "limit of 100m",
             "limits.cpu",
         ),
         (
-            'pods "a" is forbidden: [cpu max limit to request ratio per Container is 2, but no limit is specified or limit is 0]',
+            'pods "a" is forbidden: [cpu max limit to request ratio per Container is 2, but no limit is '
+            "specified or limit is 0]",
             "limits.cpu",
         ),
         (
-            'pods "a" is forbidden: exceeded quota: team, requested: requests.memory=2560Mi, used: requests.memory=0, limited: '
+            'pods "a" is forbidden: exceeded quota: team, requested: requests.memory=2560Mi, used: '
+            "requests.memory=0, limited: "
             "requests.memory=1Gi",
             "tiers.local.sizeLimit",
         ),

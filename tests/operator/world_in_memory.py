@@ -409,7 +409,10 @@ class Sidecar:
                     and -rank.deltas < bad[1].step - version.step <= 0
                 ):
                     assert version is not None
-                    why = f"replaying the delta of step {bad[1].step} did not give the state that it was taken from"
+                    why = (
+                        f"replaying the delta of step {bad[1].step} did not give the state that it was "
+                        "taken from"
+                    )
                     chain = [v for v in self.own_deltas if -rank.deltas < v.step - version.step <= 0]
                     self.quarantined += tuple(
                         Quarantined(rank.rank, delta, self.worker, why, Kind.DELTA, everywhere=True)

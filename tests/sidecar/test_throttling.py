@@ -13,7 +13,10 @@ from tiercheck_sidecar.throttling import CpuStat, ThrottleWatch, read_cpu_stat
 
 MakeWorld = Callable[..., World]
 
-V2 = "usage_usec 5012\nuser_usec 4000\nsystem_usec 1012\nnr_periods {}\nnr_throttled {}\nthrottled_usec 812\nnr_bursts 0\n"
+V2 = (
+    "usage_usec 5012\nuser_usec 4000\nsystem_usec 1012\nnr_periods {}\nnr_throttled {}\nthrottled_usec "
+    "812\nnr_bursts 0\n"
+)
 V1 = "nr_periods {}\nnr_throttled {}\nthrottled_time 812000\n"
 
 

@@ -77,7 +77,10 @@ class Plan:
 
     def __str__(self) -> str:
         spec = self.spec
-        job = f"{spec.workers} workers, {spec.copies} copies, deltas {spec.delta.value}, remote {bool(spec.remote)}"
+        job = (
+            f"{spec.workers} workers, {spec.copies} copies, deltas {spec.delta.value}, remote "
+            f"{bool(spec.remote)}"
+        )
         return f"seed {self.seed}: {job}; " + "; ".join(map(str, self.faults))
 
 

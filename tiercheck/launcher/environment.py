@@ -81,7 +81,10 @@ def torch_missing(command: Sequence[str]) -> str:
     if name == "torchrun":
         script = shutil.which(command[0])
         if script is None:
-            return "The image has no torchrun, so torch is not installed in it: use an image with torch 2.6 or newer."
+            return (
+                "The image has no torchrun, so torch is not installed in it: use an image with torch "
+                "2.6 or newer."
+            )
         interpreter = interpreter_of(Path(script))
     elif name.startswith("python"):
         interpreter = command[0]
@@ -95,7 +98,10 @@ def torch_missing(command: Sequence[str]) -> str:
         return ""  # the start itself will tell
     if probe.returncode != 3:
         return ""
-    return f"{interpreter} of the image cannot import torch: use an image with torch 2.6 or newer, or install it there."
+    return (
+        f"{interpreter} of the image cannot import torch: use an image with torch 2.6 or newer, or "
+        "install it there."
+    )
 
 
 def interpreter_of(script: Path) -> str:

@@ -28,12 +28,21 @@ def main() -> str:
         page("/readyz")
         metrics = page("/metrics")
     except urllib.error.HTTPError as error:
-        return f"{error.url} answers {error.code}: the operator runs but is not ready. Its log says what it waits for."
+        return (
+            f"{error.url} answers {error.code}: the operator runs but is not ready. Its log says what "
+            "it waits for."
+        )
     except OSError as error:
-        return f"{BASE} does not answer ({error}): is the operator's pod running, and does a network policy let this pod in?"
+        return (
+            f"{BASE} does not answer ({error}): is the operator's pod running, and does a network "
+            "policy let this pod in?"
+        )
     missing = [name for name in WANTED if name not in metrics]
     if missing:
-        return f"no {' and no '.join(name.rstrip('{') for name in missing)} in {BASE}/metrics: it has heard of no node yet, or this is another program"
+        return (
+            "no "
+            f"{' and no '.join(name.rstrip('{') for name in missing)} in {BASE}/metrics: it has heard of no node yet, or this is another program"
+        )
     print(*(line for line in metrics.splitlines() if line.startswith(WANTED[0])), sep="\n")
     return ""
 

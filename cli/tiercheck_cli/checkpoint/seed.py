@@ -227,7 +227,8 @@ def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
     if not any(name.startswith("model/") for name in found.tensors):
         tops = sorted({fqn.partition(".")[0] for fqn in metadata.state_dict_metadata})
         raise CannotDo(
-            f'no tensor is below "{prefix}"; give --prefix one of {", ".join(tops)}, or "" if all is the model',
+            f'no tensor is below "{prefix}"; give --prefix one of {", ".join(tops)}, or "" if all is the '
+            "model",
             USAGE,
         )
     return found

@@ -63,7 +63,10 @@ _LOSS = (
     "again."
 )
 _PROGRESS = "A fault throws the run back to the newest complete version and holds it up for a while (grey)."
-_RECOVERY = "From the fault to the end of the first new step. Below each name: how many ranks came back from which tier."
+_RECOVERY = (
+    "From the fault to the end of the first new step. Below each name: how many ranks came back "
+    "from which tier."
+)
 _RANKS = "One column per fault. Own memory is the nearest source; the remote store is the farthest."
 _GUIDE = """<dl class="guide">
 <dt>Bitwise equal</dt><dd>Every loss has the same bits as in the uninterrupted run, and so have all parameters
@@ -134,7 +137,8 @@ def _faults(record: RunRecord) -> str:
 
 def _chips(fault: FaultRecord) -> str:
     chips = [
-        f'<span class="chip" style="border-color:var(--{tier})">{escape(str(fault.tiers[tier]))} × {words}</span>'
+        f'<span class="chip" style="border-color:var(--{tier})">{escape(str(fault.tiers[tier]))} × '
+        f"{words}</span>"
         for tier, words in TIER_WORDS.items()
         if fault.tiers.get(tier)
     ]

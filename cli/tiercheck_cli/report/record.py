@@ -142,7 +142,10 @@ class RunRecord:
                 "to those of an uninterrupted run."
             )
         if self.first_difference is not None:
-            return f"The loss of step {self.first_difference} is the first that differs from the uninterrupted run."
+            return (
+                f"The loss of step {self.first_difference} is the first that differs from the "
+                "uninterrupted run."
+            )
         return "The final parameters differ from those of the uninterrupted run."
 
     def write(self, path: Path) -> None:

@@ -50,7 +50,10 @@ def simulate(
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help='Change one thing at a time: "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 remote=500,none".'
+            help=(
+                'Change one thing at a time: "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 '
+                'remote=500,none".'
+            )
         ),
     ] = None,
     days: Annotated[float, typer.Option(min=0.01, help="Length of a life.")] = 30.0,

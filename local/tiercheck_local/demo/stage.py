@@ -77,7 +77,10 @@ class LaptopStage:
         """Ask for one parity block for every two workers, instead of a copy of each."""
         patch = {"spec": {"tiers": {"peer": {"copies": None, "parity": {"data": 2, "parity": 1}}}}}
         self.cluster.api.patch(JOBS, self.namespace, self.job, patch)
-        return "from the next recovery on: parity over every two workers instead of copies, for half of the memory"
+        return (
+            "from the next recovery on: parity over every two workers instead of copies, for half of "
+            "the memory"
+        )
 
     def _get_secret(self) -> Mapping[str, Any]:
         return self.cluster.api.get(SECRETS, self.namespace, f"{self.job}-credentials")

@@ -120,7 +120,10 @@ class Belongings:
                 )
                 return
             elif error.refused:
-                self.gang_problem = f"the PodGroup {name} is refused: {error}. The operator needs rights to it (chart: rbac.gangSchedulers)"
+                self.gang_problem = (
+                    f"the PodGroup {name} is refused: {error}. The operator needs rights "
+                    "to it (chart: rbac.gangSchedulers)"
+                )
                 return
             else:
                 raise

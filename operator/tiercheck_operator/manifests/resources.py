@@ -78,7 +78,10 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
     for name in requests.keys() & limits.keys():
         request, limit = parse_amount(requests[name]), parse_amount(limits[name])
         if request > limit:
-            return f"spec.sidecar.resources: the request of {name} ({requests[name]}) is more than its limit ({limits[name]})"
+            return (
+                f"spec.sidecar.resources: the request of {name} ({requests[name]}) is more than its "
+                f"limit ({limits[name]})"
+            )
         if request < limit and name in ("cpu", "memory") and not pod.get("resources") and is_guaranteed(pod):
             return (
                 f"spec.sidecar.resources gives a request of {name} ({requests[name]}) that is not its "

@@ -28,7 +28,10 @@ _BACKOFF = (0.5, 15.0)
 _ISOLATED = 60.0
 """Seconds without a word from the controller or any peer after which nothing more is uploaded: the job has
 probably moved on."""
-_LONELY = "neither the controller nor any peer has been heard for a minute, so nothing is uploaded. Check the node's network"
+_LONELY = (
+    "neither the controller nor any peer has been heard for a minute, so nothing is uploaded. "
+    "Check the node's network"
+)
 
 
 class Uploader:

@@ -114,4 +114,7 @@ def _load() -> Isal | str:
                 return Isal(str(file.locate()))
             except (OSError, AttributeError) as error:
                 return f"ISA-L of the package {_PACKAGE} cannot be used: {error}"
-    return f"more than one parity block needs ISA-L, which the package {_PACKAGE} (1.8 or newer) brings; install it"
+    return (
+        f"more than one parity block needs ISA-L, which the package {_PACKAGE} (1.8 or newer) brings; "
+        "install it"
+    )

@@ -123,7 +123,10 @@ def clean_credentials(env: MutableMapping[str, str]) -> None:
 def give_credentials() -> str:
     """What to do where there are none. In a pod they are the job's, at a command line the caller's own."""
     if os.environ.get(ENV_POD_UID):
-        return "name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in credentialsSecretName, or give the pods a cloud identity"
+        return (
+            "name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in credentialsSecretName, "
+            "or give the pods a cloud identity"
+        )
     return (
         "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws that has them"
     )

@@ -134,7 +134,10 @@ class TrainerSocket:
                 event = decode(line, LauncherEvent)
                 log.info("launcher: %s", event)
                 if event.fault:
-                    told = f"its launcher failed and goes on ({event.fault[:_LONGEST_FAULT]}): see the log of the container trainer"
+                    told = (
+                        f"its launcher failed and goes on ({event.fault[:_LONGEST_FAULT]}): see the "
+                        "log of the container trainer"
+                    )
                     board.threads.trouble("launcher", told)
                 with board.lock:
                     board.trainer.event(event, board.clock())

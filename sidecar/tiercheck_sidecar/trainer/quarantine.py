@@ -50,7 +50,10 @@ class Quarantine:
         chain = chain_to(wanted, own.snapshots, own.deltas, history) if wanted else None
         bad = {each for each in own.deltas if history.accepts(each) and each.step >= found.step}
         bad |= set(chain.deltas) if chain else set()
-        reason = f"replaying the delta of step {found.step} did not give the state that it was taken from: {found.message}"
+        reason = (
+            f"replaying the delta of step {found.step} did not give the state that it was taken "
+            f"from: {found.message}"
+        )
         log.error("rank %d: %s", rank, reason)
         board.count(replay_mismatches=1)
         board.distrust_deltas(reason)

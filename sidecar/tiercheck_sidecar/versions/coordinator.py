@@ -43,7 +43,10 @@ _LOOK_EVERY = 60.0
 
 BAD_REPORT = "BadReport"
 """Reason of the problem that a worker's reports are refused."""
-_ADVICE = "What it reported before stands, and nothing new of its ranks is complete. Its pod's log says more; delete the pod if this lasts"
+_ADVICE = (
+    "What it reported before stands, and nothing new of its ranks is complete. Its pod's log says "
+    "more; delete the pod if this lasts"
+)
 
 _TOLD = 20
 """Versions in the remote tier that everybody is told of, every second; worker 0 knows all."""

@@ -20,7 +20,10 @@ from tiercheck_local.running import wait_for
 pytestmark = pytest.mark.cluster
 
 # A grandchild in a session of its own, deaf to SIGTERM: what process groups would miss.
-STUBBORN = "setsid sh -c \"trap '' TERM; echo up; while :; do sleep 0.1; done\" & trap '' TERM; while :; do sleep 0.1; done"
+STUBBORN = (
+    "setsid sh -c \"trap '' TERM; echo up; while :; do sleep 0.1; done\" & trap '' TERM; while :; "
+    "do sleep 0.1; done"
+)
 
 
 def leftovers(cluster: str) -> list[object]:

@@ -98,7 +98,10 @@ def test_restarted_container_finds_its_memory_again(bench: Bench) -> None:
 
 def test_sidecar_ends_after_the_main_container_on_deletion(bench: Bench, tmp_path: Path) -> None:
     def until_term(word: str, seconds: float) -> str:
-        return f"trap 'sleep {seconds}; echo {word} >> /out/order; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+        return (
+            f"trap 'sleep {seconds}; echo {word} >> /out/order; exit 0' TERM; echo up; while :; do "
+            "sleep 0.05; done"
+        )
 
     builder = (
         PodBuilder()

@@ -41,7 +41,10 @@ def missing() -> str:
         return f"Debian's packages are missing: {' '.join(sorted(packages))}"
     version = kubelet_version()
     if version < _OLDEST:
-        return f"kubelet {'.'.join(map(str, version))} is too old: {'.'.join(map(str, _OLDEST))} or newer is needed"
+        return (
+            f"kubelet {'.'.join(map(str, version))} is too old: {'.'.join(map(str, _OLDEST))} or newer "
+            "is needed"
+        )
     return ""
 
 

@@ -40,7 +40,8 @@ def _push_pause(folder: Path, inside: list[str]) -> None:
     context.mkdir()
     (context / "Containerfile").write_text(
         "FROM scratch\nCOPY busybox /bin/busybox\n"
-        'ENTRYPOINT ["/bin/busybox", "sh", "-c", "trap exit TERM; while :; do /bin/busybox sleep 1000 & wait $!; done"]\n'
+        'ENTRYPOINT ["/bin/busybox", "sh", "-c", "trap exit TERM; while :; do /bin/busybox sleep 1000 & '
+        'wait $!; done"]\n'
     )
     run(["cp", "/bin/busybox", str(context)])
     store = ["--root", f"{folder}/pause-store", "--runroot", f"{folder}/pause-run", "--storage-driver", "vfs"]

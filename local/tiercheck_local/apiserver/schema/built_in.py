@@ -177,11 +177,15 @@ def check_types(kind: str, value: Object) -> None:
     for field in ("data", "stringData", "binaryData"):
         for item in (value.get(field) or {}).values():
             if not isinstance(item, str):
-                why = f"json: cannot unmarshal {type(item).__name__} into Go struct field {kind}.{field} of type string"
+                why = (
+                    f"json: cannot unmarshal {type(item).__name__} into Go struct field {kind}.{field} "
+                    "of type string"
+                )
                 raise bad_request(f'{kind} in version "v1" cannot be handled as a {kind}: {why}')
             if kind == "Secret" and field == "data" and not _is_base64(item):
                 raise bad_request(
-                    'Secret in version "v1" cannot be handled as a Secret: illegal base64 data at input byte 0'
+                    'Secret in version "v1" cannot be handled as a Secret: illegal base64 data at input '
+                    "byte 0"
                 )
 
 

@@ -381,7 +381,10 @@ def _finalizer_faults(value: Object, old: Object) -> list[FieldCause]:
     if not added:
         return []
     listed = ", ".join(f'"{name}"' for name in added)
-    why = f"no new finalizers can be added if the object is being deleted, found new finalizers []string{{{listed}}}"
+    why = (
+        "no new finalizers can be added if the object is being deleted, found new finalizers "
+        f"[]string{{{listed}}}"
+    )
     return [FieldCause("metadata.finalizers", f"Forbidden: {why}", "FieldValueForbidden")]
 
 

@@ -65,7 +65,10 @@ def sidecar_away(obs: Observation) -> tuple[str, str] | None:
         if recovery is None or recovery.released_at is not None
         else "The way back waits for it"
     )
-    until = f"{trains}; until it is back, no new step of worker {pod.worker} is kept, and its copies of others get no newer"
+    until = (
+        f"{trains}; until it is back, no new step of worker {pod.worker} is kept, and its copies of "
+        "others get no newer"
+    )
     whose = f"the sidecar of worker {pod.worker}{others}"
     if pod.sidecar.restarting:
         kept = "What it holds stays in the pod's memory"
@@ -79,7 +82,10 @@ def sidecar_away(obs: Observation) -> tuple[str, str] | None:
         known = "is gone" if lately else f"is gone, and its kubelet on node {pod.node} has said nothing of it"
         reason = conditions.SIDECAR_RESTARTING if lately else conditions.SIDECAR_NOT_ANSWERING
         return reason, f"the sidecar of worker {pod.worker}{others} in pod {pod.name} {known}. {until}."
-    told = f"the sidecar of worker {pod.worker}{others} in pod {pod.name} does not answer, while its kubelet calls it well"
+    told = (
+        f"the sidecar of worker {pod.worker}{others} in pod {pod.name} does not answer, while its "
+        "kubelet calls it well"
+    )
     return conditions.SIDECAR_NOT_ANSWERING, f"{told}. {until}."
 
 

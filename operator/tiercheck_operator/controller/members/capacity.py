@@ -96,7 +96,10 @@ def hindrance(situation: Situation, size: int) -> str:
     stays = [pod for worker, pod in situation.members.items() if pod.node is not None and worker >= size]
     reports = [report for pod in stays if (report := situation.report(pod)) is not None]
     if situation.job.status.attempt and not all(report.can_change_worker for report in reports):
-        return "its sidecars are of an older release, which cannot become other workers; suspend and resume the job"
+        return (
+            "its sidecars are of an older release, which cannot become other workers; suspend and "
+            "resume the job"
+        )
     return ""
 
 

@@ -136,7 +136,10 @@ def find_moves(obs: Observation) -> list[Move]:
         return barred
     start = fails_again(obs, pods) if _shared(obs) or _from_scratch(obs) else None
     if start is not None:
-        why = f"{describe_exit(start)}; that was before its first step, as the last time on this node, which is avoided"
+        why = (
+            f"{describe_exit(start)}; that was before its first step, as the last time on this node, "
+            "which is avoided"
+        )
         return [Move(pods[start.worker], Cause.START_FAILED, why, start.trainer.ended_at)]
     if not _shared(obs):
         return []

@@ -212,11 +212,17 @@ def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | Non
     text = f"{record.size.workers} of {wanted} workers"
     if record.size.room_since is not None:
         since = rfc3339(record.size.room_since)
-        text = f"{text}. Pods for the others have been ready since {since}: the job grows soon, when few steps would be made twice"
+        text = (
+            f"{text}. Pods for the others have been ready since {since}: the job grows soon, when few "
+            "steps would be made twice"
+        )
         return SizeStanding(False, conditions.GROWING, text)
     homeless = next((pod for pod in situation.all_pods if pod.homeless and not pod.deleting), None)
     if homeless is not None:
-        text = f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back when nodes are added"
+        text = (
+            f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back "
+            "when nodes are added"
+        )
     else:
         missing = wanted - record.size.workers
         ready = min(missing, len(situation.spare_pool.ready))

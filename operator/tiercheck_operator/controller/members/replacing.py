@@ -34,7 +34,10 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
         if pod is not None and settled and not is_held_by_avoidance(situation, pod):
             continue
         if pod is not None and going is None:
-            why = f"pod {pod.name} of worker {worker}: it found no node while it avoided some that are well again"
+            why = (
+                f"pod {pod.name} of worker {worker}: it found no node while it avoided some that are "
+                "well again"
+            )
             actions.append(DeletePod(pod.name, pod.uid, force=False, why=why))
         pause = _pause(situation, worker)
         if pause > 0:

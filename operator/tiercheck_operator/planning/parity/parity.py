@@ -249,13 +249,19 @@ def _bound(ground: PlacementProblem, level: int, policy: ParityPolicy, groups: i
     nameless = ground.unlabelled[level]
     if nameless:
         more = f" and {len(nameless) - 3} more" if len(nameless) > 3 else ""
-        return f"the {name} of {'node' if len(nameless) == 1 else 'nodes'} {', '.join(nameless[:3])}{more} is not known from labels"
+        return (
+            f"the {name} of {'node' if len(nameless) == 1 else 'nodes'} "
+            f"{', '.join(nameless[:3])}{more} is not known from labels"
+        )
     owners = Counter(ground.domain[level])
     largest = -(-ground.workers // groups)
     needed = -(-(largest + policy.parity) // policy.parity)
     if len(owners) < needed:
         have = f"{len(owners)} {name}" if len(owners) == 1 else f"{len(owners)} {name}s"
-        return f"a group of {largest} + {policy.parity} workers needs at least {needed} {name}s, and the workers are in {have}"
+        return (
+            f"a group of {largest} + {policy.parity} workers needs at least {needed} {name}s, and the "
+            f"workers are in {have}"
+        )
     place, count = min(owners.items(), key=lambda item: (-item[1], item[0]))
     most = groups * policy.parity
     if count > most:
@@ -266,5 +272,8 @@ def _bound(ground: PlacementProblem, level: int, policy: ParityPolicy, groups: i
             f"no more than {most} may be in one {name}"
         )
     if able < ground.workers:
-        return f"{ground.workers - able} workers are on suspect nodes, and the others are spread too unevenly over the {name}s"
+        return (
+            f"{ground.workers - able} workers are on suspect nodes, and the others are spread too "
+            f"unevenly over the {name}s"
+        )
     return f"the workers are spread too unevenly over the {name}s"

@@ -45,7 +45,10 @@ def bound(ground: PlacementProblem, level: int) -> str:
     if count == total:
         return f"all {total} workers are in {place}"
     if outside < ground.copies:
-        return f"{place} holds {count} of {total} workers; {ground.copies} copies of each need {ground.copies} holders outside, and there are {outside}"
+        return (
+            f"{place} holds {count} of {total} workers; {ground.copies} copies of each need "
+            f"{ground.copies} holders outside, and there are {outside}"
+        )
     if ground.copies * count > ground.load_limit * outside:
         if len(able) == total:
             return (

@@ -222,7 +222,10 @@ def _why(
     elif chosen == rebuildable[-1]:
         head = f"step {chosen.step}: newest version that every rank can rebuild"
     else:
-        head = f"step {chosen.step}: back sooner than from step {rebuildable[-1].step}, whose restore takes longer"
+        head = (
+            f"step {chosen.step}: back sooner than from step {rebuildable[-1].step}, whose restore "
+            "takes longer"
+        )
     places = {Tier.LOCAL: "from own memory", Tier.PEER: "from a peer", Tier.REMOTE: "from the remote tier"}
     parts = []
     for position, (tier, count) in enumerate(tier_counts.items()):

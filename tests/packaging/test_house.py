@@ -1,0 +1,117 @@
+"""The rules of the house, on which a person who looks for something may rely."""
+
+import ast
+import collections
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PARTS = {
+    "tiercheck": ROOT,
+    "tiercheck_operator": ROOT / "operator",
+    "tiercheck_sidecar": ROOT / "sidecar",
+    "tiercheck_cli": ROOT / "cli",
+    "tiercheck_local": ROOT / "local",
+}
+MOST_FILES = 12
+SMALL, MOST_SMALL = 60, 40
+
+
+def product() -> dict[str, Path]:
+    """Every module of the product, by its dotted name."""
+    found = {}
+    for part, base in PARTS.items():
+        for path in sorted((base / part).rglob("*.py")):
+            dotted = ".".join(path.relative_to(base).with_suffix("").parts)
+            found[dotted.removesuffix(".__init__")] = path
+    return found
+
+
+PRODUCT = product()
+TREES = {name: ast.parse(path.read_text()) for name, path in PRODUCT.items()}
+
+
+def imports_of(name: str) -> Iterator[str]:
+    """Modules of the product that a module imports outside its functions, for types only or not."""
+
+    def visit(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(child, ast.ImportFrom) and child.module:
+                for alias in child.names:
+                    full = f"{child.module}.{alias.name}"
+                    if full in PRODUCT:
+                        yield full
+                    elif child.module in PRODUCT:
+                        yield child.module
+            yield from visit(child)
+
+    return visit(TREES[name])
+
+
+def circles() -> list[list[str]]:
+    """Groups of modules that import each other (Tarjan's strongly connected components)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = lowest[name] = len(number)
+        stack.append(name)
+        for other in set(imports_of(name)) - {name}:
+            if other not in number:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], number[other])
+        if lowest[name] == number[name]:
+            group = []
+            while not group or group[-1] != name:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in PRODUCT:
+        if name not in number:
+            visit(name)
+    return found
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places = collections.defaultdict(list)
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    assert circles() == []
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_folders_hold_what_a_person_can_overlook(part: str) -> None:
+    files = collections.Counter(
+        path.parent for path in PRODUCT.values() if path.is_relative_to(PARTS[part] / part)
+    )
+    inits = {path.parent for path in PRODUCT.values() if path.name == "__init__.py"}
+    full = {
+        str(folder.relative_to(ROOT)): count
+        for folder, count in files.items()
+        if count - (folder in inits) > MOST_FILES
+    }
+    assert full == {}
+
+
+def test_few_modules_are_a_piece_of_an_idea() -> None:
+    small = [
+        name
+        for name, path in PRODUCT.items()
+        if path.name != "__init__.py" and len(path.read_text().splitlines()) < SMALL
+    ]
+    assert len(small) <= MOST_SMALL, small
