@@ -340,7 +340,9 @@ def sharing(data: Data) -> Sheet | None:
 
 
 def resharding(data: Data) -> Sheet | None:
-    """Bars per change of mesh: bytes by ranges and by whole shards; seconds of both, and in place beside DCP."""
+    """Bars per change of mesh: bytes by ranges and by whole shards; seconds of both, and in place beside
+    DCP.
+    """
     changes: dict[str, Data] = data.get("changes", {})
     if not changes:
         return None

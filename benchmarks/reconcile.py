@@ -52,7 +52,9 @@ _NODES_PER_RACK, _WORKERS_PER_NODE = 25, 8
 
 @dataclass
 class Server:
-    """Just enough of an API server for jobs that are alone with their operator: it stores, merges and counts."""
+    """Just enough of an API server for jobs that are alone with their operator: it stores, merges and
+    counts.
+    """
 
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
@@ -205,8 +207,10 @@ class BenchJob:
     def first_report(self, uid: str) -> Report:
         pod = next(pod for pod in self.pods.values() if pod.uid == uid)
         return Report(
-            job_uid=self.loop.uid, worker=pod.worker, pod_uid=uid, instance="i", serial=1, attempt=0, revision="", phase=None,
-            restore=RestoreReport(RestoreState.IDLE, None), trainer=TrainerReport(TrainerState.WAITING), holdings=(),
+            job_uid=self.loop.uid, worker=pod.worker, pod_uid=uid, instance="i", serial=1, attempt=0,
+            revision="", phase=None,
+            restore=RestoreReport(RestoreState.IDLE, None), trainer=TrainerReport(TrainerState.WAITING),
+            holdings=(),
             remote=RemoteReport(False, None), watermarks=Watermarks(), memory=MemoryReport(1 << 30, 0, 0),
         )  # fmt: skip
 
@@ -224,7 +228,8 @@ class BenchJob:
         holdings = [Holding(directive.worker, held, Tier.LOCAL, 1 << 20)]
         holdings += [Holding(peer.worker, held, Tier.PEER, 1 << 20) for peer in directive.hosted]
         return {
-            "attempt": directive.attempt, "revision": directive.revision, "phase": directive.phase, "trainer": trainer,
+            "attempt": directive.attempt, "revision": directive.revision, "phase": directive.phase,
+            "trainer": trainer,
             "restore": RestoreReport(RestoreState.READY, version), "holdings": tuple(holdings),
             "watermarks": Watermarks(held, held, None, held), "snapshot_every": 5,
         }  # fmt: skip

@@ -237,7 +237,8 @@ def main() -> None:
         for direction in DIRECTIONS:
             figures = found[scheme][direction]
             for client in CLIENTS:
-                row = f"{scheme + ' ' + direction + ', ' + client:24}{figures['cpu s/GB'][client]:9.3f}{figures['wall s/GB'][client]:9.3f}"
+                name, cpu, wall = f"{scheme} {direction}, {client}", figures["cpu s/GB"], figures["wall s/GB"]
+                row = f"{name:24}{cpu[client]:9.3f}{wall[client]:9.3f}"
                 if client != "ours":
                     per_cpu, speed = (
                         figures[f"{what}, ours / {client}"] for what in ("per CPU second", "throughput")

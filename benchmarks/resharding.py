@@ -66,8 +66,14 @@ def figures(found: dict[str, dict[str, Any]]) -> list[Figure]:
         usual = {how: seconds_text(statistics.median(values)) for how, values in seconds.items()}
         count = len(seconds["ranged"])
         rows += [
-            Figure(f"resharding, {name}: bytes read", bytes_text(read["ranged"]), f"whole shards: {bytes_text(read['whole'])}", read["ranged"] / read["whole"], 1.0, note=f"{read['ranged'] / needed:.2f} bytes read for each held"),
-            Figure(f"resharding, {name}: restore by ranges", usual["ranged"], f"whole shards: {usual['whole']}", paired(seconds["ranged"], seconds["whole"]), 1.05, note=f"median of {count} paired ratios"),
-            Figure(f"resharding, {name}: restore in place, against torch DCP load", usual["in place"], usual["dcp"], paired(seconds["dcp"], seconds["in place"]), 1.0, Sense.AT_LEAST, note="neither verifies here"),
+            Figure(f"resharding, {name}: bytes read", bytes_text(read["ranged"]),
+                f"whole shards: {bytes_text(read['whole'])}", read["ranged"] / read["whole"], 1.0,
+                note=f"{read['ranged'] / needed:.2f} bytes read for each held"),
+            Figure(f"resharding, {name}: restore by ranges", usual["ranged"],
+                f"whole shards: {usual['whole']}", paired(seconds["ranged"], seconds["whole"]), 1.05,
+                note=f"median of {count} paired ratios"),
+            Figure(f"resharding, {name}: restore in place, against torch DCP load", usual["in place"],
+                usual["dcp"], paired(seconds["dcp"], seconds["in place"]), 1.0, Sense.AT_LEAST,
+                note="neither verifies here"),
         ]  # fmt: skip
     return rows

@@ -1,4 +1,6 @@
-"""How much memory a training process needs at most when it comes back, beside the same process from scratch."""
+"""How much memory a training process needs at most when it comes back, beside the same process from
+scratch.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,10 @@ import threading
 from typing import Any
 
 _ANSWERS = {
-    "uploads": b"<InitiateMultipartUploadResult><Bucket>b</Bucket><Key>k</Key><UploadId>u</UploadId></InitiateMultipartUploadResult>",
-    "complete": b'<CompleteMultipartUploadResult><Bucket>b</Bucket><Key>k</Key><ETag>"0"</ETag></CompleteMultipartUploadResult>',
+    "uploads": b"<InitiateMultipartUploadResult><Bucket>b</Bucket><Key>k</Key><UploadId>u</UploadId>"
+    b"</InitiateMultipartUploadResult>",
+    "complete": b'<CompleteMultipartUploadResult><Bucket>b</Bucket><Key>k</Key><ETag>"0"</ETag>'
+    b"</CompleteMultipartUploadResult>",
     "list": b"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>",
     "missing": b"<Error><Code>NoSuchKey</Code><Message>no</Message></Error>",
 }

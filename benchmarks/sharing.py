@@ -49,13 +49,23 @@ def figures(found: dict[str, dict[str, Any]]) -> list[Figure]:
     rows = []
     for degree in DEGREES[1:]:
         share = found[str(degree)]
-        rows.append(Figure(f"bytes captured per rank, data parallel on {degree}", bytes_text(share["bytes"]), f"on 1: {bytes_text(alone['bytes'])}", share["bytes"] / alone["bytes"], 1.01 / degree, note=f"ideal: {1 / degree:.3g}; DDP, AdamW, fp32"))  # fmt: skip
+        rows.append(Figure(f"bytes captured per rank, data parallel on {degree}", bytes_text(share["bytes"]),
+            f"on 1: {bytes_text(alone['bytes'])}", share["bytes"] / alone["bytes"], 1.01 / degree,
+            note=f"ideal: {1 / degree:.3g}; DDP, AdamW, fp32"))  # fmt: skip
     for degree in DEGREES[1:]:
         share = found[str(degree)]
-        rows.append(Figure(f"capture per rank, data parallel on {degree}", seconds_text(statistics.median(share["capture"])), f"on 1: {seconds_text(statistics.median(alone['capture']))}", paired(share["capture"], alone["capture"]), _SLACK / degree, note=f"ideal: {1 / degree:.3g}; median of {len(alone['capture'])} paired ratios"))  # fmt: skip
+        rows.append(Figure(f"capture per rank, data parallel on {degree}",
+            seconds_text(statistics.median(share["capture"])),
+            f"on 1: {seconds_text(statistics.median(alone['capture']))}",
+            paired(share["capture"], alone["capture"]), _SLACK / degree,
+            note=f"ideal: {1 / degree:.3g}; median of {len(alone['capture'])} paired ratios"))  # fmt: skip
     for degree in DEGREES:
         share = found[str(degree)]
-        rows.append(Figure(f"capture per rank, data parallel on {degree}, against a copy of its share", seconds_text(statistics.median(share["capture"])), f"copy of {bytes_text(share['bytes'])}: {seconds_text(statistics.median(share['copy']))}", paired(share["capture"], share["copy"]), note="medians; one thread copies, two capture"))  # fmt: skip
+        rows.append(Figure(f"capture per rank, data parallel on {degree}, against a copy of its share",
+            seconds_text(statistics.median(share["capture"])),
+            f"copy of {bytes_text(share['bytes'])}: {seconds_text(statistics.median(share['copy']))}",
+            paired(share["capture"], share["copy"]),
+            note="medians; one thread copies, two capture"))  # fmt: skip
     return rows
 
 

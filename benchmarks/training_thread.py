@@ -157,8 +157,10 @@ def figures(found: dict[str, Any]) -> list[Figure]:
     few, many = found[str(FEW)], found[str(MANY)]
     about = "FSDP2, AdamW; counters alone {}"
     rows = [
-        Figure(f"Python in the training thread, {FEW} sharded parameters, per {what}", seconds_text(few[what]),
-               f"promised {seconds_text(promised)}", few[what] / promised, 1.0, note=about.format(seconds_text(few["readings"])))
+        Figure(f"Python in the training thread, {FEW} sharded parameters, per {what}",
+            seconds_text(few[what]),
+               f"promised {seconds_text(promised)}", few[what] / promised, 1.0,
+               note=about.format(seconds_text(few["readings"])))
         for what, promised in (("update", UPDATE), ("snapshot", SNAPSHOT))
     ]  # fmt: skip
     rows += [

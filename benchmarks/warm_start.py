@@ -98,7 +98,9 @@ def _row(name: str, ours: list[float], other: list[float], what: str) -> Figure:
 
 
 def _once(run_dir: Path, command: list[str], ranks: int, *, warm: bool) -> tuple[float, float]:
-    """Seconds from the release to the first line of the last rank's code, and to the end of its first step."""
+    """Seconds from the release to the first line of the last rank's code, and to the end of its first
+    step.
+    """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(run_dir / "sidecar.sock"))
         listener.listen()

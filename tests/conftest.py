@@ -1,4 +1,6 @@
-"""For all tests: machines may be slow, and what was skipped is said once per reason instead of once per line."""
+"""For all tests: machines may be slow, and what was skipped is said once per reason instead of once per
+line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ settings.load_profile("tiercheck")
 
 @pytest.fixture(scope="session")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
-    """One process that imports what training scripts need, for all tests that ask for lives of such scripts."""
+    """One process that imports what training scripts need, for all tests that ask for lives of such
+    scripts.
+    """
     started = Lives(tmp_path_factory.mktemp("lives"))
     yield started
     started.stop()

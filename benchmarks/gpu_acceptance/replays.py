@@ -206,7 +206,9 @@ def _at(odd: bool) -> str:
 
 
 def _move_gradients(model: nn.Module) -> None:
-    """Into one buffer, at any element of it, as those of FSDP2 and of DistributedDataParallel's buckets lie."""
+    """Into one buffer, at any element of it, as those of FSDP2 and of DistributedDataParallel's buckets
+    lie.
+    """
     parameters = [each for each in model.parameters() if each.grad is not None]
     room = sum(each.numel() + 3 for each in parameters) + 1
     buffer, at = torch.empty(room, device=parameters[0].device, dtype=parameters[0].dtype), 1

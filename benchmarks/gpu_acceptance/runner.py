@@ -37,7 +37,9 @@ Tell = Callable[[Result], None]
 
 
 def run_all(names: Sequence[str], setting: Setting, tell: Tell, budget: float = BUDGET) -> list[Result]:
-    """One result for each name, in their order, whatever happens. `tell` hears each as soon as it is known."""
+    """One result for each name, in their order, whatever happens. `tell` hears each as soon as it is
+    known.
+    """
     found: dict[str, Result] = {}
 
     def hear(result: Result) -> None:

@@ -30,7 +30,8 @@ if os.fork() == 0:
     os._exit(0)
 os.close(writing)
 found["threads"] = len(os.listdir("/proc/self/task"))
-found["private"] = 1024 * sum(int(l.split()[1]) for l in open("/proc/self/smaps_rollup") if l.startswith("Private"))
+private = [l for l in open("/proc/self/smaps_rollup") if l.startswith("Private")]
+found["private"] = 1024 * sum(int(l.split()[1]) for l in private)
 print(json.dumps({**found, **json.loads(os.read(reading, 4096))}))
 """
 

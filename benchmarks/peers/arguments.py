@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def staging() -> dict[str, bool]:
-    """What torch's stagers can do here; page-locked memory and a thread of their own they have for CUDA only."""
+    """What torch's stagers can do here; page-locked memory and a thread of their own they have for CUDA
+    only.
+    """
     cuda = torch.cuda.is_available()
     return {
         "use_pinned_memory": cuda,
@@ -45,7 +47,9 @@ def staging() -> dict[str, bool]:
 
 
 def one_at_a_time(arguments: argparse.Namespace, save: Callable[[Path], Any]) -> tuple[AfterStep, Settle]:
-    """`save` begins one into a folder that does not exist, and gives its future. The next one waits for it."""
+    """`save` begins one into a folder that does not exist, and gives its future. The next one waits for
+    it.
+    """
     folder = Path(arguments.folder) / "checkpoint"
     pending: list[Any] = []
 

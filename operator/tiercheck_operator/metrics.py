@@ -96,12 +96,15 @@ class Metrics:
             "tiercheck_reconcile_errors", "Reconciles that failed.", ["reason"], registry=self.registry
         )
         self._calls = Histogram(
-            "tiercheck_api_request_duration_seconds", "Calls to the API server; status 0: no answer.", ["verb", "status"],
+            "tiercheck_api_request_duration_seconds", "Calls to the API server; status 0: no answer.",
+            ["verb", "status"],
             registry=self.registry,
         )  # fmt: skip
         self._per_job: tuple[Any, ...] = (
-            self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt, self._spares, self._workers,
-            self._away, self._proof_age, self._condition, self._restores, self._ranks, self._lost, self._lost_seconds, self._moves, self._duration,
+            self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt,
+            self._spares, self._workers,
+            self._away, self._proof_age, self._condition, self._restores, self._ranks, self._lost,
+            self._lost_seconds, self._moves, self._duration,
         )  # fmt: skip
 
     def text(self) -> bytes:

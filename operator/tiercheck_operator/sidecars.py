@@ -254,7 +254,9 @@ def read_report(text: bytes) -> Report:
 
 
 async def _body(response: aiohttp.ClientResponse, host: str) -> bytes:
-    """As it was sent: not decompressed, and never more than what an honest sidecar says. Raises SidecarError."""
+    """As it was sent: not decompressed, and never more than what an honest sidecar says. Raises
+    SidecarError.
+    """
     found = bytearray()
     async for piece in response.content.iter_any():
         found += piece

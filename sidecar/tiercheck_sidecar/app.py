@@ -206,7 +206,9 @@ class Sidecar:
         return self.replicator.owes() or self.parity.owes()
 
     def _hand_over(self) -> None:
-        """Asked to go while the job goes on, as by an eviction: bring the holders what they do not have yet."""
+        """Asked to go while the job goes on, as by an eviction: bring the holders what they do not have
+        yet.
+        """
         board, end, seen = self.board, time.monotonic() + min(_HAND_OVER, self.config.flush_seconds), -1
         while time.monotonic() < end and not board.overtaken:
             directive = board.directive

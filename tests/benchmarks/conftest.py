@@ -1,4 +1,6 @@
-"""Benchmarks have a process to themselves and set its environment; here they must leave it as they found it."""
+"""Benchmarks have a process to themselves and set its environment; here they must leave it as they found
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`python -m tests.chaos`: a campaign on the laptop cluster. The exit code is the number of broken promises."""
+"""`python -m tests.chaos`: a campaign on the laptop cluster. The exit code is the number of broken
+promises.
+"""
 
 from __future__ import annotations
 

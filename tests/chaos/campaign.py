@@ -213,7 +213,9 @@ class _Campaign:
     # In the end
 
     def _compare(self) -> None:
-        """Every loss and every state that any rank ever told, with those of a run that nothing happened to."""
+        """Every loss and every state that any rank ever told, with those of a run that nothing happened
+        to.
+        """
         from tests.chaos.trainer import (
             undisturbed,
         )  # torch: not before the cluster has what it needs of the processors

@@ -177,12 +177,13 @@ def draw(course: Course, folder: Path) -> None:
         plt.close(sheet)
 
 
-_INTRODUCTION = """`make chaos N=500 SEED=0` trains one job on the laptop cluster: real processes, an S3 server, six nodes in three
-racks, copies in another rack. A seed draws what strikes. A *failpoint* hits one process at one line: SIGKILL,
-SIGSTOP, an exception, ENOSPC, EMFILE, EIO, a delay. A *fault* comes from outside. The next one waits until the job
-has healed.
+_INTRODUCTION = """\
+`make chaos N=500 SEED=0` trains one job on the laptop cluster: real processes, an S3 server, six nodes in
+three racks, copies in another rack. A seed draws what strikes. A *failpoint* hits one process at one line:
+SIGKILL, SIGSTOP, an exception, ENOSPC, EMFILE, EIO, a delay. A *fault* comes from outside. The next one
+waits until the job has healed.
 
-The [simulation's checker](../../tests/simulation/checker.py) reads the history
-([what it asks for](simulation.md#what-is-checked)). Besides, no error of ours may lead to a new attempt, and all must
-be well within two minutes. Every loss and state must equal those of an undisturbed run, bit for bit. The exit code is
-the number of broken promises."""
+The [simulation's checker](../../tests/simulation/checker.py) reads the history ([what it asks
+for](simulation.md#what-is-checked)). Besides, no error of ours may lead to a new attempt, and all must be
+well within two minutes. Every loss and state must equal those of an undisturbed run, bit for bit. The exit
+code is the number of broken promises."""

@@ -72,7 +72,8 @@ async def _serving(kubeconfig: Path, record: Recording) -> AsyncIterator[None]:
             }
             headers["Accept-Encoding"] = "identity"
             async with session.request(
-                request.method, access.server + str(request.rel_url), headers=headers, data=await request.read() or None,
+                request.method, access.server + str(request.rel_url), headers=headers,
+                data=await request.read() or None,
                 ssl=access.tls or False, allow_redirects=False,
             ) as answer:  # fmt: skip
                 right = asked_for(request.method, request.path, request.query)

@@ -1,4 +1,6 @@
-"""Wrong values are refused before anything is installed, with a sentence that names them and says what to do."""
+"""Wrong values are refused before anything is installed, with a sentence that names them and says what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,19 @@ BY_THE_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "a namespace twice": ({"watchNamespaces": ["a", "a"]}, "at '/watchNamespaces'"),
     "a tag in the repository": ({"image": {"repository": "me/operator:1"}}, "at '/image/repository'"),
     "a digest without its algorithm": ({"image": {"digest": "a" * 64}}, "at '/image/digest'"),
-    "a pull policy that is none": ({"image": {"pullPolicy": "Sometimes"}}, "'Always', 'IfNotPresent', 'Never'"),
+    "a pull policy that is none": ({"image": {"pullPolicy": "Sometimes"}},
+        "'Always', 'IfNotPresent', 'Never'"),
     "a number that was quoted": ({"metrics": {"port": "8080"}}, ("at '/metrics/port': got string, want "
                                                                  "integer")),
     "a privileged port": ({"metrics": {"port": 80}}, "at '/metrics/port': minimum: got 80, want 1,024"),
     "no patience": ({"settings": {"silentSeconds": 0}}, "at '/settings/silentSeconds'"),
     "a log level that is none": ({"settings": {"logLevel": "LOUD"}}, "at '/settings/logLevel'"),
     "a label that is a number": ({"commonLabels": {"a": 1}}, "at '/commonLabels/a': got number, want string"),
-    "an interval without a unit": ({"metrics": {"podMonitor": {"interval": "30"}}}, "at '/metrics/podMonitor/interval'"),
+    "an interval without a unit": ({"metrics": {"podMonitor": {"interval": "30"}}},
+        "at '/metrics/podMonitor/interval'"),
     "no API server": ({"networkPolicy": {"apiServer": {"ports": []}}}, "at '/networkPolicy/apiServer/ports'"),
-    "an address without a mask": ({"networkPolicy": {"apiServer": {"cidrs": ["10.0.0.1"]}}}, "at '/networkPolicy/apiServer/cidrs/0'"),
+    "an address without a mask": ({"networkPolicy": {"apiServer": {"cidrs": ["10.0.0.1"]}}},
+        "at '/networkPolicy/apiServer/cidrs/0'"),
 }  # fmt: skip
 
 BY_THE_TEMPLATES: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -1,4 +1,6 @@
-"""Installed by the real Helm SDK on a real API server: what install, upgrade, rollback and uninstall leave."""
+"""Installed by the real Helm SDK on a real API server: what install, upgrade, rollback and uninstall
+leave.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def objects_of_the_release(cluster: LocalCluster) -> set[str]:
         f"/api/v1/namespaces/{NAMESPACE}/configmaps", f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments",
         f"/apis/policy/v1/namespaces/{NAMESPACE}/poddisruptionbudgets",
         f"/apis/networking.k8s.io/v1/namespaces/{NAMESPACE}/networkpolicies",
-        "/apis/rbac.authorization.k8s.io/v1/clusterroles", "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+        "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+        "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
         "/apis/rbac.authorization.k8s.io/v1/rolebindings", "/apis/rbac.authorization.k8s.io/v1/roles",
     ]  # fmt: skip
     return {

@@ -166,7 +166,8 @@ def test_people_may_do_with_jobs_what_their_role_says(
     def may(what: str) -> bool:
         verb, _, subresource = what.partition(" ")
         attributes = {
-            "group": "tiercheck.io", "resource": "tiercheckjobs", "namespace": "training", "verb": verb, "subresource": subresource,
+            "group": "tiercheck.io", "resource": "tiercheckjobs", "namespace": "training", "verb": verb,
+            "subresource": subresource,
         }  # fmt: skip
         review = {
             "apiVersion": "authorization.k8s.io/v1",

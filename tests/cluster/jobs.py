@@ -1,4 +1,6 @@
-"""What the cluster tests say about jobs: make one, look at it, wait for it, and know what it should end with."""
+"""What the cluster tests say about jobs: make one, look at it, wait for it, and know what it should end
+with.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def block(language: str) -> str:
 
 
 def run(script: Path, steps: int) -> str:
-    """Runs the guide's script up to `steps`, and has it print where it started and where its weights ended."""
+    """Runs the guide's script up to `steps`, and has it print where it started and where its weights
+    ended.
+    """
     text = block("python").replace("range(start, 200)", f"range(start, {steps})")
     script.write_text(
         text + "\nprint(start, sum(p.double().sum().item() for p in model.parameters()).hex())\n"

@@ -30,7 +30,9 @@ class MyTrainer(Resumable, Trainer):
 
 
 class Say(TrainerCallback):
-    """The step before is on disk when the next one is said, so that it is known where a killed life goes on."""
+    """The step before is on disk when the next one is said, so that it is known where a killed life goes
+    on.
+    """
 
     trainer: MyTrainer
 
@@ -46,7 +48,8 @@ class Say(TrainerCallback):
             )
             line = {
                 "step": state.global_step, "loss": logs["loss"].hex(), "rate": logs["learning_rate"],
-                "waited": patience.early_stopping_patience_counter, "evaluations": len([e for e in state.log_history if "eval_loss" in e]),
+                "waited": patience.early_stopping_patience_counter,
+                "evaluations": len([e for e in state.log_history if "eval_loss" in e]),
             }  # fmt: skip
             print(json.dumps(line), flush=True)
 

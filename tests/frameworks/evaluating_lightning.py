@@ -46,7 +46,9 @@ class Small(L.LightningModule):
 
 
 class Say(Callback):
-    """The step before is on disk when the next one is said, so that it is known where a killed life goes on."""
+    """The step before is on disk when the next one is said, so that it is known where a killed life goes
+    on.
+    """
 
     def __init__(self, own: TierCheck, patience: EarlyStopping) -> None:
         self.own, self.patience = own, patience
@@ -67,7 +69,8 @@ class Say(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         line = {
             "step": trainer.fit_loop.epoch_loop.total_batch_idx + 1, "loss": outputs["loss"].item().hex(),
-            "rate": trainer.optimizers[0].param_groups[0]["lr"], "waited": self.patience.wait_count, "validations": self.validations,
+            "rate": trainer.optimizers[0].param_groups[0]["lr"], "waited": self.patience.wait_count,
+            "validations": self.validations,
         }  # fmt: skip
         print(json.dumps(line), flush=True)
 

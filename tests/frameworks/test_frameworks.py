@@ -51,7 +51,9 @@ def needed(name: str) -> list[str]:
 
 
 def command(name: str, program: str) -> list[str]:
-    """The words after `program` of the command in the example's README, without where it keeps its versions."""
+    """The words after `program` of the command in the example's README, without where it keeps its
+    versions.
+    """
     text = (ROOT / "examples" / "frameworks" / name / "README.md").read_text()
     found = re.search(rf"^    {program} (.*) --folder \S+$", text, re.MULTILINE)
     assert found, f"the README of {name} has no command that begins with {program}"

@@ -1,4 +1,6 @@
-"""Bytes that are almost right: what a bit flip, a careless writer or somebody hostile makes of a true text."""
+"""Bytes that are almost right: what a bit flip, a careless writer or somebody hostile makes of a true
+text.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import random
 from typing import Any
 
 ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**30, -(10**18), 1.5, float("inf"), float("nan"), "", "x", "9" * 5000, "٣", "\ud800", "../../x",
+    None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**30, -(10**18), 1.5, float("inf"), float("nan"), "", "x",
+    "9" * 5000, "٣", "\ud800", "../../x",
     [], [[]], {}, {"a": 1}, [0], [1, 2, 3], [-1, 5], ["a", "b"], [None, None], "1_0", " 1",
 )  # fmt: skip
 _DEEP = (b"[", b'{"a":', b'[{"a":', b'{"version":')

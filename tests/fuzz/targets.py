@@ -244,25 +244,39 @@ def _plain(text: bytes) -> None:
 _POD = {
     "containers": [
         {
-            "name": "trainer", "image": "i", "command": ["x"], "args": ["y"], "volumeMounts": [{"name": "v", "mountPath": "/v"}],
-            "env": [{"name": "PYTHONPATH", "value": "/x"}], "resources": {"limits": {"memory": "1Gi", "cpu": "1"}},
+            "name": "trainer", "image": "i", "command": ["x"], "args": ["y"],
+            "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+            "env": [{"name": "PYTHONPATH", "value": "/x"}],
+            "resources": {"limits": {"memory": "1Gi", "cpu": "1"}},
         }
     ],
-    "initContainers": [{"name": "i", "image": "i"}], "volumes": [{"name": "v", "emptyDir": {}}], "securityContext": {"runAsUser": 0},
-    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": []}]}}},
+    "initContainers": [{"name": "i", "image": "i"}], "volumes": [{"name": "v", "emptyDir": {}}],
+    "securityContext": {"runAsUser": 0},
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": []}]
+            }
+        }
+    },
     "terminationGracePeriodSeconds": 30, "hostNetwork": True, "topologySpreadConstraints": [],
 }  # fmt: skip
 _RUN = {
-    "title": "t", "machine": "m", "started": 1.0, "ended": 2.0, "workers": 1, "procs_per_worker": 1, "nodes": {"n": "r"},
-    "steps": [{"time": 1.0, "attempt": 1, "step": 1, "loss": 0.5}], "faults": [], "reference_losses": {"1": "0x1p-1"}, "run_losses": {"1": "0x1p-1"},
-    "digests": {"run": "a"}, "bitwise_equal": False, "first_difference": 1, "samples": [{"time": 1.0, "tier": "peer", "step": 1}],
+    "title": "t", "machine": "m", "started": 1.0, "ended": 2.0, "workers": 1, "procs_per_worker": 1,
+    "nodes": {"n": "r"},
+    "steps": [{"time": 1.0, "attempt": 1, "step": 1, "loss": 0.5}], "faults": [],
+    "reference_losses": {"1": "0x1p-1"}, "run_losses": {"1": "0x1p-1"},
+    "digests": {"run": "a"}, "bitwise_equal": False, "first_difference": 1,
+    "samples": [{"time": 1.0, "tier": "peer", "step": 1}],
 }  # fmt: skip
 _PLACEMENT = {
-    "attempt": "1", "workers": '[0,"p","u",0,"n",[1]]\n[1,"q","v",0,"m",[0]]', "groups": "[[0],[1]]", "leaving": "[0,[1]]",
+    "attempt": "1", "workers": '[0,"p","u",0,"n",[1]]\n[1,"q","v",0,"m",[0]]', "groups": "[[0],[1]]",
+    "leaving": "[0,[1]]",
     "replanning": '{"checked":"a","since":1.5}', "nodes": '["k"]\n["n",["v"]]',
 }  # fmt: skip
 _ATTACHED = {
-    "owner": {"apiVersion": "batch/v1", "kind": "Job", "name": "n", "uid": "u"}, "policy": "p", "container": "c", "workers": 2, "procsPerWorker": 1,
+    "owner": {"apiVersion": "batch/v1", "kind": "Job", "name": "n", "uid": "u"}, "policy": "p",
+    "container": "c", "workers": 2, "procsPerWorker": 1,
 }  # fmt: skip
 _JOB = parse_job(
     {
@@ -280,13 +294,17 @@ def _json(value: object) -> tuple[bytes, ...]:
 
 
 TARGETS: dict[str, Target] = {
-        "directive": _message(Directive, from_json((_FIRST_RELEASE / "directive.json").read_bytes(), Directive)),
+        "directive": _message(Directive,
+            from_json((_FIRST_RELEASE / "directive.json").read_bytes(), Directive)),
         "report": Target(_report, ((_FIRST_RELEASE / "report.json").read_bytes(),)),
         "exchange": Target(
             _exchange,
-            (to_json(Ask("offer", 0, _VERSION, 1, _DIGESTS)), to_json(Say("send", verified="7f", damaged=(1,), listed=(ListedArtifact(Ask("x", 0, _VERSION).artifact, 3),)))),
+            (to_json(Ask("offer", 0, _VERSION, 1, _DIGESTS)),
+                to_json(Say("send", verified="7f", damaged=(1,),
+                    listed=(ListedArtifact(Ask("x", 0, _VERSION).artifact, 3),)))),
         ),
-        "parity ask": _message(ParityAsk, ParityAsk("offer", Ask("x", 0, _VERSION).artifact, Share(0, (0, 1)))),
+        "parity ask": _message(ParityAsk,
+            ParityAsk("offer", Ask("x", 0, _VERSION).artifact, Share(0, (0, 1)))),
         "parity say": _message(ParitySay, ParitySay("ok")),
         "handshake claim": _message(CallerClaim, CallerClaim("u", 0, 1, "n")),
         "handshake challenge": _message(Challenge, Challenge(1, "n", "p")),
@@ -294,9 +312,13 @@ TARGETS: dict[str, Target] = {
         "tier report": _message(TierReport, TierReport("u", 1, 0, "h", ())),
         "verdict": _message(TierVerdict, decode(b'{"attempt":1,"watermarks":{}}', TierVerdict)),
         "hello": _message(Hello, Hello("rank", 1)),
-        "request": Target(_request, tuple(map(to_json, (BorrowArtifact(0, 1, ranges=((0, 1),)), BeginSlot(3), ReserveSlots(1, None))))),
+        "request": Target(_request,
+            tuple(map(to_json,
+                (BorrowArtifact(0, 1, ranges=((0, 1),)), BeginSlot(3), ReserveSlots(1, None))))),
         "launcher event": _message(LauncherEvent, LauncherEvent("exited", 1, 3)),
-        "order": _message(Order, decode(b'{"attempt":1,"phase":"Hold","worker":0,"workers":1,"procs_per_worker":1,"master_host":"h","master_port":1}', Order)),
+        "order": _message(Order,
+            decode(b'{"attempt":1,"phase":"Hold","worker":0,"workers":1,"procs_per_worker":1,"master_host":"h",'
+            b'"master_port":1}', Order)),
         "reply": _message(Reply, Reply(True, "/x")),
         "welcome": _message(Welcome, Welcome(1, 2, _VERSION, "/x", ("/y",))),
         "slot header": Target(_slot, (_HEADER[8:].rstrip(),)),
@@ -311,7 +333,9 @@ TARGETS: dict[str, Target] = {
         "placement": Target(_placement, _json(_PLACEMENT)),
         "attachment": Target(_attachment, _json(_ATTACHED)),
         "run record": Target(_run_record, _json(_RUN)),
-        "folder record": Target(_folder_record, _json({"size": _LAYOUT.size, "chunk": 4096, "crc32": [0, 0]})),
-        "remote settings": Target(_remote_settings, _json({"s3": {"bucket": "b", "prefix": "p", "endpoint": "https://e"}})),
+        "folder record": Target(_folder_record,
+            _json({"size": _LAYOUT.size, "chunk": 4096, "crc32": [0, 0]})),
+        "remote settings": Target(_remote_settings,
+            _json({"s3": {"bucket": "b", "prefix": "p", "endpoint": "https://e"}})),
         "plain JSON": Target(_plain, (b'{"a":[1,2.5,"\\u00e9\\"[",null]}',)),
 }  # fmt: skip

@@ -89,7 +89,8 @@ def written(found: list[Object]) -> dict[str, Object]:
     """All but what schedulers and kubelets say, by UID."""
     return {
         pod["metadata"]["uid"]: {
-            "spec": pod["spec"], **{key: pod["metadata"].get(key) for key in ("labels", "annotations", "deletionTimestamp")}
+            "spec": pod["spec"],
+            **{key: pod["metadata"].get(key) for key in ("labels", "annotations", "deletionTimestamp")}
         }
         for pod in found
     }  # fmt: skip

@@ -117,7 +117,9 @@ def image_name(target: str, tag: str) -> str:
 
 
 def make_base(store: Store, say: Say) -> None:
-    """A small Debian with its Python, unless the store has it. A store that has grown too large begins anew."""
+    """A small Debian with its Python, unless the store has it. A store that has grown too large begins
+    anew.
+    """
     if int(_output(["du", "--summarize", "--block-size=1", str(store.folder)]).split()[0]) > _MOST_KEPT:
         store.buildah("rmi", "--all", "--force")
     if store.has(BASE):

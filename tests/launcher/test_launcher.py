@@ -383,8 +383,10 @@ def test_command_finds_its_place_in_the_environment(launch: Launch) -> None:
 def test_what_another_controller_says_about_the_rendezvous_is_overruled() -> None:
     """In an attached pod: a PyTorchJob's or TrainJob's variables are the first attempt's at best."""
     theirs = {
-        "PATH": "/bin", "MASTER_ADDR": "bert-master-0", "MASTER_PORT": "23456", "RANK": "2", "WORLD_SIZE": "3",
-        "PET_NNODES": "1:3", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "bert-worker-0:23456", "PET_MAX_RESTARTS": "100",
+        "PATH": "/bin", "MASTER_ADDR": "bert-master-0", "MASTER_PORT": "23456", "RANK": "2",
+        "WORLD_SIZE": "3",
+        "PET_NNODES": "1:3", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "bert-worker-0:23456",
+        "PET_MAX_RESTARTS": "100",
         "PET_STANDALONE": "1",
     }  # fmt: skip
     made = command_environment(theirs, order(3, Phase.RELEASE))
@@ -488,7 +490,8 @@ def test_process_that_does_not_know_the_question_is_not_asked(launch: Launch) ->
 _UNKILLABLE = """
 import os, signal, sys
 real = os.kill
-os.kill = lambda pid, number: number == signal.SIGKILL and os.path.exists(os.environ["UNKILLABLE"]) or real(pid, number)
+unkillable = os.environ["UNKILLABLE"]
+os.kill = lambda pid, number: number == signal.SIGKILL and os.path.exists(unkillable) or real(pid, number)
 from tiercheck.launcher.app import main
 sys.exit(main(sys.argv[1:]))
 """

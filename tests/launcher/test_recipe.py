@@ -42,8 +42,10 @@ def test_understood(command: str, recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "sh -c x", "python", "python -c pass", "python -i t.py", "python -I t.py", "python -S t.py", "python -E t.py",
-        "python -uO t.py", "python - x", "python -x t.py", "python -W", "python -m", "pypy3 t.py", "accelerate launch t.py",
+        "sh -c x", "python", "python -c pass", "python -i t.py", "python -I t.py", "python -S t.py",
+        "python -E t.py",
+        "python -uO t.py", "python - x", "python -x t.py", "python -W", "python -m", "pypy3 t.py",
+        "accelerate launch t.py",
         "python2.7 t.py", "python3-dbg t.py",
     ],
 )  # fmt: skip

@@ -19,7 +19,8 @@ dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
 assert os.environ["TIERCHECK_ATTEMPT"] == "1"
-sys.stdout.write(json.dumps({"rank": dist.get_rank(), "world": dist.get_world_size(), "sum": total.item()}) + "\\n")
+told = {"rank": dist.get_rank(), "world": dist.get_world_size(), "sum": total.item()}
+sys.stdout.write(json.dumps(told) + "\\n")
 dist.destroy_process_group()
 """
 

@@ -25,31 +25,40 @@ Launch = Callable[..., Launched]
 
 EVERYTHING = """
 import sys
-visible = sorted(name for name in sys.modules if name.partition(".")[0] not in {*sys.stdlib_module_names, "__mp_main__"})
+visible = sorted(name for name in sys.modules
+    if name.partition(".")[0] not in {*sys.stdlib_module_names, "__mp_main__"})
 import atexit, builtins, json, multiprocessing, os, signal, threading, warnings
 main = sys.modules["__main__"]
 def plain(names):
-    return {name: str(value) for name, value in sorted(names.items()) if name.startswith("__") and name != "__builtins__"}
+    return {name: str(value) for name, value in sorted(names.items())
+        if name.startswith("__") and name != "__builtins__"}
 said = {
-    "argv": sys.argv, "orig_argv": sys.orig_argv, "flags": str(sys.flags), "path": sys.path, "executable": sys.executable,
-    "warnoptions": sys.warnoptions, "xoptions": str(sys._xoptions), "main": plain(vars(main)), "visible": visible,
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "flags": str(sys.flags), "path": sys.path,
+    "executable": sys.executable,
+    "warnoptions": sys.warnoptions, "xoptions": str(sys._xoptions), "main": plain(vars(main)),
+    "visible": visible,
     "globals are main's": globals() is vars(main), "builtins": __builtins__ is builtins,
     "environ": {k: v for k, v in os.environ.items()}, "cwd": os.getcwd(), "umask": os.umask(0o22),
     "leader": os.getsid(0) == os.getpid() == os.getpgid(0), "group": os.getpgid(0) == os.getpid(),
-    "handlers": {s.name: str(signal.getsignal(s)) for s in sorted(signal.valid_signals()) if hasattr(s, "name")},
-    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "main thread": threading.current_thread().name,
+    "handlers": {s.name: str(signal.getsignal(s)) for s in sorted(signal.valid_signals()) if hasattr(s,
+    "name")},
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "main thread": threading.current_thread().name,
     "threads": threading.active_count(), "debug": __debug__, "start": multiprocessing.get_all_start_methods(),
     "method": multiprocessing.get_start_method(allow_none=True), "filters": str(warnings.filters),
     "stdout": [sys.stdout.encoding, sys.stdout.line_buffering, sys.stdout.write_through, sys.stdout.isatty()],
-    "stdin": sys.stdin is not None and sys.stdin.fileno(), "comm": open("/proc/self/comm").read(), "policy": os.sched_getscheduler(0), "nice": os.nice(0),
+    "stdin": sys.stdin is not None and sys.stdin.fileno(), "comm": open("/proc/self/comm").read(),
+    "policy": os.sched_getscheduler(0), "nice": os.nice(0),
     "open": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1],
-    "meta_path": [getattr(each, "__name__", type(each).__name__) for each in sys.meta_path if type(each).__name__ != "Curtain"],
+    "meta_path": [getattr(each, "__name__",
+    type(each).__name__) for each in sys.meta_path if type(each).__name__ != "Curtain"],
 }
 import importlib.util
 said["found"] = importlib.util.find_spec("torch").origin
 import torch
 said |= {
-    "torch": [torch.__name__, torch.__spec__.name, type(torch.__spec__.loader).__name__, torch.__spec__.origin],
+    "torch": [torch.__name__, torch.__spec__.name, type(torch.__spec__.loader).__name__,
+    torch.__spec__.origin],
     "random": torch.manual_seed(1) and torch.rand(3).tolist(), "omp": torch.get_num_threads(),
     "interop": torch.get_num_interop_threads(), "sub": sys.modules["torch.nn"] is torch.nn,
 }
@@ -276,8 +285,10 @@ dist.all_reduce(total)
 model = torch.nn.Linear(4, 4)
 torch.optim.AdamW(model.parameters()).step()
 seen = {
-    "rank": dist.get_rank(), "local": os.environ["LOCAL_RANK"], "sum": total.item(), "argv": sys.argv, "path": sys.path,
-    "orig": sys.orig_argv, "omp": torch.get_num_threads(), "OMP": os.environ["OMP_" + "NUM_THREADS"], "name": __name__,
+    "rank": dist.get_rank(), "local": os.environ["LOCAL_RANK"], "sum": total.item(), "argv": sys.argv,
+    "path": sys.path,
+    "orig": sys.orig_argv, "omp": torch.get_num_threads(), "OMP": os.environ["OMP_" + "NUM_THREADS"],
+    "name": __name__,
     "leader": os.getsid(0) == os.getpid(), "through": sys.stdout.write_through, "file": __file__,
     "visible": "torch._dynamo" in sys.modules,
 }

@@ -20,7 +20,8 @@ POLICY: Object = {
     "metadata": {"name": "careful", "namespace": "ml", "uid": "policy-uid"},
     "spec": {
         "checkpoint": {"snapshot": {"everySteps": 10}},
-        "tiers": {"local": {"sizeLimit": "2Gi"}, "peer": {"copies": 1}, "remote": {"s3": {"bucket": "checkpoints"}, "everySteps": 100}},
+        "tiers": {"local": {"sizeLimit": "2Gi"}, "peer": {"copies": 1},
+            "remote": {"s3": {"bucket": "checkpoints"}, "everySteps": 100}},
         "failurePolicy": {"maxRestarts": 3},
     },
 }  # fmt: skip
@@ -47,7 +48,8 @@ def _pod(
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": 30,
             "containers": [{"image": "train:1", **container}],
-            "volumes": [{"name": "kube-api-access-x2p7k", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}],
+            "volumes": [{"name": "kube-api-access-x2p7k",
+                "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}],
         },
     }  # fmt: skip
 
@@ -63,7 +65,8 @@ def job(parallelism: int = 4, **spec: Any) -> Object:
         "kind": "Job",
         "metadata": {"name": "train", "namespace": "ml", "uid": "job-uid"},
         "spec": {
-            "completionMode": "Indexed", "parallelism": parallelism, "completions": parallelism, "template": template, **spec,
+            "completionMode": "Indexed", "parallelism": parallelism, "completions": parallelism,
+            "template": template, **spec,
         },
     }  # fmt: skip
 

@@ -35,14 +35,16 @@ def _status(
     name: str, state: Raw, restarts: int, last: Raw | None, *, started: bool, ready: bool = False
 ) -> Raw:
     return {
-        "name": name, "image": "i", "imageID": "sha256:0", "containerID": f"containerd://{restarts}", "restartCount": restarts,
+        "name": name, "image": "i", "imageID": "sha256:0", "containerID": f"containerd://{restarts}",
+        "restartCount": restarts,
         "ready": ready, "started": started, "state": state, "lastState": last or {},
     }  # fmt: skip
 
 
 def end(ended: float, code: int = 137, reason: str = "Error") -> Raw:
     return {
-        "terminated": {"exitCode": code, "reason": reason, "startedAt": at(ended - 60), "finishedAt": at(ended), "containerID": "containerd://0"}
+        "terminated": {"exitCode": code, "reason": reason, "startedAt": at(ended - 60),
+            "finishedAt": at(ended), "containerID": "containerd://0"}
     }  # fmt: skip
 
 
@@ -79,7 +81,8 @@ def made_by(job_uid: str) -> list[Raw]:
     """The owner references of a pod that the operator made for a job."""
     return [
         {
-            "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}", "kind": names.KIND, "name": "j", "uid": job_uid,
+            "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}", "kind": names.KIND, "name": "j",
+            "uid": job_uid,
             "controller": True, "blockOwnerDeletion": True,
         }
     ]  # fmt: skip
@@ -92,11 +95,13 @@ def pod(
     labels = {"tiercheck.io/worker": "1", "tiercheck.io/job-uid": "job-uid", "tiercheck.io/incarnation": "0"}
     library = _status("tiercheck-library", end(0, 0, "Completed"), 0, None, started=False, ready=True)
     return {
-        "metadata": {"name": "j-1-0", "namespace": "ns", "uid": "pod-1", "labels": labels, "creationTimestamp": at(0),
+        "metadata": {"name": "j-1-0", "namespace": "ns", "uid": "pod-1", "labels": labels,
+            "creationTimestamp": at(0),
                      "ownerReferences": made_by("job-uid")},
         "spec": {
             "nodeName": "n00", "restartPolicy": policy,
-            "initContainers": [{"name": "tiercheck-library"}, {"name": SIDECAR, "image": "i", "restartPolicy": "Always"}],
+            "initContainers": [{"name": "tiercheck-library"},
+                {"name": SIDECAR, "image": "i", "restartPolicy": "Always"}],
             "containers": [{"name": TRAINER}],
         },
         "status": {

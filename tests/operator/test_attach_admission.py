@@ -107,7 +107,7 @@ async def test_every_pod_of_a_workload_is_a_worker_of_its_own(owner: Object, pod
 
 
 @pytest.mark.parametrize(("owner", "pods"), SEATS, ids=["Job", "JobSet", "TrainJob", "PyTorchJob", "elastic"])
-async def test_answer_turns_the_pod_that_was_sent_into_the_one_that_is_wanted_and_a_second_round_changes_nothing(
+async def test_answer_turns_the_pod_that_was_sent_into_the_one_that_is_wanted_and_a_second_changes_nothing(
     owner: Object, pods: list[Object]
 ) -> None:
     for pod in pods:
@@ -340,7 +340,8 @@ def test_job_is_its_owners_and_known_by_its_owners_uid() -> None:
     raw = made_job()
     job = parse_job(raw)
     assert raw["metadata"]["ownerReferences"] == [
-        {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "job-uid", "controller": False, "blockOwnerDeletion": False}
+        {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "job-uid", "controller": False,
+            "blockOwnerDeletion": False}
     ]  # fmt: skip
     assert job.identity == identity_of(raw) == "job-uid"
     assert job.spec.attach is not None

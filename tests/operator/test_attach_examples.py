@@ -70,7 +70,9 @@ async def test_jobset_without_its_driver() -> None:
 
 
 async def test_trainjob() -> None:
-    """As the Trainer makes a JobSet of runtime and TrainJob: count and torch's variables are the TrainJob's."""
+    """As the Trainer makes a JobSet of runtime and TrainJob: count and torch's variables are the
+    TrainJob's.
+    """
     runtime, job = example("trainjob.yaml", "TrainingRuntime"), example("trainjob.yaml", "TrainJob")
     owner = {**runtime["spec"]["template"], "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
     owner["metadata"] = job["metadata"]

@@ -138,7 +138,8 @@ def test_job_of_one_worker_can_be_drained() -> None:
 
 
 @given(
-    since=st.integers(0, 10_000), hold=st.integers(1, 10_000), tries=st.integers(0, 10), recovering=st.booleans(),
+    since=st.integers(0, 10_000), hold=st.integers(1, 10_000), tries=st.integers(0, 10),
+    recovering=st.booleans(),
     reason=st.sampled_from([conditions.MOVING, conditions.ALL_PLACED, conditions.NO_ROOM_TO_MOVE]),
 )  # fmt: skip
 def test_whatever_the_job_does_its_nodes_can_be_drained_in_time(

@@ -36,7 +36,8 @@ def failed(world: World, worker: int, at: float, code: int, *said: str, reason: 
     reason = reason or ("Signalled" if code > 128 else "Crashed")
     message = f"The training command ended with exit code {code}."
     sidecar.trainer = replace(
-        sidecar.trainer, state=TrainerState.FAILED, exit_code=code, reason=reason, message=message, ended_at=at, failure=failure
+        sidecar.trainer, state=TrainerState.FAILED, exit_code=code, reason=reason, message=message,
+        ended_at=at, failure=failure
     )  # fmt: skip
 
 

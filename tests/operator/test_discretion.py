@@ -1,4 +1,6 @@
-"""Status, Events and annotations are read by everyone with `view`: no credential gets there, whoever said it."""
+"""Status, Events and annotations are read by everyone with `view`: no credential gets there, whoever said
+it.
+"""
 
 from __future__ import annotations
 

@@ -416,7 +416,9 @@ def test_job_grows_back_by_itself_from_a_fresh_snapshot_of_its_own() -> None:
 def test_job_with_deltas_waits_for_a_snapshot_of_its_own_before_it_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Deltas carry what is complete further at every step, but more workers can start from a snapshot alone."""
+    """Deltas carry what is complete further at every step, but more workers can start from a snapshot
+    alone.
+    """
     monkeypatch.setattr(elastic_module, "_PATIENT_TIMES", 1)
     world = elastic(delta=DeltaMode.AUTO, snapshot_every=100)
     world.train(100 - world.newest_step())

@@ -1,4 +1,6 @@
-"""How a job's pods go when it ends: at once when they owe nothing, whatever else of the user's runs in them."""
+"""How a job's pods go when it ends: at once when they owe nothing, whatever else of the user's runs in
+them.
+"""
 
 from __future__ import annotations
 

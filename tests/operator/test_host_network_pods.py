@@ -69,7 +69,9 @@ def test_sidecar_is_told_its_ports_and_asked_for_its_health_there() -> None:
 
 
 def test_names_of_the_cluster_are_found_unless_the_user_says_otherwise() -> None:
-    """Such as that of an S3 server in the cluster. In the node's network a pod has the node's DNS by default."""
+    """Such as that of an S3 server in the cluster. In the node's network a pod has the node's DNS by
+    default.
+    """
     assert build_pod(on_host(), 0, 0, (), "s:1")["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
     theirs = with_pod(on_host(), dnsPolicy="Default")
     assert build_pod(theirs, 0, 0, (), "s:1")["spec"]["dnsPolicy"] == "Default"

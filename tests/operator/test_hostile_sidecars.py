@@ -85,9 +85,11 @@ ODD |= {
     "a bomb": lambda _: a_bomb,
     "no UTF-8": plain(body=b'{"job_uid":"\xff"}'),
     "deep": plain(body=b'{"more":' * 100_000),
-    "a whole number of any length": plain(body=to_json(some_report()).replace(b'"attempt":', b'"attempt":1' + b"0" * 3000, 1)),
+    "a whole number of any length": plain(body=to_json(some_report()).replace(b'"attempt":',
+        b'"attempt":1' + b"0" * 3000, 1)),
     "elsewhere": plain(status=302, headers={"Location": "http://127.0.0.1:1/"}),
-    "a date before all dates": plain(body=to_json(some_report()).replace(b"job-uid", b"another"), headers={"Date": f"Mon, 01 Jan {'9' * 40} 00:00:00 GMT"}),
+    "a date before all dates": plain(body=to_json(some_report()).replace(b"job-uid", b"another"),
+        headers={"Date": f"Mon, 01 Jan {'9' * 40} 00:00:00 GMT"}),
     "no text that says why": plain(status=500, body=b"\xff" * 1000),
 }  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""What the loop of one job costs the API server, and that it ends with its job, however it hears of the end."""
+"""What the loop of one job costs the API server, and that it ends with its job, however it hears of the
+end.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,8 @@ def finished_job() -> dict[str, Any]:
     return {
         "apiVersion": "tiercheck.io/v1alpha1",
         "kind": "TierCheckJob",
-        "metadata": {"name": "j", "namespace": "default", "uid": "u", "resourceVersion": "1", "generation": 1},
+        "metadata": {"name": "j", "namespace": "default", "uid": "u", "resourceVersion": "1",
+            "generation": 1},
         "spec": {"workers": 1, "template": TEMPLATE},
         "status": {
             "conditions": [

@@ -197,7 +197,7 @@ def long_held_back(world: World, uid: str) -> None:
     assert world.pods[uid].sidecar.back_off >= 160
 
 
-def test_crash_while_a_sidecar_is_held_back_for_minutes_replaces_its_pod_because_others_keep_what_it_held() -> (
+def test_crash_while_a_sidecar_is_held_back_for_minutes_replaces_its_pod_as_others_keep_what_it_held() -> (
     None
 ):
     world = trained()
@@ -331,7 +331,9 @@ def test_node_whose_kubelet_has_stopped_for_good_is_told_avoided_and_left_when_k
 
 
 def silent_without_a_kubelet(world: World, seconds: float) -> tuple[Observation, PodView]:
-    """What is seen when the sidecar of worker 3 has died so long ago, and the last step was made just before."""
+    """What is seen when the sidecar of worker 3 has died so long ago, and the last step was made just
+    before.
+    """
     uid = world.member(3)
     world.stop_kubelet(world.home(3))
     world.train(60)

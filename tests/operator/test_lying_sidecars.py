@@ -165,7 +165,8 @@ def test_what_is_true_is_taken_as_it_is() -> None:
 def test_a_number_that_no_job_has_is_brought_to_one_that_some_job_could_have() -> None:
     far = Version(2**63 - 1, 2**63 - 1)
     told = replace(
-        some_report(), watermarks=Watermarks(far, far, far), proofs=(Proof(Tier.PEER, far, -1e300, 1e300, -(2**63)),),
+        some_report(), watermarks=Watermarks(far, far, far),
+        proofs=(Proof(Tier.PEER, far, -1e300, 1e300, -(2**63)),),
         unreachable=(Unreachable(1, "h", 1e300, Break.SILENT),), problems=(Problem("no word", "x"),),
     )  # fmt: skip
     found = plausible(told)

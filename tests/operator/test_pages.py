@@ -45,7 +45,8 @@ async def ask(port: int, page: str) -> bytes:
 
 async def test_each_page_answers() -> None:
     async with opened(60.0) as port:
-        assert [(await ask(port, page)).split(b"\r\n\r\n")[1] for page in ("/metrics", "/healthz", "/readyz")] == [
+        assert [(await ask(port, page)).split(b"\r\n\r\n")[1] for page in ("/metrics", "/healthz",
+            "/readyz")] == [
             b"m 1\n", b"ok\n", b"ready\n",
         ]  # fmt: skip
 

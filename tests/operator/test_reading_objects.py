@@ -66,7 +66,8 @@ def test_evicted_pod_tells_why_and_when() -> None:
 
 def test_unschedulable_pod_carries_the_schedulers_sentence() -> None:
     condition = {
-        "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available",
+        "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+        "message": "0/3 nodes are available",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }  # fmt: skip
     view = parse_pod(pod({"conditions": [condition]}))

@@ -62,8 +62,10 @@ async def test_a_moment_of_trouble_does_not_keep_other_pods_from_being_tried() -
 
 
 ODD_FIELDS: tuple[Mapping[str, Any], ...] = (
-    {"securityContext": "x"}, {"affinity": []}, {"affinity": {"nodeAffinity": "x"}}, {"volumes": 5}, {"initContainers": "x"}, {"terminationGracePeriodSeconds": {}, "securityContext": 5},
-    {"containers": [{**TEMPLATE["spec"]["containers"][0], "volumeMounts": 5}]}, {"containers": [{**TEMPLATE["spec"]["containers"][0], "resources": "x"}]},
+    {"securityContext": "x"}, {"affinity": []}, {"affinity": {"nodeAffinity": "x"}}, {"volumes": 5},
+    {"initContainers": "x"}, {"terminationGracePeriodSeconds": {}, "securityContext": 5},
+    {"containers": [{**TEMPLATE["spec"]["containers"][0], "volumeMounts": 5}]},
+    {"containers": [{**TEMPLATE["spec"]["containers"][0], "resources": "x"}]},
 )  # fmt: skip
 
 

@@ -197,7 +197,9 @@ def test_operator_restarted_in_the_middle_of_a_swap_gives_the_worker_to_one_pod_
 
 
 def test_decision_made_from_an_old_view_promotes_no_second_spare() -> None:
-    """The watch lags behind the patch: what is decided again from the old view is refused, or says the same."""
+    """The watch lags behind the patch: what is decided again from the old view is refused, or says the
+    same.
+    """
     world = world_with_spares(spares=2)
     world.evict(world.member(2))
     stale = dict(world.pods)

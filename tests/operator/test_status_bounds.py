@@ -33,7 +33,8 @@ from tiercheck_operator.model.status import (
 
 TYPES = [
     conditions.PLACED, conditions.PROTECTED, conditions.RESTORING, conditions.RUNNING, conditions.SUSPENDED,
-    conditions.COMPLETED, conditions.FAILED, conditions.DELTAS_ACTIVE, conditions.SPARES_READY, conditions.EVICTABLE,
+    conditions.COMPLETED, conditions.FAILED, conditions.DELTAS_ACTIVE, conditions.SPARES_READY,
+    conditions.EVICTABLE,
     conditions.THROTTLED, conditions.REMOTE_SAFE,
     "Another",
 ]  # fmt: skip
@@ -43,9 +44,12 @@ BIG = 2**31 - 1
 def worst(letter: str = "\N{GREEK SMALL LETTER OMEGA}") -> JobRecord:
     """A job of 10,000 workers with every field at its limit at once."""
     summary = {
-        "attempt": BIG, "cause": "C" * 64, "message": letter * 1000, "rule": "r" * 63, "reason": letter * 1000,
-        "tiers": {"local": 640_000, "peer": 640_000, "remote": 640_000}, "deltas": BIG, "rebuilt": 640_000, "step": BIG,
-        "lostSteps": BIG, "detectSeconds": 123456.789, "restoreSeconds": 123456.789, "totalSeconds": 123456.789,
+        "attempt": BIG, "cause": "C" * 64, "message": letter * 1000, "rule": "r" * 63,
+        "reason": letter * 1000,
+        "tiers": {"local": 640_000, "peer": 640_000, "remote": 640_000}, "deltas": BIG, "rebuilt": 640_000,
+        "step": BIG,
+        "lostSteps": BIG, "detectSeconds": 123456.789, "restoreSeconds": 123456.789,
+        "totalSeconds": 123456.789,
         "time": rfc3339(START),
     }  # fmt: skip
     history: tuple[object, ...] = ()
@@ -65,11 +69,13 @@ def worst(letter: str = "\N{GREEK SMALL LETTER OMEGA}") -> JobRecord:
         recovery=Recovery(
             "C" * 64, letter * 1000, START, START, BIG, letter * 1000, BIG, BIG, BIG, START, START, START,
             tuple(Version(BIG, BIG) for _ in range(16)),
-            Facts(255, tuple("R" * 64 for _ in range(16)), tuple("n" * 63 for _ in range(16))), "r" * 63, BIG, BIG, START,
+            Facts(255, tuple("R" * 64 for _ in range(16)), tuple("n" * 63 for _ in range(16))), "r" * 63, BIG,
+            BIG, START,
         ),
         last_recovery=summary, recoveries=history,  # type: ignore[arg-type]
         started=rfc3339(START), completed=rfc3339(START),
-        conditions=tuple(Condition(kind, True, "R" * 24, letter * 4000, rfc3339(START), BIG) for kind in TYPES),
+        conditions=tuple(Condition(kind, True, "R" * 24, letter * 4000, rfc3339(START),
+            BIG) for kind in TYPES),
     )  # fmt: skip
 
 

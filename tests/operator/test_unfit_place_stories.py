@@ -135,7 +135,7 @@ def test_what_a_failed_command_left_behind_is_left_with_its_pod() -> None:
 # Commands that fail before their first step.
 
 
-def test_worker_whose_command_fails_twice_on_a_node_before_its_first_step_moves_and_spends_no_more_restarts() -> (
+def test_worker_whose_command_fails_twice_on_a_node_before_its_first_step_moves_and_spends_no_restarts() -> (
     None
 ):
     """As where a GPU cannot be initialised."""

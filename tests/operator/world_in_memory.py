@@ -475,7 +475,8 @@ class Sidecar:
             trainer=TrainerReport(TrainerState.ABSENT) if absent else self.trainer,
             holdings=tuple(holdings),
             remote=RemoteReport(
-                remote, world.remote_up if remote else None, "" if world.remote_up else "the bucket does not answer.",
+                remote, world.remote_up if remote else None,
+                "" if world.remote_up else "the bucket does not answer.",
                 tuple(sorted(world.remote)) if world.remote_up else (),
                 tuple(world.made.get(version, 0) for version in sorted(world.remote))
                 if world.remote_up and self.worker == 0
@@ -651,7 +652,9 @@ class World:
         )
 
     def reconcile(self, killed_after: int | None = None) -> None:
-        """One look. `killed_after`: the operator dies after so many actions (the status write counts as one)."""
+        """One look. `killed_after`: the operator dies after so many actions (the status write counts as
+        one).
+        """
         observed = self.observe()
         self.suspects.note(doubted_nodes(observed) | left_nodes(observed), self.now)
         decision = self.last = decide(replace(observed, shunned=self.suspects.shunned(self.now)))

@@ -25,9 +25,12 @@ OTHER_DOORS = {
     "cli/tiercheck_cli/files.py": "YAML, of a file that the user names",
 }
 DECODERS = {
-    ("json", "loads"), ("json", "load"), ("json", "JSONDecoder"), ("msgspec.json", "decode"), ("msgspec.json", "Decoder"), ("msgspec", "json"),
-    ("msgspec", "convert"), ("msgspec", "yaml"), ("msgspec", "msgpack"), ("pickle", "load"), ("pickle", "loads"), ("marshal", "loads"),
-    ("yaml", "load"), ("yaml", "load_all"), ("yaml", "safe_load"), ("yaml", "safe_load_all"), ("yaml", "full_load"), ("yaml", "unsafe_load"),
+    ("json", "loads"), ("json", "load"), ("json", "JSONDecoder"), ("msgspec.json", "decode"),
+    ("msgspec.json", "Decoder"), ("msgspec", "json"),
+    ("msgspec", "convert"), ("msgspec", "yaml"), ("msgspec", "msgpack"), ("pickle", "load"),
+    ("pickle", "loads"), ("marshal", "loads"),
+    ("yaml", "load"), ("yaml", "load_all"), ("yaml", "safe_load"), ("yaml", "safe_load_all"),
+    ("yaml", "full_load"), ("yaml", "unsafe_load"),
     ("ast", "literal_eval"), ("shelve", "open"),
     # Errors of theirs, which never come through the door: who catches them has another, or catches nothing.
     ("msgspec", "DecodeError"), ("msgspec", "ValidationError"), ("json", "JSONDecodeError"),
@@ -66,7 +69,9 @@ def test_modules_that_decode_by_themselves_are_few_and_say_why() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["import json\njson.loads(x)", "from json import loads", "import msgspec\nmsgspec.json.decode(x)", "from msgspec.json import Decoder", "from msgspec import json", "(await request.json())", "import yaml\nyaml.safe_load(x)", "msgspec.DecodeError"],
+    ["import json\njson.loads(x)", "from json import loads", "import msgspec\nmsgspec.json.decode(x)",
+        "from msgspec.json import Decoder", "from msgspec import json", "(await request.json())",
+        "import yaml\nyaml.safe_load(x)", "msgspec.DecodeError"],
 )  # fmt: skip
 def test_other_doors_are_seen(tmp_path: Path, text: str) -> None:
     (tmp_path / "module.py").write_text(text)

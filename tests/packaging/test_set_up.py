@@ -1,4 +1,6 @@
-"""What `make demo` and `make test` set up: they say what they install, how far they are, and why it failed."""
+"""What `make demo` and `make test` set up: they say what they install, how far they are, and why it
+failed.
+"""
 
 import os
 import subprocess
@@ -12,7 +14,9 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "set_up.py"
 
 @pytest.fixture
 def environment_whose_pip(tmp_path: Path) -> Path:
-    """A virtual environment whose pip only says that it collects two packages, and ends as `PIP_ENDS` says."""
+    """A virtual environment whose pip only says that it collects two packages, and ends as `PIP_ENDS`
+    says.
+    """
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(

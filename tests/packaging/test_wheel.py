@@ -133,7 +133,8 @@ sys.path.insert(0, {str(tmp_path)!r})
 assert not any("site-packages" in entry for entry in sys.path)
 for name in {plain!r}:
     importlib.import_module(name)
-foreign = {{name.partition(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names) - {{"tiercheck", "__main__"}}
+foreign = {{name.partition(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names)
+foreign -= {{"tiercheck", "__main__"}}
 print(sorted(name for name in foreign if not name.startswith("_")))
 """
     assert run_isolated(code, "-S") == "[]"

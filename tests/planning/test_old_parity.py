@@ -95,7 +95,9 @@ def test_snapshot_is_rebuilt_whatever_deltas_lead_to_and_each_place_is_named() -
 
 
 def test_block_that_a_member_keeps_since_workers_were_numbered_anew_breaks_nothing() -> None:
-    """Three workers, then two, then three again: block 1 of the first three lies at one who is a member now."""
+    """Three workers, then two, then three again: block 1 of the first three lies at one who is a member
+    now.
+    """
     history = History().after(1, 0, 3).after(2, 8, 2).after(3, 9, 3)
     held = {rank: Artifacts({OLD}) for rank in range(3)}
     kept = [JobInventory(rank, {rank: held[rank]}) for rank in range(2)]

@@ -471,7 +471,9 @@ def block(index: int, *snapshots: int, deltas: Iterable[int] = ()) -> dict[Share
 
 
 def members(*lost: int) -> list[Inventory]:
-    """Three members of a group with a snapshot and two deltas each; the lost ones are new and hold nothing."""
+    """Three members of a group with a snapshot and two deltas each; the lost ones are new and hold
+    nothing.
+    """
     whole = steps(40, deltas=(41, 42))
     return [
         Inventory(worker) if worker in lost else Inventory(worker, {worker: whole}) for worker in range(3)

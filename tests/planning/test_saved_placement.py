@@ -1,4 +1,6 @@
-"""What is written down of a placement is read back the same, and what an older operator wrote is understood."""
+"""What is written down of a placement is read back the same, and what an older operator wrote is
+understood.
+"""
 
 from __future__ import annotations
 

@@ -210,7 +210,8 @@ def test_ten_thousand_nodes_are_simulated_in_seconds() -> None:
     for each."""
     cluster = racks(*[16] * 625)
     scenario = Scenario(
-        cluster.sites, cluster.topology, RACK_COPY, procs_per_worker=8, spares=32, saving=Saving(remote_every=500),
+        cluster.sites, cluster.topology, RACK_COPY, procs_per_worker=8, spares=32,
+        saving=Saving(remote_every=500),
         rates=FailureRates(process=0.0065 * 3 / 24, domains={"host": 0.0065 / 24, "rack": 0.0001 / 24}),
     )  # fmt: skip
     found = simulate(scenario, days=30, runs=3)

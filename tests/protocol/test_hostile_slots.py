@@ -45,16 +45,22 @@ def test_a_true_one_is_read() -> None:
     "table",
     [
         [], None, 5, {}, {"__metadata__": None}, {"__metadata__": [["rank", "0"]]},
-        {"__metadata__": {**ABOUT, "rank": 0}}, {"__metadata__": {**ABOUT, "rank": "-1"}}, {"__metadata__": {**ABOUT, "step": "٣"}},
-        {"__metadata__": {**ABOUT, "step": "1_0"}}, {"__metadata__": {**ABOUT, "attempt": "9" * 20}}, {"__metadata__": {**ABOUT, "attempt": "9" * 4500}},
+        {"__metadata__": {**ABOUT, "rank": 0}}, {"__metadata__": {**ABOUT, "rank": "-1"}},
+        {"__metadata__": {**ABOUT, "step": "٣"}},
+        {"__metadata__": {**ABOUT, "step": "1_0"}}, {"__metadata__": {**ABOUT, "attempt": "9" * 20}},
+        {"__metadata__": {**ABOUT, "attempt": "9" * 4500}},
         {"__metadata__": {**ABOUT, "kind": "else"}},
         *(
             {"__metadata__": ABOUT, "w": entry}
             for entry in (
-                None, [], "x", {}, {"dtype": "F32", "shape": [16]}, {**tensor(), "data_offsets": []}, {**tensor(), "data_offsets": [0]},
-                {**tensor(), "data_offsets": [0, 64, 64]}, {**tensor(), "data_offsets": "ab"}, tensor(0, INF), tensor(0, 64.0), tensor(False, 64),
-                tensor(-64, 0), tensor(64, 0), tensor(0, 60), tensor(0, 10**30), tensor(shape=16), tensor(shape=[INF]), tensor(shape=[-16]),
-                tensor(shape=[-4, -4]), tensor(shape=["16"]), tensor(shape=[True] * 16), tensor(shape=[1] * 65 + [16]), tensor(shape=None),
+                None, [], "x", {}, {"dtype": "F32", "shape": [16]}, {**tensor(), "data_offsets": []},
+                {**tensor(), "data_offsets": [0]},
+                {**tensor(), "data_offsets": [0, 64, 64]}, {**tensor(), "data_offsets": "ab"}, tensor(0, INF),
+                tensor(0, 64.0), tensor(False, 64),
+                tensor(-64, 0), tensor(64, 0), tensor(0, 60), tensor(0, 10**30), tensor(shape=16),
+                tensor(shape=[INF]), tensor(shape=[-16]),
+                tensor(shape=[-4, -4]), tensor(shape=["16"]), tensor(shape=[True] * 16),
+                tensor(shape=[1] * 65 + [16]), tensor(shape=None),
                 tensor(dtype="X9"), tensor(dtype=None), tensor(dtype=["F32"]), tensor(64, 128),
             )
         ),
@@ -128,9 +134,11 @@ PIECE = {"shape": [8, 4], "offset": [4, 0], "extent": [4, 4], "span": [3, 15]}
         *(
             {"w": {**PIECE, key: value}}
             for key in ("shape", "offset", "extent", "span")
-            for value in (None, 5, [], [0], [1, 2, 3], [INF, 1], [1.0, 4], ["1", "4"], [True, 4], [-1, 4], [0, 10**30], "ab", {"0": 1}, [1] * 65)
+            for value in (None, 5, [], [0], [1, 2, 3], [INF, 1], [1.0, 4], ["1", "4"], [True, 4], [-1, 4],
+                [0, 10**30], "ab", {"0": 1}, [1] * 65)
         ),
-        {"w": {**PIECE, "offset": [5, 0]}}, {"w": {**PIECE, "offset": [0, 2**62]}}, {"w": {**PIECE, "span": [15, 3]}}, {"w": {**PIECE, "span": [0, 17]}},
+        {"w": {**PIECE, "offset": [5, 0]}}, {"w": {**PIECE, "offset": [0, 2**62]}},
+        {"w": {**PIECE, "span": [15, 3]}}, {"w": {**PIECE, "span": [0, 17]}},
     ],
     ids=lambda table: json.dumps(table)[-60:],
 )  # fmt: skip

@@ -17,7 +17,8 @@ from tiercheck_sidecar.decoding import decode
 
 HELLO = b'{"role":"rank","pid":1,"more":%s}'
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False,
+        allow_infinity=False) | st.text(),
     lambda inside: st.lists(inside) | st.dictionaries(st.text(), inside),
 )  # fmt: skip
 DECODERS: dict[str, Callable[[bytes], object]] = {
@@ -41,8 +42,10 @@ def test_strings_full_of_structure_are_strings(text: str) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        b"[" * (MOST_DEPTH + 1) + b"]" * (MOST_DEPTH + 1), b"[" * 200_000, b'{"a":' * 200_000, b'{"a":[' * 60 + b"]}" * 60,
-        b"1" * 5000, b"18446744073709551616", b"-9223372036854775809", b"9223372036854775808", b"]", b'"', b"",
+        b"[" * (MOST_DEPTH + 1) + b"]" * (MOST_DEPTH + 1), b"[" * 200_000, b'{"a":' * 200_000,
+            b'{"a":[' * 60 + b"]}" * 60,
+        b"1" * 5000, b"18446744073709551616", b"-9223372036854775809", b"9223372036854775808", b"]", b'"',
+        b"",
     ],
     ids=lambda more: repr(more[:12]),
 )  # fmt: skip
@@ -65,7 +68,8 @@ def test_what_is_deep_but_not_too_deep_and_large_but_not_too_large_is_read(decod
 
 @pytest.mark.parametrize(
     "text",
-    [b"NaN", b"[Infinity]", b"-Infinity", b"1e999", b'"\\ud800"', b'{"\\udfff":1}', "[]".encode("utf-16"), "[]".encode("utf-32"), b"\xef\xbb\xbf[]"],
+    [b"NaN", b"[Infinity]", b"-Infinity", b"1e999", b'"\\ud800"', b'{"\\udfff":1}', "[]".encode("utf-16"),
+        "[]".encode("utf-32"), b"\xef\xbb\xbf[]"],
 )  # fmt: skip
 def test_no_number_without_end_no_half_character_and_no_guessed_encoding(text: bytes) -> None:
     with pytest.raises(Malformed):

@@ -24,7 +24,9 @@ print(len(bytearray(256 << 20)))
 
 
 def rank_pids(training: Training, worker: int) -> list[int]:
-    """Host pids of the worker's training processes: those that write into its memory and are not the sidecar."""
+    """Host pids of the worker's training processes: those that write into its memory and are not the
+    sidecar.
+    """
     pod = training.pod(worker)
     node, uid = training.testbed.node(pod["spec"]["nodeName"]), pod["metadata"]["uid"]
     sidecars = node.pids_of(uid, "tiercheck_sidecar")

@@ -1,4 +1,6 @@
-"""One row of the matrix: hurt the training, watch what happens, write it down, and say whether it was right."""
+"""One row of the matrix: hurt the training, watch what happens, write it down, and say whether it was
+right.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Play:
         again_at_most: int = 1,
         attempts: Collection[int] = (1,),
     ) -> Row:
-        """`causes`: any of them may be told; `replaced`: the workers that get another pod, and nobody else."""
+        """`causes`: any of them may be told; `replaced`: the workers that get another pod, and nobody
+        else.
+        """
         training = self.training
         training.wait_until_protected()
         before, pods = training.attempt, self._pods()
@@ -134,7 +138,8 @@ class Play:
         training.wait_for_step(went + 5)
         training.wait_until_protected()
         row = Row(
-            fault=fault, told=", ".join(heard) or "–", tiers="", again=None, lost_told=None, detect=None, ours=None,
+            fault=fault, told=", ".join(heard) or "–", tiers="", again=None, lost_told=None, detect=None,
+            ours=None,
             next_step=None, replaced=len(set(self._pods().values()) - set(pods.values())),
             pause=gap_around(training.steps, began),
         )  # fmt: skip

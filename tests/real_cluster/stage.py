@@ -62,7 +62,8 @@ class Stage:
         self.testbed.kubectl("label", "namespace", name, f"pod-security.kubernetes.io/enforce={level}")
         self.testbed.kubectl(
             "-n", name, "create", "secret", "generic", SECRET,
-            f"--from-literal=AWS_ACCESS_KEY_ID={ACCESS_KEY}", f"--from-literal=AWS_SECRET_ACCESS_KEY={SECRET_KEY}",
+            f"--from-literal=AWS_ACCESS_KEY_ID={ACCESS_KEY}",
+            f"--from-literal=AWS_SECRET_ACCESS_KEY={SECRET_KEY}",
         )  # fmt: skip
 
     def bucket(self) -> Any:

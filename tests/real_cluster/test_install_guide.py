@@ -65,7 +65,8 @@ def newcomer(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     server = start_s3(tmp_path / "s3")
     try:
         boto3.client(
-            "s3", endpoint_url=server.endpoint, aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
+            "s3", endpoint_url=server.endpoint, aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
             region_name="us-east-1",
         ).create_bucket(Bucket="my-checkpoints")  # fmt: skip
         work = tmp_path / "tiercheck"
@@ -100,7 +101,8 @@ def test_newcomer_gets_from_nothing_to_a_training_job_and_back(newcomer: tuple[P
         typed = _theirs(command, environment["TIERCHECK_ENDPOINT"])
         print(f"$ {typed}", flush=True)
         done = subprocess.run(
-            ["nsenter", "-t", str(os.getppid()), "-n", "bash", "-c", typed], cwd=work, env=environment, text=True, stdin=subprocess.DEVNULL,
+            ["nsenter", "-t", str(os.getppid()), "-n", "bash", "-c", typed], cwd=work, env=environment,
+            text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=900,
         )  # fmt: skip
         print(done.stdout, flush=True)

@@ -125,7 +125,8 @@ def test_two_drained_nodes_are_left_one_after_the_other(play: Play, stage: Stage
     play.recover(
         "drain of two nodes at once",
         lambda: faults.drain(stage.testbed, first, second),
-        causes=(Cause.POD_EVICTED, Cause.NODE_LEAVING), replaced=workers_on(play, 0, 2), attempts=(1, 2, 3, 4),
+        causes=(Cause.POD_EVICTED, Cause.NODE_LEAVING), replaced=workers_on(play, 0, 2),
+        attempts=(1, 2, 3, 4),
     )  # fmt: skip
 
 
@@ -140,7 +141,8 @@ def test_node_whose_processes_died_is_not_chosen_again(play: Play) -> None:
     node = play.training.node_of(2)
     play.recover(
         "node, all processes dead, kernel alive (RST)", node.kill_userland,
-        causes=(Cause.NODE_SILENT, Cause.SIDECAR_SILENT, Cause.NODE_LOST), replaced=workers_on(play, 2), bound=POD,
+        causes=(Cause.NODE_SILENT, Cause.SIDECAR_SILENT, Cause.NODE_LOST), replaced=workers_on(play, 2),
+        bound=POD,
     )  # fmt: skip
     assert node.name not in {pod["spec"]["nodeName"] for pod in play.training.pods()}
 
@@ -212,7 +214,8 @@ def test_lost_rack_comes_back_from_the_other_one(play: Play, stage: Stage) -> No
             node.power_off()
 
     play.recover(
-        "rack, power cut", cut, causes=(Cause.DOMAIN_LOST, Cause.NODE_SILENT, Cause.NODE_LOST, Cause.ALL_PODS_LOST),
+        "rack, power cut", cut,
+        causes=(Cause.DOMAIN_LOST, Cause.NODE_SILENT, Cause.NODE_LOST, Cause.ALL_PODS_LOST),
         replaced=lost, bound=RACK,
     )  # fmt: skip
 
@@ -221,7 +224,8 @@ def test_all_pods_come_back_from_the_bucket(play: Play, stage: Stage) -> None:
     names = [pod["metadata"]["name"] for pod in play.training.pods()]
     play.recover(
         "all pods deleted",
-        lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", *names, "--wait=false", "--force", "--grace-period=0"),
+        lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", *names, "--wait=false", "--force",
+            "--grace-period=0"),
         causes=(Cause.ALL_PODS_LOST, *DELETED), replaced=range(4), again_at_most=REMOTE_EVERY + 10,
     )  # fmt: skip
 
@@ -317,7 +321,8 @@ def test_suspended_job_ends_within_seconds_and_goes_on_where_it_was(play: Play, 
     first = next(entry for entry in training.steps if entry.attempt > before)
     play.report.add(
         Row(
-            fault=f"suspend ({ended:.0f} s until all pods were gone), resume", told="Suspended, Resumed", tiers="4 remote", again=again,
+            fault=f"suspend ({ended:.0f} s until all pods were gone), resume", told="Suspended, Resumed",
+            tiers="4 remote", again=again,
             lost_told=training.status["lastRecovery"].get("lostSteps"), detect=None, ours=ended,
             next_step=first.time - began - ended, replaced=4, pause=None, bound=30,
         )

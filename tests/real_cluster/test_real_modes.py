@@ -130,7 +130,8 @@ def _stranger(worker: dict[str, Any], namespace: str) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": "stranger", "namespace": namespace, "labels": known["labels"], "annotations": known.get("annotations", {}),
+            "name": "stranger", "namespace": namespace, "labels": known["labels"],
+            "annotations": known.get("annotations", {}),
         },
         "spec": {**pod, "containers": [container], "terminationGracePeriodSeconds": 0},
     }  # fmt: skip
@@ -158,7 +159,8 @@ def test_completed_job_leaves_its_last_step_in_the_bucket_and_ends_within_second
     assert training.status["progress"]["step"] == 60
     report.add(
         Row(
-            fault="completion, with a remote tier", told="Completed", tiers="", again=0, lost_told=0, detect=None, ours=seconds,
+            fault="completion, with a remote tier", told="Completed", tiers="", again=0, lost_told=0,
+            detect=None, ours=seconds,
             next_step=None, replaced=0, pause=None, bound=20,
         )
     )  # fmt: skip
@@ -175,7 +177,8 @@ def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossRead
     name = training.pod(1)["metadata"]["name"]
     Play(training, report).recover(
         "pod evicted, attach mode",
-        lambda: testbed.kubectl("create", "--raw", f"/api/v1/namespaces/{TRAINING}/pods/{name}/eviction", "-f", _eviction(stage, name)),
+        lambda: testbed.kubectl("create", "--raw", f"/api/v1/namespaces/{TRAINING}/pods/{name}/eviction",
+            "-f", _eviction(stage, name)),
         causes=(Cause.POD_EVICTED, Cause.POD_DELETED), replaced={1},
     )  # fmt: skip
     training.wait(lambda: training.status.get("phase") == "Completed", "the job to be completed")
@@ -219,7 +222,8 @@ def _indexed_job() -> dict[str, Any]:
         "spec": {
             "completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 3,
             "podFailurePolicy": {
-                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+                "rules": [{"action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
             },
             "template": {
                 "metadata": {"labels": {"tiercheck.io/inject": "careful"}},

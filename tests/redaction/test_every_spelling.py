@@ -13,15 +13,20 @@ from tiercheck.redaction import GONE, is_secret_name, redacted
 from tiercheck.redaction.text import LONGEST_LINE
 
 NAMES = [
-    "password", "PASSWORD", "Password", "db_password", "dbPassword", "PGPASSWORD", "MYSQL_PWD", "passphrase", "ssh-passphrase",
-    "secret", "client_secret", "clientSecret", "CLIENT_SECRET", "token", "hf_token", "HF_TOKEN", "accessToken", "refresh-token",
-    "api_key", "apiKey", "API-KEY", "apikey", "OPENAI_API_KEY", "aws_secret_access_key", "AWS_SECRET_ACCESS_KEY", "AccountKey",
-    "private_key", "credentials", "authorization", "Proxy-Authorization", "cookie", "X-Auth-Token", "X-Api-Key", "encryption.key.secret",
+    "password", "PASSWORD", "Password", "db_password", "dbPassword", "PGPASSWORD", "MYSQL_PWD", "passphrase",
+    "ssh-passphrase",
+    "secret", "client_secret", "clientSecret", "CLIENT_SECRET", "token", "hf_token", "HF_TOKEN",
+    "accessToken", "refresh-token",
+    "api_key", "apiKey", "API-KEY", "apikey", "OPENAI_API_KEY", "aws_secret_access_key",
+    "AWS_SECRET_ACCESS_KEY", "AccountKey",
+    "private_key", "credentials", "authorization", "Proxy-Authorization", "cookie", "X-Auth-Token",
+    "X-Api-Key", "encryption.key.secret",
 ]  # fmt: skip
 SEPARATORS = [":", ": ", "=", " = ", " => ", ":="]
 QUOTES = ["", "'", '"', '\\"', '\\\\\\"']
 AROUND = [
-    ("", ""), ("2026-01-01 INFO train: ", ", and so on"), ("{", "}"), ("  - ", ""), ("export ", ""), ("a=1 ", ";"), ("config.", ""),
+    ("", ""), ("2026-01-01 INFO train: ", ", and so on"), ("{", "}"), ("  - ", ""), ("export ", ""),
+    ("a=1 ", ";"), ("config.", ""),
     ("https://x.example/?a=b&", "&c=d"),
 ]  # fmt: skip
 WORD = "hunter2-" + "0f9a"
@@ -47,16 +52,20 @@ def test_name_is_known_as_that_of_a_credential(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tokenizer", "tokens_per_second", "secretName", "credentialsSecretName", "secretRef", "tokenPath", "TOKEN_FILE", "key", "hostname"],
+    ["tokenizer", "tokens_per_second", "secretName", "credentialsSecretName", "secretRef", "tokenPath",
+        "TOKEN_FILE", "key", "hostname"],
 )  # fmt: skip
 def test_name_of_something_else_is_not(name: str) -> None:
     assert not is_secret_name(name)
 
 
 _PARTS = st.sampled_from([
-    "password", "token", "Authorization", "wandb login", "--hf-token", "Bearer", "https://", "@", "secret", "api_key", "name", "value",
-    ":", "=", " ", "\n", "  ", '"', "'", "\\", "{", "}", "[", "]", ",", ";", "|", "-", "hunter2", "0f9a4c21" * 5, "Zq7Xw2" * 7,
-    "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "machine", "login", "is", "true", GONE, "header value b'",
+    "password", "token", "Authorization", "wandb login", "--hf-token", "Bearer", "https://", "@", "secret",
+    "api_key", "name", "value",
+    ":", "=", " ", "\n", "  ", '"', "'", "\\", "{", "}", "[", "]", ",", ";", "|", "-", "hunter2",
+    "0f9a4c21" * 5, "Zq7Xw2" * 7,
+    "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----", "machine", "login", "is", "true", GONE,
+    "header value b'",
 ])  # fmt: skip
 
 
@@ -72,12 +81,17 @@ def test_any_mixture_of_what_it_looks_for_can_be_redacted_and_keeps_its_lines(pa
 @pytest.mark.parametrize(
     "unit",
     [
-        "a", "a.", "token", "password ", "secret=", '"', "\\", "://a@", "= ", "login ", "-----BEGIN PRIVATE KEY-----",
+        "a", "a.", "token", "password ", "secret=", '"', "\\", "://a@", "= ", "login ",
+        "-----BEGIN PRIVATE KEY-----",
         # What nobody sees, escapes, what comes before or after a name, what looks random
-        "\x1b", "\x1b[", "\x1b[3", "\x1b]8;;", "^[[", "\\x1b[", "\u200b", "\u0300\u0316", "\u00a0", "\ufdfa", "\0", "a\b", "\b", "\r",
-        "%", "%25", "\\x5c", "&#", "&#37;", "&amp;", "psk=", "key ", '"""', 3 * "'", 'password="""', "password='", "password set to ", "[0]: ",
-        "x1 is the password ", " is the ", "(password) ", "auth('a','", "echo x|", "mysql -p ", "$6$", "/hook/", "jdbc:oracle:a:", 'a="b" ',
-        "name: password ", "kind: Secret ", "data: {", "password for a ", "aB1", "a1", "Zq7Xw2", "YTpi", "_Z1a", "[", "(", "é",
+        "\x1b", "\x1b[", "\x1b[3", "\x1b]8;;", "^[[", "\\x1b[", "\u200b", "\u0300\u0316", "\u00a0", "\ufdfa",
+            "\0", "a\b", "\b", "\r",
+        "%", "%25", "\\x5c", "&#", "&#37;", "&amp;", "psk=", "key ", '"""', 3 * "'", 'password="""',
+        "password='", "password set to ", "[0]: ",
+        "x1 is the password ", " is the ", "(password) ", "auth('a','", "echo x|", "mysql -p ", "$6$",
+            "/hook/", "jdbc:oracle:a:", 'a="b" ',
+        "name: password ", "kind: Secret ", "data: {", "password for a ", "aB1", "a1", "Zq7Xw2", "YTpi",
+            "_Z1a", "[", "(", "é",
     ],
 )  # fmt: skip
 def test_line_of_a_mebibyte_is_cut_and_not_looked_at_for_hours(unit: str) -> None:

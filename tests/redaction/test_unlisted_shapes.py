@@ -48,7 +48,8 @@ SECRETS: list[tuple[str, str]] = [
     (f"aws configure set aws_secret_access_key {M40}", M40),
     (f"Credentials(access_key='AK', secret_key='{LETTERS}', token=None)", LETTERS),
     (f'"SecretAccessKey": "{M40}", "SessionToken": "{M86}"', M86),
-    (f"https://b.s3.amazonaws.com/o?X-Amz-Credential=AK{'IA'}{H16.upper()}%2F20260101&X-Amz-Signature={H64}", H64),
+    (f"https://b.s3.amazonaws.com/o?X-Amz-Credential=AK{'IA'}{H16.upper()}%2F20260101&X-Amz-Signature={H64}",
+        H64),
     (f"https://b.s3.amazonaws.com/o?AWSAccessKeyId=x&Signature={quote(M27 + '=', safe='')}&Expires=1", M27),
     (json.dumps({"type": "service_account", "private_key_id": H40, "private_key": PEM}), made(200)[:60]),
     (json.dumps({"type": "service_account", "private_key_id": H40}), H40),
@@ -56,7 +57,11 @@ SECRETS: list[tuple[str, str]] = [
     (f"GCS HMAC secret: {M40}", M40),
     (f"GOOG1E{M40.upper()}", M40.upper()),
     (f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={M86}==;EndpointSuffix=core.windows.net", M86),
-    (f"BlobEndpoint=https://a.blob.core.windows.net/;SharedAccessSignature=sv=2022&sig={quote(M43 + '=', safe='')}", M43),
+    (
+        "BlobEndpoint=https://a.blob.core.windows.net/;SharedAccessSignature=sv=2022&sig="
+        + quote(M43 + "=", safe=""),
+        M43,
+    ),
     (f"https://a.blob.core.windows.net/c/o?se=2026-01-01&sp=r&sig={quote(M43 + '=', safe='')}&sv=2022", M43),
     (f"AZURE_CLIENT_SECRET: abc8Q~{M32}.x", M32),
     (f"Endpoint=sb://a.servicebus.windows.net/;SharedAccessKeyName=n;SharedAccessKey={M43}=", M43),
@@ -537,7 +542,8 @@ HARMLESS = [
     "pass_rate=0.93 pass@1: 0.41 passed=12",
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
     "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_",
-    "libtorch_cuda.so(_ZN5torch8autograd6Engine17evaluate_functionERSt10shared_ptrINS0_9GraphTaskEE+0x1b2) [0x7f3a]",
+    "libtorch_cuda.so(_ZN5torch8autograd6Engine17evaluate_functionERSt10shared_ptrINS0_9GraphTaskEE+0x1b2)"
+    " [0x7f3a]",
     "triton_poi_fused__to_copy_add_mul_native_layer_norm_17",
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
     "cuda12.4.1-cudnn9.1.0-devel-ubuntu22.04-py3.12-torch2.6.0a0+git1a2b3c4",

@@ -337,7 +337,9 @@ class Model:
     # What is promised
 
     def check(self) -> None:
-        """Committed is kept: what was announced as complete in a tier, or something newer, is complete there."""
+        """Committed is kept: what was announced as complete in a tier, or something newer, is complete
+        there.
+        """
         local = set.intersection(*(set(own.rebuildable(self.history)) for own in self.own))
         if self._sound(self.standing.local):
             self._stands(self.standing.local, local, "local")

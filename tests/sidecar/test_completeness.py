@@ -58,7 +58,9 @@ def test_newest_snapshot_that_all_holders_have_can_be_had_of_every_rank_when_a_w
 @settings(max_examples=examples(10), deadline=None)
 @given(seed=seeds, world=worlds)
 def test_committed_is_kept_with_two_snapshot_slots_too(seed: int, world: int) -> None:
-    """Progress is not promised there: ranks that never stand at the same step can miss each other for long."""
+    """Progress is not promised there: ranks that never stand at the same step can miss each other for
+    long.
+    """
     play(Model(world, random.Random(seed), slots=2, skips=0.1))
 
 

@@ -14,7 +14,10 @@ from tiercheck.protocol.report import Report
 from tiercheck_sidecar.decoding import Malformed, decode
 
 sys.setswitchinterval(1e-6)
-text = b'{"restore": {"state": "Ready"}, "trainer": {"step": 1}, "holdings": [{"rank": 1}], "problems": [{"reason": "x"}]}'
+text = (
+    b'{"restore": {"state": "Ready"}, "trainer": {"step": 1}, "holdings": [{"rank": 1}], '
+    b'"problems": [{"reason": "x"}]}'
+)
 found, begin = [], threading.Barrier(8)
 
 def hear():

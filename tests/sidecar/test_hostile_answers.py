@@ -26,8 +26,10 @@ from tiercheck_sidecar.model.state import SidecarState
 MakeWorld = Callable[..., World]
 MakeStations = Callable[..., Stations]
 SENSELESS = (
-    b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"worker":1,"nonce":"\xff","proof":""}', b'{"x":' + b"[" * 6000, b'{"worker":' + b"9" * 5000 + b"}",
-    b'{"worker":1e400,"nonce":"","proof":""}', b'{"worker":18446744073709551616,"nonce":"","proof":"","state":"x","op":"x","rank":99999999999999999999}',
+    b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"worker":1,"nonce":"\xff","proof":""}', b'{"x":' + b"[" * 6000,
+        b'{"worker":' + b"9" * 5000 + b"}",
+    b'{"worker":1e400,"nonce":"","proof":""}',
+    b'{"worker":18446744073709551616,"nonce":"","proof":"","state":"x","op":"x","rank":99999999999999999999}',
 )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Ranks that come back on another mesh read parts of other ranks' artifacts: only those, and only verified."""
+"""Ranks that come back on another mesh read parts of other ranks' artifacts: only those, and only
+verified.
+"""
 
 from __future__ import annotations
 

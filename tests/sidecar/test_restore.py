@@ -37,7 +37,9 @@ def training(world: World, *, remote: bool = False) -> World:
 
 
 def train(world: World, last: int, first: int = 1) -> None:
-    """Every rank saves a snapshot of the first step and a delta of each later one, and all of it is copied."""
+    """Every rank saves a snapshot of the first step and a delta of each later one, and all of it is
+    copied.
+    """
     with world.ranks(SIZE, DELTA) as ranks:
         for rank in ranks:
             assert rank.save(first)

@@ -1,4 +1,6 @@
-"""What a rank saves is in the sidecar's memory, sealed, and comes back after the sidecar or the trainer dies."""
+"""What a rank saves is in the sidecar's memory, sealed, and comes back after the sidecar or the trainer
+dies.
+"""
 
 from __future__ import annotations
 

@@ -73,11 +73,14 @@ def test_a_cut_or_longer_seal_is_none(slot: Path) -> None:
         *(
             replace(SEAL, digests=digests)
             for digests in (
-                Digests(len(BODY), 0, SEAL.digests.values), Digests(len(BODY), -1, SEAL.digests.values), Digests(-1, 4096, ()), Digests(0, 4096, ()),
-                Digests(2**62, 4096, SEAL.digests.values), Digests(len(BODY), 2**62, SEAL.digests.values), Digests(len(BODY), 4096, ()),
+                Digests(len(BODY), 0, SEAL.digests.values), Digests(len(BODY), -1, SEAL.digests.values),
+                Digests(-1, 4096, ()), Digests(0, 4096, ()),
+                Digests(2**62, 4096, SEAL.digests.values), Digests(len(BODY), 2**62, SEAL.digests.values),
+                Digests(len(BODY), 4096, ()),
             )
         ),
-        replace(SEAL, share=Share(0, ())), replace(SEAL, share=Share(-1, (0, 1))), replace(SEAL, share=Share(0, (1, 2))),
+        replace(SEAL, share=Share(0, ())), replace(SEAL, share=Share(-1, (0, 1))),
+        replace(SEAL, share=Share(0, (1, 2))),
         replace(SEAL, share=Share(0, (0, 1)), members=(Digests(5, 0, ()),)),
     ],
     ids=str,

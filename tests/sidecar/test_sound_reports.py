@@ -32,7 +32,8 @@ def report(worker: int, step: int = 4, **changes: Any) -> TierReport:
     """Of a worker with one rank, which has one snapshot here and at its holder."""
     version = Version(step, 1)
     tiers = RankTiers(
-        worker, local=(Span(1, step, step),), snapshots=(version,), reached=version, copied=(Span(1, step, step),),
+        worker, local=(Span(1, step, step),), snapshots=(version,), reached=version,
+        copied=(Span(1, step, step),),
         copied_snapshots=(version,), holders=((worker + 1) % 3,), needs=Needs(1000, 100, True),
     )  # fmt: skip
     return TierReport(JOB, 1, worker, f"127.0.0.{worker + 1}", (replace(tiers, **changes),))

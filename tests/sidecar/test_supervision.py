@@ -182,8 +182,10 @@ def test_connection_for_which_there_is_no_thread_is_closed_and_its_place_is_free
 
 
 TROUBLES = [
-    errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPERM, errno.EPROTO, errno.ENETDOWN,
-    errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.ETIMEDOUT, errno.EAGAIN,
+    errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPERM, errno.EPROTO,
+    errno.ENETDOWN,
+    errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOPROTOOPT, errno.EOPNOTSUPP,
+    errno.ETIMEDOUT, errno.EAGAIN,
 ]  # fmt: skip
 
 

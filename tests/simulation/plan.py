@@ -11,8 +11,10 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck_operator.model.spec import JobSpec
 
 FAULTS = {
-    "crash": 3, "evict": 2, "vanish": 2, "node": 2, "rack": 1, "sidecar": 3, "all sidecars": 1, "hang": 1, "cut": 2,
-    "deaf": 1, "kubelet": 1, "flip": 3, "full": 1, "store down": 1, "store trouble": 2, "store slow": 1, "store behind": 1,
+    "crash": 3, "evict": 2, "vanish": 2, "node": 2, "rack": 1, "sidecar": 3, "all sidecars": 1, "hang": 1,
+    "cut": 2,
+    "deaf": 1, "kubelet": 1, "flip": 3, "full": 1, "store down": 1, "store trouble": 2, "store slow": 1,
+    "store behind": 1,
     "store cut": 1, "clock": 1, "mend": 2, "cordon": 1, "delete": 1,
 }  # fmt: skip
 """Names, and how often each comes."""

@@ -290,7 +290,8 @@ class Simulation(World):
         seen = (
             tuple(self.pods.values()),
             tuple(self.nodes.values()),
-            tuple((uid, known.report and (known.report.instance, known.report.serial), known.silent_since, known.host)
+            tuple((uid, known.report and (known.report.instance, known.report.serial), known.silent_since,
+                known.host)
                   for uid, known in self.reports.items()),
             self.status,
         )  # fmt: skip
@@ -353,7 +354,9 @@ class Simulation(World):
             self.record("told", phase=told[0], protected=told[1], reason=told[2], bare=bare)
 
     def _stays(self, uid: str) -> bool:
-        """What its kubelet ends, or no longer answers for, may be gone at any moment, and is not relied on."""
+        """What its kubelet ends, or no longer answers for, may be gone at any moment, and is not relied
+        on.
+        """
         pod = self.pods[uid]
         return not pod.deleting and pod.node in self.nodes and not self.nodes[pod.node].lost
 
@@ -365,7 +368,8 @@ class Simulation(World):
         self._verdicts[name] = verdict
         marks = verdict.watermarks
         self.record(
-            "verdict", by=name, attempt=verdict.attempt, placement=verdict.placement, local=marks.local, peer=marks.peer,
+            "verdict", by=name, attempt=verdict.attempt, placement=verdict.placement, local=marks.local,
+            peer=marks.peer,
             remote=marks.remote, snapshot=marks.snapshot, floor=verdict.floor,
         )  # fmt: skip
 

@@ -219,7 +219,8 @@ def _with(loader: Any, epoch: Callable[[Any], Iterator[Any]], state: dict[str, A
 LIVES: dict[str, Callable[[Path], Life]] = {
     build.__name__: build
     for build in (
-        generators, schedules, gradient_scaler_and_accumulation, averaged_weights, two_optimizers_and_frozen_parts,
+        generators, schedules, gradient_scaler_and_accumulation, averaged_weights,
+        two_optimizers_and_frozen_parts,
         loader_with_a_resumable_sampler, stateful_data_loader, stateful_data_loader_with_workers,
     )
 }  # fmt: skip

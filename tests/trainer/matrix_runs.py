@@ -81,7 +81,9 @@ class Averaged(nn.Module):
 
 
 class Run:
-    """A training on the ranks of the process group. `quirk`: tied, frozen, groups, bf16, averaged or nothing."""
+    """A training on the ranks of the process group. `quirk`: tied, frozen, groups, bf16, averaged or
+    nothing.
+    """
 
     def __init__(self, kind: str, optimizer: str, quirk: str) -> None:
         self.kind, self.quirk = kind, quirk

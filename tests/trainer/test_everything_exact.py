@@ -1,4 +1,6 @@
-"""Promise: whatever a script draws from, averages or schedules by, a run that is killed goes on bit for bit."""
+"""Promise: whatever a script draws from, averages or schedules by, a run that is killed goes on bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_version_without_the_averaged_weights_is_refused_before_anything_is_writ
 
 
 def test_every_cuda_device_draws_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two devices, of which this process uses the second, then the first: the one it uses now is what it was."""
+    """Two devices, of which this process uses the second, then the first: the one it uses now is what it
+    was.
+    """
     from tiercheck.trainer.state import user_state
 
     states = [torch.tensor([1]), torch.tensor([2])]

@@ -42,7 +42,9 @@ def loop(
     loss_of: Callable[[Any], Tensor] = loss_of,
     **state: Any,
 ) -> Script:
-    """The plain loop, with something before each step, between its gradients and its update, and after that."""
+    """The plain loop, with something before each step, between its gradients and its update, and after
+    that.
+    """
     count = {"step": 0}
 
     def update() -> Tensor:

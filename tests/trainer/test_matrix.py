@@ -40,7 +40,8 @@ BEGIN = (
 )
 """Parallelism and number of ranks. No layer can be divided evenly by three or four, few by two."""
 MESHES = (
-    *BEGIN, "ddp:1", "fsdp:2", "fsdp:3", "zero:3", "ddp:4", "zero:4", "fsdp:5", "ddp:6", "hybrid:6", "fsdp-tensor:6", "fsdp:8",
+    *BEGIN, "ddp:1", "fsdp:2", "fsdp:3", "zero:3", "ddp:4", "zero:4", "fsdp:5", "ddp:6", "hybrid:6",
+    "fsdp-tensor:6", "fsdp:8",
 )  # fmt: skip
 """Those that a run can go on with."""
 OPTIMIZERS = (

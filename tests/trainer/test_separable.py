@@ -49,9 +49,10 @@ def test_parts_get_the_bits_of_the_whole(
 ) -> None:
     options = data.draw(st.sampled_from(OPTIONS[name]))
     cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=4))})
-    make: Callable[[list[nn.Parameter]], Optimizer] = lambda p: getattr(torch.optim, name)(
-        p, lr=0.01, **options
-    )  # noqa: E731
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return getattr(torch.optim, name)(parameters, lr=0.01, **options)
+
     torch.manual_seed(seed)
     begin = torch.randn(count).to(dtype)
     whole = nn.Parameter(begin.clone())

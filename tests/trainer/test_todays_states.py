@@ -297,7 +297,8 @@ def test_what_is_made_of_several_tensors_is_refused_on_other_ranks(
     [
         found
         for name in (
-            "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+            "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+            "float4_e2m1fn_x2",
             "complex32", "complex64", "complex128", "uint16", "uint64", "bool",
         )
         if (found := getattr(torch, name, None)) is not None

@@ -1,4 +1,6 @@
-"""Promise: a probe clones no more than its room, and over time it comes to every element that may be cloned."""
+"""Promise: a probe clones no more than its room, and over time it comes to every element that may be
+cloned.
+"""
 
 from __future__ import annotations
 

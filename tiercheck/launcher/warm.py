@@ -35,7 +35,9 @@ _MOST_DEATHS = 3
 
 
 class WarmInterpreter:
-    """At most one at a time. `release` hands it over as the command; it is not this object's any more then."""
+    """At most one at a time. `release` hands it over as the command; it is not this object's any more
+    then.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._command = list(command)
@@ -88,7 +90,9 @@ class WarmInterpreter:
         self._received = b""
 
     def release(self, environment: Mapping[str, str]) -> int | None:
-        """Let it become the command with `environment`, and return its pid; None if there is none that can."""
+        """Let it become the command with `environment`, and return its pid; None if there is none that
+        can.
+        """
         if self.pid is None or self._channel is None:
             return None
         order = json.dumps({"environment": dict(environment), "expected": self._expected}).encode() + b"\n"

@@ -82,7 +82,9 @@ class ParityGroup:
 
 @dataclass(frozen=True)
 class Source:
-    """One place a rank's artifacts can be restored from. In the peer tier either `peer` or `parity` is set."""
+    """One place a rank's artifacts can be restored from. In the peer tier either `peer` or `parity` is
+    set.
+    """
 
     tier: Tier
     peer: Peer | None = None

@@ -17,12 +17,15 @@ _KEYWORD = re.compile(
     r"|pass(?=[\"'`\]]*\s{0,2}(?:[=:]|\Z))|(?<=[a-z_.-])pass(?![a-z])|psk(?![a-z])|(?<![a-z])creds(?![a-z])"
     r"|mnemonic|(?:seed|recovery)[-_. ]?phrase"
     r"|kennwort|mot de passe|contrase.{1,2}a|wachtwoord|senha(?![a-z])|парол|密[码碼]|パスワード"
-    r"|(?:api|access|account|private|signing|encryption|master|shared|service|auth|license|subscription)[-_. ]?key|key[-_]?data"
+    r"|(?:api|access|account|private|signing|encryption|master|shared|service|auth|license|subscription)"
+    r"[-_. ]?key|key[-_]?data"
     r"|(?<![a-z])x-auth|(?<![a-z])(?:auth|jwt|otp|sig|signature|session(?:[-_]?id)?|sid|dsn|(?<=[?&])code)(?![a-z])|key(?![a-z])"
 )
 _HINTS = (
-    "pass", "pw", "psw", "psk", "mnemonic", "phrase", "wort", "woord", "contrase", "senha", "парол", "密", "パスワ",
-    "secret", "token", "credential", "creds", "authoriz", "auth", "cookie", "key", "jwt", "otp", "sig", "session", "dsn",
+    "pass", "pw", "psw", "psk", "mnemonic", "phrase", "wort", "woord", "contrase", "senha", "парол", "密",
+    "パスワ",
+    "secret", "token", "credential", "creds", "authoriz", "auth", "cookie", "key", "jwt", "otp", "sig",
+    "session", "dsn",
     "sid=", "sid:", "sid\"", "sid'", "sid ", "code=",
 )  # fmt: skip
 """In lower case: a line without any of them has no keyword, and most of a log is such lines."""
@@ -34,7 +37,8 @@ _PASSWORD = re.compile(
 _SHORT = re.compile(r"(?i)(?:pass|psk)\Z")
 """Keywords whose values are one word, or quoted: there is a forward pass, and a bypass."""
 _OTHER_PASSES = {
-    "by", "com", "encom", "over", "under", "sur", "tres", "forward", "backward", "first", "second", "last", "single", "multi", "one", "two",
+    "by", "com", "encom", "over", "under", "sur", "tres", "forward", "backward", "first", "second", "last",
+    "single", "multi", "one", "two",
     "each", "low", "high", "band", "all", "dry", "validation", "eval", "test", "train",
 }  # fmt: skip
 _A_FILE = re.compile(r"\.(?:json|ya?ml|toml|txt|py|model|bin|pt|pth|log|go|rs|md)\Z")
@@ -53,10 +57,14 @@ _SAME_WORD = re.compile(r"[a-z]+|[A-Z]+")
 _TAILS = {"s", "key", "keys", "id", "value", "data", "hash", "string", "str", "text", "env", "json", "header"}
 """How a name may go on in the same word; otherwise it is another word: tokenizer, secretary."""
 _POINTERS = {
-    "name", "names", "ref", "refs", "selector", "namespace", "namespaces", "path", "paths", "file", "files", "dir", "folder", "type",
-    "types", "count", "counts", "counter", "per", "sec", "second", "seconds", "ttl", "expiry", "expires", "expiration", "url", "uri",
-    "endpoint", "length", "len", "size", "limit", "limits", "budget", "version", "error", "errors", "manager", "store", "class",
-    "parallelism", "ids", "stdin", "audience", "total", "rate", "provider", "source", "review", "missing", "required",
+    "name", "names", "ref", "refs", "selector", "namespace", "namespaces", "path", "paths", "file", "files",
+    "dir", "folder", "type",
+    "types", "count", "counts", "counter", "per", "sec", "second", "seconds", "ttl", "expiry", "expires",
+    "expiration", "url", "uri",
+    "endpoint", "length", "len", "size", "limit", "limits", "budget", "version", "error", "errors", "manager",
+    "store", "class",
+    "parallelism", "ids", "stdin", "audience", "total", "rate", "provider", "source", "review", "missing",
+    "required",
 }  # fmt: skip
 """Last words of names whose values only tell where a secret is, or how much of it."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -91,9 +99,12 @@ _NUMBERS = re.compile(
 )
 _DURATION = re.compile(r"[\d.,]+\s?[a-zA-Z%/]{0,3},?\Z")
 _PROSE = {
-    "is", "was", "to", "or", "and", "must", "not", "with", "for", "in", "has", "from", "as", "if", "the", "a", "an", "of", "on",
-    "flag", "option", "options", "argument", "needs", "requires", "given", "cannot", "can", "should", "may", "takes", "are", "be", "expire",
-    "incorrect", "invalid", "wrong", "missing", "mismatch", "empty", "authentication", "prompt", "reset", "change", "policy", "field",
+    "is", "was", "to", "or", "and", "must", "not", "with", "for", "in", "has", "from", "as", "if", "the", "a",
+    "an", "of", "on",
+    "flag", "option", "options", "argument", "needs", "requires", "given", "cannot", "can", "should", "may",
+    "takes", "are", "be", "expire",
+    "incorrect", "invalid", "wrong", "missing", "mismatch", "empty", "authentication", "prompt", "reset",
+    "change", "policy", "field",
 }  # fmt: skip
 _LONGEST_NAME = 64
 _LISTED = re.compile(r"[\"']\s*,\s*[\"']")

@@ -36,9 +36,12 @@ _LOOKS = re.compile(
     r"|[A-Za-z0-9_~.]{3}\dQ~[A-Za-z0-9_~.-]{31,}|\.atlasv1\.[A-Za-z0-9_=-]{40,}"
 )
 _LOOKS_HINTS = (
-    "gh", "github_pat_", "gl", "npm_", "pypi-", "hf_", "api_org_", "xox", "xapp-", "hv", "dckr_", "_v1_", "shp", "lin_api_", "atatt3",
-    "age-secret-", "pmak-", "nrak-", "sg.", "akia", "asia", "abia", "acca", "aiza", "ya29.", "ls0tls1", "eyj", "sk-", "k_live_", "k_test_", "nvapi-",
-    "gsk_", "r8_", "xai-", "pplx-", "tskey-", "dapi", "sl.", "rubygems_", "sntry", "xkeysib-", "rdme_", "pscale_", "gls", "glc", "whsec_",
+    "gh", "github_pat_", "gl", "npm_", "pypi-", "hf_", "api_org_", "xox", "xapp-", "hv", "dckr_", "_v1_",
+    "shp", "lin_api_", "atatt3",
+    "age-secret-", "pmak-", "nrak-", "sg.", "akia", "asia", "abia", "acca", "aiza", "ya29.", "ls0tls1", "eyj",
+    "sk-", "k_live_", "k_test_", "nvapi-",
+    "gsk_", "r8_", "xai-", "pplx-", "tskey-", "dapi", "sl.", "rubygems_", "sntry", "xkeysib-", "rdme_",
+    "pscale_", "gls", "glc", "whsec_",
     "sm_", "sha256~", "pat", "ez", "sq0", "flwseck_", "clojars_", "access-", "pul-", "p8e-", "tfp_", "api-",
     "nrii-", "fio-u-", "dt0c01.", "dp.", "eaa", "gr1348941",
     "s-s4t2u", "ltai", "key-", "sk", "ac", ":aa", "a3-", "q~", ".atlasv1.",

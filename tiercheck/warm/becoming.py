@@ -300,7 +300,9 @@ def cold(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 
 def rank_command(arguments: Sequence[str], names: Mapping[str, Any]) -> tuple[Recipe, Command]:
-    """What torchrun starts as a rank. Raises Unfit if it is not this interpreter, with a script or a module."""
+    """What torchrun starts as a rank. Raises Unfit if it is not this interpreter, with a script or a
+    module.
+    """
     recipe = recipe_of(arguments)
     if recipe is None or recipe.interpreter != sys.executable or recipe.flags != ("-u",):
         raise Unfit("it is not this interpreter, as torchrun starts it")

@@ -47,7 +47,9 @@ class Admission:
         self._known: dict[str, tuple[float, Mapping[str, Any] | None]] = {}
 
     async def admit(self, namespace: str, pod: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-        """The pod as it should be, and a warning if it could not be attached. Never raises for a strange pod."""
+        """The pod as it should be, and a warning if it could not be attached. Never raises for a strange
+        pod.
+        """
         policy = ((pod.get("metadata") or {}).get("labels") or {}).get(names.LABEL_INJECT)
         if not policy or injected(pod):
             return pod, ""

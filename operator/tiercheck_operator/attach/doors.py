@@ -103,7 +103,9 @@ class Doors:
             return await self._handler(request, body)
 
     async def _body(self, request: web.BaseRequest, stack: contextlib.AsyncExitStack) -> bytes:
-        """With the right to hold it in memory, until `stack` is closed. Raises ValueError if it is too large."""
+        """With the right to hold it in memory, until `stack` is closed. Raises ValueError if it is too
+        large.
+        """
         if (request.content_length or 0) > LARGEST:
             raise ValueError
         parts, size, large = [], 0, False

@@ -82,7 +82,9 @@ class ApiFailure(Exception):
 
 
 def load_configuration() -> kubernetes.client.Configuration:
-    """In-cluster if there is a service account, else $KUBECONFIG or ~/.kube/config. Raises ConfigException."""
+    """In-cluster if there is a service account, else $KUBECONFIG or ~/.kube/config. Raises
+    ConfigException.
+    """
     configuration = kubernetes.client.Configuration()
     try:
         kubernetes.config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]

@@ -109,7 +109,9 @@ class Cause(str, Enum):
 
     @staticmethod
     def parse(text: str) -> Cause:
-        """Of a status; a word that we do not know counts as a restore that failed, which is nobody's fault."""
+        """Of a status; a word that we do not know counts as a restore that failed, which is nobody's
+        fault.
+        """
         try:
             return Cause(text)
         except ValueError:

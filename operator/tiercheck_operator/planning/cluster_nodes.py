@@ -64,7 +64,8 @@ def seat_workers(
     if room < workers:
         aside = len(nodes) - len(usable)
         raise ValueError(
-            f"{workers} workers do not fit on {len(usable)} nodes" + (f" ({aside} are cordoned or unwell)" if aside else "")
+            f"{workers} workers do not fit on {len(usable)} nodes"
+            + (f" ({aside} are cordoned or unwell)" if aside else "")
             + (f" with at most {per_node} each" if per_node is not None else "")
         )  # fmt: skip
     domains: dict[str, list[str]] = {}

@@ -121,7 +121,9 @@ class ControlApi:
                 continue
 
     def has_told_all(self) -> bool:
-        """Whether the controller knows what there is to know, or has not asked for so long that it will not."""
+        """Whether the controller knows what there is to know, or has not asked for so long that it will
+        not.
+        """
         if self._board.clock() - self._board.controller_at > _MAX_WAIT:
             return True
         return self._told >= self._reporter.report().serial

@@ -174,5 +174,7 @@ def _said(role: str, claim: CallerClaim, challenge: Challenge, address: tuple[st
 
 
 def _same(given: str, expected: str) -> bool:
-    """Compared as bytes: `compare_digest` takes no text that is not ASCII, and a stranger may say anything."""
+    """Compared as bytes: `compare_digest` takes no text that is not ASCII, and a stranger may say
+    anything.
+    """
     return hmac.compare_digest(given.encode(errors="replace"), expected.encode())

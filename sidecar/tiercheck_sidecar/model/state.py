@@ -276,12 +276,16 @@ class SidecarState:
         return directive is not None and directive.policy.delta is not DeltaMode.NONE
 
     def distrust_deltas(self, why: str) -> None:
-        """This worker's deltas are not to be trusted any more. Wakes nobody: they are still to be given up."""
+        """This worker's deltas are not to be trusted any more. Wakes nobody: they are still to be given
+        up.
+        """
         with self.lock:
             self.distrusted = why
 
     def decline_deltas(self, rank: int, why: str) -> None:
-        """An own rank takes none; empty: it does again. Wakes nobody: some may still have to be quarantined."""
+        """An own rank takes none; empty: it does again. Wakes nobody: some may still have to be
+        quarantined.
+        """
         with self.lock:
             self._declined[rank] = why
 

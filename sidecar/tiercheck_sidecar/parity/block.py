@@ -50,7 +50,9 @@ class Block:
         return self._draft.seal.digests.size
 
     def takes(self, rank: int, digests: Digests) -> bool:
-        """Whether this artifact of a member can be folded in: it fits, and nothing else of that member is in."""
+        """Whether this artifact of a member can be folded in: it fits, and nothing else of that member is
+        in.
+        """
         with self._idle:
             gone = self._over and not self._sealing
             return not gone and digests.size <= self.capacity and self._digests.get(rank, digests) == digests

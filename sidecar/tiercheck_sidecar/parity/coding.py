@@ -63,7 +63,9 @@ def fold(block: memoryview, coefficient: int, piece: memoryview) -> None:
 
 @dataclass(frozen=True)
 class RebuildRecipe:
-    """A lost member is the sum of these, each times its weight: `members` by coding order, `blocks` by index."""
+    """A lost member is the sum of these, each times its weight: `members` by coding order, `blocks` by
+    index.
+    """
 
     members: Mapping[int, int]
     blocks: Mapping[int, int]

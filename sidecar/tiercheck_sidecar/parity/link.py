@@ -207,7 +207,9 @@ class Link:
                     seen = self._board.wait(seen, timeout=1.0)
 
     def _bring(self, seal: Seal, line: Line, pace: BytePace, waits: Backoff[int | None]) -> None:
-        """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to wait."""
+        """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to
+        wait.
+        """
         now, artifact = time.monotonic, seal.artifact
         try:
             said = push(self._vault, seal, line, pace)

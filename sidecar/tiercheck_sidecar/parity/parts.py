@@ -47,7 +47,9 @@ class RebuildPart:
         return f"{what} at worker {self.peer.worker}"
 
     def ask(self, wire: Wire) -> DescribedPart:
-        """Begin to read it on `wire`; then chunks can be asked for by index. Raises PartMissing, WireBroken."""
+        """Begin to read it on `wire`; then chunks can be asked for by index. Raises PartMissing,
+        WireBroken.
+        """
         said: Say | ParitySay
         if self.share is None:
             wire.send(Ask("read", self.artifact.rank, self.artifact.version, kind=self.artifact.kind))

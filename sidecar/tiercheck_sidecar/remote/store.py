@@ -196,7 +196,9 @@ class RemoteStore:
         return manifest
 
     def artifact(self, rank: int, version: Version) -> RankArtifact:
-        """One rank's artifact of a complete version, with its digests. Raises RemoteMissing, RemoteCorrupt."""
+        """One rank's artifact of a complete version, with its digests. Raises RemoteMissing,
+        RemoteCorrupt.
+        """
         named = next((each for each in self.read_manifest(version).artifacts if each.rank == rank), None)
         if named is None:
             raise RemoteMissing(f"the manifest of {version} in {self.location} does not name rank {rank}.")

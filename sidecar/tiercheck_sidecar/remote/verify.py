@@ -20,7 +20,9 @@ def digest_of(digests: Digests) -> str:
 
 
 def check_shape(digests: Digests, place: str) -> None:
-    """Raises RemoteCorrupt unless there is one digest per chunk. `place` names the artifact in the message."""
+    """Raises RemoteCorrupt unless there is one digest per chunk. `place` names the artifact in the
+    message.
+    """
     if digests.chunk <= 0 or digests.size < 0 or len(digests.values) != -(-digests.size // digests.chunk):
         raise RemoteCorrupt(f"The digests of {place} are not those of {digests.size} bytes.")
 
@@ -59,7 +61,9 @@ class Arriving:
         place: str,
         heard: Callable[[int], None] = nothing_arrived,
     ) -> None:
-        """`heard` is told how many bytes have come since it was told last; what it raises ends the reading."""
+        """`heard` is told how many bytes have come since it was told last; what it raises ends the
+        reading.
+        """
         self._into, self._offset, self._digests, self._place = into, offset, digests, place
         self._seen, self._hasher, self._heard = 0, running(), heard
 

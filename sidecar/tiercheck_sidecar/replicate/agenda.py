@@ -25,7 +25,9 @@ def due(
     copy: Version | None,
     history: History,
 ) -> list[Seal]:
-    """Own artifacts that a holder should get now, first things first. `copy` is the snapshot that is named."""
+    """Own artifacts that a holder should get now, first things first. `copy` is the snapshot that is
+    named.
+    """
     own = [
         seal
         for seal in held

@@ -153,7 +153,9 @@ class Replicator:
         return due(kind, self._vault.held(), has, verdict.copy, directive.history)
 
     def _send(self, holder: Peer, seal: Seal, line: Line, waits: Backoff[int | None], era: _Era) -> None:
-        """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to wait."""
+        """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to
+        wait.
+        """
         lane = (holder, seal.kind)
         try:
             said = push(self._vault, seal, line, Portion(self.bucket, _PORTIONS[seal.kind]))

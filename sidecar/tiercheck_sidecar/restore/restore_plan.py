@@ -65,7 +65,9 @@ class OutOfReach:
 def plan(
     rank: int, version: Version, history: History, own: Mapping[Artifact, int], places: Sequence[SourceOffer]
 ) -> RestorePlan | OutOfReach:
-    """The best way to `version`. `own`: what this worker's memory holds, with bytes. `places`: nearest first."""
+    """The best way to `version`. `own`: what this worker's memory holds, with bytes. `places`: nearest
+    first.
+    """
     if not history.accepts(version):
         return OutOfReach(())
     best: tuple[tuple[int, int, int], RestorePlan] | None = None

@@ -51,7 +51,9 @@ class RemoteTier(RemotePart, Protocol):
         """
 
     def fetch_chunk(self, artifact: Artifact, digests: Digests, index: int, into: memoryview) -> None:
-        """Read one chunk, verified, into `into`, which is as long as it. Raises SourceFailed, SourceCorrupt."""
+        """Read one chunk, verified, into `into`, which is as long as it. Raises SourceFailed,
+        SourceCorrupt.
+        """
 
 
 @dataclass(frozen=True)

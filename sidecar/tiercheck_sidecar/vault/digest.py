@@ -31,7 +31,9 @@ def running() -> xxhash.xxh3_128:
 
 
 def digest_as_filled(view: memoryview, fill: Callable[[memoryview], None]) -> str:
-    """Digest of `view`, which `fill` fills piece by piece: each is read again while it is still in the cache."""
+    """Digest of `view`, which `fill` fills piece by piece: each is read again while it is still in the
+    cache.
+    """
     hasher = xxhash.xxh3_128()
     for begin in range(0, len(view), _PIECE):
         piece = view[begin : begin + _PIECE]
@@ -47,7 +49,9 @@ def digest(view: memoryview, chunk: int = CHUNK) -> Digests:
 
 
 def first_mismatch(view: memoryview, digests: Digests) -> int | None:
-    """The index of the first chunk that differs; None if all are as they should be. A wrong size is chunk 0."""
+    """The index of the first chunk that differs; None if all are as they should be. A wrong size is chunk
+    0.
+    """
     if len(view) != digests.size:
         return 0
     for index, value in enumerate(digests.values):

@@ -111,7 +111,9 @@ class Vault:
         return self._pin(share.ranks[0], version, Tier.PEER, kind, share)
 
     def fault(self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT) -> str:
-        """Read an artifact again and say what is wrong with it; empty if nothing is. Raises NotHeld, OSError."""
+        """Read an artifact again and say what is wrong with it; empty if nothing is. Raises NotHeld,
+        OSError.
+        """
         with self.pin(rank, version, tier, kind) as slot:
             return fault(slot)
 
@@ -181,7 +183,9 @@ class Vault:
             return saving_refused(table.demand)
 
     def no_deltas(self) -> str:
-        """Why ranks that want to take deltas cannot, with the numbers; empty if they can, or none wants to."""
+        """Why ranks that want to take deltas cannot, with the numbers; empty if they can, or none wants
+        to.
+        """
         with self._table as table:
             return deltas_refused(table.demand)
 
@@ -207,7 +211,9 @@ class Vault:
             return table.begin(rank, version, kind, size).path
 
     def complete(self, path: Path, world_size: int) -> Kind:
-        """The trainer has written the slot; `seal` must follow. Raises NotASlot; then the slot is free again."""
+        """The trainer has written the slot; `seal` must follow. Raises NotASlot; then the slot is free
+        again.
+        """
         with self._table as table:
             slot = table.writing(path)
         try:
@@ -290,7 +296,9 @@ class Vault:
     # Freeing
 
     def free(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
-        """Free every held artifact that `unwanted` names, those in use as soon as they are not. Returns them."""
+        """Free every held artifact that `unwanted` names, those in use as soon as they are not. Returns
+        them.
+        """
         with self._table as table:
             seals = table.doom(unwanted)
         if seals:

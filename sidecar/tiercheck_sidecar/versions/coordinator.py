@@ -227,7 +227,9 @@ class Coordinator:
             self._dirty.notify_all()
 
     def manifest(self) -> Manifest | None:
-        """The manifest to write now: every rank's object is uploaded and no manifest names the version yet."""
+        """The manifest to write now: every rank's object is uploaded and no manifest names the version
+        yet.
+        """
         with self._lock:
             directive, verdict = self._board.directive, self._verdict
             if (

@@ -195,7 +195,9 @@ def _of(artifacts: set[Artifact], rank: int, kind: Kind) -> tuple[Version, ...]:
 def _at_holders(
     directive: Directive, acknowledged: Sequence[tuple[int, frozenset[Artifact]]], rank: int
 ) -> list[MemoryStock]:
-    """What each holder has, but for parity what all have: several blocks are worth something together only."""
+    """What each holder has, but for parity what all have: several blocks are worth something together
+    only.
+    """
     sets = [artifacts for _, artifacts in acknowledged]
     if directive.parity is not None and sets:
         sets = [frozenset.intersection(*sets)]

@@ -52,7 +52,9 @@ class Testbed:
         return ["nsenter", "-t", str(self.core), "-n", *command]
 
     def call(self, command: list[str]) -> int:
-        """Exit code of `command`, which runs in the core's network and finds the cluster by its environment."""
+        """Exit code of `command`, which runs in the core's network and finds the cluster by its
+        environment.
+        """
         variables = {"KUBECONFIG": str(self.kubeconfig), "TIERCHECK_TESTBED": str(self.folder)}
         return subprocess.run(self.inside(command), env={**os.environ, **variables}, check=False).returncode
 

@@ -28,7 +28,8 @@ def start(processes: Processes, folder: Path, core: int, nodes: int) -> None:
     processes.start("kube-apiserver", [
         *inside, kube_bin("kube-apiserver"), f"--etcd-servers={_ETCD}", "--secure-port=6443",
         f"--bind-address={CORE}", f"--advertise-address={CORE}", f"--cert-dir={folder}/apiserver",
-        f"--service-account-key-file={keys}/accounts.pub", f"--service-account-signing-key-file={keys}/accounts.key",
+        f"--service-account-key-file={keys}/accounts.pub",
+        f"--service-account-signing-key-file={keys}/accounts.key",
         "--service-account-issuer=https://kubernetes.default.svc", f"--token-auth-file={keys}/tokens.csv",
         "--authorization-mode=Node,RBAC", f"--service-cluster-ip-range={SERVICES}", "--allow-privileged=true",
         "--kubelet-preferred-address-types=InternalIP",
@@ -40,7 +41,8 @@ def start(processes: Processes, folder: Path, core: int, nodes: int) -> None:
         raise TimeoutError(f"{error}; {processes.end_of_log('kube-apiserver')}") from error
     processes.start("kube-controller-manager", [
         *inside, kube_bin("kube-controller-manager"), f"--kubeconfig={admin}",
-        f"--service-account-private-key-file={keys}/accounts.key", f"--root-ca-file={folder}/apiserver/apiserver.crt",
+        f"--service-account-private-key-file={keys}/accounts.key",
+        f"--root-ca-file={folder}/apiserver/apiserver.crt",
         "--leader-elect=false", "--use-service-account-credentials",
     ])  # fmt: skip
     processes.start("kube-scheduler", [

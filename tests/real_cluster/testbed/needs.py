@@ -10,7 +10,8 @@ from pathlib import Path
 KUBERNETES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
 DEBIAN = {
     "containerd": "containerd", "ctr": "containerd", "runc": "runc", "ip": "iproute2", "bridge": "iproute2",
-    "iptables": "iptables", "nsenter": "util-linux", "docker-registry": "docker-registry", "kubectl": "kubectl",
+    "iptables": "iptables", "nsenter": "util-linux", "docker-registry": "docker-registry",
+    "kubectl": "kubectl",
     "radosgw": "radosgw", "ceph-mon": "ceph-mon", "ceph-osd": "ceph-osd", "buildah": "buildah",
 }  # fmt: skip
 CNI_PLUGINS = Path("/usr/lib/cni")

@@ -76,7 +76,9 @@ def connect_node(core: int, number: int, kernel: int) -> None:
 
 
 def route_between(nodes: dict[int, int]) -> None:
-    """Pods of each node reach those of the others straight. Number -> pid that holds its network namespace."""
+    """Pods of each node reach those of the others straight. Number -> pid that holds its network
+    namespace.
+    """
     for number, pid in nodes.items():
         for other in nodes:
             if other != number:

@@ -64,7 +64,8 @@ class Node:
     def start_kubelet(self) -> None:
         self._daemon("kubelet", [
             kube_bin("kubelet"), f"--config={self.folder}/kubelet.json", f"--kubeconfig={self._conf}",
-            f"--hostname-override={self.name}", f"--root-dir={self.folder}/kubelet", f"--cert-dir={self.folder}/kubelet-pki",
+            f"--hostname-override={self.name}", f"--root-dir={self.folder}/kubelet",
+            f"--cert-dir={self.folder}/kubelet-pki",
             f"--node-ip={network.node_address(self.number)}",
             f"--node-labels=topology.kubernetes.io/zone=z{(self.number - 1) // 4 + 1}",
         ])  # fmt: skip
@@ -161,7 +162,9 @@ class Node:
 
 
 def may_lower_oom_scores() -> bool:
-    """Whether we have CAP_SYS_RESOURCE; without it runc must not be asked for what the kernel then refuses."""
+    """Whether we have CAP_SYS_RESOURCE; without it runc must not be asked for what the kernel then
+    refuses.
+    """
     line = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff")
     )

@@ -261,7 +261,9 @@ def test_a_manifest_under_another_versions_name_is_refused(
 
 
 @pytest.mark.parametrize(
-    "digests", [{"size": 9, "chunk": 0, "values": []}, {"size": -1, "chunk": 4, "values": []}, {"size": 9, "chunk": 4, "values": []}, None]
+    "digests",
+    [{"size": 9, "chunk": 0, "values": []}, {"size": -1, "chunk": 4, "values": []},
+        {"size": 9, "chunk": 4, "values": []}, None]
 )  # fmt: skip
 def test_senseless_digests_are_corruption_and_not_a_crash(
     store: RemoteStore, slots: Slots, place: Place, digests: object

@@ -1,4 +1,6 @@
-"""A bucket behind a private authority is reached only with that authority's certificate, by both S3 clients."""
+"""A bucket behind a private authority is reached only with that authority's certificate, by both S3
+clients.
+"""
 
 from __future__ import annotations
 

@@ -221,7 +221,9 @@ def cover(wanted: Box, sources: Sequence[tuple[S, Piece]]) -> list[Take[S]]:
 
 
 def fair_span(count: int, index: int, replicas: int, grain: int = 1) -> tuple[int, int]:
-    """The elements that replica `index` of `replicas` saves of `count`: equal shares in multiples of `grain`."""
+    """The elements that replica `index` of `replicas` saves of `count`: equal shares in multiples of
+    `grain`.
+    """
     share = -(-count // (replicas * grain)) * grain
     return min(index * share, count), min((index + 1) * share, count)
 

@@ -37,7 +37,8 @@ PROOF = "proof"
 in their order."""
 
 ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1, "F4_E2M1_X2": 1,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
+    "F4_E2M1_X2": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C32": 4,
     "I64": 8, "U64": 8, "F64": 8, "C64": 8, "C128": 16,
 }  # fmt: skip
@@ -243,7 +244,9 @@ def read_header(view: memoryview | bytes, size: int | None = None) -> SlotHeader
 
 
 def read_tensors(read: Callable[[int], bytes], size: int) -> list[Tensor]:
-    """The tensors of any safetensors file of `size` bytes, of which `read` gives the next. Raises NotASlot."""
+    """The tensors of any safetensors file of `size` bytes, of which `read` gives the next. Raises
+    NotASlot.
+    """
     word = read(8)
     header = 8 + _header_length(word)
     if header > size:

@@ -106,7 +106,9 @@ class Backend(Protocol):
         ...
 
     def complete(self, path: str, step: int, size: int, kind: Kind) -> None:
-        """The file is written, state word included; its first `size` bytes are the artifact. Raises Skipped."""
+        """The file is written, state word included; its first `size` bytes are the artifact. Raises
+        Skipped.
+        """
         ...
 
     def abandon(self, path: str, step: int, kind: Kind) -> None:

@@ -148,7 +148,9 @@ class FolderBackend:
         return
 
     def _offers(self) -> Iterator[tuple[Version | None, int]]:
-        """For each number of ranks that ever saved here, this one first, the newest version that is intact."""
+        """For each number of ranks that ever saved here, this one first, the newest version that is
+        intact.
+        """
         yield self._agreed(self._world_size), self._world_size
         worlds = {path.name.rpartition("-of-")[2] for path in self._folder.glob("rank-0-of-*")}
         for world in sorted(int(each) for each in worlds if each.isdigit()):

@@ -40,7 +40,9 @@ from tiercheck.trainer.state.leaves import NotCapturable, dtype_of
 
 
 class TierCheckReader(StorageReader):
-    """Loads the version that is offered to this job, on the ranks and mesh that it has now. Of a `Storage`."""
+    """Loads the version that is offered to this job, on the ranks and mesh that it has now. Of a
+    `Storage`.
+    """
 
     def __init__(self, offer: Offer) -> None:
         self._offer = offer

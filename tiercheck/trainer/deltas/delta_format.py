@@ -90,7 +90,9 @@ class Planner:
         names: Sequence[Sequence[str]],
         replicas: Sequence[Sequence[Replicas | None]],
     ) -> None:
-        """Of each optimizer's parameters, in its order: their names, and who else consumes the same gradient."""
+        """Of each optimizer's parameters, in its order: their names, and who else consumes the same
+        gradient.
+        """
         self._names, self._replicas = names, replicas
         self._dense_at: dict[tuple[int, int], int] = {}
         self._layout: SlotLayout | None = None

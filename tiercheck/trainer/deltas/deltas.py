@@ -344,7 +344,9 @@ class Deltas:
         self._saver.untold.watch(self._never_told())
 
     def _never_told(self) -> dict[str, Tensor]:
-        """What no delta has: parameters that nobody updates, and buffers too large to be carried each time."""
+        """What no delta has: parameters that nobody updates, and buffers too large to be carried each
+        time.
+        """
         updated = {*chain.from_iterable(self._identities), *map(id, self._partitions.sent)}
         found = {f"model/{name}": p for name, p in self._model.named_parameters() if id(p) not in updated}
         return found | {f"model/{name}": b for name, b in self._buffers.large()}

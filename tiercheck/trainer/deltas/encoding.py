@@ -183,7 +183,9 @@ def _moved(stored: Tensor, device: torch.device) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equal in shape, dtype and every bit, so that a NaN equals itself and a signed zero does not equal zero."""
+    """Equal in shape, dtype and every bit, so that a NaN equals itself and a signed zero does not equal
+    zero.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(_words(one), _words(other))

@@ -154,7 +154,9 @@ class Recorder:
         self._events.append(event)
 
     def take(self) -> tuple[list[Event], str]:
-        """The events of the step that ends here, and why they do not describe it exactly (empty if they do)."""
+        """The events of the step that ends here, and why they do not describe it exactly (empty if they
+        do).
+        """
         if self._open is not None:
             self._inexact, self._open = "an update did not end", None
         taken = self._events, self._inexact

@@ -49,7 +49,9 @@ class Unseen:
         """COMPILED or FOREIGN; empty: every update so far was seen."""
 
     def hooked(self) -> bool:
-        """A hook is called. False if the update is only being recorded, and will happen later, when none is."""
+        """A hook is called. False if the update is only being recorded, and will happen later, when none
+        is.
+        """
         self._hooked = True
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self.found = self.found or COMPILED

@@ -102,7 +102,9 @@ def trained(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 
 
 class Tree:
-    """What a model consists of: another module, parameter or buffer in it is none that a delta could tell of."""
+    """What a model consists of: another module, parameter or buffer in it is none that a delta could tell
+    of.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())

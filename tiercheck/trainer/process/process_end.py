@@ -84,7 +84,9 @@ def exit_code_of(error: BaseException) -> int:
 
 
 class LastWords:
-    """Hands what ends this process to `tell`, once. Never raises; what was there before is called after it."""
+    """Hands what ends this process to `tell`, once. Never raises; what was there before is called after
+    it.
+    """
 
     def __init__(self, tell: Callable[[str, str, int], None]) -> None:
         self._tell = tell

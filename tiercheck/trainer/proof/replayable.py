@@ -21,7 +21,8 @@ from tiercheck.trainer.deltas.gradients import SCALING
 from tiercheck.trainer.state.readable import encoded
 
 _NAMES = (
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "Adafactor",
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
+    "Adafactor",
     "SparseAdam", "Muon",
 )  # fmt: skip
 KNOWN = tuple(getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name))

@@ -1,4 +1,6 @@
-"""From a snapshot to a later version: the very updates that made it are made again, by the optimizer itself."""
+"""From a snapshot to a later version: the very updates that made it are made again, by the optimizer
+itself.
+"""
 
 from __future__ import annotations
 

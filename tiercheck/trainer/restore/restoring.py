@@ -189,7 +189,9 @@ class Restoring:
         return anywhere(slot is None or not (fits(slot, entries) and self._is_kept_here(slot)))
 
     def _is_kept_here(self, slot: SlotReader) -> bool:
-        """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its own."""
+        """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its
+        own.
+        """
         optimizers = self._trained.optimizers
         try:
             saved = user_state.unpack(slot.user_blob())["facts"]["optimizers"]

@@ -34,7 +34,9 @@ class _Stage:
 
 @dataclass
 class Flight:
-    """Copies of named tensors under way. `begin` and `land` are called by the saver's thread, in this order."""
+    """Copies of named tensors under way. `begin` and `land` are called by the saver's thread, in this
+    order.
+    """
 
     device: Accelerator
     _stages: list[_Stage] = field(default_factory=list)

@@ -107,7 +107,9 @@ class Saver:
         self._told.put(Submitted(artifacts))
 
     def barrier(self) -> None:
-        """Return when the state may be told to change: at once if no copy is under way, or only a device's."""
+        """Return when the state may be told to change: at once if no copy is under way, or only a
+        device's.
+        """
         current, self._current = self._current, []
         for pending in current:
             pending.let_go()

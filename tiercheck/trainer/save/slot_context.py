@@ -115,7 +115,9 @@ class Cancelled(Exception):
 
 
 class Job(Protocol):
-    """One artifact on its way. All methods raise Skipped, `copy` also Cancelled; then nothing is left behind."""
+    """One artifact on its way. All methods raise Skipped, `copy` also Cancelled; then nothing is left
+    behind.
+    """
 
     @property
     def pending(self) -> Pending: ...

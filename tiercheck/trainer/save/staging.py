@@ -116,7 +116,9 @@ class Crew:
 
 @dataclass(kw_only=True)
 class Snapshot(Pending):
-    """A capture of the whole state. Its tensors are those of the model itself; small ones are already copies."""
+    """A capture of the whole state. Its tensors are those of the model itself; small ones are already
+    copies.
+    """
 
     entries: Sequence[Entry]
     blob: Packed

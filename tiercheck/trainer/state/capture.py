@@ -119,12 +119,16 @@ def modules_beside(
 
 
 def is_extra(key: str) -> bool:
-    """Whether a state_dict key is a module's `get_extra_state`, which must go back through `set_extra_state`."""
+    """Whether a state_dict key is a module's `get_extra_state`, which must go back through
+    `set_extra_state`.
+    """
     return key.rpartition(".")[2] == "_extra_state"
 
 
 def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
-    """(key, value, lazy) of the model's state_dict; a tensor reachable under several keys (tied) comes once."""
+    """(key, value, lazy) of the model's state_dict; a tensor reachable under several keys (tied) comes
+    once.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     seen: set[tuple[Any, ...]] = set()
     for key, value in model.state_dict().items():

@@ -92,7 +92,9 @@ class Inventories:
         return inventory
 
     def _looks(self, inventory: Inventory) -> list[Any]:
-        """Where all lies that modules hold, and that is shown of them; empty if that cannot be said quickly."""
+        """Where all lies that modules hold, and that is shown of them; empty if that cannot be said
+        quickly.
+        """
         modules = [*self._all_modules()]
         owners = [*map(_parameters, modules), *map(_buffers, modules)]
         held = [_shard(tensor) for tensor in _all(dict.values, owners) if tensor is not None]

@@ -116,7 +116,9 @@ def odd_attributes(optimizer: Optimizer) -> list[tuple[str, Any]]:
 def _attributes_to_describe(
     optimizer: Optimizer, prefix: str, entries: Sequence[Entry]
 ) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Those that hold what nothing else does. Raises NotCapturable if it is where nothing could be put back."""
+    """Those that hold what nothing else does. Raises NotCapturable if it is where nothing could be put
+    back.
+    """
     held = held_by([entry.tensor for entry in entries])
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, value in own_attributes(optimizer):

@@ -168,7 +168,9 @@ class SlotReader:
         return {} if place is None else read_pieces(self.buffer[place.begin : place.end])
 
     def proof(self) -> dict[str, int]:
-        """A checksum of each tensor as it was at `step`, by name (`proof`); empty: it was saved without one."""
+        """A checksum of each tensor as it was at `step`, by name (`proof`); empty: it was saved without
+        one.
+        """
         place = self.header.tensor(PROOF)
         if place is None:
             return {}

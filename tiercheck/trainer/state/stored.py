@@ -30,7 +30,9 @@ _WINDOW = 64 * 1024 * 1024
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """A slot's tensors by name, as views of its mapping; `read_into` is the fast way to get at many of them."""
+    """A slot's tensors by name, as views of its mapping; `read_into` is the fast way to get at many of
+    them.
+    """
 
     def __init__(
         self, descriptor: int, size: int, views: Mapping[str, Tensor], offsets: Mapping[str, int]

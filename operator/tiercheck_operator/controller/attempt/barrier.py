@@ -42,7 +42,9 @@ _SENTENCE = 160
 
 
 def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
-    """The status once what the sidecars report is taken into account. `reports`: of the attempt, by worker."""
+    """The status once what the sidecars report is taken into account. `reports`: of the attempt, by
+    worker.
+    """
     recovery = status.recovery
     if recovery is None or recovery.decided_at is None:
         return status
@@ -65,7 +67,9 @@ def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) 
 
 
 def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
-    """Workers whose trainer container is not up. Releasing the others would let them wait at the rendezvous."""
+    """Workers whose trainer container is not up. Releasing the others would let them wait at the
+    rendezvous.
+    """
     return sorted(worker for worker, report in reports.items() if report.trainer.state is TrainerState.ABSENT)
 
 

@@ -81,7 +81,9 @@ def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | 
 
 
 def handing_over(obs: Observation) -> Waiting | None:
-    """While a pod that is being ended says that its holders lack something: the next attempt would refuse it."""
+    """While a pod that is being ended says that its holders lack something: the next attempt would refuse
+    it.
+    """
     for pod in (pod for pod in obs.pods if pod.deleting and pod.uid in obs.attempt_pods):
         known, since = obs.reports.get(pod.uid), pod.deleted_at
         if since is None or known is None or known.report is None:

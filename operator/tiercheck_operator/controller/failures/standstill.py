@@ -60,7 +60,9 @@ def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
 
 
 def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | None:
-    """The pod whose worker holds the others up as it did the last time, on the same node. `pods`: by worker."""
+    """The pod whose worker holds the others up as it did the last time, on the same node. `pods`: by
+    worker.
+    """
     before = obs.job.status.hang
     if before is None or before.times + 1 < _TIMES:
         return None
@@ -129,7 +131,9 @@ def why_stalled(obs: Observation, report: Report) -> str:
 def stalled_restore_message(
     obs: Observation, status: JobRecord, reports: Mapping[int, Report]
 ) -> tuple[str, str] | None:
-    """Reason and message for the condition Restoring; None: all get on. `reports`: of the attempt, by worker."""
+    """Reason and message for the condition Restoring; None: all get on. `reports`: of the attempt, by
+    worker.
+    """
     recovery = status.recovery
     if recovery is None or recovery.released_at is not None:
         return None

@@ -125,7 +125,9 @@ def _diverged(situation: Situation) -> Trigger | None:
 
 
 def update_recovery(situation: Situation, trigger: Trigger | None) -> Recovery | None:
-    """The recovery under way, once `trigger` is taken into account. What is known of its beginning is kept."""
+    """The recovery under way, once `trigger` is taken into account. What is known of its beginning is
+    kept.
+    """
     recovery = _updated(situation, trigger)
     if recovery is None or recovery.decided_at is not None:
         return recovery

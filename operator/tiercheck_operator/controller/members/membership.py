@@ -225,7 +225,8 @@ def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence
             why, cause = "the pod is gone", Cause.POD_DELETED
         found.append(
             Loss(
-                saved.worker, cause, f"pod {saved.pod} of worker {saved.worker} on node {saved.node}: {why}", None,
+                saved.worker, cause, f"pod {saved.pod} of worker {saved.worker} on node {saved.node}: {why}",
+                None,
                 saved.node if cause is Cause.NODE_LOST else None, None,
             )
         )  # fmt: skip

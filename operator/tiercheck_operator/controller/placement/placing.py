@@ -215,7 +215,9 @@ def _saved(worker: int, pod: PodView, holders: Mapping[int, tuple[int, ...]]) ->
 
 
 def all_copied(reports: Mapping[int, Report], members: Mapping[int, PodView], owed: Iterable[Push]) -> bool:
-    """Whether the coordinator says so, of the placement that is wanted now: no directive is on its way to it."""
+    """Whether the coordinator says so, of the placement that is wanted now: no directive is on its way to
+    it.
+    """
     report = reports.get(0)
     if report is None or report.watermarks.peer is None:
         return False

@@ -1,4 +1,6 @@
-"""The status as everyone with `view` may read it: what pods, servers and scripts said, without credentials."""
+"""The status as everyone with `view` may read it: what pods, servers and scripts said, without
+credentials.
+"""
 
 from __future__ import annotations
 

@@ -315,7 +315,9 @@ def _throttled(obs: Observation, reports: Mapping[int, Report]) -> Condition | N
 
 
 def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition | None:
-    """Once there was something to say. Only worker 0 tries the store; without its word the last one stands."""
+    """Once there was something to say. Only worker 0 tries the store; without its word the last one
+    stands.
+    """
     known = obs.conditions.get(conditions.REMOTE_SAFE)
     if 0 not in reports or not reports[0].remote.configured:
         return known

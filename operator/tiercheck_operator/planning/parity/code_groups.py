@@ -130,7 +130,9 @@ def keep(
 
 
 def _sound(ground: PlacementProblem, start: int, group: CodeGroup) -> bool:
-    """Whether the members are as far apart as a group's can be: at the wanted level, or else at the host's."""
+    """Whether the members are as far apart as a group's can be: at the wanted level, or else at the
+    host's.
+    """
     alone = CodeGroup(group.members, group.members[: ground.copies])
     for level in (start, len(ground.levels) - 1):
         domain = ground.domain[level]

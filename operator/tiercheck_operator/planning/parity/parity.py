@@ -100,7 +100,9 @@ def describe_parity(
 def _best(
     ground: PlacementProblem, start: int, data: int, previous: Sequence[CodeGroup]
 ) -> tuple[CodeGroup, ...]:
-    """What keeps most of the last placement, if nothing better can be had; else the best of several drafts."""
+    """What keeps most of the last placement, if nothing better can be had; else the best of several
+    drafts.
+    """
     drafts: list[tuple[CodeGroup, ...]] = []
     if _still_meant(ground, data, previous):
         drafts.append(tuple(previous))

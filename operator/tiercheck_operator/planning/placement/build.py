@@ -88,7 +88,9 @@ def keep_groups(
 def _valid_groups(
     ground: PlacementProblem, level: int, members: Sequence[int], previous: Previous
 ) -> list[list[int]]:
-    """The closed groups of `previous` whose members are all among `members`, all apart, and equally loaded."""
+    """The closed groups of `previous` whose members are all among `members`, all apart, and equally
+    loaded.
+    """
     allowed = set(members)
     parent = {worker: worker for worker in members}
 

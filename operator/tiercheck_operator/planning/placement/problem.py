@@ -27,7 +27,9 @@ class WorkerSite:
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Workers 0..n-1, their nodes, and their domain at every level as a number; -1 where labels do not say."""
+    """Workers 0..n-1, their nodes, and their domain at every level as a number; -1 where labels do not
+    say.
+    """
 
     copies: int
     node: Sequence[int]

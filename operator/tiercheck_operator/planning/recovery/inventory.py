@@ -60,7 +60,9 @@ class RemoteInventory:
 
 @dataclass(frozen=True)
 class SourceChoice:
-    """One place that has some artifact of a rank's chain. In the peer tier either `worker` or `group` is set."""
+    """One place that has some artifact of a rank's chain. In the peer tier either `worker` or `group` is
+    set.
+    """
 
     tier: Tier
     worker: int | None = None

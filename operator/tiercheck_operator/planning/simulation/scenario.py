@@ -128,7 +128,9 @@ class Scenario:
 
     @cached_property
     def placement(self) -> Placement | Unplaceable:
-        """As the operator would place the job. Raises ValueError for a policy that does not fit the topology."""
+        """As the operator would place the job. Raises ValueError for a policy that does not fit the
+        topology.
+        """
         if self.existing is not None:
             return self.existing
         if isinstance(self.policy, ParityPolicy):
@@ -143,7 +145,9 @@ class Scenario:
         return self.placement
 
     def domains(self, level: str) -> dict[str, tuple[int, ...]]:
-        """By domain of that level, in order: the workers in it. Workers whose domain is unknown are in none."""
+        """By domain of that level, in order: the workers in it. Workers whose domain is unknown are in
+        none.
+        """
         found: dict[str, list[int]] = {}
         for site in self.sites:
             domain = self.topology.domain(site.node, level)

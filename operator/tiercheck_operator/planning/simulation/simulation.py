@@ -222,7 +222,8 @@ class _Life:
         down = times.detect + times.restart + self._replaced(at, len(victims))
         if tier is not None:
             down += {
-                Tier.LOCAL: times.restore.local, Tier.PEER: times.restore.peer, Tier.REMOTE: times.restore.remote
+                Tier.LOCAL: times.restore.local, Tier.PEER: times.restore.peer,
+                Tier.REMOTE: times.restore.remote
             }[tier]  # fmt: skip
         resumes = max(at + down, self._resumes) if waiting and not victims else at + down
         self._down += resumes - max(at, min(self._resumes, resumes))

@@ -32,7 +32,9 @@ PARALLEL_DELETES = 8
 
 
 class S3Objects(Objects):
-    """The job's folder in a bucket. Connects at the first call; credentials that appear later are found then."""
+    """The job's folder in a bucket. Connects at the first call; credentials that appear later are found
+    then.
+    """
 
     def __init__(self, settings: S3Settings, folder: str) -> None:
         self._bucket = settings.bucket
