@@ -42,6 +42,7 @@ import numpy as np
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
 from tiercheck.protocol.version import Artifact, Branch, History, Version
+from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
@@ -56,7 +57,6 @@ from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.parity.unfold import FRAGMENT
 from tiercheck_sidecar.replicate.streams import STREAMS, Line
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.vault.digest import CHUNK
 from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 CODES = ((4, 1), (4, 2))

@@ -30,8 +30,8 @@ from typing import Any
 
 from tiercheck.protocol.manifest import Digests, RankArtifact
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.remote import open_store
-from tiercheck_sidecar.vault.digest import digest
 
 PART = 16 * 2**20
 PARALLEL = 4

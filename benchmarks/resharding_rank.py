@@ -34,9 +34,9 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
 from tiercheck.trainer.backends.backend import Offer, Ranges
 from tiercheck.trainer.checkpointer import Found, find
+from tiercheck_sidecar.digest import digest, digest_chunk, piece
 from tiercheck_sidecar.restore.resharded_reads import Lender
 from tiercheck_sidecar.vault import NotHeld, Vault
-from tiercheck_sidecar.vault.digest import digest, digest_chunk, piece
 
 _LAYERS = 4
 _SMALL = 256 * 1024

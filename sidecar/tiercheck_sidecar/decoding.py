@@ -18,7 +18,7 @@ from msgspec.json import Decoder
 
 from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, decode_with
 from tiercheck.protocol.requests import REQUESTS, NamedRequest, Request
-from tiercheck_sidecar.vault.digest import digest_chunk
+from tiercheck_sidecar.digest import digest_chunk
 
 pass  # HOUSE
 

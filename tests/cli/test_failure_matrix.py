@@ -50,7 +50,11 @@ def test_every_cause_has_its_place(cause: Cause) -> None:
 
 
 def test_every_reason_that_a_rank_gives_is_offered_to_rules() -> None:
-    words = {value for name, value in vars(process_end).items() if name.isupper() and isinstance(value, str)}
+    words = {
+        value
+        for name, value in vars(process_end).items()
+        if re.fullmatch("[A-Z][A-Z_]*", name) and isinstance(value, str)
+    }
     assert {word for word in words if f"`{word}`" not in FAILURES} == set()
 
 

@@ -36,6 +36,13 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PRODUCT.items()}
 def imports_of(name: str) -> Iterator[str]:
     """Modules of the product that a module imports outside its functions, for types only or not."""
 
+    def executed(imported: str) -> Iterator[str]:
+        """The module, and the packages around it that are not around the importing one as well."""
+        while imported and not f"{name}.".startswith(f"{imported}."):
+            if imported in PRODUCT:
+                yield imported
+            imported = imported.rpartition(".")[0]
+
     def visit(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -43,10 +50,7 @@ def imports_of(name: str) -> Iterator[str]:
             if isinstance(child, ast.ImportFrom) and child.module:
                 for alias in child.names:
                     full = f"{child.module}.{alias.name}"
-                    if full in PRODUCT:
-                        yield full
-                    elif child.module in PRODUCT:
-                        yield child.module
+                    yield from executed(full if full in PRODUCT else child.module)
             yield from visit(child)
 
     return visit(TREES[name])

@@ -13,6 +13,7 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Artifact, History, Kind, Version
 from tiercheck_local.addresses import free_ports
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
@@ -22,7 +23,6 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.replicate.streams import Line
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.vault.digest import length_of
 from tiercheck_sidecar.versions.watermark import TierVerdict
 
 JOB = "uid-of-the-job"

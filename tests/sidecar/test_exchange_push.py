@@ -11,6 +11,7 @@ from world import until
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange import server, transfers
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken, from_bitmap
 from tiercheck_sidecar.exchange.handshake import CallerClaim
@@ -18,7 +19,6 @@ from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, push
 from tiercheck_sidecar.replicate.streams import Line, TooDamaged
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
-from tiercheck_sidecar.vault.digest import length_of
 
 MIB = 1 << 20
 LARGE = 21 * MIB  # six chunks, so that there are several streams and a short last chunk

@@ -20,11 +20,11 @@ from tiercheck.protocol.directive import Directive, RankSources, Restore, Source
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.restore.resharded_reads import Lender
 from tiercheck_sidecar.vault import MemoryTooSmall
-from tiercheck_sidecar.vault.digest import digest
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]

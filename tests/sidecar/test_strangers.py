@@ -18,6 +18,7 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, Watermarks
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import (
     CallerClaim,
@@ -27,7 +28,6 @@ from tiercheck_sidecar.exchange.handshake import (
     PeerRefused,
     dial,
 )
-from tiercheck_sidecar.vault.digest import digest
 from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
 
 MakeWorld = Callable[..., World]

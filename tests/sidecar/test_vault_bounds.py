@@ -17,8 +17,8 @@ from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.vault import MemoryTooSmall, NoFreeSlot, Seal, SlotDraft, Vault
-from tiercheck_sidecar.vault.digest import digest
 
 kinds = st.sampled_from(list(Kind))
 own = st.integers(0, 1)

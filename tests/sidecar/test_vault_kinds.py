@@ -12,8 +12,8 @@ from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS, Room, auto_cadence
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.vault import NoDeltas, NoFreeSlot, NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.digest import digest
 
 SNAPSHOT, DELTA = layout(300_000), layout(50_000)
 

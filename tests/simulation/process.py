@@ -27,6 +27,7 @@ from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.control.control_client import CallFailed
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.heartbeat import neighbours
@@ -51,7 +52,6 @@ from tiercheck_sidecar.restore.restore_plan import SourceOffer
 from tiercheck_sidecar.restore.sources import Brought, TriedInVain
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.digest import first_mismatch
 from tiercheck_sidecar.vault.slots import Slot
 from tiercheck_sidecar.versions import tiers
 from tiercheck_sidecar.versions.coordinator import Coordinator, NotNow

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from tiercheck_sidecar.digest import length_of, piece
 from tiercheck_sidecar.exchange.frames import Altered, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.gathering import OVERDUE, Gathering
 from tiercheck_sidecar.exchange.handshake import PeerRefused
@@ -20,7 +21,6 @@ from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless
 from tiercheck_sidecar.exchange.transfers import Chunks
 from tiercheck_sidecar.replicate.streams import stream_count
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.vault.digest import length_of, piece
 
 _AHEAD = 2
 """Chunks asked for before the previous one has arrived, so that the line is never idle."""

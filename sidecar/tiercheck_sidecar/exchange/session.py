@@ -10,6 +10,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.decoding import open_plain
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import (
     END,
     IDLE_TIMEOUT,
@@ -26,7 +27,6 @@ from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.digest import length_of
 
 Language = Callable[[Wire, CallerClaim], None]
 """Serves a proven connection until the caller hangs up. Raises WireBroken, OSError."""

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
+from tiercheck_sidecar.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.exchange.frames import END, Altered, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
-from tiercheck_sidecar.vault.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.vault.tags import Tagger, Tags
 
 pass  # HOUSE

@@ -14,9 +14,9 @@ from collections import Counter
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
+from tiercheck_sidecar.digest import CHUNK, digest_chunk, piece
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.vault import Seal, SlotDraft
-from tiercheck_sidecar.vault.digest import CHUNK, digest_chunk, piece
 from tiercheck_sidecar.vault.tags import Tags
 from tiercheck_sidecar.versions.watermark import TierVerdict
 

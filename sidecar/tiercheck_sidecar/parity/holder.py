@@ -14,6 +14,7 @@ from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.model.state import SidecarState
@@ -23,7 +24,6 @@ from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.unfold import Scratch
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
-from tiercheck_sidecar.vault.digest import CHUNK
 
 log = logging.getLogger(__name__)
 

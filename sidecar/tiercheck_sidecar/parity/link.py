@@ -20,6 +20,7 @@ from collections.abc import Callable
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, Kind
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, BytePace, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.model.state import SidecarState
@@ -29,7 +30,6 @@ from tiercheck_sidecar.replicate.agenda import Backoff, due, first_of_each_rank
 from tiercheck_sidecar.replicate.sender import push_on
 from tiercheck_sidecar.replicate.streams import Deal, Line, TooDamaged, run_all, stream_count
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.digest import length_of
 from tiercheck_sidecar.vault.verification import distrust
 
 _DAMAGES = 3

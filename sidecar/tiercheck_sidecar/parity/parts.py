@@ -18,13 +18,13 @@ from tiercheck.protocol.directive import ParityGroup, Peer
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.digest import CHUNK, is_well_formed
 from tiercheck_sidecar.exchange.fetch import Dial, holdings
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.parity.coding import coded_with
 from tiercheck_sidecar.parity.link import converse
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
-from tiercheck_sidecar.vault.digest import CHUNK, is_well_formed
 
 DialPeer = Callable[[Peer], Wire]
 """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.decoding import open_plain
+from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, ListedArtifact, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.transfers import Chunks
@@ -16,7 +17,6 @@ from tiercheck_sidecar.parity.block import BlockGone
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.vault import NotHeld, Vault
-from tiercheck_sidecar.vault.digest import CHUNK
 
 _STATUS_EVERY = 5.0
 """Seconds after which an unchanged status is said again, so that both ends know that the other lives."""

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import Digests
+from tiercheck_sidecar.digest import CHUNK, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.transfers import write_all
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart, opened
 from tiercheck_sidecar.replicate.streams import run_all
-from tiercheck_sidecar.vault.digest import CHUNK, digest_chunk, length_of
 
 
 class Scratch:

@@ -16,6 +16,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, History, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, NotOffered, Opening, Senseless, open_copy
@@ -26,7 +27,6 @@ from tiercheck_sidecar.restore.resharded_reads import receive_chunks
 from tiercheck_sidecar.restore.restore_plan import OutOfReach, RestorePlan, plan
 from tiercheck_sidecar.restore.sources import RestoreSources, name_of
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.digest import length_of
 from tiercheck_sidecar.vault.inventory import header_fault
 from tiercheck_sidecar.vault.verification import fault_of_chunk
 

@@ -17,8 +17,8 @@ from typing import Protocol
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.version import Artifact, History, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.rehearsal.routes import Gone, Route
-from tiercheck_sidecar.vault.digest import length_of
 
 PAUSES = (2.0, 5.0, 15.0, 30.0)
 """Seconds before what could not be read is tried again: a sidecar may be starting anew."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.store import RemoteStore
-from tiercheck_sidecar.vault.digest import digest
 
 SEEDED = "imported"
 """In place of the job's UID: no job wrote it."""

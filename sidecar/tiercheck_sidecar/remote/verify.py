@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tiercheck.protocol.manifest import Digests
+from tiercheck_sidecar.digest import digest_as_filled, digest_chunk, running
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
-from tiercheck_sidecar.vault.digest import digest_as_filled, digest_chunk, running
 
 
 def nothing_arrived(_: int) -> None:

@@ -14,10 +14,10 @@ from typing import TypeVar
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.directive import Tier
 from tiercheck_sidecar.decoding import open_plain
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, BytePace, Say, Wire, WireBroken, from_bitmap
 from tiercheck_sidecar.replicate.streams import Deal, Line, run_all, stream_count
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.vault.digest import length_of
 
 pass  # HOUSE
 

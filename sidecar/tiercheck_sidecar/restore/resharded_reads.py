@@ -24,12 +24,12 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.bounded_calls import BoundedCall, SourceCorrupt, SourceFailed, Stalled
 from tiercheck_sidecar.decoding import create_plain, open_plain
+from tiercheck_sidecar.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.parity.rebuild import Rebuild
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.vault.inventory import header_fault
 
 log = logging.getLogger(__name__)

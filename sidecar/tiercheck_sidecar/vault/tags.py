@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.vault.digest import CHUNK, digest, is_well_formed, running
+from tiercheck_sidecar.digest import CHUNK, digest, is_well_formed, running
 
 _KEY = 32
 _HEX = 32

@@ -14,9 +14,9 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact
+from tiercheck_sidecar.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.digest import digest_chunk, length_of, piece
 from tiercheck_sidecar.vault.inventory import header_fault
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Kind, Share, Version
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.parity import block as module
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.block import Block, BlockGone
 from tiercheck_sidecar.vault import Seal
-from tiercheck_sidecar.vault.digest import digest
 
 CHUNK = 32
 V = Version(3, 1)

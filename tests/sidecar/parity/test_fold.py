@@ -12,13 +12,13 @@ from station import JOB, Job, Station, until
 from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.link import converse
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.vault import Seal
-from tiercheck_sidecar.vault.digest import CHUNK
 from tiercheck_sidecar.vault.tags import Tagger
 
 MakeJob = Callable[..., Job]

@@ -15,8 +15,8 @@ from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.vault.digest import digest
 
 MakeJob = Callable[..., Job]
 V = Version(10, 1)
