@@ -325,16 +325,16 @@ KILLED = textwrap.dedent("""
     sys.path.insert(0, sys.argv[1])
     from replaying import started, train
     from test_deltas_with_sidecar import simple
-    from tiercheck.trainer import delta_job
+    from tiercheck.trainer.save import delta
     running, checkpointer = started(simple)
     checkpointer.restore()
     train(running, checkpointer, 7)
     checkpointer.wait()
-    copy = delta_job.DeltaJob._copy_items
+    copy = delta.DeltaJob._copy_items
     def die(self, items):
         copy(self, items[:1])
         os.kill(os.getpid(), signal.SIGKILL)
-    delta_job.DeltaJob._copy_items = die
+    delta.DeltaJob._copy_items = die
     train(running, checkpointer, 9)
 """)
 
