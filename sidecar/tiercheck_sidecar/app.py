@@ -27,6 +27,7 @@ from tiercheck_sidecar.exchange.heartbeat import Pulse
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import RemoteSource
@@ -43,7 +44,6 @@ from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import Vault
-from tiercheck_sidecar.vault.node_memory import FolderClaim, sweep_job
 from tiercheck_sidecar.versions.coordinator import Coordinator
 from tiercheck_sidecar.versions.ending import may_go
 from tiercheck_sidecar.versions.reclaim import Reclaimer

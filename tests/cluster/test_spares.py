@@ -121,7 +121,7 @@ def janitor(cluster: LocalCluster, node: str) -> Iterator[None]:
         "command": [
             sys.executable,
             "-m",
-            "tiercheck_sidecar.vault.node_memory",
+            "tiercheck_sidecar.node_memory",
             names.NODE_MEMORY_DIR,
             "--watch",
             "0",

@@ -46,11 +46,11 @@ from tiercheck_sidecar.decoding import decode, decode_request, with_checksum
 from tiercheck_sidecar.digest import digest, is_well_formed
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, WireBroken, from_bitmap
 from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge
+from tiercheck_sidecar.node_memory import FolderOwner
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.remote.config import parse as parse_remote
 from tiercheck_sidecar.remote.errors import RemoteConfigError
 from tiercheck_sidecar.vault.inventory import take_inventory
-from tiercheck_sidecar.vault.node_memory import FolderOwner
 from tiercheck_sidecar.vault.seal import Seal, read_seal, seal_path
 from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
 

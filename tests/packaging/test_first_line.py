@@ -69,7 +69,7 @@ def _commands_in(value: Any) -> Iterator[list[str]]:
 def test_containers_start_nothing_else_than_what_is_tested_here() -> None:
     """Another script or module might ignore SIGTERM."""
     modules = {"tiercheck.launcher", "tiercheck_operator", "tiercheck_sidecar"}
-    modules |= {"tiercheck_sidecar.install_library", "tiercheck_sidecar.vault.node_memory"}
+    modules |= {"tiercheck_sidecar.install_library", "tiercheck_sidecar.node_memory"}
     started = set()
     for program, option, *rest in commands():
         if program == "sh":  # stays the first process, with a trap that is set before it starts another one

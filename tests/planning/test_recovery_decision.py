@@ -17,7 +17,7 @@ from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, 
 from tiercheck_operator.planning.parity.code_groups import CodeGroup
 from tiercheck_operator.planning.recovery.recovery import (
     Artifacts,
-    Inventory,
+    JobInventory,
     Missing,
     Recover,
     RecoveryProblem,
@@ -48,7 +48,7 @@ def steps(*snapshots: int, deltas: Iterable[int] = (), attempt: int = 1) -> Arti
     return Artifacts(versions_of(*snapshots, attempt=attempt), versions_of(*deltas, attempt=attempt))
 
 
-def situation(*inventories: Inventory, ranks: int, **more: object) -> RecoveryProblem:
+def situation(*inventories: JobInventory, ranks: int, **more: object) -> RecoveryProblem:
     """One rank per worker, a job in its first attempt, no remote tier, unless `more` says otherwise."""
     base = RecoveryProblem(
         ranks=ranks,
@@ -79,7 +79,7 @@ def situations(draw: st.DrawFn) -> RecoveryProblem:
     lanes = draw(st.permutations(range(workers)))[: draw(st.integers(0, workers))]
     group = tuple(worker * per_worker for worker in lanes)
     inventories = [
-        Inventory(
+        JobInventory(
             worker,
             {rank: draw(artifacts) for rank in range(worker * per_worker, (worker + 1) * per_worker)},
             {
@@ -286,7 +286,7 @@ def test_restarted_operator_finds_the_same_sources_for_the_decided_version(job: 
 
 
 def test_minimum_of_the_newest_is_not_taken_when_nobody_can_rebuild_it() -> None:
-    job = situation(Inventory(0, {0: steps(8, 10)}), Inventory(1, {1: steps(8, 9)}), ranks=2)
+    job = situation(JobInventory(0, {0: steps(8, 10)}), JobInventory(1, {1: steps(8, 9)}), ranks=2)
     decision = decide_recovery(job)
     assert isinstance(decision, Recover)
     assert decision.version == Version(8, 1)
@@ -294,9 +294,9 @@ def test_minimum_of_the_newest_is_not_taken_when_nobody_can_rebuild_it() -> None
 
 def test_lost_workers_rank_comes_from_its_peer_and_the_reason_says_so() -> None:
     job = situation(
-        Inventory(0, {0: steps(40, 50)}),
-        Inventory(1, {1: steps(40, 50)}, {2: steps(40)}),
-        Inventory(2, {2: steps()}),
+        JobInventory(0, {0: steps(40, 50)}),
+        JobInventory(1, {1: steps(40, 50)}, {2: steps(40)}),
+        JobInventory(2, {2: steps()}),
         ranks=3,
         last_step=52,
     )
@@ -314,8 +314,8 @@ def test_holder_in_the_same_rack_is_asked_before_one_further_away() -> None:
     cluster = racks(2, 2)
     node = [site.node for site in cluster.sites]
     job = situation(
-        *(Inventory(worker, {}, {3: steps(5)}) for worker in (0, 1, 2)),
-        Inventory(3, {}, {0: steps(5), 1: steps(5), 2: steps(5)}),
+        *(JobInventory(worker, {}, {3: steps(5)}) for worker in (0, 1, 2)),
+        JobInventory(3, {}, {0: steps(5), 1: steps(5), 2: steps(5)}),
         ranks=4,
         distance=lambda a, b: cluster.topology.distance(node[a], node[b]),
     )
@@ -326,7 +326,7 @@ def test_holder_in_the_same_rack_is_asked_before_one_further_away() -> None:
 
 def test_abandoned_history_is_not_restored_even_if_it_is_newer() -> None:
     history = History().after(1, 0).after(2, 40)
-    job = situation(Inventory(0, {0: steps(40, 50)}), ranks=1, history=history)
+    job = situation(JobInventory(0, {0: steps(40, 50)}), ranks=1, history=history)
     decision = decide_recovery(job)
     assert isinstance(decision, Recover)
     assert decision.version == Version(40, 1)
@@ -334,7 +334,7 @@ def test_abandoned_history_is_not_restored_even_if_it_is_newer() -> None:
 
 def test_memory_is_used_while_the_remote_tier_is_unreachable() -> None:
     remote = RemoteInventory(True, False, versions_of(60))
-    decision = decide_recovery(situation(Inventory(0, {0: steps(50)}), ranks=1, remote=remote))
+    decision = decide_recovery(situation(JobInventory(0, {0: steps(50)}), ranks=1, remote=remote))
     assert isinstance(decision, Recover)
     assert decision.sources == {0: (LOCAL,)}
 
@@ -343,33 +343,35 @@ def test_memory_is_used_while_the_remote_tier_is_unreachable() -> None:
 def test_nothing_is_started_afresh_while_the_remote_tier_cannot_be_seen(
     reachable: bool | None, says: str
 ) -> None:
-    decision = decide_recovery(situation(Inventory(0), ranks=1, remote=RemoteInventory(True, reachable)))
+    decision = decide_recovery(situation(JobInventory(0), ranks=1, remote=RemoteInventory(True, reachable)))
     assert isinstance(decision, Wait)
     assert says in decision.reason
 
 
 def test_nothing_is_started_afresh_while_a_sidecar_is_silent() -> None:
-    decision = decide_recovery(situation(Inventory(0), ranks=2, silent={1}))
+    decision = decide_recovery(situation(JobInventory(0), ranks=2, silent={1}))
     assert isinstance(decision, Wait)
     assert "waiting for worker 1" in decision.reason
 
 
 def test_job_that_lost_everything_starts_afresh_and_says_why() -> None:
-    decision = decide_recovery(situation(Inventory(0), ranks=1, remote=RemoteInventory(True, True)))
+    decision = decide_recovery(situation(JobInventory(0), ranks=1, remote=RemoteInventory(True, True)))
     assert isinstance(decision, StartFresh)
     assert "the remote tier holds none" in decision.reason
 
 
 def test_first_attempt_starts_at_once_without_asking_the_remote_tier() -> None:
     decision = decide_recovery(
-        situation(Inventory(0), ranks=1, history=History(), remote=RemoteInventory(True, None), silent={0})
+        situation(JobInventory(0), ranks=1, history=History(), remote=RemoteInventory(True, None), silent={0})
     )
     assert isinstance(decision, StartFresh)
 
 
 def test_loss_of_all_memory_comes_back_from_the_remote_tier() -> None:
     remote = RemoteInventory(True, True, versions_of(20, 40))
-    decision = decide_recovery(situation(Inventory(0), Inventory(1), ranks=2, remote=remote, last_step=45))
+    decision = decide_recovery(
+        situation(JobInventory(0), JobInventory(1), ranks=2, remote=remote, last_step=45)
+    )
     assert isinstance(decision, Recover)
     assert decision.version == Version(40, 1)
     assert decision.tier_counts == {Tier.REMOTE: 2}
@@ -378,7 +380,9 @@ def test_loss_of_all_memory_comes_back_from_the_remote_tier() -> None:
 
 def test_rank_without_copy_is_mixed_in_from_the_remote_tier() -> None:
     remote = RemoteInventory(True, True, versions_of(40))
-    decision = decide_recovery(situation(Inventory(0, {0: steps(40)}), Inventory(1), ranks=2, remote=remote))
+    decision = decide_recovery(
+        situation(JobInventory(0, {0: steps(40)}), JobInventory(1), ranks=2, remote=remote)
+    )
     assert isinstance(decision, Recover)
     assert decision.sources == {0: (LOCAL, REMOTE), 1: (REMOTE,)}
 
@@ -386,7 +390,7 @@ def test_rank_without_copy_is_mixed_in_from_the_remote_tier() -> None:
 def test_older_version_in_memory_wins_when_the_newer_one_takes_longer_to_fetch_than_to_train() -> None:
     remote = RemoteInventory(True, True, versions_of(41))
     job = situation(
-        Inventory(0, {0: steps(40)}),
+        JobInventory(0, {0: steps(40)}),
         ranks=1,
         remote=remote,
         step_seconds=1.0,
@@ -403,7 +407,7 @@ def test_older_version_in_memory_wins_when_the_newer_one_takes_longer_to_fetch_t
 
 
 def test_asked_for_step_is_taken_refused_or_waited_for() -> None:
-    memory = Inventory(0, {0: steps(30, 40)})
+    memory = JobInventory(0, {0: steps(30, 40)})
     asked = decide_recovery(situation(memory, ranks=1, target_step=30))
     assert isinstance(asked, Recover)
     assert asked.version == Version(30, 1)
@@ -419,7 +423,7 @@ def test_ranks_that_do_not_fill_the_workers_are_refused() -> None:
         decide_recovery(situation(ranks=3, ranks_per_worker=2))
 
 
-def coded(*inventories: Inventory, ranks: int, **more: object) -> Recover:
+def coded(*inventories: JobInventory, ranks: int, **more: object) -> Recover:
     decision = decide_recovery(situation(*inventories, ranks=ranks, **more))
     assert isinstance(decision, Recover)
     return decision
@@ -427,8 +431,8 @@ def coded(*inventories: Inventory, ranks: int, **more: object) -> Recover:
 
 def test_snapshot_of_one_place_and_deltas_of_another_make_a_chain() -> None:
     decision = coded(
-        Inventory(0, {0: steps(40, 44, deltas=range(41, 48))}, {1: steps(44)}),
-        Inventory(1, {1: steps(deltas=(45, 46, 47))}),
+        JobInventory(0, {0: steps(40, 44, deltas=range(41, 48))}, {1: steps(44)}),
+        JobInventory(1, {1: steps(deltas=(45, 46, 47))}),
         ranks=2,
     )
     assert decision.version == Version(47, 1)
@@ -439,14 +443,14 @@ def test_snapshot_of_one_place_and_deltas_of_another_make_a_chain() -> None:
 def test_chain_passes_from_one_attempt_to_the_next() -> None:
     history = History().after(1, 0).after(2, 46)
     own = Artifacts({Version(44, 1)}, {*versions_of(45, 46, 47), *versions_of(47, 48, attempt=2)})
-    decision = coded(Inventory(0, {0: own}), ranks=1, history=history)
+    decision = coded(JobInventory(0, {0: own}), ranks=1, history=history)
     assert decision.version == Version(48, 2)
 
 
 def test_rank_with_a_gap_in_its_deltas_is_named() -> None:
     decision = coded(
-        Inventory(0, {0: steps(40, deltas=(41, 42, 43, 44))}),
-        Inventory(1, {1: steps(40, deltas=(41, 43, 44))}),
+        JobInventory(0, {0: steps(40, deltas=(41, 42, 43, 44))}),
+        JobInventory(1, {1: steps(40, deltas=(41, 43, 44))}),
         ranks=2,
     )
     assert decision.version == Version(41, 1)
@@ -455,8 +459,8 @@ def test_rank_with_a_gap_in_its_deltas_is_named() -> None:
 
 def test_deltas_whose_snapshot_is_gone_are_no_chain() -> None:
     decision = coded(
-        Inventory(0, {0: steps(40, deltas=(45, 46))}),
-        Inventory(1, {1: steps(40, 44, deltas=(45, 46))}),
+        JobInventory(0, {0: steps(40, deltas=(45, 46))}),
+        JobInventory(1, {1: steps(40, 44, deltas=(45, 46))}),
         ranks=2,
     )
     assert decision.version == Version(40, 1)
@@ -470,19 +474,20 @@ def block(index: int, *snapshots: int, deltas: Iterable[int] = ()) -> dict[Share
     return {Share(index, (0, 1, 2)): steps(*snapshots, deltas=deltas)}
 
 
-def members(*lost: int) -> list[Inventory]:
+def members(*lost: int) -> list[JobInventory]:
     """Three members of a group with a snapshot and two deltas each; the lost ones are new and hold
     nothing.
     """
     whole = steps(40, deltas=(41, 42))
     return [
-        Inventory(worker) if worker in lost else Inventory(worker, {worker: whole}) for worker in range(3)
+        JobInventory(worker) if worker in lost else JobInventory(worker, {worker: whole})
+        for worker in range(3)
     ]
 
 
-def holders_of(*blocks: dict[Share, Artifacts]) -> list[Inventory]:
+def holders_of(*blocks: dict[Share, Artifacts]) -> list[JobInventory]:
     own = steps(40, deltas=(41, 42))
-    return [Inventory(worker, {worker: own}, {}, kept) for worker, kept in enumerate(blocks, start=3)]
+    return [JobInventory(worker, {worker: own}, {}, kept) for worker, kept in enumerate(blocks, start=3)]
 
 
 def test_lost_member_is_rebuilt_from_the_others_and_one_block() -> None:
@@ -510,7 +515,7 @@ def test_two_lost_members_need_both_blocks() -> None:
 def test_lost_member_and_lost_holder_are_survived_with_parity_of_two() -> None:
     kept = holders_of({}, block(1, 40, deltas=(41, 42)))
     decision = coded(
-        *members(1), Inventory(3, {3: steps(40, deltas=(41, 42))}), kept[1], ranks=5, groups=(GROUP,)
+        *members(1), JobInventory(3, {3: steps(40, deltas=(41, 42))}), kept[1], ranks=5, groups=(GROUP,)
     )
     assert decision.version == Version(42, 1)
     assert decision.sources[1] == (SourceChoice(Tier.PEER, group=GROUP),), "block 1 stays in its place"
@@ -518,7 +523,7 @@ def test_lost_member_and_lost_holder_are_survived_with_parity_of_two() -> None:
 
 def test_group_of_an_earlier_placement_is_read_from_what_its_holders_keep() -> None:
     kept = holders_of(block(0, 40, deltas=(41, 42)))
-    other = Inventory(4, {4: steps(40, deltas=(41, 42))})
+    other = JobInventory(4, {4: steps(40, deltas=(41, 42))})
     later = CodeGroup((0, 3, 4), (1,))
     decision = coded(*members(1), *kept, other, ranks=5, groups=(later,))
     assert decision.sources[1] == (SourceChoice(Tier.PEER, group=CodeGroup((0, 1, 2), (3,))),)

@@ -107,7 +107,7 @@ def test_sidecar_of_a_running_job_ends_at_once_when_its_pod_is_deleted(make_worl
 def test_library_is_copied_whole_and_again(tmp_path: Path) -> None:
     for _ in range(2):
         target = install(tmp_path / "lib")
-    assert (target / "protocol" / "slot.py").is_file()
+    assert (target / "protocol" / "artifacts" / "slot.py").is_file()
     assert [each.name for each in (tmp_path / "lib").iterdir()] == ["tiercheck"]
     code = "import tiercheck.protocol.artifacts.slot as s; print(s.__file__)"
     done = subprocess.run(

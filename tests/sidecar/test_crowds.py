@@ -94,7 +94,7 @@ def test_whoever_comes_finds_room_and_no_one_else_takes_that_of_a_named_address(
     arrivals: list[str], named: frozenset[str], most: int, per_address: int
 ) -> None:
     guests: list[Guest] = []
-    for address in connections:
+    for address in arrivals:
         loser = who_gives_way(guests, address, named, most, per_address)
         counts = Counter(guest.address for guest in guests if guest.address not in named)
         if loser is not None:

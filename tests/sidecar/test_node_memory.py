@@ -17,8 +17,8 @@ from world import World, until
 
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.node_memory import OWNER, FolderClaim, prepare, sweep, sweep_job
 from tiercheck_sidecar.vault import Vault
-from tiercheck_sidecar.vault.node_memory import OWNER, FolderClaim, prepare, sweep, sweep_job
 
 MakeWorld = Callable[..., World]
 
@@ -126,7 +126,7 @@ def test_torn_word_about_the_owner_is_never_trusted_and_swept_in_time(tmp_path: 
 def test_prepared_folder_is_open_to_any_user_of_the_jobs_pods_and_commands_are_checked(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-m", "tiercheck_sidecar.vault.node_memory"]
+    command = [sys.executable, "-m", "tiercheck_sidecar.node_memory"]
     orphan = left_behind(tmp_path / "gone", "a", 0, 1.0, "x")
     age(orphan, 100)
     subprocess.run([*command, str(tmp_path), "uid", "50"], check=True)
@@ -208,7 +208,7 @@ def test_whatever_a_trainer_puts_in_place_of_the_owner_the_next_pods_of_all_jobs
     evil = tmp_path / "job-a" / "x"
     evil.mkdir(parents=True)
     put(evil / OWNER)
-    command = [sys.executable, "-m", "tiercheck_sidecar.vault.node_memory", str(tmp_path), "job-b", "3600"]
+    command = [sys.executable, "-m", "tiercheck_sidecar.node_memory", str(tmp_path), "job-b", "3600"]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
     assert FolderClaim(tmp_path / "job-a" / "y", 0, 1.0).adopt() == 0
 
@@ -218,7 +218,7 @@ def test_next_pod_reads_no_more_of_an_owners_file_than_an_owner_writes(tmp_path:
     os.truncate(evil / OWNER, 64 << 30)
     adopt = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30));"
-        "from pathlib import Path; from tiercheck_sidecar.vault.node_memory import FolderClaim;"
+        "from pathlib import Path; from tiercheck_sidecar.node_memory import FolderClaim;"
         f"FolderClaim(Path({str(tmp_path / 'y')!r}), 0, 2.0).adopt()"
     )
     assert subprocess.run([sys.executable, "-c", adopt], timeout=60, check=False).returncode == 0

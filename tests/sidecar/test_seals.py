@@ -16,8 +16,8 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Share, Version
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.node_memory import OWNER, FolderClaim, FolderOwner
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.vault.node_memory import OWNER, FolderClaim, FolderOwner
 from tiercheck_sidecar.vault.seal import read_seal, seal_path, write_seal
 
 LAYOUT = SlotLayout.plan([("w", "U8", (5000,), 5000)])

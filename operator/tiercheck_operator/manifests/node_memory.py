@@ -64,7 +64,7 @@ def preparation(
         "name": names.NODE_MEMORY_CONTAINER,
         "image": image,
         "command": [
-            "python3", "-m", "tiercheck_sidecar.vault.node_memory",
+            "python3", "-m", "tiercheck_sidecar.node_memory",
             names.NODE_MEMORY_DIR, job.identity, str(int(settings.keep_seconds)),
         ],
         "securityContext": {**security, "runAsUser": 0, "runAsNonRoot": False},

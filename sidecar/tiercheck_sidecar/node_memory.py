@@ -7,7 +7,7 @@ asking anyone. A new pod takes over the sealed slots of its predecessors. Folder
 removed by whoever comes by: sidecars of the same job, the init container of any later pod on the node, and a
 janitor where one is installed.
 
-`python3 -m tiercheck_sidecar.vault.node_memory BASE JOB_UID KEEP_SECONDS` prepares the folder of a job and
+`python3 -m tiercheck_sidecar.node_memory BASE JOB_UID KEEP_SECONDS` prepares the folder of a job and
 sweeps all others; it is the init container's command. With `--watch` in place of a job it sweeps for ever:
 the janitor's.
 """
@@ -231,7 +231,7 @@ def main(arguments: list[str]) -> int:
         base, what, keep = Path(arguments[0]), arguments[1], float(arguments[2])
     except (IndexError, ValueError):
         print(
-            "usage: python3 -m tiercheck_sidecar.vault.node_memory BASE (JOB_UID | --watch) KEEP_SECONDS",
+            "usage: python3 -m tiercheck_sidecar.node_memory BASE (JOB_UID | --watch) KEEP_SECONDS",
             file=sys.stderr,
         )
         return 2
