@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import itertools
 import re
 import subprocess
 import sys
@@ -169,18 +170,35 @@ OPTIONAL = {("cli", "torch")}
 torch."""
 
 
-@pytest.mark.parametrize("extra", ["operator", "sidecar", "cli"])
-def test_extra_names_everything_that_its_part_imports(unpacked: Path, extra: str) -> None:
+@pytest.mark.parametrize(
+    ("extra", "part"), [("operator", "operator"), ("sidecar", "sidecar"), ("cli", "cli"), ("demo", "local")]
+)
+def test_extra_names_everything_that_its_part_imports_or_starts(
+    unpacked: Path, extra: str, part: str
+) -> None:
+    """Each is all that is installed somewhere; the last is what `make demo` installs."""
     required = _requirements(unpacked, extra)
     distributions = importlib.metadata.packages_distributions()
-    for name, path in imported_names(ROOT / PACKAGES[f"tiercheck_{extra}"]).items():
+    folder = ROOT / PACKAGES[f"tiercheck_{part}"]
+    for name, path in (imported_names(folder) | started_by(folder)).items():
         if name.startswith("tiercheck") or (extra, name) in OPTIONAL:
             continue
         providers = {_normal(provider) for provider in distributions.get(name, [name])}
         providers.add(_normal(BROUGHT_ALONG.get(name, name)))
         assert providers & required, (
-            f"{path.relative_to(ROOT)} imports {name}, which tiercheck[{extra}] does not bring"
+            f"{path.relative_to(ROOT)} needs {name}, which tiercheck[{extra}] does not bring"
         )
+
+
+def started_by(package: Path) -> dict[str, Path]:
+    """Top-level name of a module that is started as `python -m` -> a file that starts it."""
+    found = {}
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = [getattr(word, "value", None) for word in node.elts] if isinstance(node, ast.List) else []
+            started = (after for word, after in itertools.pairwise(words) if word == "-m")
+            found.update({str(module).partition(".")[0]: path for module in started})
+    return found
 
 
 @pytest.mark.parametrize("extra", ["operator", "sidecar"])
@@ -206,14 +224,18 @@ def test_every_package_of_an_image_is_pinned(unpacked: Path, extra: str) -> None
 
 
 def _requirements(unpacked: Path, extra: str) -> set[str]:
-    """Distributions that `tiercheck[extra]` asks for, normalised."""
+    """Distributions that `tiercheck[extra]` asks for, normalised, by way of other extras of ours as well."""
     (info,) = unpacked.glob("*.dist-info")
     lines = re.findall(r"(?m)^Requires-Dist: (.*)$", (info / "METADATA").read_text())
-    return {
-        _normal(requirement.name)
+    asked = [
+        requirement
         for requirement in map(Requirement, lines)
         if requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
-    }
+    ]
+    inner = {more for requirement in asked if requirement.name == "tiercheck" for more in requirement.extras}
+    return {_normal(requirement.name) for requirement in asked}.union(
+        *(_requirements(unpacked, more) for more in inner)
+    )
 
 
 def _normal(name: str) -> str:
