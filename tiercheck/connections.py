@@ -1,13 +1,9 @@
-"""Takes connections of strangers: bounded room, bounded time, and no end when descriptors run short.
-
-Room for connections that have not proved anything yet: bounded, and nobody without the job's credentials
-keeps its peers out.
+"""Takes connections of strangers: bounded room, bounded time, whatever is short.
 
 Who finds no room is not turned away. Whoever crowds most gives way: of the address with most connections, the
 one that has said nothing for longest. A peer needs milliseconds for its proof, so it is not the one.
 
-TCP connections for an event loop, from before anything is done with them, however short of descriptors the
-process is for a while.
+`Arrivals` accepts TCP connections for an event loop, and goes on when descriptors run short for a while.
 """
 
 from __future__ import annotations

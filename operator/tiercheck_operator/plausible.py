@@ -1,11 +1,11 @@
-"""What a sidecar says of itself, as far as it can be true. One process decides for all teams, and a report is
-the word of one team's pod.
+"""What a sidecar says of itself, as far as it can be true, by our own clock.
 
-A number that no job has is brought to the nearest that some job could have, so that whatever is said,
-arithmetic on it stays within what clocks, calendars and the API hold. Nothing is refused for it: a sidecar
-whose report were left out would count as silent, and its worker as lost.
+One process decides for all teams, and a report is the word of one team's pod. A number that no job has is
+brought to the nearest that some job could have, so that whatever is said, arithmetic on it stays within what
+clocks, calendars and the API hold. Nothing is refused for it: a sidecar whose report were left out would
+count as silent, and its worker as lost.
 
-Nodes' clocks differ from ours. What a sidecar dates by its own clock is dated by ours before anybody
+Nodes' clocks differ from ours, so what a sidecar dates by its own clock is dated by ours before anybody
 subtracts the two.
 """
 

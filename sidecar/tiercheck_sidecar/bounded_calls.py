@@ -1,14 +1,11 @@
-"""Calls to places that may fail, or never answer; and the errors by which every source of a restore says so.
+"""Calls places that may fail or never answer, such as a mount whose server is gone.
 
-How a source of a restore fails: so that exchange, parity and the remote tier say it in the same words.
+Each call has a thread of its own, and is left behind when nothing comes. No thread can be ended from outside,
+and one that waits for a dead file server not even by SIGKILL. What is left behind is told with its next byte
+that nobody wants it any more, and gives back what it holds. Until then its place is not called again: one
+that hangs costs a thread for each call that was under way, and not one more for each restore.
 
-Calls that may never come back, as into a mount whose server is gone: each has a thread of its own, and is
-left behind when nothing comes.
-
-No thread can be ended from outside, and one that waits for a dead file server not even by SIGKILL. What is
-left behind is told with its next byte that nobody wants it any more, and gives back what it holds. Until then
-its place is not called again: one that hangs costs a thread for each call that was under way, and not one
-more for each restore.
+Exchange, parity and the remote tier fail by the same errors, so that a restore treats all sources alike.
 """
 
 from __future__ import annotations

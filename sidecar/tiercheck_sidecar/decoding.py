@@ -1,8 +1,8 @@
-"""Messages and files of the protocol's classes, decoded strictly, from any thread; and files that tell
-whether a bit of them has changed.
+"""Decodes the protocol's messages and files strictly, from any thread.
 
-Files in folders that trainers write into too: whoever opens a FIFO waits for its writer, for ever, and a link
-leads anywhere.
+Sealed files tell whether a bit of them has changed. Trainers write into the same folders, so only plain files
+are
+opened: whoever opens a FIFO waits for its writer, for ever, and a link leads anywhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The training command as a process: everything it starts must end with it, or the next attempt meets its
-ghosts.
+"""The training command as a process: what it starts ends with it, and says where it hangs.
 
-Where a hung process stands: what it says itself when asked, because it is about to be stopped and will not be
-asked again.
+Else the next attempt would meet its ghosts. A process that hangs is asked for its stacks before it is
+stopped, since it will not be asked again.
 """
 
 from __future__ import annotations

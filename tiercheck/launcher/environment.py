@@ -1,7 +1,7 @@
-"""`torchrun train.py` and `python train.py` must both work as they are: everything they need to meet is in
-variables.
+"""What a training command needs before it starts: its variables, and an image with torch.
 
-An image without torch deserves a sentence, not a stack trace per restart: this looks before the first start.
+`torchrun train.py` and `python train.py` must both work as they are. An image without torch deserves a
+sentence, not a stack trace per restart.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Names that more than one part must spell the same way: labels, paths, ports, environment variables.
-
-Why a training command or one of its ranks ended: the words that launcher, rank and sidecar say and the
-controller judges.
-
-Where a sidecar is reached: an IP address, with its first port where that is not the usual one (pods in the
-host's network).
-"""
+"""Names that several parts must spell alike: labels, paths, ports, reasons, addresses."""
 
 from __future__ import annotations
 

@@ -1,19 +1,12 @@
-"""Which state is meant: versions, the artifacts that hold them, and which of them can be rebuilt.
-
-Which state is meant: a version, and the one history that versions must belong to.
+"""Which state is meant: versions, the artifacts that hold them, which can be rebuilt.
 
 Two attempts may both reach step 50. After a rollback those are two different states, and mixing them would
 give a model that never existed. So a version names the attempt that produced it, and a `History` says which
 attempt owns which steps.
 
-What a rank leaves behind: snapshots and deltas, and how an artifact is named.
-
-A version is rebuildable from a snapshot and every delta after it. This is that rule, on sets of versions of
-one rank.
-
-All steps of a chain must belong to the accepted history: the delta of step *s* applies to the one accepted
-state after
-*s*-1, whichever attempts the two come from.
+A version can be rebuilt from a snapshot and every delta after it. All steps of such a chain must belong to
+the accepted history: the delta of step `s` applies to the one accepted state after step `s - 1`, whichever
+attempts the two come from.
 """
 
 from __future__ import annotations

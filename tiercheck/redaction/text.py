@@ -1,9 +1,7 @@
-"""A text as somebody reads it: without colours and what nobody sees, and with escapes of ordinary characters
-resolved.
+"""Takes credentials out of a text: keys that go over lines first, then line by line.
 
-Rules look at these as well, so that none of them needs to know of colours, of wide letters or of `%70`.
-
-A text of one line or of many, without credentials: the keys that go over lines, then line by line.
+Rules look at the text as somebody reads it too: without colours, with escapes of ordinary characters
+resolved. So none of them needs to know of colours, of wide letters or of `%70`.
 """
 
 from __future__ import annotations

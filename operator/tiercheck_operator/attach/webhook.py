@@ -1,8 +1,7 @@
-"""An admission answer is a JSON patch (RFC 6902): this finds the one that turns what was sent into what is
-wanted.
+"""The mutating webhook's HTTPS server. It allows every pod, whatever happens.
 
-The mutating webhook's HTTPS server: AdmissionReview v1 in, AdmissionReview v1 out. It allows every pod,
-whatever happens.
+AdmissionReview v1 in, AdmissionReview v1 out. The answer is a JSON patch (RFC 6902) that turns what was sent
+into what is wanted.
 
 Not kopf's: that one lives and dies with the watches of one leading process, makes a certificate of its own in
 each replica, and wants to write the webhook configuration. This one has no state, so every replica answers,

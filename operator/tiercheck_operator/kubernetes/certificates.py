@@ -1,11 +1,7 @@
-"""Certificates that nobody has to manage: an authority that lives for one signature, and the one server
-certificate it signed.
+"""Makes certificates that nobody has to manage, and the credentials of a job.
 
-The authority's key is never stored, so nobody, the operator included, can ever issue a second certificate
-under it.
-
-Makes a job's credentials: a certificate authority that lives for one signature, one server certificate, one
-token.
+An authority lives for one signature. Its key is never stored, so nobody, the operator included, can ever
+issue a second certificate under it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Paths of the API server. Names come from objects that anybody may write: none of them becomes more than the
-one segment it stands for.
+"""Calls the API server with plain dictionaries, off the event loop.
 
-Calls to the API server with plain dictionaries, off the event loop. Authentication is the kubernetes client's
-business.
+Authentication is the kubernetes client's business. Names come from objects that anybody may write, so none of
+them becomes more than the one segment of a path that it stands for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Who this operator is: the Deployment that its objects belong to, and the cluster it runs in.
+"""Who this operator is: the Deployment that owns its objects, and the cluster it runs in.
 
 What the operator makes for itself belongs to its Deployment, so that Kubernetes removes it when the operator
-is uninstalled.
+is uninstalled. The reference is set when such a thing is made, and never changed: to change one, an account
+must be allowed to delete the thing.
 
-The reference is set when such a thing is made, and never changed: to change one, an account must be allowed
-to delete the thing.
-
-What a cluster is known by to other clusters that share its bucket: the UID of its namespace kube-system,
-which lives as long as it does.
+Clusters that share a bucket know each other by the UID of the namespace kube-system, which lives as long as
+its cluster does.
 """
 
 from __future__ import annotations

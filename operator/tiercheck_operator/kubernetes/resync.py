@@ -1,10 +1,7 @@
-"""Finds what the watches missed: deletions between two watches, which are made up for, and deafness, which
-ends the process.
+"""Finds what the watches missed, and ends a process that does not do its work any more.
 
-Whether this process still does its work: hears what it watches, and comes to an end with what it begins.
-
-`/healthz` says no when it does not, and Kubernetes starts it anew. A stuck event loop answers nothing at all,
-which is as good.
+Deletions between two watches are made up for. A stale watch, or a look that does not end, makes `/healthz`
+say no, and Kubernetes starts the process anew. A stuck event loop answers nothing at all, which is as good.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""What the watches have shown so far; objects that nobody can make sense of are left out.
+"""Keeps what the watches have shown, and leaves out objects that make no sense.
 
-One object that nobody can make sense of must not take the operator down for all the others: it is left out,
-and said so once.
+kopf's own indexes keep an object whose deletion fell between two watches: after a 410 Gone it lists anew, and
+says nothing of what is not there any more. So a listing of names and versions, now and then and after each
+new list, tells what is gone, and whether a watch is stale.
 
-What the watches have shown so far, and what they have not: kopf's own indexes keep an object whose deletion
-fell between two watches (after a 410 Gone it lists anew, and says nothing of what is not there any more).
-
-A listing of names and versions, now and then and after each new list, tells what is gone, and whether a watch
-is deaf.
+One object that nobody can make sense of must not take the operator down for all others. It is told of once.
 """
 
 from __future__ import annotations

@@ -1,19 +1,11 @@
 """The objects that a job owns beside its pods, and what finds them and takes them along.
 
-What everything that a job owns has in common: the labels that find it and the owner that takes it along when
-it goes.
+The headless Service gives pods DNS names while they still restore, hence not-ready addresses too. The Secret
+proves to a sidecar that a caller belongs to this job, and to a caller that the sidecar does. The ConfigMap
+says who keeps whose copies or parity.
 
-The headless Service that gives pods DNS names while they are still restoring, hence not-ready addresses too.
-
-The job's Secret: what proves to a sidecar that a caller belongs to this job, and to a caller that the sidecar
-does.
-
-The ConfigMap that holds who keeps whose copies or parity.
-
-The PodDisruptionBudget of a job. It counts workers only: a spare holds nothing that training needs now.
-
-Unhealthy pods may always be evicted: they are no use to the job, and a node must not be kept by a pod that
-never comes up.
+The PodDisruptionBudget counts workers only: a spare holds nothing that training needs now. Unhealthy pods may
+always be evicted: they are no use to the job, and a node must not be kept by a pod that never comes up.
 """
 
 from __future__ import annotations

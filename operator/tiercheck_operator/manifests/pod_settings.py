@@ -1,13 +1,10 @@
-"""What a job's spec and labels change in each of its pods: network, image pulls, queue and remote tier.
+"""What spec and labels of a job change in each of its pods: network, image pulls, remote.
 
-Pods in their node's network: ports of their own, because all pods of a node have one address there.
-
-They are declared, so the scheduler keeps pods apart that happen to have the same. Workers of one job never
+Pods in their node's network have ports of their own, because all pods of a node have one address there. The
+ports are declared, so the scheduler keeps pods apart that happen to have the same. Workers of one job never
 do, as far as they fit.
 
-How our own image is pulled into other people's pods: their pull settings are for their image.
-
-The remote tier of the spec as a pod needs it: settings for the sidecar, and what must be mounted for it.
+The pull settings of other people's pods are for their image, so ours brings its own.
 """
 
 from __future__ import annotations

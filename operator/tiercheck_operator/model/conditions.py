@@ -1,8 +1,4 @@
-"""Every condition type and reason the controller uses, each with a sentence, so that status, Events and docs
-spell them alike.
-
-What one reconcile found out, for the status to say.
-"""
+"""Every condition type and reason, each with a sentence; and what one look found."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """What the user wants: `spec` as decisions use it, each field with its place in the API.
 
-What a job's own labels and annotations tell Kueue, handed on to each of its pods, spares and replacements
-included.
-
-Each pod is a workload of its own there. Kueue's pod groups are not used: they remove pods beyond the group's
-count, which a spare and the replacement of a pod that is about to leave are, and refuse pods that differ,
-which one that avoids a node does.
+A job's own labels and annotations for Kueue are handed on to each pod, spares and replacements included: each
+pod is a workload of its own there. Kueue's pod groups are not used. They remove pods beyond the group's
+count, such as a spare or the replacement of a pod that is about to leave. They refuse pods that differ, such
+as one that avoids a node.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Says which nodes fail together: a tree of failure domains, built once from node labels and never changed.
+"""Says which nodes fail together: a tree of failure domains, built once from node labels.
 
 A domain is named by its whole path, because rack "1" of zone a is not rack "1" of zone b. What a label does
 not say is not guessed: such a node has no domain at that level, and `Topology.missing` names it.
 
-Reads the levels of failure domains from a Kueue `Topology`, so that who has defined them for queues need not
-do so again.
+Levels can be read from a Kueue `Topology`, so that who has defined them for queues need not do so again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What the operator asks and hears: the control API, reports, metrics."""

@@ -1,6 +1,6 @@
-"""The control API: HTTPS with JSON, for the operator and for the other sidecars of this job only.
+"""The control API: HTTPS with JSON, for the operator and the other sidecars of this job.
 
-The part of the control API that sidecars use among themselves: tier reports in, verdicts out.
+Sidecars use a part of it among themselves: tier reports in, verdicts out.
 """
 
 from __future__ import annotations

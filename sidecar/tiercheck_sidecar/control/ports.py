@@ -1,16 +1,11 @@
-"""Ports that strangers can reach: they get little room and little time, and never that of the job's own.
-
-A port for HTTP on which strangers cannot take the room of others, nor hold a connection without proving who
-they are.
+"""Ports that strangers can reach: they get little room and little time.
 
 aiohttp's own sites accept whoever comes, and wait for an hour for the first request. Here each connection,
-from before its TLS handshake on, is a stranger (`strangers`) until a request on it is believed, and has a few
-seconds for that.
+from before its TLS handshake on, is a stranger until a request on it is believed, and has a few seconds for
+that. Whoever comes from an address that the operator named has room of his own.
 
-Accepts connections for as long as the listener lives: a shortage of descriptors passes, and with it the
+Connections are accepted for as long as the listener lives: a shortage of descriptors passes, and with it the
 trouble.
-
-Who has room of his own among strangers: whoever comes from an address that the operator named.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""What is arriving: so that a broken stream costs the chunks that were on the line, and not those that had
-come before.
+"""Keeps what is arriving, so that a broken stream costs only the chunks on the line.
 
 A transfer outlives the connections that fill it. Who offers the same artifact again is told which chunks are
-verified already. A chunk is received into its place and checked there. Its place is one stream's at a time,
-and nobody's once it is verified.
-
-The chunks of one artifact as they arrive, and what each is checked against: its tag, if it travels bare, or
-else its digest.
+verified already. A chunk is received into its place and checked there, against its tag if it travels bare, or
+else its digest. Its place is one stream's at a time, and nobody's once it is verified.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A block that is being made: its members' chunks are folded in as they come, each of them once.
+"""A block that is being made: members' chunks are folded in as they come, each once.
 
 Folding a chunk twice would take it out again, so what counts is not what was sent but what is in: one set of
 missing chunks per member, which outlives every connection.
 
-When a block that is still being made is given up: a rule, so that memory is bounded without a clock.
+A rule says when a block that is still being made is given up, so that memory is bounded without a clock.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""The code: how a parity block is folded from its members' bytes, and how a lost member is put together
-again.
+"""Folds a parity block from its members' bytes, and puts a lost member together again.
 
-Block 0 is the plain XOR. The blocks after it are Reed-Solomon over GF(2^8): a Cauchy matrix, whose columns
-are scaled so that its first row is ones. Scaling columns keeps every square part invertible, so any *n*
-losses are made good by any *n* blocks. Members may differ in size; a shorter one counts as padded with zeros.
+Local rank i of each member is coded together, in the group's order. Block 0 is the plain XOR. The blocks
+after it are Reed-Solomon over GF(2^8): a Cauchy matrix, whose columns are scaled so that its first row is
+ones. Scaling columns keeps every square part invertible, so any *n* losses are made good by any *n* blocks.
+Members may differ in size; a shorter one counts as padded with zeros.
 
 Source: Bloemer et al., "An XOR-based erasure-resilient coding scheme", ICSI TR-95-048 (Cauchy matrices).
-
-Which ranks are coded together: local rank i of each member, in the group's order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Bring one artifact to a parity holder: only the chunks that are not in its block yet, over several streams.
+"""A member's link to one holder of its parity: what the holder has, and what it lacks.
 
-A member's link to one holder of its parity: what the holder has, and two lanes that bring it what it has not.
-
-What the holder has is asked of it all the time, and never remembered against its word: so a holder that
-restarted, or gave up a block, is sent again what it needs. Deltas have a lane of their own, so that they do
-not wait behind a snapshot.
+What the holder has is asked of it all the time, and never remembered against its word. So a holder that
+restarted, or gave up a block, is sent again what it needs: only the chunks that are not in its block yet,
+over several streams. Deltas have a lane of their own, so that they do not wait behind a snapshot.
 """
 
 from __future__ import annotations

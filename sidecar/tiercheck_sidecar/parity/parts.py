@@ -1,8 +1,7 @@
-"""The parts that a lost artifact is put together from: what other members still hold, and parity blocks; each
-asked in its own words.
+"""The parts that a lost artifact is put together from, and what could be rebuilt of a rank.
 
-What could be rebuilt of a rank: asked of everybody in its group, so that a restore plans with what is there
-and not with what was meant to be.
+Parts are what other members still hold, and parity blocks; each is asked in its own words. Everybody in the
+group is asked what there is, so that a restore plans with that and not with what was meant to be.
 """
 
 from __future__ import annotations

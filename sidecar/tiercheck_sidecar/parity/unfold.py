@@ -1,11 +1,7 @@
-"""Buffers that arriving chunks wait in until they are verified: few, and the last one used comes first,
-because it is in the cache.
-
-The byte path of a rebuild: chunks stream in from every part at once, are added up in one buffer, verified,
-and only then written.
+"""The byte path of a rebuild: chunks of every part are added up, verified, then written.
 
 A write costs less than touching a fresh mapping page by page, and the slot never holds a byte that was not
-checked.
+checked. Arriving chunks wait in few buffers, and the last one used comes first, because it is in the cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What rehearsals have found so far: which proofs this worker can show, and what would not come back. Without
-I/O.
+"""What rehearsals have found so far, how slowly they read, and whose turn it is.
 
-How slowly a rehearsal reads, and when a tier's turn has come: the rules, without clocks or threads.
+Which proofs this worker can show, and what would not come back. Rules only: no I/O, no clock, no thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Turns the job's `spec.tiers.remote`, as the operator hands it to the sidecar, into checked settings.
+"""Turns the job's `spec.tiers.remote` into checked settings, and mends credentials.
 
-Credentials of a bucket as people put them into Secrets: `echo key | base64` ends in a line break, which no
-header may hold.
+People put credentials into Secrets by `echo key | base64`, which ends in a line break that no header may
+hold.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Brings own ranks' artifacts to this worker's holders."""

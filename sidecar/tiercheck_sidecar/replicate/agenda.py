@@ -1,11 +1,11 @@
-"""What a holder is still owed: decided from what is sealed here, what it has acknowledged, and which snapshot
-is named.
+"""Decides what a holder is still owed, and when what went wrong is tried again.
 
-Snapshots of one named version at a time; deltas as they come, every one after the oldest snapshot that the
-holder keeps or is being sent, in the order of steps. The two go on lanes of their own, so that a delta never
-waits behind a snapshot.
+It goes by what is sealed here, what the holder has acknowledged, and which snapshot is named. Snapshots of
+one named version at a time; deltas as they come, every one after the oldest snapshot that the holder keeps or
+is being sent, in the order of steps. The two go on lanes of their own, so that a delta never waits behind a
+snapshot.
 
-When to try again what went wrong: longer each time, so that a holder without room is not asked in a circle.
+Waits grow longer each time, so that a holder without room is not asked in a circle.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Deals the chunks of one artifact over several connections: whoever is free takes the next, so a slow stream
-holds up one chunk and not a quarter of the artifact.
+"""Deals the chunks of one artifact over several connections.
 
-The connections to one peer that are kept open between artifacts, so that a small delta pays for no handshake.
+Whoever is free takes the next, so a slow stream holds up one chunk and not a quarter of the artifact.
+Connections to one peer are kept open between artifacts, so that a small delta pays for no handshake.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Brings every own rank to the wanted version, verified."""

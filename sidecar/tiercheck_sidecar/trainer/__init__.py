@@ -1,0 +1,1 @@
+"""The pod's own trainer: its launcher's orders, its ranks' slots."""

@@ -1,9 +1,10 @@
-"""The demand: which slots this worker should have, from what its ranks reserve and what it keeps for others.
+"""Which slots this worker should have, and what is said when memory is too small for them.
 
-The sizes of what is kept for others are known once something of it has arrived. Until then the coordinator's
-word on the largest of all ranks is taken, so that room for copies is not given to deltas.
+It follows from what its ranks reserve and what it keeps for others. The sizes of the latter are known once
+something of it has arrived. Until then the coordinator's word on the largest of all ranks is taken, so that
+room for copies is not given to deltas.
 
-What is said when memory is too small: with every number, and with what to do about it.
+A refusal has every number, and what to do about it.
 """
 
 from __future__ import annotations

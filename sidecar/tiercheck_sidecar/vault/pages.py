@@ -1,16 +1,14 @@
-"""Memory for slots in huge pages where the kernel gives them: paying for a slot page by page takes longer
-than filling it.
+"""Memory for slots: in huge pages where the kernel gives them, on the device's NUMA node.
 
-tmpfs hands out small pages unless the host is set up otherwise, which a pod cannot do. But a process may ask
-for its own mapping to be collapsed (`MADV_COLLAPSE`, Linux 6.1; see madvise(2) and the kernel's
-admin-guide/mm/transhuge), unless the host says "deny". Measured: a tenth of the time of `fallocate` and
-pre-faulting. Whatever is not given stays in small pages.
+Paying for a slot page by page takes longer than filling it. tmpfs hands out small pages unless the host is
+set up otherwise, which a pod cannot do. But a process may ask for its own mapping to be collapsed
+(`MADV_COLLAPSE`, Linux
+6.1; see madvise(2) and the kernel's admin-guide/mm/transhuge), unless the host says "deny". Measured: a tenth
+of the time of `fallocate` and pre-faulting. Whatever is not given stays in small pages.
 
-A slot's memory belongs on the NUMA node of the device that writes it: else eight devices write through one
-socket.
-
-Memory lies where the thread runs that touches it first, so that thread runs there meanwhile. To say where it
-shall lie (`set_mempolicy`) is forbidden in a restricted pod: container runtimes ask for CAP_SYS_NICE.
+Eight devices would else write through one socket. Memory lies where the thread runs that touches it first, so
+that thread runs there meanwhile. To say where it shall lie (`set_mempolicy`) is forbidden in a restricted
+pod: container runtimes ask for CAP_SYS_NICE.
 """
 
 from __future__ import annotations

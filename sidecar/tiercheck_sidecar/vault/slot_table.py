@@ -1,7 +1,6 @@
-"""A lock that is the only way to what it guards, so that nobody can forget to take it.
+"""The table of slots: which there are, what is in each, which there should be.
 
-The table of slots: which there are, what is in each, which there should be. Whoever has it holds the vault's
-lock.
+`Guarded` makes the lock the only way to the table, so that nobody can forget to take it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One slot: a plain file of fixed size on the memory volume, its memory paid for by the sidecar.
+"""One slot: a plain file of fixed size on the memory volume, paid for by the sidecar.
 
 Never `multiprocessing.shared_memory`, whose segments vanish with their creator. The file is pre-faulted here,
 because first touch is several times slower than reuse and its memory is charged to whoever touches first.
 
-Why the vault could not do what was asked. Each message is a sentence for a person.
+Each error's message says in a sentence why the vault could not do what was asked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads an artifact in own memory again: all of it at once, its chunks on several threads, because training
-waits for a restore; or chunk by chunk.
+"""Reads an artifact in own memory again, to see whether it is what was sealed.
 
+All of it at once, its chunks on several threads, because training waits for a restore; or chunk by chunk.
 When what we send keeps arriving damaged, our own memory is the first suspect.
 """
 

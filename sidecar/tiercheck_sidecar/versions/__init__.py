@@ -1,0 +1,1 @@
+"""Which versions are complete where, and what may be given up."""

@@ -1,13 +1,11 @@
-"""Which part of a tensor a slot holds, and which parts of which slots fill another: what lets a state come
-back on other ranks.
+"""Which part of a tensor a slot holds, and which parts of which slots fill another.
 
-A *box* is a hyperrectangle of a tensor's indices. A rank holds a *piece*: a box, or of a box that its
-replicas hold as well a
-*span*, a range of its elements in row-major order. Every span is a few boxes, each of them contiguous in the
-slot (`Piece.parts`), so all that is left is to cut boxes with boxes.
+So a state can come back on other ranks. A *box* is a hyperrectangle of a tensor's indices. A rank holds a
+*piece*: a box, or, of a box that its replicas hold as well, a *span*: a range of its elements in row-major
+order. Every span is a few boxes, each of them contiguous in the slot (`Piece.parts`), so all that is left is
+to cut boxes with boxes.
 
-How a slot says what its tensors are of the whole: JSON, so that anybody who reads safetensors can read it
-too.
+A slot says what its tensors are of the whole in JSON, so that anybody who reads safetensors can read it too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Where artifacts go: to the sidecar in a cluster, to a folder elsewhere."""

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint's planners over slots."""

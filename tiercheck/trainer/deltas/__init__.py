@@ -1,0 +1,1 @@
+"""What each update consumed, and whether a delta of it is exact."""

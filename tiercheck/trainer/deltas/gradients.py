@@ -1,11 +1,8 @@
-"""A step is replayed from what its optimizer consumed: this notes it, by hooks, without a change to the
-training loop.
+"""Notes by hooks what each update consumed, without a change to the training loop.
 
-Gradients are noted by reference and copied while the next step computes. That is safe as long as their memory
-is not used again; where it is (`zero_grad(set_to_none=False)`, the buckets of DistributedDataParallel), or
-may be, they are copied at once.
-
-Our hooks around the updates of a Checkpointer's optimizers.
+A step is replayed from that. Gradients are noted by reference and copied while the next step computes. That
+is safe as long as their memory is not used again; where it is (`zero_grad(set_to_none=False)`, the buckets of
+DistributedDataParallel), or may be, they are copied at once.
 """
 
 from __future__ import annotations

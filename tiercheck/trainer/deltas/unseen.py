@@ -1,15 +1,10 @@
-"""Finds updates that no hook sees: compiled or captured ones, and optimizers that nobody handed over.
-
-Updates that no hook sees: compiled optimizers, CUDA graphs, an optimizer that the script made anew.
+"""Finds updates that no hook sees: compiled or captured ones, and forgotten optimizers.
 
 Hooks tell when the state is about to change. Where none is called, the bytes tell that it has changed; then
 copies cannot go on beside training, and what cannot be captured at all is told.
 
-Optimizers that a Checkpointer was not given, and that train what it saves: what they keep of it is in no
-version.
-
-One of several that was forgotten, one inside of an object that only looks like an optimizer, one that the
-script made anew.
+An optimizer may be one of several that was forgotten, one inside of an object that only looks like an
+optimizer, or one that the script made anew. What it keeps of what it trains is in no version.
 """
 
 from __future__ import annotations

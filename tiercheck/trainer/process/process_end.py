@@ -1,15 +1,13 @@
-"""How a rank ends: it says why, shows where it stood, and leaves no thread behind that could crash it.
+"""How a rank ends: it says why and where it stood, and leaves no thread that could crash it.
 
-Why a rank ends, in its own words: torchrun ends with 1 whatever happened, and a log must be found before it
-can be read.
+torchrun ends with 1 whatever happened, and a log must be found before it can be read. So an exception that
+nobody caught is told to the sidecar on the way out, with a reason that says whose fault it is, as far as its
+type and text are clear about it.
 
-An exception that nobody caught is told to the sidecar on the way out, with a reason that says whose fault it
-is as far as its type and text are clear about it.
-
-A rank that hangs in a collective cannot say where; the interpreter's own signal handler can, whatever it
+A rank that hangs in a collective cannot say where. The interpreter's own signal handler can, whatever it
 waits in.
 
-The end of a process that used gloo: its threads must be idle before the interpreter goes.
+Threads of gloo must be idle before the interpreter goes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Which parameters a probe clones: few at a time, but in turn, so that none is left out for ever. Nothing
-random.
+"""Clones some parameters of an optimizer, to make an update again as a restore would.
 
-Clones of some parameters of an optimizer, with an optimizer of their own, lying in memory as a restore would
-have them.
+A probe clones few parameters at a time, but in turn, so that none is left out for ever. Nothing is random.
 
 After a restore the gradients of a delta lie in memory of their own, at its beginning, whatever larger memory
 they were views of in training; so does the state. Parameters are filled where the script keeps them. A kernel

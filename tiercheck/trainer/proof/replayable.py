@@ -1,7 +1,7 @@
-"""Whether an optimizer can be replayed exactly: what is known of its class. What it does in this very
-process, `probe.py` looks at.
+"""What is known of an optimizer's class: whether it replays exactly, and what it keeps.
 
-What the class of an optimizer keeps beside its parameters and their state, such as a count of its steps.
+What it does in this very process, `probe.py` looks at. Some classes keep more than parameters and their
+state, such as a count of their steps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What several ranks hold alike: shared, compared and put together again."""

@@ -1,6 +1,6 @@
-"""Which rank this process is, told by torch.distributed if it runs, else by torchrun's environment.
+"""Which rank this process is, and where its shard lies in the whole tensor.
 
-Where a rank's shard lies in the whole tensor, as torch's DTensor tells it.
+torch.distributed tells the rank if it runs, else torchrun's environment; DTensor tells the place.
 """
 
 from __future__ import annotations

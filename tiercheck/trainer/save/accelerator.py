@@ -1,15 +1,13 @@
-"""What copies off a device need of it: a stream beside the one that trains, marks in both, and page-locked
-memory.
+"""Streams, marks and page-locked memory for copies off a device.
 
 The training thread never waits for the device, only its stream does. Of torch's module for the device
 (`torch.cuda`, which is ROCm's too, `torch.xpu`, …), and not of `torch.accelerator`, because a `torch.Event`
 waits by spinning (torch 2.13).
 
-Page-locking for the GPU, and what it must not do: fail unnoticed, or leave its failure to an innocent call.
-
-A registration that fails leaves its error on the thread, and torch reports it at the next kernel that it
-starts, as if that had failed (vllm-project/vllm#51081). Very large ones always fail, and each holds a lock of
-the driver, so it is done in pieces.
+Page-locking must not fail unnoticed, nor leave its failure to an innocent call. A registration that fails
+leaves its error on the thread, and torch reports it at the next kernel that it starts, as if that had failed
+(vllm-project/vllm#51081). Very large ones always fail, and each holds a lock of the driver, so it is done in
+pieces.
 """
 
 from __future__ import annotations

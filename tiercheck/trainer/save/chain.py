@@ -1,12 +1,10 @@
-"""Decides which deltas are worth taking: there is time for every one, and a snapshot leads to them.
-
-Whether there is time for deltas: one of every step, or none, because a chain with a gap leads nowhere.
+"""Decides which deltas are worth taking: there is time for all, and a snapshot leads to them.
 
 The bytes of deltas decide how often snapshots are taken, and whether memory holds them. Their time decides
-whether they are taken at all: training waits for the copy of one step before it makes the next, so deltas
-that take as long as steps do would slow it down.
+whether they are taken at all: training waits for the copy of one step before it makes the next. Deltas that
+take as long as steps do would slow it down, so all are taken or none: a chain with a gap leads nowhere.
 
-A delta is worth its slot only if a snapshot leads to it: after a gap, none is taken until there is a new one.
+After a gap, none is taken until there is a new snapshot.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What is needed to write an artifact into a slot, whatever its kind; and the layouts that are known.
+"""What is needed to write an artifact into a slot, whatever its kind.
 
-A snapshot's layout rarely changes from one to the next, and slots must be made before they are needed: this
-remembers it.
-
-What is needed to write artifacts into slots, whatever their kind.
+A snapshot's layout rarely changes from one to the next, and slots must be made before they are needed. So
+known layouts are remembered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a tensor's bytes are: of one that is sharded, quantised or otherwise wrapped, the plain tensors that
-it consists of.
+"""The plain tensors that a tensor consists of, and the names of their dtypes in a slot.
 
-A slot is a safetensors file, so every dtype needs the name that this format gives it.
+A tensor may be sharded, quantised or otherwise wrapped. A slot is a safetensors file, so every dtype needs
+the name that this format gives it.
 """
 
 from __future__ import annotations

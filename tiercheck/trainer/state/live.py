@@ -1,13 +1,10 @@
-"""What a state_dict shows must be the state itself: what it only copies could be saved, and would never come
-back.
+"""Checks that what a state_dict shows is the state itself, under the names that it keeps.
 
 FSDP1, quantised modules and hooks that rename, merge or clone give tensors of their own making. A restore
 writes into those, and the model keeps what its script began with.
 
-What is wrapped around a model is no part of its state: the same names with and without it, so that a run may
-change it.
-
-DistributedDataParallel and torch.compile put a word of theirs before every name.
+DistributedDataParallel and torch.compile put a word of theirs before every name. It is no part of the state,
+so a run may be wrapped otherwise than the one before.
 """
 
 from __future__ import annotations

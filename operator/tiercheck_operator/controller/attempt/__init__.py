@@ -1,0 +1,1 @@
+"""An attempt: begun, restored, released, and told to every sidecar."""

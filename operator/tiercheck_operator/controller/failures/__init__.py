@@ -1,0 +1,1 @@
+"""What failed, whose fault it is, and what follows from it."""

@@ -1,0 +1,1 @@
+"""Before the first attempt and after the last: prerequisites, suspension, the end."""

@@ -1,0 +1,1 @@
+"""Who belongs to the job: workers, spares, the suspected, the lost and those that leave."""

@@ -1,12 +1,7 @@
-"""Holds the Lease, or waits for it, in a thread of its own: a busy event loop must not cost us the lead.
+"""Holds the Lease, or waits for it, in a thread of its own.
 
-The Lease object: what is read from it and written to it.
-
-Holds the Lease, or waits for it, in a thread of its own: a busy event loop must not cost us the lead, and a
-stuck one must.
-
-`leads` may be asked from any thread, right before anything is written: it is a fence by time, and needs no
-message to arrive.
+So a busy event loop does not cost us the lead, and a stuck one does. `leads` may be asked from any thread,
+right before anything is written: it is a fence by time, and needs no message to arrive.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A parity group as the planner sees it: whose artifacts are coded together, and who keeps the blocks.
-
-Forms parity groups: members dealt like cards, holders matched to what is left of the domains.
+"""Forms parity groups: members dealt like cards, holders matched to what is left.
 
 Workers sorted by domain, widest level first, are dealt to as many hands as there are groups. A domain is a
 run of that order at every level, and a run of c cards gives no hand more than c / hands of them, rounded up:

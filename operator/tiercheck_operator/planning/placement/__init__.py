@@ -1,0 +1,1 @@
+"""Plans copies: which workers keep those of which others."""

@@ -1,10 +1,7 @@
-"""Builds one complete placement: what can stay stays, then groups, then level by level for the rest.
+"""Builds one complete placement: what can stay stays, then groups, then level by level.
 
-Says in a sentence why a spread cannot be had: which domain is too full, or what is not known.
-
-Keeps what is still right of the last placement, because every copy that moves must be sent anew.
-
-Builds one complete placement: groups at the wanted level, then level by level for those it could not take.
+What is still right of the last placement is kept, because every copy that moves must be sent anew. Where a
+spread cannot be had, a sentence names the domain that is too full, or what is not known.
 """
 
 from __future__ import annotations

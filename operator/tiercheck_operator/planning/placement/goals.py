@@ -1,17 +1,11 @@
-"""What a placement is judged by: what it survives, where it falls short, and what matters most.
-
-The order of what matters in a placement, as one comparison. Smaller is better; each goal only breaks ties
-above it.
-
-What a placement survives, computed from the placement itself and not from how it was made.
+"""What a placement is judged by: what it survives, where it falls short, what matters most.
 
 A domain can vanish without loss if every worker inside it has a copy outside it. Nothing is claimed for a
 level at which some node's domain is unknown, for it might be in any.
 
-What a placement falls short of, as numbers that can be compared, and only what is worth moving copies for.
-
-Fewer fatal sets and shorter ways decide between placements when copies must be made anyway (`goals`). In the
-life of a job they are no reason: every copy that moves is sent over the network that training uses.
+Smaller goals are better, and each only breaks ties above it. Fewer fatal sets and shorter ways decide between
+placements when copies must be made anyway. In the life of a job they are no reason: every copy that moves is
+sent over the network that training uses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What placement works on: the workers and their failure domains as dense numbers, fast enough for ten
-thousand.
+"""The workers and their failure domains as dense numbers, fast enough for ten thousand.
 
-A placement under construction: scratch, thrown away once the best one is chosen.
+`PlacementDraft` is a placement under construction: scratch, thrown away once the best one is chosen.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""Where a lost worker goes: which spare takes its place, and which nodes are to be avoided.
+"""Where a lost worker goes: which spare takes its place, and which nodes are avoided.
 
-Which spare takes a lost worker's place, so that the job stays as evenly spread as it can be.
-
-A domain with more than half of the workers cannot be matched by holders outside of it, so the spare in the
+A domain with more than half of the workers cannot be matched by holders outside of it. So the spare in the
 least crowded domain is the one that costs least tolerance.
 
-Nodes that some job had reason to leave, for all jobs of this operator: new pods would rather go elsewhere for
-a while.
-
-Kubernetes may believe in such a node for minutes, or for good if it only flaps. So it is shunned longer each
-time. It is a preference, never a ban: where nothing else has room, the node is used. A restarted operator has
-forgotten it, which costs little.
+Kubernetes may believe in a bad node for minutes, or for good if it only flaps. So all jobs of this operator
+avoid it, longer each time. It is a preference, never a ban: where nothing else has room, the node is used. A
+restarted operator has forgotten it, which costs little.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Plans a recovery: which version, and from where for each rank."""

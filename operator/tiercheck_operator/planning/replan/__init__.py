@@ -1,0 +1,1 @@
+"""Plans which copies move while a job trains, and in which order."""

@@ -1,0 +1,1 @@
+"""Plays jobs' lives with the planner's own decisions."""

@@ -1,11 +1,8 @@
-"""Plays a job's life for days, many times over, with the planner's own decisions: how much of the time is
-training.
+"""Plays a job's life for days, many times over, with the planner's own decisions.
 
-Failures of each kind arrive independently (Poisson); what a failure costs is what `place` and
-`decide_recovery` make of it. A replacement is taken to stand where the lost worker stood. Chance is the
-caller's, so the same seed gives the same lives.
-
-The published formulas that the simulation is checked against.
+It tells how much of the time is training. Failures of each kind arrive independently (Poisson); what a
+failure costs is what `place` and `decide_recovery` make of it. A replacement is taken to stand where the lost
+worker stood. Chance is the caller's, so the same seed gives the same lives. Published formulas check it.
 """
 
 from __future__ import annotations
