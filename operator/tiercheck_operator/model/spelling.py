@@ -36,6 +36,7 @@ ALWAYS = object()
 """Of a field that is written at its default too."""
 OURS = object()
 """Of a field that the object does not have."""
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 class _Field(NamedTuple):
@@ -70,6 +71,8 @@ def read_as(kind: type[T], raw: Mapping[str, Any], *, lenient: bool = False) -> 
 
 def spell(value: Any) -> Any:
     """The object of a dataclass; lists and objects of what holds some. Without None and empty objects."""
+    if type(value) in _PLAIN:  # most are, and to ask whether one is a Mapping takes far longer
+        return value
     if isinstance(value, Mapping):
         return {name: spell(inner) for name, inner in value.items()}
     if isinstance(value, tuple):
