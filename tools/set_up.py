@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 
 NEEDS = {
-    "demo": "what `make demo` needs, about 1.3 GB, most of it torch",
+    "demo": "what `make demo` needs, about 1.5 GB, most of it torch",
     "dev": "what tests and benchmarks need, about 2.4 GB, with the training frameworks",
 }
 EVERY = 5.0
@@ -29,11 +29,14 @@ def install(python: Path, *arguments: str) -> None:
         assert pip.stdout is not None
         for line in pip.stdout:
             last.append(line)
-            packages += line.startswith(("Collecting ", "Requirement already satisfied: "))
-            doing = "installing" if line.startswith("Installing collected packages") else ""
-            if doing or time.monotonic() - said > EVERY:
-                said = time.monotonic()
-                print(f"  {packages} packages found; {doing or line.strip()[:90]}", flush=True)
+            verb, _, rest = line.strip().partition(" ")
+            if verb == "Installing":
+                print(f"  {packages} packages found; installing", flush=True)
+            elif verb == "Collecting":
+                packages += 1
+                if time.monotonic() - said > EVERY:
+                    said = time.monotonic()
+                    print(f"  {packages} packages found; looking for {rest.partition(' (')[0]}", flush=True)
     if pip.returncode:
         sys.exit(f"pip failed. Its last lines:\n{''.join(last)}")
 
