@@ -30,7 +30,7 @@ def install(python: Path, *arguments: str) -> None:
         for line in pip.stdout:
             last.append(line)
             verb, _, rest = line.strip().partition(" ")
-            if verb == "Installing":
+            if line.startswith("Installing collected packages"):
                 print(f"  {packages} packages found; installing", flush=True)
             elif verb == "Collecting":
                 packages += 1
