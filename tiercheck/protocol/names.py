@@ -22,7 +22,6 @@ LABEL_INCARNATION = "tiercheck.io/incarnation"
 """On pods: how many pods this worker has had before, so that a replacement never waits for the old pod's
 name."""
 
-POLICY_KIND = "TierCheckPolicy"
 POLICY_PLURAL = "tiercheckpolicies"
 LABEL_INJECT = "tiercheck.io/inject"
 """On pod templates of other controllers: the TierCheckPolicy by which their pods are to be attached."""

@@ -15,7 +15,6 @@ from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_operator.planning.topology import Topology
 
 TIERS = ("local", "peer", "remote")
-_RESTARTS_SHOWN = 8
 
 
 @dataclass(frozen=True)

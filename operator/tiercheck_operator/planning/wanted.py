@@ -13,8 +13,6 @@ from tiercheck_operator.planning.quantity import parse_quantity
 from tiercheck_operator.planning.topology import Level, levels_from_spec, spread_level
 
 SIZE_LIMIT = "8Gi"
-SNAPSHOT_WITHOUT_DELTAS = 50
-"""Steps between snapshots where neither the user nor the sizes say."""
 REMOTE_EVERY = 500
 
 
