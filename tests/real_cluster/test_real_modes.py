@@ -49,6 +49,7 @@ def begin(stage: Stage, losses: LossReader) -> Iterator[Begin]:
 def test_spare_takes_over(stage: Stage, begin: Begin, report: Report) -> None:
     training = begin(TRAINING, job("spared", workers=2, spares=1))
     training.wait_until_protected()
+    training.wait(lambda: training.condition("SparesReady").get("status") == "True", "the spare to be ready")
     name = training.pod(1)["metadata"]["name"]
     Play(training, report).recover(
         "pod deleted, a spare waits",
