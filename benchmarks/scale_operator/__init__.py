@@ -1,0 +1,1 @@
+"""What many workers, and many jobs, cost the operator: pushes, listening, memory."""

@@ -1,0 +1,199 @@
+"""Sidecars of one job that are simulated: the real protocol over TLS on loopback, and nothing behind it.
+
+`python -m benchmarks.scale_operator.crowd FOLDER NETWORK JOB_UID WORKERS RANKS`: a process of its own, so that
+what it costs is not counted. Each worker has an address of its own. It says "listening" when it does, answers
+"cpu" with its processor seconds, and ends with its standard input.
+
+A sidecar trains as soon as it is released: a step each second, which is no news. What it holds is what a
+worker of that many ranks holds after a while: three snapshots and eight deltas of its own ranks, two and
+eight of a neighbour's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import sys
+import time
+import urllib.parse
+import zlib
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from pathlib import Path
+
+import msgspec
+
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Phase, Tier
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.report import (
+    Holding,
+    MemoryReport,
+    RemoteReport,
+    Report,
+    RestoreReport,
+    RestoreState,
+    TrainerReport,
+    TrainerState,
+    Watermarks,
+)
+from tiercheck.protocol.version import Kind, Version
+
+SAVED = Version(24, 1)
+"""The newest version of which everybody has a snapshot."""
+_CADENCE, _CHAIN = 3, 8
+
+
+class _Followed(msgspec.Struct):
+    """Of a directive, what a simulated sidecar does anything with."""
+
+    attempt: int
+    revision: str
+    phase: Phase
+    number: int = 0
+
+
+def address(network: str, worker: int) -> str:
+    """Of the pod of `worker`, somewhere in 127.0.0.0/8."""
+    return f"{network}.{worker >> 8}.{worker & 255}"
+
+
+def pod_uid(worker: int) -> str:
+    return f"00000000-0000-4000-8000-{worker:012d}"
+
+
+def holdings(worker: int, workers: int, ranks: int) -> tuple[Holding, ...]:
+    """What a worker holds: its own ranks, and those of the one before; of the first worker, those of a worker
+    after the last one, who was lost."""
+    found = []
+    for tier, whose, snapshots in ((Tier.LOCAL, worker, 3), (Tier.PEER, worker - 1 if worker else workers, 2)):
+        for rank in range(whose * ranks, (whose + 1) * ranks):
+            steps = [SAVED.step - number * _CADENCE for number in range(snapshots)]
+            found += [Holding(rank, Version(step, 1), tier, 13 << 30) for step in steps]
+            deltas = range(SAVED.step + 2 - _CHAIN, SAVED.step + 2)
+            found += [Holding(rank, Version(step, 1), tier, 4 << 30, Kind.DELTA) for step in deltas]
+    return tuple(found)
+
+
+@dataclass
+class SimulatedSidecar:
+    """One worker's."""
+
+    job_uid: str
+    worker: int
+    workers: int
+    ranks: int
+    followed: _Followed | None = None
+    serial: int = 1
+    began: float = 0.0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _held: bytes = b""
+
+    def obey(self, body: bytes) -> None:
+        """Follow a directive: at once and without doubt."""
+        wanted = msgspec.json.Decoder(_Followed).decode(body)
+        if wanted.phase is Phase.RELEASE and not self.began:
+            self.began = time.time()
+        self.followed, self.serial = wanted, self.serial + 1
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def report(self, with_holdings: bool) -> bytes:
+        """JSON, as a sidecar writes it. What it holds is written once: it is the same each time."""
+        if not self._held:
+            held = holdings(self.worker, self.workers, self.ranks)
+            self._held = zlib.compress(to_json(held), 1)
+        followed = self.followed
+        trainer = TrainerReport(TrainerState.WAITING)
+        if self.began:
+            steps = int(time.time() - self.began) + 1
+            trainer = TrainerReport(
+                TrainerState.RUNNING, started_at=self.began, first_step_at=self.began, step=steps, step_seconds=1.0
+            )
+        restored = None if followed is None or followed.attempt == 1 else SAVED
+        state = RestoreState.IDLE if followed is None else RestoreState.READY
+        report = Report(
+            job_uid=self.job_uid, worker=self.worker, pod_uid=pod_uid(self.worker), instance="i", serial=self.serial,
+            attempt=followed.attempt if followed else 0, revision=followed.revision if followed else "",
+            phase=followed.phase if followed else None, restore=RestoreReport(state, restored), trainer=trainer,
+            holdings=(), remote=RemoteReport(False, None), watermarks=Watermarks(SAVED, SAVED, None, SAVED),
+            memory=MemoryReport(1 << 40, 0, 0), snapshot_every=_CADENCE, followed=followed.number if followed else 0,
+        )  # fmt: skip
+        text = to_json(report)
+        if not (with_holdings and self.began):
+            return text
+        return text.replace(b'"holdings":[]', b'"holdings":' + zlib.decompress(self._held), 1)
+
+
+class _Connection(asyncio.Protocol):
+    """One call after the other, as HTTP/1.1 has them."""
+
+    def __init__(self, sidecar: SimulatedSidecar) -> None:
+        self._sidecar, self._heard = sidecar, bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._waiting: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += data
+        head, end, rest = self._heard.partition(b"\r\n\r\n")
+        if not end:
+            return
+        method, target, *_ = head.split(b" ", 2)
+        length = next(
+            (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+        )
+        if len(rest) < length:
+            return
+        self._heard = rest[length:]
+        query = dict(urllib.parse.parse_qsl(target.partition(b"?")[2].decode()))
+        if method == b"PUT":
+            self._sidecar.obey(bytes(rest[:length]))
+            self._answer(query)
+        else:
+            self._waiting = asyncio.create_task(self._when_news(query))
+
+    async def _when_news(self, query: dict[str, str]) -> None:
+        sidecar, wait = self._sidecar, float(query["wait"])
+        if wait and int(query["after"]) >= sidecar.serial:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await sidecar.changed.wait()
+        self._answer(query)
+
+    def _answer(self, query: dict[str, str]) -> None:
+        if self._transport is None:
+            return
+        body = self._sidecar.report(with_holdings=query.get("holdings") != "no")
+        date = formatdate(usegmt=True)
+        head = f"HTTP/1.1 200 OK\r\nDate: {date}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        self._transport.write(f"{head}\r\n\r\n".encode() + body)
+
+
+async def _serve(folder: Path, network: str, job_uid: str, workers: int, ranks: int) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    loop = asyncio.get_running_loop()
+    for worker in range(workers):
+        sidecar = SimulatedSidecar(job_uid, worker, workers, ranks)
+        await loop.create_server(
+            lambda sidecar=sidecar: _Connection(sidecar), address(network, worker), names.CONTROL_PORT, ssl=tls
+        )
+    print("listening", flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(time.process_time(), flush=True)
+
+
+if __name__ == "__main__":
+    where, net, uid, count, each = sys.argv[1:]
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(Path(where), net, uid, int(count), int(each)))
