@@ -13,14 +13,14 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import aiohttp
+import msgspec
 from msgspec.json import Decoder
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Directive
-from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.directive import Directive, Restore, SourceTable
 from tiercheck.protocol.names import endpoint, join_address
 from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Report
@@ -77,6 +77,7 @@ class JobSidecars:
             auto_decompress=False,
         )
         self._skew = ClockSkew()
+        self._directives = DirectiveEncoder()
         self._hosts: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, asyncio.Event] = {}
@@ -114,7 +115,7 @@ class JobSidecars:
         self._heard(
             uid,
             await self._request(
-                "PUT", host, "/v1/directive", body=to_json(directive), query={}, seconds=self._call
+                "PUT", host, "/v1/directive", body=self._directives.encode(directive), query={}, seconds=self._call
             ),
         )
 
@@ -246,6 +247,28 @@ class JobSidecars:
         elif known.host is not sign:
             self._reports[uid] = replace(known, host=sign)
             self._wake()
+
+
+class DirectiveEncoder:
+    """Writes directives; a table of sources that many of them share is written once."""
+
+    def __init__(self) -> None:
+        self._table: SourceTable | None = None
+        self._written = msgspec.Raw(b"null")
+
+    def encode(self, directive: Directive) -> bytes:
+        """JSON, as `to_json` writes it."""
+        restore = directive.restore
+        if restore is None or restore.table is None:
+            return msgspec.json.encode(directive)
+        if restore.table is not self._table:
+            self._table, self._written = restore.table, msgspec.Raw(msgspec.json.encode(restore.table))
+        told = {**_fields(restore), "table": self._written}
+        return msgspec.json.encode({**_fields(directive), "restore": told})
+
+
+def _fields(message: Directive | Restore) -> dict[str, object]:
+    return {field.name: getattr(message, field.name) for field in fields(message)}
 
 
 def read_report(text: bytes) -> Report:
