@@ -118,7 +118,8 @@ class SimulatedSidecar:
             attempt=followed.attempt if followed else 0, revision=followed.revision if followed else "",
             phase=followed.phase if followed else None, restore=RestoreReport(state, restored), trainer=trainer,
             holdings=(), remote=RemoteReport(False, None), watermarks=Watermarks(SAVED, SAVED, None, SAVED),
-            memory=MemoryReport(1 << 40, 0, 0), snapshot_every=_CADENCE, reads_tables=True, followed=followed.number if followed else 0,
+            memory=MemoryReport(1 << 40, 0, 0), snapshot_every=_CADENCE, reads_tables=True, tells_holdings=with_holdings,
+            followed=followed.number if followed else 0,
         )  # fmt: skip
         text = to_json(report)
         if not (with_holdings and self.began):

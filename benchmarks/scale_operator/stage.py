@@ -13,20 +13,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.reconcile import BenchJob, Server, ground
 from benchmarks.scale import ROOT
 from benchmarks.scale_operator.crowd import address, pod_uid
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.reconciler import Surroundings
+from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.manifests.owned import Credentials, build_secret
 from tiercheck_operator.metrics import Metrics
-from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.observed import Observation, Patience
 from tiercheck_operator.model.parsing import parse_job, parse_pod
+from tiercheck_operator.model.status import Recovery
 from tiercheck_operator.sidecars import JobSidecars
 
+_PATIENCE = Patience(accused=600, suspect=600, silent=600, isolated=600)
+"""On a busy machine nobody is to be taken for lost."""
 RANKS = 8
 """Of each worker."""
 
@@ -73,10 +77,8 @@ class CrowdedJob(BenchJob):
         raw["spec"]["procsPerWorker"] = RANKS
         nodes = ground(workers)
         self.around = Surroundings(
-            lambda *_: list(self.pods.values()), lambda: nodes, server, Config(), Metrics()  # type: ignore[arg-type]
+            lambda *_: list(self.pods.values()), lambda: nodes, cast(Kube, server), Config(patience=_PATIENCE), Metrics()
         )
-        from tiercheck_operator.controller.reconciler import JobLoop
-
         self.loop = JobLoop(raw, self.around)
         self.credentials: Credentials = issue(self.loop.uid)
         secret = build_secret(parse_job(raw), self.credentials)
@@ -98,9 +100,10 @@ class CrowdedJob(BenchJob):
         assert found is not None
         return found
 
-    def observe(self) -> Observation:
-        """What the next look would see."""
-        return self.loop._observe(parse_job(self.object))
+    def observe(self, recovery: Recovery) -> Observation:
+        """What the next look would see, in a recovery."""
+        job = parse_job(self.object)
+        return self.loop._observe(replace(job, status=replace(job.status, recovery=recovery)))
 
     async def running(self, seconds: float = 300.0) -> None:
         """Start the loop, and wait until the job trains."""
