@@ -18,6 +18,7 @@ from typing import Any, cast
 from benchmarks.reconcile import BenchJob, Server, ground
 from benchmarks.scale import ROOT
 from benchmarks.scale_operator.crowd import address, pod_uid
+from tiercheck_operator.app import collect_garbage_seldom
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import Kube
@@ -127,6 +128,7 @@ class CrowdedJob(BenchJob):
 @contextmanager
 def crowded_job(workers: int) -> Iterator[tuple[CrowdedJob, Crowd]]:
     """A job whose sidecars listen, and that has not begun."""
+    collect_garbage_seldom()
     network = f"127.{130 + os.getpid() % 100}"
     job = CrowdedJob(workers, Server(), network)
     with tempfile.TemporaryDirectory() as name:

@@ -133,7 +133,7 @@ class TrainerReport:
     """How the health check of this attempt failed, as a clause; empty: it passed, or there is none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Holding:
     """One verified artifact in this sidecar's memory. `tier` is local for own ranks, peer for copies of
     others."""
