@@ -1,8 +1,8 @@
 """Sidecars of one job that are simulated: the real protocol over TLS on loopback, and nothing behind it.
 
-`python -m benchmarks.scale_operator.crowd FOLDER NETWORK JOB_UID WORKERS RANKS`: a process of its own, so that
-what it costs is not counted. Each worker has an address of its own. It says "listening" when it does, answers
-"cpu" with its processor seconds, and ends with its standard input.
+`python -m benchmarks.scale_operator.crowd`: a process of its own, so that what it costs is not counted. Each
+line of its standard input names one more sidecar (`Wanted`), at an address of its own, or is empty. It answers
+with the processor seconds that it has used, and ends with its input.
 
 A sidecar trains as soon as it is released: a step each second, which is no news. What it holds is what a
 worker of that many ranks holds after a while: three snapshots and eight deltas of its own ranks, two and
@@ -18,8 +18,9 @@ import sys
 import time
 import urllib.parse
 import zlib
-from dataclasses import dataclass, field
+from asyncio import sslproto
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,8 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.version import Kind, Version
 
+sslproto.SSLProtocol.max_size = 32 * 1024  # of memory for each connection, instead of 256 KiB
+
 SAVED = Version(24, 1)
 """The newest version of which everybody has a snapshot."""
 _CADENCE, _CHAIN = 3, 8
@@ -52,15 +55,6 @@ class _Followed(msgspec.Struct):
     revision: str
     phase: Phase
     number: int = 0
-
-
-def address(network: str, worker: int) -> str:
-    """Of the pod of `worker`, somewhere in 127.0.0.0/8."""
-    return f"{network}.{worker >> 8}.{worker & 255}"
-
-
-def pod_uid(worker: int) -> str:
-    return f"00000000-0000-4000-8000-{worker:012d}"
 
 
 def holdings(worker: int, workers: int, ranks: int) -> tuple[Holding, ...]:
@@ -76,53 +70,62 @@ def holdings(worker: int, workers: int, ranks: int) -> tuple[Holding, ...]:
     return tuple(found)
 
 
-@dataclass
-class SimulatedSidecar:
-    """One worker's."""
+class Wanted(msgspec.Struct):
+    """A sidecar that is to listen: one line of standard input, as JSON."""
 
+    host: str
+    folder: str
+    """With tls.crt and tls.key."""
     job_uid: str
+    pod_uid: str
     worker: int
     workers: int
     ranks: int
-    followed: _Followed | None = None
-    serial: int = 1
-    began: float = 0.0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _held: bytes = b""
+
+
+class SimulatedSidecar:
+    """One worker's."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._is = wanted
+        self._followed: _Followed | None = None
+        self._began = 0.0
+        self._held = b""
+        self.serial = 1
+        self.changed = asyncio.Event()
 
     def obey(self, body: bytes) -> None:
         """Follow a directive: at once and without doubt."""
         wanted = msgspec.json.Decoder(_Followed).decode(body)
-        if wanted.phase is Phase.RELEASE and not self.began:
-            self.began = time.time()
-        self.followed, self.serial = wanted, self.serial + 1
+        if wanted.phase is Phase.RELEASE and not self._began:
+            self._began = time.time()
+        self._followed, self.serial = wanted, self.serial + 1
         self.changed.set()
         self.changed = asyncio.Event()
 
     def report(self, with_holdings: bool) -> bytes:
         """JSON, as a sidecar writes it. What it holds is written once: it is the same each time."""
+        me = self._is
         if not self._held:
-            held = holdings(self.worker, self.workers, self.ranks)
-            self._held = zlib.compress(to_json(held), 1)
-        followed = self.followed
+            self._held = zlib.compress(to_json(holdings(me.worker, me.workers, me.ranks)), 1)
+        followed = self._followed or _Followed(0, "", Phase.HOLD)
         trainer = TrainerReport(TrainerState.WAITING)
-        if self.began:
-            steps = int(time.time() - self.began) + 1
+        if self._began:
+            steps = int(time.time() - self._began) + 1
             trainer = TrainerReport(
-                TrainerState.RUNNING, started_at=self.began, first_step_at=self.began, step=steps, step_seconds=1.0
+                TrainerState.RUNNING, started_at=self._began, first_step_at=self._began, step=steps, step_seconds=1.0
             )
-        restored = None if followed is None or followed.attempt == 1 else SAVED
-        state = RestoreState.IDLE if followed is None else RestoreState.READY
+        restored = SAVED if followed.attempt > 1 else None
+        state = RestoreState.READY if self._followed else RestoreState.IDLE
         report = Report(
-            job_uid=self.job_uid, worker=self.worker, pod_uid=pod_uid(self.worker), instance="i", serial=self.serial,
-            attempt=followed.attempt if followed else 0, revision=followed.revision if followed else "",
-            phase=followed.phase if followed else None, restore=RestoreReport(state, restored), trainer=trainer,
-            holdings=(), remote=RemoteReport(False, None), watermarks=Watermarks(SAVED, SAVED, None, SAVED),
-            memory=MemoryReport(1 << 40, 0, 0), snapshot_every=_CADENCE, reads_tables=True, tells_holdings=with_holdings,
-            followed=followed.number if followed else 0,
+            job_uid=me.job_uid, worker=me.worker, pod_uid=me.pod_uid, instance="i", serial=self.serial,
+            attempt=followed.attempt, revision=followed.revision, phase=followed.phase if self._followed else None,
+            restore=RestoreReport(state, restored), trainer=trainer, holdings=(), remote=RemoteReport(False, None),
+            watermarks=Watermarks(SAVED, SAVED, None, SAVED), memory=MemoryReport(1 << 40, 0, 0),
+            snapshot_every=_CADENCE, reads_tables=True, tells_holdings=with_holdings, followed=followed.number,
         )  # fmt: skip
         text = to_json(report)
-        if not (with_holdings and self.began):
+        if not (with_holdings and self._began):
             return text
         return text.replace(b'"holdings":[]', b'"holdings":' + zlib.decompress(self._held), 1)
 
@@ -180,21 +183,25 @@ class _Connection(asyncio.Protocol):
         self._transport.write(f"{head}\r\n\r\n".encode() + body)
 
 
-async def _serve(folder: Path, network: str, job_uid: str, workers: int, ranks: int) -> None:
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(folder / "tls.crt", folder / "tls.key")
-    loop = asyncio.get_running_loop()
-    for worker in range(workers):
-        sidecar = SimulatedSidecar(job_uid, worker, workers, ranks)
-        await loop.create_server(
-            lambda sidecar=sidecar: _Connection(sidecar), address(network, worker), names.CONTROL_PORT, ssl=tls
-        )
-    print("listening", flush=True)
-    while await asyncio.to_thread(sys.stdin.readline):
+async def _serve() -> None:
+    contexts: dict[str, ssl.SSLContext] = {}
+    loop, read = asyncio.get_running_loop(), msgspec.json.Decoder(Wanted)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        if line.strip():
+            wanted = read.decode(line)
+            if wanted.folder not in contexts:
+                contexts[wanted.folder] = _context(Path(wanted.folder))
+            sidecar, tls = SimulatedSidecar(wanted), contexts[wanted.folder]
+            await loop.create_server(partial(_Connection, sidecar), wanted.host, names.CONTROL_PORT, ssl=tls)
         print(time.process_time(), flush=True)
 
 
+def _context(folder: Path) -> ssl.SSLContext:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    return tls
+
+
 if __name__ == "__main__":
-    where, net, uid, count, each = sys.argv[1:]
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(Path(where), net, uid, int(count), int(each)))
+        asyncio.run(_serve())

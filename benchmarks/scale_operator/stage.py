@@ -4,7 +4,6 @@ TLS; the API server lives in this process."""
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,9 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from benchmarks.reconcile import BenchJob, Server, ground
 from benchmarks.scale import ROOT
-from benchmarks.scale_operator.crowd import address, pod_uid
+from benchmarks.scale_operator.crowd import Wanted
+from tiercheck_local.addresses import Octet
 from tiercheck_operator.app import collect_garbage_seldom
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
@@ -37,43 +39,48 @@ RANKS = 8
 
 
 class Crowd:
-    """All simulated sidecars of a job, in one process."""
+    """Simulated sidecars, of any jobs, in one process; each at an address of its own."""
 
-    def __init__(self, folder: Path, network: str, job_uid: str, workers: int) -> None:
+    def __init__(self) -> None:
+        self._octet, self._members = Octet(), 0
         command = [sys.executable, "-m", "benchmarks.scale_operator.crowd"]
         self._process = subprocess.Popen(
-            [*command, str(folder), network, job_uid, str(workers), str(RANKS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
-        self._said()
+
+    def add(self, folder: Path, job_uid: str, pod_uid: str, worker: int, workers: int) -> str:
+        """One more sidecar, with the certificate in `folder`; its address."""
+        host = f"127.{self._octet.value}.{128 + (self._members >> 8)}.{self._members & 255}"
+        self._members += 1
+        wanted = Wanted(host, str(folder), job_uid, pod_uid, worker, workers, RANKS)
+        self._say(msgspec.json.encode(wanted).decode())
+        return host
 
     def cpu(self) -> float:
-        """Processor seconds that it has used."""
-        assert self._process.stdin is not None
-        print(file=self._process.stdin, flush=True)
-        return float(self._said())
+        """Processor seconds that they have used together."""
+        return self._say("")
 
     def end(self) -> None:
-        """Its standard input ends, and so does it."""
+        """Their standard input ends, and so do they."""
         self._process.communicate(timeout=60)
+        self._octet.release()
 
-    def _said(self) -> str:
-        assert self._process.stdout is not None
+    def _say(self, text: str) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(text, file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the simulated sidecars ended with {self._process.wait()}")
-        return line
+        return float(line)
 
 
 class CrowdedJob(BenchJob):
     """A `BenchJob` in real time, whose sidecars are called over TLS."""
 
-    def __init__(self, workers: int, server: Server, network: str) -> None:
+    def __init__(self, workers: int, server: Server) -> None:
         super().__init__("job", workers, server, ground(workers), Metrics())
-        self._network = network
+        self.hosts: list[str] = []
+        """By worker."""
         raw = self.object
         raw["spec"]["procsPerWorker"] = RANKS
         nodes = ground(workers)
@@ -91,7 +98,7 @@ class CrowdedJob(BenchJob):
         pod = parse_pod(raw)
         assert pod is not None
         made = self.pods[pod.name]
-        self.pods[pod.name] = replace(made, uid=pod_uid(pod.worker), ip=address(self._network, pod.worker))
+        self.pods[pod.name] = replace(made, uid=_pod_uid(pod.worker), ip=self.hosts[pod.worker])
         self.loop.wake()
 
     @property
@@ -129,17 +136,26 @@ class CrowdedJob(BenchJob):
 def crowded_job(workers: int) -> Iterator[tuple[CrowdedJob, Crowd]]:
     """A job whose sidecars listen, and that has not begun."""
     collect_garbage_seldom()
-    network = f"127.{130 + os.getpid() % 100}"
-    job = CrowdedJob(workers, Server(), network)
+    job, crowd = CrowdedJob(workers, Server()), Crowd()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "tls.crt").write_bytes(job.credentials.certificate)
-        (folder / "tls.key").write_bytes(job.credentials.key)
-        crowd = Crowd(folder, network, job.loop.uid, workers)
         try:
+            write_certificate(folder, job.credentials)
+            for worker in range(workers):
+                job.hosts.append(crowd.add(folder, job.loop.uid, _pod_uid(worker), worker, workers))
             yield job, crowd
         finally:
             crowd.end()
+
+
+def write_certificate(folder: Path, credentials: Credentials) -> None:
+    """Of a job, for its simulated sidecars."""
+    (folder / "tls.crt").write_bytes(credentials.certificate)
+    (folder / "tls.key").write_bytes(credentials.key)
+
+
+def _pod_uid(worker: int) -> str:
+    return f"00000000-0000-4000-8000-{worker:012d}"
 
 
 class Stopwatch:
