@@ -1,8 +1,8 @@
 """Sidecars of one job that are simulated: the real protocol over TLS on loopback, and nothing behind it.
 
-`python -m benchmarks.scale_operator.crowd`: a process of its own, so that what it costs is not counted. Each
-line of its standard input names one more sidecar (`Wanted`), at an address of its own, or is empty. It answers
-with the processor seconds that it has used, and ends with its input.
+They have a process of their own, so that what they cost is not counted. Each line of its standard input
+names one more sidecar (`Wanted`), at an address of its own, or is empty. It answers with the processor
+seconds that it has used, and ends with its input.
 
 A sidecar trains as soon as it is released: a step each second, which is no news. What it holds is what a
 worker of that many ranks holds after a while: three snapshots and eight deltas of its own ranks, two and
@@ -41,7 +41,7 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.version import Kind, Version
 
-sslproto.SSLProtocol.max_size = 32 * 1024  # of memory for each connection, instead of 256 KiB
+sslproto.SSLProtocol.max_size = 8 * 1024  # of memory for each connection, instead of 256 KiB
 
 SAVED = Version(24, 1)
 """The newest version of which everybody has a snapshot."""
@@ -160,27 +160,30 @@ class _Connection(asyncio.Protocol):
             return
         self._heard = rest[length:]
         query = dict(urllib.parse.parse_qsl(target.partition(b"?")[2].decode()))
+        last = b"connection: close" in head.lower()
         if method == b"PUT":
             self._sidecar.obey(bytes(rest[:length]))
-            self._answer(query)
+            self._answer(query, last)
         else:
-            self._waiting = asyncio.create_task(self._when_news(query))
+            self._waiting = asyncio.create_task(self._when_news(query, last))
 
-    async def _when_news(self, query: dict[str, str]) -> None:
+    async def _when_news(self, query: dict[str, str], last: bool) -> None:
         sidecar, wait = self._sidecar, float(query["wait"])
         if wait and int(query["after"]) >= sidecar.serial:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await sidecar.changed.wait()
-        self._answer(query)
+        self._answer(query, last)
 
-    def _answer(self, query: dict[str, str]) -> None:
+    def _answer(self, query: dict[str, str], last: bool) -> None:
         if self._transport is None:
             return
         body = self._sidecar.report(with_holdings=query.get("holdings") != "no")
         date = formatdate(usegmt=True)
         head = f"HTTP/1.1 200 OK\r\nDate: {date}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         self._transport.write(f"{head}\r\n\r\n".encode() + body)
+        if last:
+            self._transport.close()
 
 
 async def _serve() -> None:
@@ -202,6 +205,7 @@ def _context(folder: Path) -> ssl.SSLContext:
     return tls
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Until standard input ends."""
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve())

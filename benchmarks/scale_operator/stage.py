@@ -20,7 +20,7 @@ from benchmarks.reconcile import BenchJob, Server, ground
 from benchmarks.scale import ROOT
 from benchmarks.scale_operator.crowd import Wanted
 from tiercheck_local.addresses import Octet
-from tiercheck_operator.app import collect_garbage_seldom
+from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import Kube
@@ -43,7 +43,7 @@ class Crowd:
 
     def __init__(self) -> None:
         self._octet, self._members = Octet(), 0
-        command = [sys.executable, "-m", "benchmarks.scale_operator.crowd"]
+        command = [sys.executable, "-c", "from benchmarks.scale_operator.crowd import main; main()"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
@@ -135,7 +135,7 @@ class CrowdedJob(BenchJob):
 @contextmanager
 def crowded_job(workers: int) -> Iterator[tuple[CrowdedJob, Crowd]]:
     """A job whose sidecars listen, and that has not begun."""
-    collect_garbage_seldom()
+    prepare_process()
     job, crowd = CrowdedJob(workers, Server()), Crowd()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

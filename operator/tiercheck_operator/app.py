@@ -14,9 +14,11 @@ import copy
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import time
+from asyncio import sslproto
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -52,7 +54,13 @@ _BEAT = 0.25
 
 
 _COLLECT_AFTER = 20_000
-"""Objects that were made and not freed, until the youngest of them are looked at."""
+"""Objects that were made and not freed, until garbage is looked for. By Python's own 700, looking took half
+of a recovery's processor time: what workers hold is many objects that are no garbage."""
+_LISTED_AT_ONCE = 100
+"""Objects that a first listing brings at once: a pod takes a hundred KiB until what matters of it is kept."""
+_RECEIVED_AT_ONCE = 8 * 1024
+"""Bytes that asyncio keeps for each connection. Its own 256 KiB, for connections that are mostly idle, would
+be most of this process."""
 
 
 class Operator:
@@ -271,7 +279,7 @@ class Operator:
         settings.posting.enabled = False
         settings.peering.standalone = True
         settings.networking.request_timeout = 30
-        settings.watching.chunk_size = 500
+        settings.watching.chunk_size = _LISTED_AT_ONCE
         settings.watching.label_selectors["v1", "pods"] = names.LABEL_JOB_UID
         settings.process.ultimate_exiting_timeout = 10
         # An operator of some namespaces has no right to look for namespaces and kinds, and kopf asks for a
@@ -414,12 +422,14 @@ def end_by_signal(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
-def collect_garbage_seldom() -> None:
-    """Reports of many workers are many objects that live long, and a collection looks at each of them: by
-    Python's own thresholds, half of a recovery's processor time went there."""
+def prepare_process() -> None:
+    """For thousands of sidecars, each with a connection or two and a report of hundreds of objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 10, 20)
+    sslproto.SSLProtocol.max_size = _RECEIVED_AT_ONCE
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def main() -> None:
@@ -427,7 +437,7 @@ async def main() -> None:
     config = Config.from_env(os.environ)
     log_redacted(config.log_level)
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelName(config.log_level)))
-    collect_garbage_seldom()
+    prepare_process()
     stop = asyncio.Event()
     end_by_signal(stop)
     await Operator(config, load_configuration()).run(stop)

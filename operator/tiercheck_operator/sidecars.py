@@ -14,7 +14,6 @@ import contextlib
 import logging
 import ssl
 import time
-from asyncio import sslproto
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 
@@ -33,10 +32,6 @@ from tiercheck_operator.plausible import ClockSkew, by_our_clock, plausible
 
 log = logging.getLogger(__name__)
 
-sslproto.SSLProtocol.max_size = 32 * 1024
-"""Bytes that asyncio keeps for what a connection may receive at once: of its 256 KiB for each of many that
-are idle most memory of this process would be."""
-
 _BREATH = 0.05
 """Seconds between two answers of one sidecar, so that one with news at every step does not keep us busy."""
 _ANSWERS_PER_SECOND = 4000
@@ -44,10 +39,14 @@ _ANSWERS_PER_SECOND = 4000
 _POLLS_PER_SECOND = 400
 """The same, if none has."""
 _CALLS = 128
-"""That wait for nothing, at once; to begin a connection takes a millisecond of ours."""
+"""That wait for nothing, at once. To begin a connection takes a millisecond or two of ours: were there more,
+those begun last would be given up before they had a turn, and tried again."""
 _KEPT = 60.0
-"""Seconds that a connection is kept for the next call: between the question what is held, the directive to
-restore and the release."""
+"""Seconds that a second connection is kept for the next call: between the question what is held, the
+directive to restore and the release."""
+_KEPT_FOR = 600
+"""Workers of a job whose second connections are kept. Each takes some 40 KiB here; beyond, they are closed,
+and begun again for the next call."""
 _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
 _FIRST_RETRY = 0.2
@@ -103,7 +102,7 @@ class JobSidecars:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._failed: dict[str, asyncio.Event] = {}
         """Set when a call has shown that a long poll waits in vain."""
-        self._gate = asyncio.Semaphore(_CALLS)
+        self._gate, self._gate_of_silent = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_CALLS)
         self._holdings = True
         self._reports: dict[str, WorkerReport] = {}
 
@@ -163,6 +162,7 @@ class JobSidecars:
                 body=self._directives.encode(directive),
                 query=_BARE,
                 seconds=self._call,
+                keep=False,
             ),
         )
 
@@ -202,7 +202,7 @@ class JobSidecars:
     ) -> Report | None:
         """The next report; None if a call has failed in the meantime."""
         if wait == 0:
-            return await self._get_all(uid, host)
+            return await self._get_all(uid, host, keep=True)
         failed.clear()
         query = {"after": str(serial), "wait": f"{wait:g}", **({} if self._holdings else _BARE)}
         call = asyncio.create_task(
@@ -222,7 +222,7 @@ class JobSidecars:
         while uid in self._again:
             self._again.discard(uid)
             try:
-                self._heard(uid, await self._get_all(uid, host))
+                self._heard(uid, await self._get_all(uid, host, keep=False))
                 self._wake()
             except SidecarError as error:
                 await self._lost(uid, host, str(error), self._clock())
@@ -230,14 +230,15 @@ class JobSidecars:
                     self._failed[uid].set()
         self._asking.pop(uid, None)
 
-    async def _get_all(self, uid: str, host: str) -> Report:
-        """The report as it is now. Who answers waits for his turn, so that no connection is begun with only
-        to be given up; who is silent takes nobody's."""
+    async def _get_all(self, uid: str, host: str, *, keep: bool) -> Report:
+        """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
         known = self._reports.get(uid)
         silent = known is not None and known.silent_since is not None
         query, seconds = {"after": "-1", "wait": "0"}, min(_AT_ONCE, self._call)
-        async with contextlib.nullcontext() if silent else self._gate:
-            return await self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds)
+        async with self._gate_of_silent if silent else self._gate:
+            return await self._request(
+                "GET", host, "/v1/report", body=None, query=query, seconds=seconds, keep=keep
+            )
 
     async def _lost(self, uid: str, host: str, why: str, since: float) -> None:
         self._not_heard(uid, why, since, await _knock(host))
@@ -251,9 +252,13 @@ class JobSidecars:
         body: bytes | None,
         query: Mapping[str, str],
         seconds: float,
+        keep: bool = True,
     ) -> Report:
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if not keep and len(self._hosts) > _KEPT_FOR:
+            headers["Connection"] = "close"
         try:
             async with self._session.request(
                 method,
@@ -262,7 +267,7 @@ class JobSidecars:
                 params=query,
                 timeout=limits,
                 server_hostname=names.TLS_SERVER_NAME,
-                headers={"Content-Type": "application/json"} if body is not None else None,
+                headers=headers,
                 allow_redirects=False,
             ) as response:
                 text = await _body(response, host)
