@@ -139,6 +139,9 @@ class Sidecars:
         for uid in [uid for uid in self.reports if uid not in hosts]:
             del self.reports[uid]
 
+    def want_holdings(self, wanted: bool) -> None:
+        """They always tell."""
+
     def probe(self, uid: str) -> None:
         known = self.reports[uid].report
         assert known is not None

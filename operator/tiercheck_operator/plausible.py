@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import email.utils
 import re
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 from tiercheck.protocol.report import Holding, Problem, Report
@@ -27,6 +28,8 @@ _SMALL = {"deltas", "exit_code", "rank", "slowest_rank", "snapshot_every", "work
 _MOST_SMALL = 2**31 - 1
 _LATEST = 253_370_764_800.0
 """The year 9999, the last that RFC 3339 can write; as a duration, no job's either."""
+_ANY = frozenset({str, bool, type(None)})
+"""Nothing of these is too much."""
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 
 
@@ -51,18 +54,28 @@ def _is_block(share: Share) -> bool:
 
 def _within(value: Any) -> Any:
     kind = type(value)
+    if kind in _ANY:
+        return value
     if kind is int:
         return min(max(value, LEAST), MOST)
     if kind is float:
         return min(max(value, float(LEAST)), _LATEST)
     if kind is tuple:
-        return tuple(map(_within, value))
+        return tuple(map(_within, value)) if value else value
     if kind is Problem and not _REASON.fullmatch(value.reason):
         return replace(value, reason=conditions.INTERNAL_ERROR)
-    if is_dataclass(kind):
-        changed = {name: new for name, old in vars(value).items() if (new := _field(name, old)) != old}
-        return replace(value, **changed) if changed else value
-    return value
+    changed = {}
+    for name in _names(kind):
+        old = getattr(value, name)
+        if type(old) not in _ANY and (new := _field(name, old)) is not old and new != old:
+            changed[name] = new
+    return replace(value, **changed) if changed else value
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass; none of anything else."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
 
 
 def _field(name: str, value: Any) -> Any:

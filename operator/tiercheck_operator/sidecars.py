@@ -1,8 +1,10 @@
 """Listens to the sidecars of one job and tells them what is wanted. The controller calls, the sidecar
 answers.
 
-One long poll per pod keeps the newest report at hand; news wakes the job. What a report means is decided
-elsewhere.
+One long poll per pod keeps the newest report at hand; news wakes the job. What a worker holds makes up most
+of a report, changes at every step and counts only in a recovery, so it is asked for only then. Polls of many
+workers are longer, and rest between two answers, so that a job takes a bounded part of the processor.
+What a report means is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import aiohttp
+import msgspec
 from msgspec.json import Decoder
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Directive
-from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.directive import Directive, Restore, SourceTable
 from tiercheck.protocol.names import endpoint, join_address
 from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Report
@@ -32,6 +34,19 @@ log = logging.getLogger(__name__)
 
 _BREATH = 0.05
 """Seconds between two answers of one sidecar, so that one with news at every step does not keep us busy."""
+_ANSWERS_PER_SECOND = 4000
+"""Of all sidecars of a job together, if all of them always have news."""
+_POLLS_PER_SECOND = 400
+"""The same, if none has."""
+_CALLS = 128
+"""That wait for nothing, at once. To begin a connection takes a millisecond or two of ours: were there more,
+those begun last would be given up before they had a turn, and tried again."""
+_KEPT = 60.0
+"""Seconds that a second connection is kept for the next call: between the question what is held, the
+directive to restore and the release."""
+_KEPT_FOR = 600
+"""Workers of a job whose second connections are kept. Each takes some 40 KiB here; beyond, they are closed,
+and begun again for the next call."""
 _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
 _FIRST_RETRY = 0.2
@@ -44,6 +59,8 @@ _KNOCK = 1.0
 _MOST_BODY = 4 * 1024 * 1024
 """Bytes of an answer. A report has some 100 KiB at most; sidecars of all teams answer this one process."""
 _REPORT = Decoder(Report)
+_BARE = {"holdings": "no"}
+"""Asks for a report without what is held. An older sidecar tells it all the same."""
 
 
 class SidecarError(Exception):
@@ -72,14 +89,21 @@ class JobSidecars:
         self._poll, self._call, self._clock = poll_seconds, call_seconds, clock
         self._tls = ssl.create_default_context(cadata=credentials.ca.decode())
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls, limit=0),
+            connector=aiohttp.TCPConnector(ssl=self._tls, limit=0, keepalive_timeout=_KEPT),
             headers={"Authorization": f"Bearer {credentials.token}", "Accept-Encoding": "identity"},
             auto_decompress=False,
         )
         self._skew = ClockSkew()
+        self._directives = DirectiveEncoder()
         self._hosts: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, asyncio.Event] = {}
+        self._again: set[str] = set()
+        """Whom to ask at once."""
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._failed: dict[str, asyncio.Event] = {}
+        """Set when a call has shown that a long poll waits in vain."""
+        self._gate, self._gate_of_silent = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_CALLS)
+        self._holdings = True
         self._reports: dict[str, WorkerReport] = {}
 
     @property
@@ -90,21 +114,39 @@ class JobSidecars:
     def follow(self, hosts: Mapping[str, str]) -> None:
         """Listen to exactly these pods: UID to address (`protocol.address`)."""
         for uid in [uid for uid, host in self._hosts.items() if hosts.get(uid) != host]:
-            self._tasks.pop(uid).cancel()
+            for task in (self._tasks.pop(uid), self._asking.pop(uid, None)):
+                if task is not None:
+                    task.cancel()
             self._skew.forget(self._hosts[uid])
-            for table in (self._hosts, self._asked, self._reports):
+            self._again.discard(uid)
+            for table in (self._hosts, self._failed, self._reports):
                 table.pop(uid, None)
         for uid, host in hosts.items():
             if uid not in self._hosts:
                 self._hosts[uid] = host
-                self._asked[uid] = asyncio.Event()
+                self._failed[uid] = asyncio.Event()
                 self._reports[uid] = WorkerReport(None, None, None)
                 self._tasks[uid] = asyncio.create_task(self._listen(uid, host), name=f"sidecar {host}")
 
+    def want_holdings(self, wanted: bool) -> None:
+        """Whether reports are to say what is held. If they are from now on, everybody is asked at once who has
+        not just said it; if not, what they have said is forgotten."""
+        if wanted == self._holdings:
+            return
+        self._holdings = wanted
+        for uid, known in self._reports.items():
+            if wanted and known.holdings_at is None:
+                self.probe(uid)
+            elif not wanted and known.report is not None and known.report.holdings:
+                bare = replace(known.report, holdings=(), tells_holdings=False)
+                self._reports[uid] = replace(known, report=bare, held_at=None)
+
     def probe(self, uid: str) -> None:
-        """Ask now, whatever long poll is under way."""
-        if uid in self._asked:
-            self._asked[uid].set()
+        """Ask now for everything, beside the long poll that is under way."""
+        if uid in self._hosts:
+            self._again.add(uid)
+            if uid not in self._asking:
+                self._asking[uid] = asyncio.create_task(self._ask(uid, self._hosts[uid]))
 
     async def push(self, uid: str, directive: Directive) -> None:
         """Tell the sidecar what is wanted. Raises SidecarError."""
@@ -114,13 +156,19 @@ class JobSidecars:
         self._heard(
             uid,
             await self._request(
-                "PUT", host, "/v1/directive", body=to_json(directive), query={}, seconds=self._call
+                "PUT",
+                host,
+                "/v1/directive",
+                body=self._directives.encode(directive),
+                query=_BARE,
+                seconds=self._call,
+                keep=False,
             ),
         )
 
     async def close(self) -> None:
         """Stop listening."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._asking.values()]
         self.follow({})
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
@@ -128,50 +176,72 @@ class JobSidecars:
         await self._session.close()
 
     async def _listen(self, uid: str, host: str) -> None:
-        serial, wait = -1, 0.0
+        serial, wait, failed = -1, 0.0, self._failed[uid]
         while True:
-            asked, due = self._asked[uid], self._clock() + wait
+            due = self._clock() + wait
             try:
-                report = await self._poll_unless(asked, host, serial, wait)
+                report = await self._poll_unless(failed, uid, host, serial, wait)
                 if report is not None:
                     self._heard(uid, report)
                     if wait == 0:
                         self._wake()  # somebody waits for this very answer, even if it brings no news
-                    serial, wait = report.serial, self._poll
-                    pause = _BREATH
+                    many = len(self._hosts)
+                    serial, wait = report.serial, max(self._poll, many / _POLLS_PER_SECOND)
+                    pause = max(_BREATH, many / _ANSWERS_PER_SECOND)
                 else:
-                    asked.clear()
-                    serial, wait, pause = -1, 0.0, 0.0
+                    serial, wait, pause = -1, 0.0, _RETRY
             except SidecarError as error:
-                since = min(due, self._clock())
-                self._not_heard(uid, str(error), since, await _knock(host))
+                await self._lost(uid, host, str(error), min(due, self._clock()))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
                 serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
-            if pause:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause):
-                        await asked.wait()
+            await asyncio.sleep(pause)
 
-    async def _poll_unless(self, asked: asyncio.Event, host: str, serial: int, wait: float) -> Report | None:
-        """The next report; None if somebody asked for one at once in the meantime."""
-        query = {"after": str(serial), "wait": f"{wait:g}"}
-        seconds = wait + self._call if wait else min(_AT_ONCE, self._call)
-        call = asyncio.create_task(
-            self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds)
-        )
+    async def _poll_unless(
+        self, failed: asyncio.Event, uid: str, host: str, serial: int, wait: float
+    ) -> Report | None:
+        """The next report; None if a call has failed in the meantime."""
         if wait == 0:
-            asked.clear()
-        interrupt = asyncio.create_task(asked.wait())
+            return await self._get_all(uid, host, keep=True)
+        failed.clear()
+        query = {"after": str(serial), "wait": f"{wait:g}", **({} if self._holdings else _BARE)}
+        call = asyncio.create_task(
+            self._request("GET", host, "/v1/report", body=None, query=query, seconds=wait + self._call)
+        )
+        interrupt = asyncio.create_task(failed.wait())
         try:
             await asyncio.wait({call, interrupt}, return_when=asyncio.FIRST_COMPLETED)
-            if call.done() or wait == 0:
-                return await call
-            return None
+            return await call if call.done() else None
         finally:
             for task in (call, interrupt):
                 task.cancel()
             await asyncio.gather(call, interrupt, return_exceptions=True)
+
+    async def _ask(self, uid: str, host: str) -> None:
+        """As often as somebody wants to know, one call after the other."""
+        while uid in self._again:
+            self._again.discard(uid)
+            try:
+                self._heard(uid, await self._get_all(uid, host, keep=False))
+                self._wake()
+            except SidecarError as error:
+                await self._lost(uid, host, str(error), self._clock())
+                if uid in self._failed:
+                    self._failed[uid].set()
+        self._asking.pop(uid, None)
+
+    async def _get_all(self, uid: str, host: str, *, keep: bool) -> Report:
+        """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
+        known = self._reports.get(uid)
+        silent = known is not None and known.silent_since is not None
+        query, seconds = {"after": "-1", "wait": "0"}, min(_AT_ONCE, self._call)
+        async with self._gate_of_silent if silent else self._gate:
+            return await self._request(
+                "GET", host, "/v1/report", body=None, query=query, seconds=seconds, keep=keep
+            )
+
+    async def _lost(self, uid: str, host: str, why: str, since: float) -> None:
+        self._not_heard(uid, why, since, await _knock(host))
 
     async def _request(
         self,
@@ -182,9 +252,13 @@ class JobSidecars:
         body: bytes | None,
         query: Mapping[str, str],
         seconds: float,
+        keep: bool = True,
     ) -> Report:
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if not keep and len(self._hosts) > _KEPT_FOR:
+            headers["Connection"] = "close"
         try:
             async with self._session.request(
                 method,
@@ -193,7 +267,7 @@ class JobSidecars:
                 params=query,
                 timeout=limits,
                 server_hostname=names.TLS_SERVER_NAME,
-                headers={"Content-Type": "application/json"} if body is not None else None,
+                headers=headers,
                 allow_redirects=False,
             ) as response:
                 text = await _body(response, host)
@@ -220,13 +294,19 @@ class JobSidecars:
         known = self._reports.get(uid)
         if known is None:
             return
-        now = self._clock()
+        now, before = self._clock(), known.report
         if report.pod_uid != uid:
             self._not_heard(uid, "another pod answers at this address", now, HostSign.NOTHING)
             return
-        stepped = now if _stepped(known.report, report) else known.stepped_at
-        self._reports[uid] = WorkerReport(report, now, None, stepped_at=stepped)
-        if known.report != report or known.silent_since is not None:
+        same = before is not None and before.instance == report.instance
+        if before is not None and same and report.serial < before.serial:
+            return  # of a long poll, overtaken by the answer to a call
+        held_at = None
+        if before is not None and same and self._holdings and not report.tells_holdings:
+            held_at, report = known.holdings_at, replace(report, holdings=before.holdings)
+        stepped = now if _stepped(before, report) else known.stepped_at
+        self._reports[uid] = WorkerReport(report, now, None, stepped_at=stepped, held_at=held_at)
+        if before != report or known.silent_since is not None:
             self._wake()
 
     def _not_heard(self, uid: str, why: str, since: float, sign: HostSign) -> None:
@@ -246,6 +326,28 @@ class JobSidecars:
         elif known.host is not sign:
             self._reports[uid] = replace(known, host=sign)
             self._wake()
+
+
+class DirectiveEncoder:
+    """Writes directives; a table of sources that many of them share is written once."""
+
+    def __init__(self) -> None:
+        self._table: SourceTable | None = None
+        self._written = msgspec.Raw(b"null")
+
+    def encode(self, directive: Directive) -> bytes:
+        """JSON, as `to_json` writes it."""
+        restore = directive.restore
+        if restore is None or restore.table is None:
+            return msgspec.json.encode(directive)
+        if restore.table is not self._table:
+            self._table, self._written = restore.table, msgspec.Raw(msgspec.json.encode(restore.table))
+        told = {**_fields(restore), "table": self._written}
+        return msgspec.json.encode({**_fields(directive), "restore": told})
+
+
+def _fields(message: Directive | Restore) -> dict[str, object]:
+    return {field.name: getattr(message, field.name) for field in fields(message)}
 
 
 def read_report(text: bytes) -> Report:

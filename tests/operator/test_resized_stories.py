@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tiercheck.protocol.directive import Restore
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.model.status import JobRecord
 
@@ -124,3 +127,26 @@ def test_ranks_that_an_older_operator_did_not_write_down_are_found_in_the_remote
     world.tick()
     world.until("Running", attempt=2)
     assert begun(world, 2) == {newest}
+
+
+def restores_of(workers: int, *, new_sidecars: bool) -> dict[int, Restore]:
+    """What each worker of a job that had four is told to restore, by the newest directive to hold."""
+    world = a_job(4)
+    world.new_sidecars = new_sidecars
+    restart_with(world, workers)
+    told = {worker: world.sidecars[world.member(worker)].directive for worker in range(workers)}
+    return {worker: each.restore for worker, each in told.items() if each is not None and each.restore}
+
+
+@pytest.mark.parametrize("workers", [2, 6])
+def test_sidecars_of_either_release_are_told_the_same_sources_of_every_old_rank(workers: int) -> None:
+    new, old = restores_of(workers, new_sidecars=True), restores_of(workers, new_sidecars=False)
+    assert len(new) == len(old) == workers
+    tables = {id(each.table) for each in new.values()}
+    assert len(tables) == 1, "one table, so that it is written once"
+    for worker, restore in new.items():
+        assert not restore.ranks
+        assert restore.world_size == old[worker].world_size == 4
+        for rank in range(4):
+            assert restore.sources(rank) == old[worker].sources(rank)
+            assert restore.sources(rank), "complete for the new mesh"

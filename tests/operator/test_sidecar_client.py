@@ -122,7 +122,7 @@ async def test_news_arrives_while_a_long_poll_waits(sidecar: StandIn, listening:
     await until(lambda: heard(listening, uid) == sidecar.report)
 
 
-async def test_probe_interrupts_a_long_poll_that_has_nothing_to_say(
+async def test_probe_is_answered_beside_a_long_poll_that_has_nothing_to_say(
     sidecar: StandIn, listening: JobSidecars
 ) -> None:
     uid = sidecar.report.pod_uid
@@ -274,8 +274,7 @@ async def test_listening_ends_when_it_is_told_to_even_if_somebody_probes_at_the_
 ) -> None:
     client = JobSidecars("job-uid", CREDENTIALS, lambda: None)
     client.follow({"pod": HOST})
-    asked = client._asked["pod"] = Woken()
-    await until_turn(lambda: asked.waits == 2)  # the first time beside the call, which nobody answers
+    await until_turn(lambda: client.reports["pod"].silent_since is not None)  # nobody answers
     client.probe("pod")
     await turns(between)
     await ends(client.close())

@@ -43,6 +43,22 @@ def test_directive_is_idempotent_and_strangers_ones_are_refused(make_world: Make
     assert world.report(0).restore.state.value == "Ready", "nothing to restore in a first attempt"
 
 
+def test_report_leaves_out_what_is_held_for_who_does_not_want_it(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    with world.ranks() as (rank,):
+        assert rank.save(10)
+        until(lambda: world.holds(0, 0, Version(10, 1), Tier.LOCAL), "sealed")
+    said = [world.call(0, "GET", f"/v1/report{query}")[1] for query in ("", "?holdings=no")]
+    whole, bare = (decode(text, Report) for text in said)
+    assert whole.holdings
+    assert whole.tells_holdings
+    assert not bare.holdings
+    assert not bare.tells_holdings
+    assert bare.serial == whole.serial, "it is no news"
+
+
 def test_long_poll_answers_when_something_happens(make_world: MakeWorld) -> None:
     world = make_world()
     world.start()

@@ -8,8 +8,12 @@ one is refused.
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from tiercheck.protocol.version import History, Version
 
@@ -101,6 +105,47 @@ class RankSources:
 
 
 @dataclass(frozen=True)
+class RankRun:
+    """Ranks that follow one another and are found in the same places."""
+
+    ranks: int
+    """How many."""
+    places: tuple[int, ...]
+    """Positions in `SourceTable.places`, nearest first."""
+
+
+@dataclass(frozen=True)
+class SourceTable:
+    """The sources of every rank, from rank 0 on. Each place is named once, and all workers are told the same,
+    so that it is written once for all of them."""
+
+    places: tuple[Source, ...]
+    runs: tuple[RankRun, ...]
+
+    @staticmethod
+    def of(sources: Mapping[int, tuple[Source, ...]], ranks: int) -> SourceTable:
+        """Of the ranks from 0 on; one that `sources` does not know has none."""
+        places: dict[Source, int] = {}
+        runs: list[RankRun] = []
+        for named, run in itertools.groupby(sources.get(rank, ()) for rank in range(ranks)):
+            numbers = tuple(places.setdefault(source, len(places)) for source in named)
+            runs.append(RankRun(sum(1 for _ in run), numbers))
+        return SourceTable(tuple(places), tuple(runs))
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(run.ranks for run in self.runs))
+
+    def of_rank(self, rank: int) -> tuple[Source, ...]:
+        """Nearest first; none of a rank that it does not have, and no place that is not there."""
+        number = bisect.bisect_right(self._ends, rank)
+        if rank < 0 or number == len(self.runs):
+            return ()
+        there = range(len(self.places))
+        return tuple(self.places[place] for place in self.runs[number].places if place in there)
+
+
+@dataclass(frozen=True)
 class Restore:
     """Bring every local rank to `version`: a snapshot, and the deltas after it, each from the nearest source
     that has it."""
@@ -108,8 +153,16 @@ class Restore:
     version: Version
     ranks: tuple[RankSources, ...]
     world_size: int = 0
-    """Ranks that saved the version, if they are others than there are now: then it is a snapshot, `ranks`
-    names the sources of all of them, and each rank borrows what it needs. 0: as many as now."""
+    """Ranks that saved the version, if they are others than there are now: then it is a snapshot, `table` or
+    `ranks` names the sources of all of them, and each rank borrows what it needs. 0: as many as now."""
+    table: SourceTable | None = None
+    """With `world_size`, in place of `ranks`, for a sidecar that reads it (`Report.reads_tables`)."""
+
+    def sources(self, rank: int) -> tuple[Source, ...]:
+        """Nearest first, whichever way they are told."""
+        if self.table is not None:
+            return self.table.of_rank(rank)
+        return next((entry.sources for entry in self.ranks if entry.rank == rank), ())
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class TrainerReport:
     """How the health check of this attempt failed, as a clause; empty: it passed, or there is none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Holding:
     """One verified artifact in this sidecar's memory. `tier` is local for own ranks, peer for copies of
     others."""
@@ -316,6 +316,10 @@ class Report:
     not decided yet."""
     proofs: tuple[Proof, ...] = ()
     """The newest of each tier, as far as there is one of every own rank. What went wrong is a problem."""
+    reads_tables: bool = False
+    """This sidecar reads `Restore.table`; older ones need `Restore.ranks`."""
+    tells_holdings: bool = True
+    """False: `holdings` is left out, as whoever asked wished."""
     followed: int = 0
     """Directives that this process has followed so far; the next one's number must be greater. Always 0: an
     older sidecar, which takes any."""

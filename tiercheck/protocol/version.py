@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Version:
     """The state after optimizer step `step`, produced by attempt `attempt`.
 

@@ -43,6 +43,8 @@ from tiercheck_operator.sidecars import JobSidecars, SidecarError
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 16
+_PUSHES_AT_ONCE = 64
+"""Of directives: a sidecar that does not answer takes its place for seconds."""
 _LONGEST_NOTE = 1024
 """Characters of an annotation."""
 _PODS_STRICTLY = CORE + "/pods?fieldValidation=Strict"
@@ -67,12 +69,12 @@ class Executor:
         replacement. Once the server refuses a pod, the rest are not tried: they would be refused for the same
         reason. Raises ApiFailure, the first one.
         """
-        gate = asyncio.Semaphore(_AT_ONCE)
+        gate, gate_of_pushes = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_PUSHES_AT_ONCE)
         refused = False
 
         async def one(action: Action) -> None:
             nonlocal refused
-            async with gate:
+            async with gate_of_pushes if isinstance(action, Push) else gate:
                 if refused and isinstance(action, (CreatePod, CreateSpare)):
                     return
                 try:

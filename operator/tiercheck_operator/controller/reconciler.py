@@ -36,6 +36,7 @@ from tiercheck_operator.model.observed import JobView, NodeView, Observation, Po
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning.placement.replacement import SuspectNodes
+from tiercheck_operator.planning.saved_placement import SavedPlacement
 from tiercheck_operator.sidecars import JobSidecars
 
 log = logging.getLogger(__name__)
@@ -295,6 +296,7 @@ class JobLoop:
                 self._sidecars.reports
             )  # the last words of those that are followed no more are looked at once
             self._sidecars.follow(self._followed)
+            self._sidecars.want_holdings(_holdings_matter(job, self._belongings.placement))
         return Observation(
             now=around.clock(),
             job=job,
@@ -372,6 +374,13 @@ class JobLoop:
     def dead(self) -> bool:
         """Whether it was started, and ended without being stopped."""
         return self._task is not None and self._task.done()
+
+
+def _holdings_matter(job: JobView, placement: SavedPlacement | None) -> bool:
+    """Whether anything is decided by what workers hold: from a failure to the first step after it, and while
+    copies move."""
+    settled = job.status.attempt > 0 and job.status.recovery is None
+    return not settled or placement is None or bool(placement.leaving)
 
 
 def _ours(job: JobView) -> bool:

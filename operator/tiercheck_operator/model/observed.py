@@ -234,6 +234,14 @@ class WorkerReport:
     """While it is silent."""
     stepped_at: float | None = None
     """When its trainer was last heard to have made a step in the attempt of the report."""
+    held_at: float | None = None
+    """When `report.holdings` were told, if an earlier answer did."""
+
+    @property
+    def holdings_at(self) -> float | None:
+        """When it last told what it holds; None: never, or that was forgotten."""
+        told = self.report is not None and self.report.tells_holdings
+        return self.answered_at if told else self.held_at
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Sidecars use a part of it among themselves: tier reports in, verdicts out.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import logging
 import math
@@ -96,7 +97,7 @@ class ControlApi:
             return sentence(409, str(error))
         except DirectiveRefused as error:
             return sentence(403, str(error))
-        return self._tell(self._reporter.report())
+        return self._tell(self._reporter.report(), request)
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -113,7 +114,7 @@ class ControlApi:
             report = self._reporter.report()
             left = deadline - asyncio.get_running_loop().time()
             if self._is_news(report, after) or left <= 0 or self._board.stopping:
-                return self._tell(report)
+                return self._tell(report, request)
             try:
                 async with asyncio.timeout(left):
                     await changed.wait()
@@ -128,8 +129,11 @@ class ControlApi:
             return True
         return self._told >= self._reporter.report().serial
 
-    def _tell(self, report: Report) -> web.Response:
+    def _tell(self, report: Report, request: web.Request) -> web.Response:
+        """What is held makes up most of it, and is left out for who does not want it."""
         self._told = report.serial
+        if request.query.get("holdings") == "no":
+            report = dataclasses.replace(report, holdings=(), tells_holdings=False)
         return answer(report)
 
     def _is_news(self, report: Report, after: int) -> bool:

@@ -81,6 +81,7 @@ class Reporter:
                 problems=board.problems,
                 unreachable=board.peers.unreachable(),
                 can_change_worker=True,
+                reads_tables=True,
                 owes=board.trainer.report.state is not TrainerState.RUNNING and self.owes(),
                 counters=board.counters,
                 snapshot_every=board.every,

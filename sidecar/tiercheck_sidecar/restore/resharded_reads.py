@@ -148,9 +148,7 @@ class Lender:
         return slot.path
 
     def _sources(self, directive: Directive, artifact: Artifact) -> Iterator[tuple[str, Opened]]:
-        named = directive.restore.ranks if directive.restore else ()
-        sources = next((entry.sources for entry in named if entry.rank == artifact.rank), ())
-        for source in sources:
+        for source in directive.restore.sources(artifact.rank) if directive.restore else ():
             if source.peer is not None:
                 yield f"worker {source.peer.worker}", partial(self._from_peer, artifact, source.peer)
             elif source.parity is not None:

@@ -86,7 +86,6 @@ class Restorer:
         if restore.world_size:
             self._publish(directive, self._look_at_others(directive, restore, began))
             return
-        sources = {entry.rank: entry.sources for entry in restore.ranks}
         with (
             ThreadPoolExecutor(_VERIFIERS, thread_name_prefix="verify") as verifiers,
             ThreadPoolExecutor(_PARALLEL_RANKS, thread_name_prefix="restore") as pool,
@@ -99,7 +98,7 @@ class Restorer:
                     verifiers,
                     directive=directive,
                     rank=rank,
-                    sources=sources.get(rank, ()),
+                    sources=restore.sources(rank),
                 )
                 for rank in self._vault.ranks
             ]

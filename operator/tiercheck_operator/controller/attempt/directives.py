@@ -20,6 +20,7 @@ from tiercheck.protocol.directive import (
     RankSources,
     Restore,
     Source,
+    SourceTable,
     Tier,
 )
 from tiercheck_operator.controller.observe.inventories import parity_group
@@ -103,8 +104,14 @@ def build_directives(
     workers, procs = _size(obs, status)
     old = 0 if version is None else status.resized_from
     rules, port = policy(spec, restored=version is not None), master_port(uid, status.attempt)
+    table = SourceTable.of(sources, old) if old else None
+    named_table = "" if table is None else _digest_of(table)
+    listed = tuple(RankSources(rank, sources.get(rank, ())) for rank in range(old))
     for worker in sorted(members):
-        ranks = range(worker * procs, (worker + 1) * procs)
+        told = _reads_tables(obs, members[worker]) and table is not None
+        ranks = () if told else listed or tuple(
+            RankSources(rank, sources.get(rank, ())) for rank in range(worker * procs, (worker + 1) * procs)
+        )
         directive = Directive(
             job_uid=uid,
             worker=worker,
@@ -116,11 +123,7 @@ def build_directives(
             policy=rules,
             restore=None
             if version is None
-            else Restore(
-                version,
-                tuple(RankSources(rank, sources.get(rank, ())) for rank in (range(old) if old else ranks)),
-                world_size=old,
-            ),
+            else Restore(version, ranks, world_size=old, table=table if told else None),
             holders=tuple(
                 Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts
             ),
@@ -134,8 +137,13 @@ def build_directives(
             pod_uid=members[worker].uid,
             exit_code=exit_code,
         )
-        directives[worker] = dataclasses.replace(directive, revision=_revision(directive))
+        directives[worker] = dataclasses.replace(directive, revision=_revision(directive, named_table))
     return directives
+
+
+def _reads_tables(obs: Observation, pod: PodView) -> bool:
+    report = obs.newest_reports.get(pod.uid)
+    return report is not None and report.reads_tables
 
 
 def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
@@ -181,5 +189,14 @@ def _placement_digest(placement: SavedPlacement | None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _revision(directive: Directive) -> str:
-    return hashlib.sha256(msgspec.json.encode(directive)).hexdigest()[:16]
+def _revision(directive: Directive, named_table: str) -> str:
+    """`named_table`: digest of the table of sources, which is worked out once for all workers."""
+    restore = directive.restore
+    if restore is None or restore.table is None:
+        return _digest_of(directive)
+    own = dataclasses.replace(directive, restore=dataclasses.replace(restore, table=None))
+    return _digest_of((own, named_table))
+
+
+def _digest_of(content: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]

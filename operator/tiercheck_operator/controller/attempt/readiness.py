@@ -134,8 +134,8 @@ def _answered(obs: Observation, pod: PodView, since: float) -> bool:
         known is not None
         and known.report is not None
         and known.silent_since is None
-        and known.answered_at is not None
-        and known.answered_at >= since
+        and known.holdings_at is not None
+        and known.holdings_at >= since
     )
 
 

@@ -111,13 +111,13 @@ def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventor
 def to_sources(
     choices: Mapping[int, tuple[SourceChoice, ...]], members: Mapping[int, PodView]
 ) -> dict[int, tuple[Source, ...]]:
-    """With addresses; places that are no members fall out."""
-    return {
-        rank: tuple(
-            source for source in (_source(choice, members) for choice in entries) if source is not None
-        )
-        for rank, entries in choices.items()
-    }
+    """With addresses; places that are no members fall out. Ranks with the same choices share what is made."""
+    made: dict[tuple[SourceChoice, ...], tuple[Source, ...]] = {}
+    for entries in choices.values():
+        if entries not in made:
+            named = (_source(choice, members) for choice in entries)
+            made[entries] = tuple(source for source in named if source is not None)
+    return {rank: made[entries] for rank, entries in choices.items()}
 
 
 def parity_group(group: CodeGroup, members: Mapping[int, PodView]) -> ParityGroup | None:

@@ -1,0 +1,77 @@
+"""What many workers, and many jobs, cost the operator: directives, listening, memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from benchmarks.figure import Figure, Outcome
+from benchmarks.scale import Scale
+from benchmarks.scale_operator.listening import listen
+from benchmarks.scale_operator.memory import measure
+from benchmarks.scale_operator.pushes import ask, push
+from benchmarks.scale_operator.stage import crowded_job
+
+WORKERS = (64, 512, 1250, 4000)
+PUBLISHED = {512: 84.0, 4000: 5700.0}
+"""Processor seconds of one round of directives of another size, before sources were told in a table."""
+_LIMIT = {512: 1.0, 4000: 10.0}
+"""Seconds, as promised."""
+_MOST_MEMORY = 200
+"""MiB, as promised."""
+_LISTENED, _IDLE = 20.0, 65.0
+"""Seconds; after the second no connection but those of the long polls is left."""
+
+
+def run(scale: Scale) -> Outcome:
+    """Rows for the sizes that something is promised of; the numbers have all."""
+    sizes, listened, idle = ((8, 16), 6.0, 0.0) if scale.quick else (WORKERS, _LISTENED, _IDLE)
+    found = {workers: asyncio.run(_of(workers, listened, idle)) for workers in sizes}
+    crowds = ((1, 8), (2, 4)) if scale.quick else ((1, 1000), (500, 4))
+    memory = {f"{jobs} x {workers}": measure(jobs, workers) for jobs, workers in crowds}
+    rows = [row for workers in sizes for row in _rows(workers, found[workers])]
+    for (jobs, workers), figures in zip(crowds, memory.values(), strict=True):
+        most = max(value for name, value in figures.items() if name.endswith("MiB"))
+        rows.append(
+            Figure(
+                f"peak memory of the operator, {jobs:,} job{'s' if jobs > 1 else ''} of {workers:,} workers",
+                f"{most:.0f} MiB",
+                f"promised: {_MOST_MEMORY} MiB",
+                most / _MOST_MEMORY,
+                1.0,
+            )
+        )
+    return Outcome(rows, {"workers": {str(number): each for number, each in found.items()}, "memory": memory})
+
+
+async def _of(workers: int, listened: float, idle: float) -> dict[str, Any]:
+    with crowded_job(workers) as (job, crowd):
+        await job.running()
+        await asyncio.sleep(idle)
+        heard = await listen(job, crowd, listened)
+        await job.pause()
+        asked = await ask(job)
+        resized, ordinary = await push(job, 2, resized=True), await push(job, 3, resized=False)
+        await job.loop.stop()
+    return {"listening": heard, "asking what is held": asked, "resized": resized, "ordinary": ordinary}
+
+
+def _rows(workers: int, found: dict[str, Any]) -> list[Figure]:
+    resized, heard = found["resized"], found["listening"]
+    limit = _LIMIT.get(workers)
+    published = f", before: {PUBLISHED[workers]:,.0f} s" if workers in PUBLISHED else ""
+    return [
+        Figure(
+            f"restore of another size told to {workers:,} workers",
+            f"{resized['telling, s']:.2f} s",
+            f"promised: {limit:.0f} s{published}" if limit else "",
+            resized["telling, s"] / limit if limit else None,
+            1.0 if limit else None,
+            note=f"{resized['telling, CPU s']:.2f} s of one core; deciding it {resized['deciding, CPU s']:.2f} s",
+        ),
+        Figure(
+            f"listening to {workers:,} workers that train",
+            f"{heard['CPU s per s']:.3f} cores",
+            f"oldest report {heard['oldest report, s']:.1f} s",
+        ),
+    ]

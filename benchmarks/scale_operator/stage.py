@@ -1,0 +1,168 @@
+"""One job of many workers: the real loop, decisions, executor and client, against simulated sidecars over
+TLS; the API server lives in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from benchmarks.reconcile import BenchJob, Server, ground
+from benchmarks.scale import ROOT
+from benchmarks.scale_operator.crowd import Wanted
+from tiercheck_local.addresses import Octet
+from tiercheck_operator.app import prepare_process
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
+from tiercheck_operator.kubernetes.client import Kube
+from tiercheck_operator.kubernetes.certificates import issue
+from tiercheck_operator.manifests.owned import Credentials, build_secret
+from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.observed import Observation, Patience
+from tiercheck_operator.model.parsing import parse_job, parse_pod
+from tiercheck_operator.model.status import Recovery
+from tiercheck_operator.sidecars import JobSidecars
+
+_PATIENCE = Patience(accused=600, suspect=600, silent=600, isolated=600)
+"""On a busy machine nobody is to be taken for lost."""
+RANKS = 8
+"""Of each worker."""
+
+
+class Crowd:
+    """Simulated sidecars, of any jobs, in one process; each at an address of its own."""
+
+    def __init__(self) -> None:
+        self._octet, self._members = Octet(), 0
+        command = [sys.executable, "-c", "from benchmarks.scale_operator.crowd import main; main()"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+
+    def add(self, folder: Path, job_uid: str, pod_uid: str, worker: int, workers: int) -> str:
+        """One more sidecar, with the certificate in `folder`; its address."""
+        host = f"127.{self._octet.value}.{128 + (self._members >> 8)}.{self._members & 255}"
+        self._members += 1
+        wanted = Wanted(host, str(folder), job_uid, pod_uid, worker, workers, RANKS)
+        self._say(msgspec.json.encode(wanted).decode())
+        return host
+
+    def cpu(self) -> float:
+        """Processor seconds that they have used together."""
+        return self._say("")
+
+    def end(self) -> None:
+        """Their standard input ends, and so do they."""
+        self._process.communicate(timeout=60)
+        self._octet.release()
+
+    def _say(self, text: str) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(text, file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the simulated sidecars ended with {self._process.wait()}")
+        return float(line)
+
+
+class CrowdedJob(BenchJob):
+    """A `BenchJob` in real time, whose sidecars are called over TLS."""
+
+    def __init__(self, workers: int, server: Server) -> None:
+        super().__init__("job", workers, server, ground(workers), Metrics())
+        self.hosts: list[str] = []
+        """By worker."""
+        raw = self.object
+        raw["spec"]["procsPerWorker"] = RANKS
+        nodes = ground(workers)
+        self.around = Surroundings(
+            lambda *_: list(self.pods.values()), lambda: nodes, cast(Kube, server), Config(patience=_PATIENCE), Metrics()
+        )
+        self.loop = JobLoop(raw, self.around)
+        self.credentials: Credentials = issue(self.loop.uid)
+        secret = build_secret(parse_job(raw), self.credentials)
+        server._stored(f"/api/v1/namespaces/default/secrets/{secret['metadata']['name']}", secret)
+        server.pod_created = self.pod_created
+
+    def pod_created(self, raw: dict[str, Any]) -> None:
+        super().pod_created(raw)
+        pod = parse_pod(raw)
+        assert pod is not None
+        made = self.pods[pod.name]
+        self.pods[pod.name] = replace(made, uid=_pod_uid(pod.worker), ip=self.hosts[pod.worker])
+        self.loop.wake()
+
+    @property
+    def client(self) -> JobSidecars:
+        """Who listens to the sidecars."""
+        found = self.loop._sidecars
+        assert found is not None
+        return found
+
+    def observe(self, recovery: Recovery) -> Observation:
+        """What the next look would see, in a recovery."""
+        job = parse_job(self.object)
+        return self.loop._observe(replace(job, status=replace(job.status, recovery=recovery)))
+
+    async def running(self, seconds: float = 300.0) -> None:
+        """Start the loop, and wait until the job trains."""
+        self.loop.start()
+        async with asyncio.timeout(seconds):
+            while True:
+                status = self.object.get("status") or {}
+                if status.get("phase") == "Running" and not status.get("recovery"):
+                    return
+                await asyncio.sleep(0.1)
+
+    async def pause(self) -> None:
+        """The loop looks no more; its client goes on listening."""
+        task = self.loop._task
+        assert task is not None
+        task.cancel()
+        await asyncio.wait({task})
+        self.loop._task = None
+
+
+@contextmanager
+def crowded_job(workers: int) -> Iterator[tuple[CrowdedJob, Crowd]]:
+    """A job whose sidecars listen, and that has not begun."""
+    prepare_process()
+    job, crowd = CrowdedJob(workers, Server()), Crowd()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            write_certificate(folder, job.credentials)
+            for worker in range(workers):
+                job.hosts.append(crowd.add(folder, job.loop.uid, _pod_uid(worker), worker, workers))
+            yield job, crowd
+        finally:
+            crowd.end()
+
+
+def write_certificate(folder: Path, credentials: Credentials) -> None:
+    """Of a job, for its simulated sidecars."""
+    (folder / "tls.crt").write_bytes(credentials.certificate)
+    (folder / "tls.key").write_bytes(credentials.key)
+
+
+def _pod_uid(worker: int) -> str:
+    return f"00000000-0000-4000-8000-{worker:012d}"
+
+
+class Stopwatch:
+    """Seconds by the wall, and of this process's processor time."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.monotonic(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        return time.monotonic() - self._wall, time.process_time() - self._cpu
