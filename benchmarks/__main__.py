@@ -36,6 +36,7 @@ BENCHMARKS = {
     "sharing": "capture by the number of replicas",
     "resharding": "restore on another mesh",
     "growth": "growth with state and workers",
+    "bookkeeping": "the sidecar's loops per wake",
     "planning": "the planner's decisions",
     "reconcile": "what an event costs the operator",
     "warm_start": "from release to the first step, warm and cold",
