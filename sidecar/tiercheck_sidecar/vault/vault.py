@@ -10,7 +10,7 @@ import contextlib
 import errno
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tiercheck.failpoints import failpoint
@@ -25,6 +25,7 @@ from tiercheck_sidecar.vault.pages import near
 from tiercheck_sidecar.vault.seal import Seal, write_seal
 from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, remove_files
 from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Slot, SlotState, create
+from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where, where
 from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,21 @@ class Vault:
     def held(self) -> tuple[Seal, ...]:
         """Every verified artifact and parity block, oldest first."""
         with self._table as table:
-            seals = table.held()
-        return tuple(sorted(seals, key=_age))
+            return table.stock.seals()
+
+    def stocks(self) -> Mapping[Where, MemoryStock]:
+        """The same as versions, by place."""
+        with self._table as table:
+            return table.stock.places()
+
+    def own_stock(self, rank: int) -> MemoryStock:
+        """What lies in own slots of a rank."""
+        return self.stocks().get(Where(Tier.LOCAL, rank), NOTHING)
+
+    def own_artifacts(self, rank: int) -> dict[Artifact, int]:
+        """The same, with bytes."""
+        place = Where(Tier.LOCAL, rank)
+        return {seal.artifact: seal.digests.size for seal in self.held() if where(seal) == place}
 
     def find(
         self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT
@@ -372,11 +386,6 @@ class Vault:
         if gone:
             with self._table as table:
                 table.forget(gone)
-
-
-def _age(seal: Seal) -> tuple[int, int, int, str, bool]:
-    version = seal.version
-    return version.step, version.attempt, seal.rank, seal.kind, seal.share is not None
 
 
 def _unlike(slot: Slot, header: SlotHeader, world_size: int) -> str:
