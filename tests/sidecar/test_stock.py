@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tiercheck.protocol.artifacts.sizing import Room, cost
 from tiercheck.protocol.artifacts.slot import SlotLayout
@@ -132,7 +130,7 @@ class Slots(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.vault, self.begun = self.opened(), []
+        self.vault, self.begun, self.before = self.opened(), [], {}
 
     @invariant()
     def stock_is_the_one_that_is_read_anew(self) -> None:
@@ -155,18 +153,10 @@ def readable(slot: Slot) -> bool:
     return slot.state is SlotState.SEALED and not slot.doomed
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path) -> Iterator[None]:
+def test_stock_is_the_one_that_would_be_read_anew_after_any_sequence_of_operations(tmp_path: Path) -> None:
     Slots.folder = tmp_path / "slots"
-    yield
-
-
-def test_stock_is_the_one_that_would_be_read_anew_after_any_sequence_of_operations() -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(
-        Slots, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
-    )
+    often = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    run_state_machine_as_test(Slots, settings=often)
 
 
 def test_same_artifact_in_two_slots_is_held_until_both_are_given_up() -> None:

@@ -41,6 +41,8 @@ class MemoryStock:
 
     def plus(self, kind: Kind, version: Version) -> MemoryStock:
         """With this as well."""
+        if version in self.of(kind):
+            return self
         if kind is Kind.SNAPSHOT:
             return MemoryStock(self.snapshots | {version}, self.deltas)
         return MemoryStock(self.snapshots, self.deltas | {version})
