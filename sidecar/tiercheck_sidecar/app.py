@@ -40,7 +40,7 @@ from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.restore.resharded_reads import FOLDER
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.sources import RestoreSources
-from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat
+from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import MemoryStock
@@ -69,7 +69,12 @@ class Sidecar:
         self.config = config
         self.board = SidecarState(config)
         self.vault = Vault(
-            config.vault_dir, config.memory_limit, config.ranks, self.board.bump, self.board.tagger
+            config.vault_dir,
+            config.memory_limit,
+            config.ranks,
+            self.board.bump,
+            self.board.tagger,
+            hands=spare_hands(config.cgroup_dir),
         )
         self.reporter = Reporter(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)

@@ -215,17 +215,33 @@ class SlotTable:
     # What there should be
 
     def next_missing(self, kind: Kind) -> Slot | None:
-        """An own slot that the plan wants and memory allows, entered but not yet allocated."""
-        if not self.demand.plan().fits:
-            return None  # saving is refused, so a slot would only raise hopes
-        for rank in self.demand.own:
-            pool = Pool(Tier.LOCAL, rank, kind)
-            size = self.demand.capacity(pool)
-            if not size or self._count(pool) >= self.demand.cap(pool):
-                continue
+        """An own slot that the plan wants and memory allows, entered but not yet allocated. Ranks take turns:
+        a version needs all of them."""
+        for _, pool, size, _ in self._missing(kind):
             if self.used() + sizing.cost(size) <= self.limit:
                 return self._place(pool, size)
         return None
+
+    def missing(self, kind: Kind) -> int:
+        """How many such slots there are."""
+        found, left = 0, self.limit - self.used()
+        for _, _, size, lack in self._missing(kind):
+            fit = min(lack, max(0, left) // sizing.cost(size))
+            found, left = found + fit, left - fit * sizing.cost(size)
+        return found
+
+    def _missing(self, kind: Kind) -> list[tuple[int, Pool, int, int]]:
+        """Of own ranks with fewer slots than the plan wants, those with the fewest first: slots, pool, bytes
+        of each, and how many are missing."""
+        if not self.demand.plan().fits:
+            return []  # saving is refused, so a slot would only raise hopes
+        found = []
+        for rank in self.demand.own:
+            pool = Pool(Tier.LOCAL, rank, kind)
+            size, count, cap = self.demand.capacity(pool), self._count(pool), self.demand.cap(pool)
+            if size and count < cap:
+                found.append((count, pool, size, cap - count))
+        return sorted(found, key=lambda each: each[0])
 
     def numa_of(self, slot: Slot) -> int:
         """Where its memory should lie; -1: anywhere."""

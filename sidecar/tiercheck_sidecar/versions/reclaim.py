@@ -54,20 +54,20 @@ class Reclaimer:
             self.step()
 
     def prepare(self) -> None:
-        """Allocate delta slots, which takes long, once it is known how many there must be. No trainer waits
-        for it."""
+        """Allocate slots, which takes long: of deltas once it is known how many there must be. Neither a
+        trainer nor what frees slots waits for it."""
         seen = -1
         while not self._board.stopping:
             seen = self._board.wait(seen, timeout=1.0)
             verdict = self._board.verdict
             if verdict is None or not verdict.cadence.chain:
+                self._vault.prepare(deltas=False)
                 continue
             named = verdict.cadence
             self._vault.expect(named.chain, Room(named.snapshot, named.delta))
             lack = self._vault.no_deltas() if self._board.wants_deltas else ""
             self._board.lack_room(lack)
-            if named.deltas:
-                self._vault.prepare()
+            self._vault.prepare(deltas=named.deltas)
 
     def _host(self) -> None:
         """Whose copies and which blocks are kept here is part of the wanted state."""
@@ -116,7 +116,7 @@ class Reclaimer:
             self._vault.free(
                 lambda seal: seal.version in versions and (where(seal), seal.kind, seal.version) in gone
             )
-        self._vault.tidy()
+        self._vault.trim()
 
     def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
         """What has to wait. By our last report the coordinator may announce what rests on an own snapshot, as
