@@ -37,6 +37,7 @@ BENCHMARKS = {
     "resharding": "restore on another mesh",
     "growth": "growth with state and workers",
     "bookkeeping": "the sidecar's loops per wake",
+    "ready_slots": "slots made ready after a start",
     "planning": "the planner's decisions",
     "reconcile": "what an event costs the operator",
     "warm_start": "from release to the first step, warm and cold",
