@@ -70,9 +70,7 @@ class Replicator:
         """Everything that this worker sends to its holders takes from here (`Policy.peer_bandwidth`)."""
 
     def run(self) -> None:
-        seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=5.0)
+        for _ in self._board.looks(timeout=5.0):
             for holder, kind, era in self.follow():
                 name = f"{kind.value}s-to-worker-{holder.worker}"
                 self._board.threads.loop(name, partial(self._serve, holder, kind, era))

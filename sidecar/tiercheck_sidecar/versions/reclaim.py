@@ -38,9 +38,7 @@ class Reclaimer:
         """What may go from each place, and what that was found from."""
 
     def run(self) -> None:
-        seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=1.0)
+        for _ in self._board.looks(timeout=1.0):
             with self._board.lock:
                 directive = self._board.directive
                 now, trainer, news = self._board.clock(), self._board.trainer, False
@@ -56,9 +54,7 @@ class Reclaimer:
     def prepare(self) -> None:
         """Allocate slots, which takes long: of deltas once it is known how many there must be. Neither a
         trainer nor what frees slots waits for it."""
-        seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=1.0)
+        for _ in self._board.looks(timeout=1.0):
             verdict = self._board.verdict
             if verdict is None or not verdict.cadence.chain:
                 self._vault.prepare(deltas=False)
