@@ -34,6 +34,9 @@ from tiercheck_sidecar.vault.slots import (
 from tiercheck_sidecar.vault.stock import HeldStock
 
 T = TypeVar("T")
+_Shape = tuple[int, int, int, int, list[Slot]]
+"""Which slots are useless, and which are missing, is the same as long as this is, and nothing is gone: how
+often the demand changed, how many slots were ever made, there are and are gone, and those free or gone."""
 
 
 class Guarded(Generic[T]):
@@ -72,6 +75,9 @@ class SlotTable:
         self._directory, self._instance, self._serial = directory, instance, 0
         self._pools: dict[Pool, dict[Path, Slot]] = {}
         self._used = 0
+        self._tidy: _Shape | None = None
+        """In which nothing was to be retired."""
+        self._lacking: dict[Kind, tuple[_Shape, list[tuple[int, Pool, int, int]]]] = {}
 
     def enter(self, found: Iterable[Slot]) -> None:
         """What an earlier process left."""
@@ -196,6 +202,9 @@ class SlotTable:
 
     def retire(self) -> list[Slot]:
         """Free slots that the plan has no use for, and lost ones: `remove_files`, then `forget` them."""
+        shape = self._shape()
+        if shape == self._tidy:
+            return []  # nothing was, and nothing is gone
         for slots in self._pools.values():
             free = [slot for slot in slots.values() if slot.state is SlotState.FREE]
             count = _present(slots) if free else 0
@@ -203,7 +212,9 @@ class SlotTable:
                 if self._is_useless(slot, count):
                     slot.state = SlotState.GONE
                     count -= 1
-        return [slot for slot in self.slots.values() if slot.state is SlotState.GONE]
+        gone = [slot for slot in self.slots.values() if slot.state is SlotState.GONE]
+        self._tidy = None if gone else shape
+        return gone
 
     def forget(self, slots: Sequence[Slot]) -> None:
         """There are no such slots any more."""
@@ -233,6 +244,12 @@ class SlotTable:
     def _missing(self, kind: Kind) -> list[tuple[int, Pool, int, int]]:
         """Of own ranks with fewer slots than the plan wants, those with the fewest first: slots, pool, bytes
         of each, and how many are missing."""
+        shape, known = self._shape(), self._lacking.get(kind)
+        if known is None or known[0] != shape or shape[3]:
+            known = self._lacking[kind] = shape, self._count_missing(kind)
+        return known[1]
+
+    def _count_missing(self, kind: Kind) -> list[tuple[int, Pool, int, int]]:
         if not self.demand.plan().fits:
             return []  # saving is refused, so a slot would only raise hopes
         found = []
@@ -298,6 +315,12 @@ class SlotTable:
         self.slots[slot.path] = slot
         self._pools.setdefault(slot.pool, {})[slot.path] = slot
         self._used += sizing.cost(slot.size, slot.pool.parts)
+
+    def _shape(self) -> _Shape:
+        slots = self.slots.values()
+        idle = [slot for slot in slots if slot.state is SlotState.FREE or slot.state is SlotState.GONE]
+        gone = sum(slot.state is SlotState.GONE for slot in idle)
+        return self.demand.changes, self._serial, len(slots), gone, idle
 
     def _count(self, pool: Pool) -> int:
         return _present(self._pools.get(pool, {}))

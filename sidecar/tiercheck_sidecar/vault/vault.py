@@ -229,7 +229,10 @@ class Vault:
         so that no trainer waits for it."""
         kinds = (Kind.SNAPSHOT, Kind.DELTA) if deltas else (Kind.SNAPSHOT,)
         with self._table as table:
-            hands = min(self._hands, sum(map(table.missing, kinds)))
+            missing = sum(map(table.missing, kinds))
+        hands = min(self._hands, missing)
+        if not missing:
+            return
         if hands < 2:
             self._grow(*kinds)
             return
