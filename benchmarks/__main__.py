@@ -36,6 +36,8 @@ BENCHMARKS = {
     "sharing": "capture by the number of replicas",
     "resharding": "restore on another mesh",
     "growth": "growth with state and workers",
+    "bookkeeping": "the sidecar's loops per wake",
+    "ready_slots": "slots made ready after a start",
     "planning": "the planner's decisions",
     "reconcile": "what an event costs the operator",
     "scale_operator": "the operator with many workers and many jobs",

@@ -45,13 +45,16 @@ def run(scale: Scale) -> Outcome:
 
 
 def figures(data: dict[str, Any]) -> list[Figure]:
-    """Rows; the slope of a plain copy in the same processes is told beside ours, for it shows what the
-    machine did meanwhile."""
+    """Rows; beside ours are told the slope of a plain copy in the same processes, for it shows what the
+    machine did meanwhile, and that of the processor time of saving, without any waiting for a core."""
     states, workers = data["states"], data["workers"]
     about = list(data["skipped"])
     if len(states) > 1:
         plain = slope([(point["bytes"], point["copy"]) for point in states])
+        work = [(point["bytes"], point["aside"]) for point in states if point.get("aside")]
         about.insert(0, f"a plain copy: {plain:.3g}")
+        if len(work) > 1:
+            about.insert(1, f"processor time of saving: {slope(work):.3g}")
     return [
         _slope_row(
             "growth of the time blocked with the state",
@@ -116,6 +119,7 @@ def _of_state(size: int, scale: Scale, slots: int) -> dict[str, Any]:
         # The least: whatever else ran on this machine only ever adds.
         "blocked": waits[0],
         "copy": result["copy_seconds"],
+        "aside": min(cycle["aside"] for cycle in result["cycles"]),
         "used": found[0].used,
         "budget": found[0].budget,
     }

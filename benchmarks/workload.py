@@ -148,6 +148,9 @@ class Cycle:
     included."""
     step: float
     """A step while nothing was being saved."""
+    aside: float = 0.0
+    """Processor time of all threads but the training's: what saving took, however long it had to wait for a
+    core."""
 
 
 def run_cycles(
@@ -190,11 +193,13 @@ def run_cycles(
         if left < 0:
             raise RuntimeError("too many saves were not taken")
         # The step that saves is counted with those after it, up to the middle.
+        aside = time.thread_time() - time.process_time()
         first_blocked, first = steps(half)
         taken = settle()
         second_blocked, second = steps(half)
+        aside += time.process_time() - time.thread_time()
         if taken is not False:  # what was not saved blocked nobody, and does not count
-            found.append(Cycle(first_blocked + second_blocked, first - second, second / half))
+            found.append(Cycle(first_blocked + second_blocked, first - second, second / half, aside))
     settle()
     return found[warm_up:]
 

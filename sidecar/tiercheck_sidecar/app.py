@@ -7,7 +7,7 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
@@ -15,7 +15,6 @@ from tiercheck.connections import Strangers
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
-from tiercheck.protocol.version import Artifact
 from tiercheck.redaction import log_redacted
 from tiercheck_sidecar.control import metrics
 from tiercheck_sidecar.control.api import ControlApi, routes, server_context
@@ -41,9 +40,10 @@ from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.restore.resharded_reads import FOLDER
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.sources import RestoreSources
-from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat
+from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault.stock import MemoryStock
 from tiercheck_sidecar.versions.coordinator import Coordinator
 from tiercheck_sidecar.versions.ending import may_go
 from tiercheck_sidecar.versions.reclaim import Reclaimer
@@ -69,7 +69,12 @@ class Sidecar:
         self.config = config
         self.board = SidecarState(config)
         self.vault = Vault(
-            config.vault_dir, config.memory_limit, config.ranks, self.board.bump, self.board.tagger
+            config.vault_dir,
+            config.memory_limit,
+            config.ranks,
+            self.board.bump,
+            self.board.tagger,
+            hands=spare_hands(config.cgroup_dir),
         )
         self.reporter = Reporter(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
@@ -199,7 +204,7 @@ class Sidecar:
         if self._claim is not None:
             self._claim.identify(config.worker)
 
-    def _acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
+    def _acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
         return [*self.replicator.acknowledged(directive), *self.parity.acknowledged(directive)]
 
     def _owes(self) -> bool:

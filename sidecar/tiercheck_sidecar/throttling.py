@@ -3,6 +3,7 @@ restores are slow."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ _MUCH, _LITTLE = 0.25, 0.1
 """
 _LEAST = 50
 """Periods in which it had work, usually of 0.1 s each; of fewer nothing is concluded."""
+_MOST_HANDS = 16
+"""Fewer fill the memory's bandwidth."""
 _V2, _V1 = ("cpu.stat", "cpu.max"), ("cpu.stat", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 _V1_FOLDERS = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
 
@@ -61,6 +64,14 @@ class ThrottleWatch:
             "slow. Raise spec.sidecar.resources.limits.cpu, or the LimitRange of the namespace if the "
             "limit comes from there"
         )
+
+
+def spare_hands(folder: Path) -> int:
+    """How many threads may be busy for long: as many as there are cores, but no more than half of the limit
+    of the cgroup at `folder`, or the kernel would hold up all the others."""
+    stat, cores = read_cpu_stat(folder), len(os.sched_getaffinity(0))
+    limit = stat.limit if stat is not None else None
+    return max(1, min(_MOST_HANDS, cores if limit is None else int(limit / 2)))
 
 
 def read_cpu_stat(folder: Path) -> CpuStat | None:

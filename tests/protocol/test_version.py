@@ -40,6 +40,34 @@ def test_owner_is_the_one_that_the_definition_names(restarts: list[tuple[int, in
         assert history.owner(step) == owner_by_definition(told, step)
 
 
+lines = st.lists(
+    st.builds(Branch, st.integers(1, 9), st.integers(0, 12), st.sampled_from((0, 2, 4))), max_size=9
+)
+"""As they may come from the wire: in any order, and more than once."""
+
+
+@given(lines, st.integers(-1, 14), st.integers(0, 10))
+def test_answers_are_those_of_a_walk_through_all_branches(
+    branches: list[Branch], step: int, attempt: int
+) -> None:
+    history, version = History(tuple(branches)), Version(step, attempt)
+    owners = [branch.attempt for branch in branches if step > branch.base_step]
+    owner = owners[-1] if owners else None
+    ranks = next((branch.ranks for branch in branches if branch.attempt == attempt), 0)
+    now = history.ranks
+    as_many = not now or attempt == history.attempt or ranks in (0, now)
+    assert history.owner(step) == owner
+    assert history.ranks_of(version) == ranks
+    assert history.accepts(version) == (owner == attempt)
+    assert history.continues(version) == (owner == attempt and as_many)
+    first = next((n for n, branch in enumerate(branches) if branch.attempt == attempt), None)
+    if first is None:
+        assert history.steps_of(attempt) is None
+    else:
+        end = min((later.base_step for later in branches[first + 1 :]), default=None)
+        assert history.steps_of(attempt) == (branches[first].base_step + 1, end)
+
+
 @given(starts)
 def test_at_most_one_attempt_is_accepted_for_a_step(restarts: list[tuple[int, int]]) -> None:
     history, told = history_of(restarts)

@@ -25,6 +25,7 @@ from tiercheck_sidecar.replicate import replicate, sender
 from tiercheck_sidecar.replicate.agenda import due, first_of_each_rank
 from tiercheck_sidecar.replicate.replicate import still_kept
 from tiercheck_sidecar.vault import Seal
+from tiercheck_sidecar.vault.stock import MemoryStock, Where, by_rank
 from tiercheck_sidecar.versions.watermark import TierVerdict
 
 MIB = 1 << 20
@@ -43,7 +44,13 @@ def delta(step: int, rank: int = 0) -> Artifact:
 def acknowledged(job: Stations, worker: int = 0) -> frozenset[Artifact]:
     directive = job[worker].board.directive
     assert directive is not None
-    return frozenset().union(*(artifacts for _, artifacts in job[worker].replicator.acknowledged(directive)))
+    return frozenset(
+        Artifact(rank, version, kind)
+        for _, stocks in job[worker].replicator.acknowledged(directive)
+        for rank, stock in stocks.items()
+        for kind in Kind
+        for version in stock.of(kind)
+    )
 
 
 def test_named_snapshot_and_every_delta_after_it_reach_the_holder(stations: MakeStations) -> None:
@@ -75,15 +82,15 @@ def test_only_holders_of_the_directive_count_and_only_what_they_acknowledged_in_
     job = stations()
     directive = job[0].board.directive
     assert directive is not None
-    assert job[0].replicator.acknowledged(directive) == [(1, frozenset())], "nothing was sent yet"
+    assert job[0].replicator.acknowledged(directive) == [(1, {})], "nothing was sent yet"
     job[0].save(V(1, 1), MIB)
     job[0].replicate()
     job[0].name(V(1, 1))
     until(lambda: acknowledged(job) == {snapshot(1)}, "copied")
     moved = replace(directive, holders=(Peer(1, job.host(2)),))
     later = replace(directive, attempt=2)
-    assert job[0].replicator.acknowledged(moved) == [(1, frozenset())], "another pod of that worker"
-    assert job[0].replicator.acknowledged(later) == [(1, frozenset())]
+    assert job[0].replicator.acknowledged(moved) == [(1, {})], "another pod of that worker"
+    assert job[0].replicator.acknowledged(later) == [(1, {})]
 
 
 def test_deltas_pass_while_a_snapshot_is_held_up(
@@ -299,42 +306,39 @@ def test_offer_with_digests_that_cannot_be_true_is_refused(stations: MakeStation
 HISTORY = History((Branch(1, 0),))
 
 
-def seals(*artifacts: Artifact) -> list[Seal]:
-    return [
-        Seal(each.rank, each.version, 4, Tier.LOCAL, Digests(1, 1, ("0",)), each.kind) for each in artifacts
-    ]
-
-
-def names(found: list[Seal]) -> list[Artifact]:
-    return [seal.artifact for seal in found]
+def own(*artifacts: Artifact) -> dict[Where, MemoryStock]:
+    return {Where(Tier.LOCAL, rank): stock for rank, stock in by_rank(artifacts).items()}
 
 
 def test_deltas_are_due_after_the_oldest_snapshot_that_the_holder_keeps_or_is_sent() -> None:
-    held = seals(snapshot(10), *(delta(step) for step in range(5, 15)))
-    assert names(due(Kind.DELTA, held, set(), None, HISTORY)) == [], "nothing to rest them on"
-    assert names(due(Kind.DELTA, held, set(), V(10, 1), HISTORY)) == [delta(step) for step in range(11, 15)]
-    has = {snapshot(6), delta(7), delta(9)}
+    held = own(snapshot(10), *(delta(step) for step in range(5, 15)))
+    assert due(Kind.DELTA, held, {}, None, HISTORY) == [], "nothing to rest them on"
+    assert due(Kind.DELTA, held, {}, V(10, 1), HISTORY) == [delta(step) for step in range(11, 15)]
+    has = by_rank({snapshot(6), delta(7), delta(9)})
     expected = [delta(step) for step in (8, 10, 11, 12, 13, 14)]
-    assert names(due(Kind.DELTA, held, has, V(10, 1), HISTORY)) == expected
+    assert due(Kind.DELTA, held, has, V(10, 1), HISTORY) == expected
 
 
 def test_delta_that_the_history_does_not_accept_is_never_due() -> None:
     history = History((Branch(1, 0), Branch(2, 12)))
-    held = seals(snapshot(10), *(delta(step) for step in range(11, 15)))
-    assert names(due(Kind.DELTA, held, set(), V(10, 1), history)) == [delta(11), delta(12)]
+    held = own(snapshot(10), *(delta(step) for step in range(11, 15)))
+    assert due(Kind.DELTA, held, {}, V(10, 1), history) == [delta(11), delta(12)]
 
 
 def test_ranks_take_turns_step_by_step() -> None:
-    held = seals(
+    held = own(
         *(snapshot(1, rank) for rank in (0, 1)), *(delta(step, rank) for rank in (0, 1) for step in (2, 3))
     )
-    found = due(Kind.DELTA, held, set(), V(1, 1), HISTORY)
-    assert names(found) == [delta(2, 0), delta(2, 1), delta(3, 0), delta(3, 1)]
-    assert names(first_of_each_rank(found)) == [delta(2, 0), delta(2, 1)], "in order within a rank"
+    found = due(Kind.DELTA, held, {}, V(1, 1), HISTORY)
+    assert found == [delta(2, 0), delta(2, 1), delta(3, 0), delta(3, 1)]
+    seals = [Seal(each.rank, each.version, 4, Tier.LOCAL, Digests(1, 1, ("0",)), each.kind) for each in found]
+    firsts = [seal.artifact for seal in first_of_each_rank(seals)]
+    assert firsts == [delta(2, 0), delta(2, 1)], "in order within a rank"
 
 
 def test_acknowledgements_of_what_the_holder_may_free_are_forgotten() -> None:
-    has = frozenset({snapshot(5), snapshot(10), *(delta(step) for step in range(6, 14))})
+    has = by_rank([snapshot(5), snapshot(10), *(delta(step) for step in range(6, 14))])[0]
     verdict = TierVerdict(1, Watermarks(local=V(13, 1), peer=V(13, 1)), floor=V(13, 1), anchor=V(10, 1))
-    assert still_kept(has, HISTORY, verdict) == {snapshot(10), delta(11), delta(12), delta(13)}
+    expected = by_rank([snapshot(10), delta(11), delta(12), delta(13)])[0]
+    assert still_kept(has, HISTORY, verdict) == expected
     assert still_kept(has, HISTORY, None) == has

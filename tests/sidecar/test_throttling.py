@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from world import World, until
 
-from tiercheck_sidecar.throttling import CpuStat, ThrottleWatch, read_cpu_stat
+from tiercheck_sidecar.throttling import CpuStat, ThrottleWatch, read_cpu_stat, spare_hands
 
 MakeWorld = Callable[..., World]
 
@@ -51,6 +51,15 @@ def test_without_a_limit_there_is_nothing_to_be_said(tmp_path: Path) -> None:
     assert read_cpu_stat(broken) is None
     (broken / "cpu.stat").write_text("usage_usec 1\n")
     assert read_cpu_stat(broken) is None, "as at the root of a machine"
+
+
+def test_long_work_leaves_half_of_the_limit_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    assert spare_hands(tmp_path / "nowhere") == 12
+    assert spare_hands(v2(tmp_path / "two", 0, 0, "800000 100000")) == 4
+    assert spare_hands(v2(tmp_path / "two", 0, 0, "50000 100000")) == 1
 
 
 def test_limit_that_is_used_up_in_a_quarter_of_the_time_is_a_problem_until_it_is_hardly_ever() -> None:

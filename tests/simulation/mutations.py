@@ -303,7 +303,7 @@ def _holes_in_chains() -> list[Patch]:
             each for each in deltas if bases and each > min(bases) and history.accepts(each)
         }
 
-    from tiercheck_sidecar.model import stock
+    from tiercheck_sidecar.vault import stock
 
     return [
         (session, "chain_to", leap), (stock, "rebuildable", everything),

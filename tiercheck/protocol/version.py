@@ -11,9 +11,11 @@ attempts the two come from.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -68,23 +70,22 @@ class History:
 
     def owner(self, step: int) -> int | None:
         """The attempt whose state after `step` is the accepted one; None for step 0 and before."""
-        owner: int | None = None
-        for branch in self.branches:
-            if step > branch.base_step:
-                owner = branch.attempt
-        return owner
+        number = bisect_left(self._bases, step)
+        return self._owners[number - 1].attempt if number else None
+
+    def steps_of(self, attempt: int) -> tuple[int, int | None] | None:
+        """The first and the last step (None: there is none) that an attempt owns; None: it is not of this
+        line."""
+        return self._steps.get(attempt)
 
     def ranks_of(self, version: Version) -> int:
         """How many ranks a version of this line was made by; 0: not known."""
-        return next((branch.ranks for branch in self.branches if branch.attempt == version.attempt), 0)
+        return self._ranks.get(version.attempt, 0)
 
     def continues(self, version: Version) -> bool:
         """Whether it is of this line, and of as many ranks as the newest attempt has, so that these can go on
         from it slot by slot."""
-        if not self.accepts(version):
-            return False
-        ranks = self.ranks
-        return not ranks or version.attempt == self.attempt or self.ranks_of(version) in (0, ranks)
+        return version.attempt in self._as_many and self.owner(version.step) == version.attempt
 
     @property
     def ranks(self) -> int:
@@ -95,6 +96,42 @@ class History:
     def attempt(self) -> int:
         """The newest attempt, 0 if none has begun."""
         return self.branches[-1].attempt if self.branches else 0
+
+    # Found once: they are asked for every artifact, and a long job has hundreds of branches.
+
+    @cached_property
+    def _owners(self) -> list[Branch]:
+        """Those that own a step, which they begin after ever later steps."""
+        found: list[Branch] = []
+        for branch in reversed(self.branches):
+            if not found or branch.base_step < found[-1].base_step:
+                found.append(branch)
+        return found[::-1]
+
+    @cached_property
+    def _bases(self) -> list[int]:
+        return [branch.base_step for branch in self._owners]
+
+    @cached_property
+    def _steps(self) -> dict[int, tuple[int, int | None]]:
+        found: dict[int, tuple[int, int | None]] = {}
+        end: int | None = None
+        for branch in reversed(self.branches):
+            found[branch.attempt] = branch.base_step + 1, end
+            end = branch.base_step if end is None else min(end, branch.base_step)
+        return found
+
+    @cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {branch.attempt: branch.ranks for branch in reversed(self.branches)}
+
+    @cached_property
+    def _as_many(self) -> frozenset[int]:
+        """Attempts with as many ranks as the newest, as far as is known."""
+        ranks, told = self.ranks, self._ranks
+        return frozenset(
+            attempt for attempt in told if not ranks or attempt == self.attempt or told[attempt] in (0, ranks)
+        )
 
 
 pass  # HOUSE

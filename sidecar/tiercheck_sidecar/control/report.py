@@ -27,7 +27,7 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.control.own_credentials import Discretion, own_credentials
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault import Seal, Vault
 
 
 class Reporter:
@@ -38,6 +38,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._serial = 0
         self._known: tuple[Any, ...] = ()
+        self._told: tuple[tuple[Seal, ...], tuple[Holding, ...]] = ((), ())
         self._discretion = Discretion(own_credentials() | {board.config.token})
         self.owes: Callable[[], bool] = lambda: False
         """Whether holders lack anything. While training runs they always lack the newest, so then nobody is
@@ -56,7 +57,7 @@ class Reporter:
             return dataclasses.replace(report, serial=self._serial)
 
     def _gather(self, settled: bool) -> Report:
-        board, vault = self._board, self._vault
+        board = self._board
         with board.lock:
             directive, verdict = board.directive, board.verdict
             return Report(
@@ -70,10 +71,7 @@ class Reporter:
                 phase=directive.phase if directive else None,
                 restore=self._restore(),
                 trainer=self._trainer(),
-                holdings=tuple(
-                    Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share)
-                    for seal in vault.held()
-                ),
+                holdings=self._holdings(),
                 remote=board.remote,
                 watermarks=verdict.watermarks if verdict else Watermarks(),
                 memory=self._memory(),
@@ -89,6 +87,16 @@ class Reporter:
                 followed=board.followed,
                 settled=settled,
             )
+
+    def _holdings(self) -> tuple[Holding, ...]:
+        held = self._vault.held()
+        if held is not self._told[0]:
+            told = (
+                Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share)
+                for seal in held
+            )
+            self._told = held, tuple(told)
+        return self._told[1]
 
     def _restore(self) -> RestoreReport:
         board = self._board

@@ -64,21 +64,10 @@ def united(runs: Iterable[Span]) -> tuple[Span, ...]:
 def newest(runs: Sequence[Span], history: History) -> Version | None:
     """The accepted version with the highest step. Takes no longer for long runs."""
     for run in reversed(runs):
-        steps = _accepted(run.attempt, history)
+        steps = history.steps_of(run.attempt)
         last = run.last if steps is None or steps[1] is None else min(run.last, steps[1])
         if steps is not None and last >= max(run.first, steps[0]):
             return Version(last, run.attempt)
-    return None
-
-
-def _accepted(attempt: int, history: History) -> tuple[int, int | None] | None:
-    """The first and the last step (None: there is none) that the attempt owns; None: it is not of this
-    history."""
-    for number, branch in enumerate(history.branches):
-        if branch.attempt == attempt:
-            return branch.base_step + 1, min(
-                (later.base_step for later in history.branches[number + 1 :]), default=None
-            )
     return None
 
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase
 from tiercheck.protocol.report import (
@@ -40,6 +40,8 @@ CANNOT_SAVE = "CannotSave"
 
 log = logging.getLogger(__name__)
 
+_MOMENT = 0.02
+"""Seconds between two looks of a loop for which nobody waits."""
 _MOST_AHEAD = 1000
 """Attempts that may have begun since the newest directive."""
 
@@ -136,6 +138,20 @@ class SidecarState:
         with self._changed:
             self._changed.wait_for(lambda: self._generation != seen or self.stopping, timeout)
             return self._generation
+
+    def looks(self, timeout: float) -> Iterator[None]:
+        """Time to look: now, and after each change or `timeout` seconds, until the sidecar stops. Changes
+        come in bursts (slot, seal, acknowledgement, of each rank): those of a moment share a look.
+        """
+        seen, soonest = -1, 0.0
+        while not self.stopping:
+            seen = self.wait(seen, timeout)
+            rest = min(_MOMENT, soonest - self.clock())
+            if rest > 0:
+                self.threads.pause(rest)
+                seen = self._generation
+            yield
+            soonest = self.clock() + _MOMENT
 
     def wait_until(self, predicate: Callable[[], bool], timeout: float) -> bool:
         with self._changed:

@@ -13,9 +13,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from tiercheck.protocol.directive import Peer
+from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, Kind
 from tiercheck_sidecar.digest import length_of
@@ -28,6 +28,7 @@ from tiercheck_sidecar.replicate.agenda import Backoff, due, first_of_each_rank
 from tiercheck_sidecar.replicate.sender import push_on
 from tiercheck_sidecar.replicate.streams import Deal, Line, TooDamaged, run_all, stream_count
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.stock import MemoryStock, by_rank
 from tiercheck_sidecar.vault.verification import distrust
 
 _DAMAGES = 3
@@ -115,6 +116,7 @@ class Link:
         self._begun: set[str] = set()
         self._wires: weakref.WeakSet[Wire] = weakref.WeakSet()
         self._complete: frozenset[Artifact] = frozenset()
+        self._has: dict[int, MemoryStock] = {}
         self._folded: frozenset[Artifact] = frozenset()
         self._brought: frozenset[Artifact] = frozenset()
         self._late: frozenset[Artifact] = frozenset()
@@ -139,9 +141,9 @@ class Link:
             wire.cut()
 
     @property
-    def complete(self) -> frozenset[Artifact]:
-        """Own artifacts whose blocks are complete at the holder, by its newest word."""
-        return self._complete
+    def complete(self) -> Mapping[int, MemoryStock]:
+        """Own artifacts whose blocks are complete at the holder, by its newest word and by rank."""
+        return self._has
 
     @property
     def owes(self) -> bool:
@@ -170,7 +172,7 @@ class Link:
         with self._lock:
             if (complete, folded) == (self._complete, self._folded):
                 return
-            self._complete, self._folded = complete, folded
+            self._complete, self._folded, self._has = complete, folded, by_rank(complete)
         self._credit()
         self._board.bump()
 
@@ -266,6 +268,11 @@ class Link:
             here = {seal.artifact for seal in held}
             self._late &= here
             self._brought &= here
-            complete, settled = self._complete, self._folded | self._late
-        owed = due(kind, held, complete, verdict.copy, directive.history)
-        return [seal for seal in owed if Artifact(seal.rank, seal.version, kind) not in settled]
+            has, settled = self._has, self._folded | self._late
+        owed = due(kind, self._vault.stocks(), has, verdict.copy, directive.history)
+        found = (
+            self._vault.find(each.rank, each.version, Tier.LOCAL, kind)
+            for each in owed
+            if each not in settled
+        )
+        return [seal for seal in found if seal is not None]

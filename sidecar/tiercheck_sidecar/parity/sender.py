@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer
-from tiercheck.protocol.version import Artifact, Kind
+from tiercheck.protocol.version import Kind
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload.pacing import TokenBucket
 from tiercheck_sidecar.parity.link import Link
 from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault.stock import MemoryStock
 
 
 class ParitySender:
@@ -58,14 +60,14 @@ class ParitySender:
         if directive.parity or old:
             self._board.problem("PeerUnreachable", "")
 
-    def acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
-        """Per holder that `directive` names: which worker it is, and which own artifacts have their blocks
-        complete there. Nothing, as long as there are no links to these holders yet.
+    def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
+        """Per holder that `directive` names: which worker it is, and by own rank what has its blocks complete
+        there. Nothing, as long as there are no links to these holders yet.
         """
         holders = directive.parity.holders if directive.parity else ()
         with self._lock:
             if self._key != (directive.attempt, directive.parity):
-                return [(holder.worker, frozenset()) for holder in holders]
+                return [(holder.worker, {}) for holder in holders]
             return [(link.holder.worker, link.complete) for link in self._links]
 
     def owes(self) -> bool:

@@ -20,7 +20,6 @@ from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, NotOffered, Opening, Senseless, open_copy
-from tiercheck_sidecar.model.stock import own_artifacts
 from tiercheck_sidecar.parity.coding import coded_with
 from tiercheck_sidecar.parity.rebuild import Rebuild
 from tiercheck_sidecar.restore.resharded_reads import receive_chunks
@@ -65,7 +64,7 @@ class OwnMemory:
         self._vault = vault
 
     def chain(self, rank: int, version: Version, history: History) -> tuple[Artifact, ...]:
-        return _artifacts(plan(rank, version, history, own_artifacts(self._vault.held(), rank), ()), rank)
+        return _artifacts(plan(rank, version, history, self._vault.own_artifacts(rank), ()), rank)
 
     def digests(self, artifact: Artifact) -> Digests:
         seal = self._vault.find(artifact.rank, artifact.version, Tier.LOCAL, artifact.kind)

@@ -10,48 +10,39 @@ Waits grow longer each time, so that a holder without room is not asked in a cir
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Kind, Version
 from tiercheck_sidecar.vault import Seal
+from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
 
 
 def due(
     kind: Kind,
-    held: Iterable[Seal],
-    acknowledged: Collection[Artifact],
+    stocks: Mapping[Where, MemoryStock],
+    acknowledged: Mapping[int, MemoryStock],
     copy: Version | None,
     history: History,
-) -> list[Seal]:
-    """Own artifacts that a holder should get now, first things first. `copy` is the snapshot that is
-    named.
+) -> list[Artifact]:
+    """Own artifacts that a holder should get now, first things first. `acknowledged`: what it has, by rank;
+    `copy`: the snapshot that is named.
     """
-    own = [
-        seal
-        for seal in held
-        if seal.tier is Tier.LOCAL and seal.share is None and history.accepts(seal.version)
-    ]
-    bases: dict[int, Version] = {}
-    for has in acknowledged:
-        if has.kind is Kind.SNAPSHOT:
-            bases[has.rank] = min(has.version, bases.get(has.rank, has.version))
-    for seal in own:
-        if seal.kind is Kind.SNAPSHOT and seal.version == copy:
-            bases[seal.rank] = min(copy, bases.get(seal.rank, copy))
-    wanted = [
-        seal
-        for seal in own
-        if seal.kind is kind
-        and Artifact(seal.rank, seal.version, kind) not in acknowledged
-        and (
-            seal.version == copy
-            if kind is Kind.SNAPSHOT
-            else seal.rank in bases and seal.version > bases[seal.rank]
-        )
-    ]
-    return sorted(wanted, key=lambda seal: (seal.version, seal.rank))
+    found: list[Artifact] = []
+    for place, own in stocks.items():
+        if place.tier is not Tier.LOCAL or place.share is not None:
+            continue
+        has = acknowledged.get(place.rank, NOTHING)
+        sent = {copy} & own.snapshots if copy is not None and history.accepts(copy) else set()
+        if kind is Kind.SNAPSHOT:
+            wanted = sent - has.snapshots
+        else:
+            base = min(has.snapshots | sent, default=None)
+            lacking = own.deltas - has.deltas if base is not None else ()
+            wanted = {each for each in lacking if base is not None and each > base and history.accepts(each)}
+        found += (Artifact(place.rank, version, kind) for version in wanted)
+    return sorted(found, key=lambda each: (each.version, each.rank))
 
 
 def first_of_each_rank(due: Iterable[Seal]) -> list[Seal]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +29,7 @@ from tiercheck_sidecar.replicate.agenda import Backoff, due, first_of_each_rank
 from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, push
 from tiercheck_sidecar.replicate.streams import Line, TooDamaged
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
 from tiercheck_sidecar.vault.verification import distrust
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable
 from tiercheck_sidecar.versions.watermark import TierVerdict
@@ -58,7 +59,10 @@ class Replicator:
         self._board, self._vault, self._identity, self._port = board, vault, identity, port
         self._lock = threading.Lock()
         self._era: _Era | None = None
-        self._acknowledged: dict[Peer, frozenset[Artifact]] = {}
+        self._acknowledged: dict[Peer, dict[int, MemoryStock]] = {}
+        """By holder and own rank. None of these dictionaries is ever changed."""
+        self._judged: dict[tuple[Peer, int], tuple[MemoryStock, History, TierVerdict | None]] = {}
+        """Of what nothing was to be forgotten, and by which word."""
         self._troubles: dict[tuple[Peer, Kind], str] = {}
         self._lanes: set[tuple[Peer, Kind]] = set()
         """That have a thread in this era."""
@@ -66,9 +70,7 @@ class Replicator:
         """Everything that this worker sends to its holders takes from here (`Policy.peer_bandwidth`)."""
 
     def run(self) -> None:
-        seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=5.0)
+        for _ in self._board.looks(timeout=5.0):
             for holder, kind, era in self.follow():
                 name = f"{kind.value}s-to-worker-{holder.worker}"
                 self._board.threads.loop(name, partial(self._serve, holder, kind, era))
@@ -90,7 +92,7 @@ class Replicator:
             with self._lock:
                 kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
                 self._era, self._troubles, self._lanes = era, {}, set()
-                self._acknowledged = {holder: kept.get(holder, frozenset()) for holder in era.holders}
+                self._acknowledged = {holder: kept.get(holder, {}) for holder in era.holders}
             self._board.problem("PeerUnreachable", "")
         return [
             (holder, kind, era)
@@ -99,14 +101,14 @@ class Replicator:
             if (holder, kind) not in self._lanes
         ]
 
-    def acknowledged(self, directive: Directive) -> list[tuple[int, frozenset[Artifact]]]:
-        """Each holder that `directive` names: its worker, and what it has verified of own ranks in that
+    def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
+        """Each holder that `directive` names: its worker, and by own rank what it has verified in that
         attempt and has had no reason to free. What was said before the lanes to these holders began counts
         for nothing.
         """
         with self._lock:
             here = self._acknowledged if self._era and self._era.attempt == directive.attempt else {}
-            return [(holder.worker, here.get(holder, frozenset())) for holder in directive.holders]
+            return [(holder.worker, here.get(holder, {})) for holder in directive.holders]
 
     def owes(self) -> bool:
         """Whether a holder lacks anything that it should have."""
@@ -149,8 +151,10 @@ class Replicator:
         if verdict is None or not ready or directive is None or directive.attempt != era.attempt:
             return []
         with self._lock:
-            has = self._acknowledged.get(holder, frozenset())
-        return due(kind, self._vault.held(), has, verdict.copy, directive.history)
+            has = self._acknowledged.get(holder, {})
+        owed = due(kind, self._vault.stocks(), has, verdict.copy, directive.history)
+        found = (self._vault.find(each.rank, each.version, Tier.LOCAL, kind) for each in owed)
+        return [seal for seal in found if seal is not None]
 
     def _send(self, holder: Peer, seal: Seal, line: Line, waits: Backoff[int | None], era: _Era) -> None:
         """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to
@@ -192,19 +196,27 @@ class Replicator:
     ) -> None:
         """What the holder has no more counts no more, and is due again."""
         with self._lock:
-            has = self._acknowledged.get(holder, frozenset()) if self._era == era else frozenset()
+            has = self._acknowledged.get(holder, {}) if self._era == era else {}
         try:
-            listed = {each.artifact for rank in {artifact.rank for artifact in has} for each in ask(rank)}
+            listed = {rank: by_rank(each.artifact for each in ask(rank)).get(rank, NOTHING) for rank in has}
         except (WireBroken, PeerRefused, OSError) as error:
             log.info("what worker %d holds: %s", holder.worker, error)
             hang_up()
             self._board.peers.doubt(holder)
             return
+        gone = [
+            Artifact(rank, version, kind)
+            for rank, stock in has.items()
+            for kind in Kind
+            for version in stock.of(kind) - listed[rank].of(kind)
+        ]
         with self._lock:
-            gone = has - listed
             if not gone or self._era != era:
                 return
-            self._acknowledged[holder] -= gone
+            left = dict(self._acknowledged[holder])
+            for each in gone:
+                left[each.rank] = left.get(each.rank, NOTHING).minus(each.kind, each.version)
+            self._acknowledged[holder] = left
         log.warning("worker %d no longer holds %s", holder.worker, ", ".join(map(str, sorted(gone))))
         self._board.bump()
 
@@ -212,7 +224,9 @@ class Replicator:
         with self._lock:
             if self._era != era:
                 return
-            self._acknowledged[holder] |= {seal.artifact}
+            has = self._acknowledged[holder]
+            more = has.get(seal.rank, NOTHING).plus(seal.kind, seal.version)
+            self._acknowledged[holder] = {**has, seal.rank: more}
         self._board.count(replicated=1)
         self._board.bump()
 
@@ -222,9 +236,18 @@ class Replicator:
             verdict, directive = self._board.verdict, self._board.directive
         if directive is None:
             return
+        judged = {}
         with self._lock:
             for holder, has in self._acknowledged.items():
-                self._acknowledged[holder] = still_kept(has, directive.history, verdict)
+                left = {}
+                for rank, stock in has.items():
+                    asked = stock, directive.history, verdict
+                    known = self._judged.get((holder, rank)) == asked
+                    left[rank] = stock if known else still_kept(*asked)
+                    if known or left[rank] == stock:
+                        judged[holder, rank] = asked
+                self._acknowledged[holder] = {rank: stock for rank, stock in left.items() if stock != NOTHING}
+            self._judged = judged
 
     def _trouble(self, lane: tuple[Peer, Kind], reason: str) -> None:
         """State why a holder takes no copies, or with an empty reason that it does."""
@@ -243,15 +266,9 @@ class Replicator:
         self._board.problem("PeerUnreachable", f"{told}. {hope}")
 
 
-def still_kept(
-    acknowledged: frozenset[Artifact], history: History, verdict: TierVerdict | None
-) -> frozenset[Artifact]:
-    """What a holder that follows `verdict` has not freed."""
-    kept: set[Artifact] = set()
-    for rank in {artifact.rank for artifact in acknowledged}:
-        mine = {artifact for artifact in acknowledged if artifact.rank == rank}
-        snapshots = frozenset(each.version for each in mine if each.kind is Kind.SNAPSHOT)
-        deltas = frozenset(each.version for each in mine if each.kind is Kind.DELTA)
-        gone = expendable(MemoryPlace(Tier.PEER, snapshots, deltas), history, verdict)
-        kept |= {each for each in mine if (each.kind, each.version) not in gone}
-    return frozenset(kept)
+def still_kept(acknowledged: MemoryStock, history: History, verdict: TierVerdict | None) -> MemoryStock:
+    """What a holder that follows `verdict` has not freed of a rank's."""
+    place = MemoryPlace(Tier.PEER, acknowledged.snapshots, acknowledged.deltas)
+    for kind, version in expendable(place, history, verdict):
+        acknowledged = acknowledged.minus(kind, version)
+    return acknowledged

@@ -22,7 +22,6 @@ from tiercheck.protocol.version import Artifact
 from tiercheck.supervised import describe
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.stock import own_artifacts
 from tiercheck_sidecar.restore.restore_plan import Need, OutOfReach, RestorePlan, SourceOffer, plan
 from tiercheck_sidecar.restore.sources import Brought, RestoreSources, TriedInVain, name_of
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
@@ -121,7 +120,7 @@ class RankRestorer:
         self._board.meter.plan(self._rank, wanted, done)
 
     def _own(self) -> dict[Artifact, int]:
-        return own_artifacts(self._vault.held(), self._rank)
+        return self._vault.own_artifacts(self._rank)
 
     def _ask(self) -> None:
         self._places, failures = self._reach.ask(self._rank, self._version, self._sources)

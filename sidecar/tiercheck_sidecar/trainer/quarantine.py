@@ -10,7 +10,6 @@ from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.requests import DeclineDeltas, ReportMismatch
 from tiercheck.protocol.version import Artifact, Kind, Version, chain_to
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.stock import own_stock
 from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Quarantine:
         board, rank = self._board, self._rank
         directive = board.directive
         assert directive is not None
-        own, history = own_stock(self._vault.held(), rank), directive.history
+        own, history = self._vault.own_stock(rank), directive.history
         wanted = directive.restore.version if directive.restore else None
         chain = chain_to(wanted, own.snapshots, own.deltas, history) if wanted else None
         bad = {each for each in own.deltas if history.accepts(each) and each.step >= found.step}
@@ -76,7 +75,7 @@ class Quarantine:
         if restore is not None and restore.world_size:
             self._quarantine([Artifact(rank % restore.world_size, restore.version)], found.message)
             return
-        own = own_stock(self._vault.held(), rank)
+        own = self._vault.own_stock(rank)
         bad = [Artifact(rank, Version(found.step, owner))]
         bad += [
             Artifact(rank, each, Kind.DELTA)

@@ -37,7 +37,6 @@ from tiercheck.protocol.version import Artifact, Chain, Kind, Version, chain_to
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.decoding import decode_request
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.stock import own_stock
 from tiercheck_sidecar.restore.resharded_reads import Lender
 from tiercheck_sidecar.trainer.quarantine import Quarantine
 from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Vault
@@ -138,7 +137,7 @@ class RankSession:
         return [str(path) for path in paths]
 
     def _chain(self, directive: Directive, version: Version) -> Chain | None:
-        own = own_stock(self._vault.held(), self._hello.rank)
+        own = self._vault.own_stock(self._hello.rank)
         return chain_to(version, own.snapshots, own.deltas, directive.history)
 
     def _objection(self, directive: Directive | None, lost: bool, state: RestoreState) -> str:

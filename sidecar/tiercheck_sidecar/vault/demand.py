@@ -34,23 +34,26 @@ class Demand:
         self._cadence = 0
         self._guess: Room | None = None
         self._plan: Sizing | None = None
+        self.changes = 0
+        """How often anything else was demanded than before."""
 
     def reserve(self, rank: int, snapshot: int, delta: int | None) -> None:
         """What an own rank wants, exactly; a delta of None is as it was."""
         before = self.own.get(rank, Room())
         self.own[rank] = Room(snapshot, before.delta if delta is None else delta)
-        self._plan = None
+        self._change()
 
     def only(self, ranks: Collection[int]) -> None:
         """No others are own ranks from now on."""
         self.own = {rank: room for rank, room in self.own.items() if rank in ranks}
-        self._plan = None
+        self._change()
 
     def expect(self, cadence: int, guess: Room) -> bool:
         """How long chains are, and the largest slots of any rank. Whether that is news."""
         if (cadence, guess) == (self._cadence, self._guess):
             return False
-        self._cadence, self._guess, self._plan = cadence, guess, None
+        self._cadence, self._guess = cadence, guess
+        self._change()
         return True
 
     def host(self, ranks: Iterable[int], shares: Iterable[Share], known: Iterable[tuple[Pool, int]]) -> None:
@@ -59,7 +62,7 @@ class Demand:
         before, lanes = self._hosted, self._lanes
         self._hosted = {rank: before.get(rank, Room()) for rank in ranks}
         self._lanes = {share: lanes.get(share, Room(parts=1 + len(share.ranks))) for share in shares}
-        self._plan = None
+        self._change()
         for pool, size in known:
             self.learn(pool, size)
 
@@ -68,6 +71,7 @@ class Demand:
         before = self.own.get(pool.rank, Room())
         if pool.tier is Tier.LOCAL and pool.kind is Kind.DELTA:
             self.own[pool.rank] = dataclasses.replace(before, delta=max(before.delta or 0, size))
+            self._change()
         self.learn(pool, size)
 
     def learn(self, pool: Pool, size: int) -> None:
@@ -77,6 +81,7 @@ class Demand:
             before = self.own.get(pool.rank, Room())
             if pool.kind is Kind.SNAPSHOT and not before.snapshot:
                 self.own[pool.rank] = dataclasses.replace(before, snapshot=size)
+                self._change()
         else:
             table: dict[int, Room] | dict[Share, Room] = self._lanes if pool.share else self._hosted
             key = pool.share or pool.rank
@@ -89,8 +94,9 @@ class Demand:
                 after = dataclasses.replace(before, snapshot=max(before.snapshot, sizing.roomy(size)))
             else:
                 after = dataclasses.replace(before, snapshot=size)
-            table[key] = after  # type: ignore[index]
-        self._plan = None
+            if after != before:
+                table[key] = after  # type: ignore[index]
+                self._change()
 
     @contextlib.contextmanager
     def learning(self, pool: Pool, size: int) -> Iterator[None]:
@@ -111,8 +117,11 @@ class Demand:
             _put_back(self._hosted, pool.rank, hosted)
             if pool.share:
                 _put_back(self._lanes, pool.share, lane)
-            self._plan = None
+            self._change()
             raise
+
+    def _change(self) -> None:
+        self._plan, self.changes = None, self.changes + 1
 
     def plan(self) -> Sizing:
         if self._plan is None:

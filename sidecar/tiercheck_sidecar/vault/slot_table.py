@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -32,8 +31,12 @@ from tiercheck_sidecar.vault.slots import (
     remove,
     tear,
 )
+from tiercheck_sidecar.vault.stock import HeldStock
 
 T = TypeVar("T")
+_Shape = tuple[int, int, int, int, list[Slot]]
+"""Which slots are useless, and which are missing, is the same as long as this is, and nothing is gone: how
+often the demand changed, how many slots were ever made, there are and are gone, and those free or gone."""
 
 
 class Guarded(Generic[T]):
@@ -65,35 +68,34 @@ class SlotTable:
         """`instance`: tells the files of this process from those of earlier ones."""
         self.limit = limit
         self.slots: dict[Path, Slot] = {}
+        self.stock = HeldStock()
         self.demand = Demand(limit)
         self.numa: dict[int, int] = {}
         """NUMA nodes of own ranks' devices."""
         self._directory, self._instance, self._serial = directory, instance, 0
+        self._pools: dict[Pool, dict[Path, Slot]] = {}
+        self._used = 0
+        self._tidy: _Shape | None = None
+        """In which nothing was to be retired."""
+        self._lacking: dict[Kind, tuple[_Shape, list[tuple[int, Pool, int, int]]]] = {}
 
     def enter(self, found: Iterable[Slot]) -> None:
         """What an earlier process left."""
         for slot in found:
-            self.slots[slot.path] = slot
+            self._add(slot)
             self.demand.found(slot.pool, slot.size)
+            if slot.seal is not None:
+                self.stock.add(slot.seal)
 
     # What is here
-
-    def held(self) -> list[Seal]:
-        return [slot.seal for slot in self.slots.values() if _readable(slot) and slot.seal]
 
     def find(
         self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None = None
     ) -> Slot | None:
-        for slot in self.slots.values():
-            seal, pool = slot.seal, slot.pool
-            if (
-                seal is None
-                or seal.version != version
-                or (pool.rank, pool.kind, pool.share) != (rank, kind, share)
-            ):
-                continue
-            if tier in (None, pool.tier) and _readable(slot):
-                return slot
+        for each in (Tier.LOCAL, Tier.PEER) if tier is None else (tier,):
+            for slot in self._pools.get(Pool(each, rank, kind, share), {}).values():
+                if slot.seal is not None and slot.seal.version == version and _readable(slot):
+                    return slot
         return None
 
     def artifacts(self, *states: SlotState, of: int | None = None) -> set[Artifact]:
@@ -103,15 +105,15 @@ class SlotTable:
                 slot.rank, slot.seal.version if slot.seal else Version(slot.step, slot.attempt), slot.kind
             )
             for slot in self.slots.values()
-            if of in (None, slot.pool.rank)
+            if slot.state in states
+            and of in (None, slot.pool.rank)
             and slot.tier is Tier.LOCAL
-            and slot.state in states
             and not slot.doomed
         }
 
     def used(self) -> int:
         """Bytes of the volume taken by slots and seals."""
-        return sum(sizing.cost(slot.size, slot.pool.parts) for slot in self.slots.values())
+        return self._used
 
     def pin(self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None) -> Slot:
         """Raises NotHeld."""
@@ -151,10 +153,8 @@ class SlotTable:
         """A slot for this sidecar to write; if it is new, it is still to be allocated. Raises NoFreeSlot."""
         pool, version = Pool(seal.tier, seal.rank, seal.kind, seal.share), seal.version
         if seal.tier is Tier.PEER and any(
-            slot.state is SlotState.WRITING
-            and slot.pool == pool
-            and Version(slot.step, slot.attempt) == version
-            for slot in self.slots.values()
+            slot.state is SlotState.WRITING and Version(slot.step, slot.attempt) == version
+            for slot in self._pools.get(pool, {}).values()
         ):
             raise NoFreeSlot("this artifact is being received already")
         with self.demand.learning(pool, seal.digests.size):
@@ -175,6 +175,8 @@ class SlotTable:
     def keep(self, slot: Slot, seal: Seal) -> None:
         """The slot is sealed."""
         slot.seal, slot.state = seal, SlotState.SEALED
+        if self.slots.get(slot.path) is slot:  # it may have been given up a moment ago
+            self.stock.add(seal)
         self._settle(slot)
 
     def drop(self, slot: Slot) -> None:
@@ -192,39 +194,71 @@ class SlotTable:
         seals = tuple(slot.seal for slot in doomed if slot.seal)
         for slot in doomed:
             slot.doomed = True
+            if slot.seal is not None:
+                self.stock.remove(slot.seal)
             self._settle(slot)
             failpoint("mid-reclaim")
         return seals
 
     def retire(self) -> list[Slot]:
         """Free slots that the plan has no use for, and lost ones: `remove_files`, then `forget` them."""
-        count = self._count()
-        for slot in self.slots.values():
-            if slot.state is SlotState.FREE and self._is_useless(slot, count[slot.pool]):
-                slot.state = SlotState.GONE
-                count[slot.pool] -= 1
-        return [slot for slot in self.slots.values() if slot.state is SlotState.GONE]
+        shape = self._shape()
+        if shape == self._tidy:
+            return []  # nothing was, and nothing is gone
+        for slots in self._pools.values():
+            free = [slot for slot in slots.values() if slot.state is SlotState.FREE]
+            count = _present(slots) if free else 0
+            for slot in free:
+                if self._is_useless(slot, count):
+                    slot.state = SlotState.GONE
+                    count -= 1
+        gone = [slot for slot in self.slots.values() if slot.state is SlotState.GONE]
+        self._tidy = None if gone else shape
+        return gone
 
     def forget(self, slots: Sequence[Slot]) -> None:
         """There are no such slots any more."""
         for slot in slots:
-            self.slots.pop(slot.path, None)
+            if self.slots.pop(slot.path, None) is not None:
+                del self._pools[slot.pool][slot.path]
+                self._used -= sizing.cost(slot.size, slot.pool.parts)
 
     # What there should be
 
     def next_missing(self, kind: Kind) -> Slot | None:
-        """An own slot that the plan wants and memory allows, entered but not yet allocated."""
-        if not self.demand.plan().fits:
-            return None  # saving is refused, so a slot would only raise hopes
-        count = self._count()
-        for rank in self.demand.own:
-            pool = Pool(Tier.LOCAL, rank, kind)
-            size = self.demand.capacity(pool)
-            if not size or count[pool] >= self.demand.cap(pool):
-                continue
+        """An own slot that the plan wants and memory allows, entered but not yet allocated. Ranks take turns:
+        a version needs all of them."""
+        for _, pool, size, _ in self._missing(kind):
             if self.used() + sizing.cost(size) <= self.limit:
                 return self._place(pool, size)
         return None
+
+    def missing(self, kind: Kind) -> int:
+        """How many such slots there are."""
+        found, left = 0, self.limit - self.used()
+        for _, _, size, lack in self._missing(kind):
+            fit = min(lack, max(0, left) // sizing.cost(size))
+            found, left = found + fit, left - fit * sizing.cost(size)
+        return found
+
+    def _missing(self, kind: Kind) -> list[tuple[int, Pool, int, int]]:
+        """Of own ranks with fewer slots than the plan wants, those with the fewest first: slots, pool, bytes
+        of each, and how many are missing."""
+        shape, known = self._shape(), self._lacking.get(kind)
+        if known is None or known[0] != shape or shape[3]:
+            known = self._lacking[kind] = shape, self._count_missing(kind)
+        return known[1]
+
+    def _count_missing(self, kind: Kind) -> list[tuple[int, Pool, int, int]]:
+        if not self.demand.plan().fits:
+            return []  # saving is refused, so a slot would only raise hopes
+        found = []
+        for rank in self.demand.own:
+            pool = Pool(Tier.LOCAL, rank, kind)
+            size, count, cap = self.demand.capacity(pool), self._count(pool), self.demand.cap(pool)
+            if size and count < cap:
+                found.append((count, pool, size, cap - count))
+        return sorted(found, key=lambda each: each[0])
 
     def numa_of(self, slot: Slot) -> int:
         """Where its memory should lie; -1: anywhere."""
@@ -239,9 +273,9 @@ class SlotTable:
 
     def _free_slot(self, pool: Pool, size: int) -> Slot | None:
         exact = pool.tier is Tier.LOCAL or (pool.kind is Kind.SNAPSHOT and pool.share is None)
-        for slot in self.slots.values():
+        for slot in self._pools.get(pool, {}).values():
             fits = slot.size == size or (slot.size > size and not exact)
-            if slot.state is SlotState.FREE and slot.pool == pool and fits:
+            if slot.state is SlotState.FREE and fits:
                 return slot
         return None
 
@@ -256,7 +290,7 @@ class SlotTable:
         # bounds it.
         bounded = pool.tier is Tier.PEER or pool.kind is Kind.SNAPSHOT
         cap = self.demand.cap(pool)
-        if bounded and self._count()[pool] >= cap:
+        if bounded and self._count(pool) >= cap:
             raise NoFreeSlot(
                 f"all {cap} {pool.kind.value} slots for rank {pool.rank} hold what is still needed"
             )
@@ -274,11 +308,22 @@ class SlotTable:
         what = "delta-" if pool.kind is Kind.DELTA else ""
         path = self._directory / f"{word}-{what}{pool.rank}-{self._instance}-{self._serial}{SLOT_SUFFIX}"
         slot = Slot(path=path, size=size, pool=pool)
-        self.slots[path] = slot
+        self._add(slot)
         return slot
 
-    def _count(self) -> Counter[Pool]:
-        return Counter(slot.pool for slot in self.slots.values() if slot.state is not SlotState.GONE)
+    def _add(self, slot: Slot) -> None:
+        self.slots[slot.path] = slot
+        self._pools.setdefault(slot.pool, {})[slot.path] = slot
+        self._used += sizing.cost(slot.size, slot.pool.parts)
+
+    def _shape(self) -> _Shape:
+        slots = self.slots.values()
+        idle = [slot for slot in slots if slot.state is SlotState.FREE or slot.state is SlotState.GONE]
+        gone = sum(slot.state is SlotState.GONE for slot in idle)
+        return self.demand.changes, self._serial, len(slots), gone, idle
+
+    def _count(self, pool: Pool) -> int:
+        return _present(self._pools.get(pool, {}))
 
     def _settle(self, slot: Slot) -> None:
         """Free a doomed slot that nobody uses."""
@@ -298,6 +343,10 @@ def remove_files(gone: Sequence[Slot]) -> None:
         except OSError as error:  # a trainer put something else in its place; it holds up no other slot
             log.warning("%s cannot be removed: %s", slot.path.name, error)
         slot.unmap()
+
+
+def _present(slots: Mapping[Path, Slot]) -> int:
+    return sum(slot.state is not SlotState.GONE for slot in slots.values())
 
 
 def _readable(slot: Slot) -> bool:

@@ -10,7 +10,8 @@ import contextlib
 import errno
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tiercheck.failpoints import failpoint
@@ -21,10 +22,11 @@ from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.vault.demand import deltas_refused, saving_refused
 from tiercheck_sidecar.vault.draft import SlotDraft
 from tiercheck_sidecar.vault.inventory import fault, take_inventory
-from tiercheck_sidecar.vault.pages import near
+from tiercheck_sidecar.vault.pages import near, step_back
 from tiercheck_sidecar.vault.seal import Seal, write_seal
 from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, remove_files
 from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Slot, SlotState, create
+from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where, where
 from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 log = logging.getLogger(__name__)
@@ -46,14 +48,16 @@ class Vault:
         tagger: Callable[[Artifact], Tagger | None] = lambda _: None,
         *,
         instance: str = "",
+        hands: int = 1,
     ) -> None:
         """`tagger`: makes the tags of an own artifact that is sealed now; None if they are not worth it.
-        `instance`: tells this vault's files from those of an earlier one in this place."""
+        `instance`: tells this vault's files from those of an earlier one in this place. `hands`: threads that
+        allocate slots."""
         self.limit = limit
         self.ranks = tuple(ranks)
         """The worker's own; none while this is a spare. See `identify`."""
         self._directory = directory
-        self._on_change, self._tagger = on_change, tagger
+        self._on_change, self._tagger, self._hands = on_change, tagger, hands
         self._table = Guarded(SlotTable(directory, limit, instance or uuid.uuid4().hex[:6]))
 
     def open(self) -> None:
@@ -71,8 +75,21 @@ class Vault:
     def held(self) -> tuple[Seal, ...]:
         """Every verified artifact and parity block, oldest first."""
         with self._table as table:
-            seals = table.held()
-        return tuple(sorted(seals, key=_age))
+            return table.stock.seals()
+
+    def stocks(self) -> Mapping[Where, MemoryStock]:
+        """The same as versions, by place."""
+        with self._table as table:
+            return table.stock.places()
+
+    def own_stock(self, rank: int) -> MemoryStock:
+        """What lies in own slots of a rank."""
+        return self.stocks().get(Where(Tier.LOCAL, rank), NOTHING)
+
+    def own_artifacts(self, rank: int) -> dict[Artifact, int]:
+        """The same, with bytes."""
+        place = Where(Tier.LOCAL, rank)
+        return {seal.artifact: seal.digests.size for seal in self.held() if where(seal) == place}
 
     def find(
         self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT
@@ -195,12 +212,33 @@ class Vault:
 
         Says that something changed only if it did: those who are told call this again.
         """
-        self._trim()
+        self.trim()
         self._grow(Kind.SNAPSHOT)
 
-    def prepare(self) -> None:
-        """The same for the delta slots of own ranks. Apart, so that no trainer waits for it."""
-        self._grow(Kind.DELTA)
+    def trim(self) -> None:
+        """Remove free slots that the plan has no use for, and lost ones. Never slow."""
+        with self._table as table:
+            gone = table.retire()
+        remove_files(gone)
+        if gone:
+            with self._table as table:
+                table.forget(gone)
+
+    def prepare(self, *, deltas: bool = True) -> None:
+        """Allocate what is missing for own ranks, on several cores but behind whoever else wants them. Apart,
+        so that no trainer waits for it."""
+        kinds = (Kind.SNAPSHOT, Kind.DELTA) if deltas else (Kind.SNAPSHOT,)
+        with self._table as table:
+            missing = sum(map(table.missing, kinds))
+        hands = min(self._hands, missing)
+        if not missing:
+            return
+        if hands < 2:
+            self._grow(*kinds)
+            return
+        with ThreadPoolExecutor(hands, "prepare", initializer=step_back) as pool:
+            for done in [pool.submit(self._grow, *kinds) for _ in range(hands)]:
+                done.result()
 
     # Own ranks: the trainer writes
 
@@ -265,7 +303,7 @@ class Vault:
         with self._table as table:
             lost = table.give_up(lambda slot: slot.path == path)
         if lost:
-            self._trim()
+            self.trim()
 
     # Copies, parity blocks and restored artifacts: this sidecar writes
 
@@ -291,7 +329,7 @@ class Vault:
 
         with self._table as table:
             table.give_up(fills)
-        self._trim()
+        self.trim()
 
     # Freeing
 
@@ -302,7 +340,7 @@ class Vault:
         with self._table as table:
             seals = table.doom(unwanted)
         if seals:
-            self._trim()
+            self.trim()
             self._on_change()
         return seals
 
@@ -339,16 +377,16 @@ class Vault:
             slot.state = state
         return True
 
-    def _grow(self, kind: Kind) -> None:
+    def _grow(self, *kinds: Kind) -> None:
         added = False
-        while (slot := self._next_missing(kind)) is not None and self._allocate(slot):
+        while (slot := self._next_missing(kinds)) is not None and self._allocate(slot):
             added = True
         if added:
             self._on_change()
 
-    def _next_missing(self, kind: Kind) -> Slot | None:
+    def _next_missing(self, kinds: Iterable[Kind]) -> Slot | None:
         with self._table as table:
-            return table.next_missing(kind)
+            return next(filter(None, map(table.next_missing, kinds)), None)
 
     def _seal(self, slot: Slot, seal: Seal) -> None:
         if slot.state is SlotState.GONE:
@@ -363,20 +401,6 @@ class Vault:
         with self._table as table:
             table.drop(slot)
         self._on_change()
-
-    def _trim(self) -> None:
-        """Remove free slots that the plan has no use for, and lost ones."""
-        with self._table as table:
-            gone = table.retire()
-        remove_files(gone)
-        if gone:
-            with self._table as table:
-                table.forget(gone)
-
-
-def _age(seal: Seal) -> tuple[int, int, int, str, bool]:
-    version = seal.version
-    return version.step, version.attempt, seal.rank, seal.kind, seal.share is not None
 
 
 def _unlike(slot: Slot, header: SlotHeader, world_size: int) -> str:

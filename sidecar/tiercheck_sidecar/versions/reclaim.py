@@ -10,15 +10,20 @@ from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifacts.sizing import OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
-from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.stock import MemoryStock, Where, hosted_lanes, hosted_ranks, stocks, where
+from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault.stock import MemoryStock, Where, where
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
 from tiercheck_sidecar.versions.watermark import TierVerdict
 
 Gone = tuple[Where, Kind, Version]
 """What is where, and given up."""
+Hosted = tuple[set[int], set[Share]]
+"""Ranks and parity lanes of other workers that are kept here."""
+_Asked = tuple[MemoryPlace, History, TierVerdict | None, Version | None]
+"""All that it depends on what may go from a place."""
 
 
 class Reclaimer:
@@ -26,12 +31,14 @@ class Reclaimer:
 
     def __init__(self, board: SidecarState, vault: Vault) -> None:
         self._board, self._vault = board, vault
-        self._hosted: tuple[set[int], set[Share]] = (set(), set())
+        self._hosted: Hosted = (set(), set())
+        self._wanted: tuple[Directive, Hosted] | None = None
+        """What a directive wants to be hosted."""
+        self._judged: dict[Where, tuple[_Asked, frozenset[tuple[Kind, Version]]]] = {}
+        """What may go from each place, and what that was found from."""
 
     def run(self) -> None:
-        seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=1.0)
+        for _ in self._board.looks(timeout=1.0):
             with self._board.lock:
                 directive = self._board.directive
                 now, trainer, news = self._board.clock(), self._board.trainer, False
@@ -45,30 +52,34 @@ class Reclaimer:
             self.step()
 
     def prepare(self) -> None:
-        """Allocate delta slots, which takes long, once it is known how many there must be. No trainer waits
-        for it."""
-        seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=1.0)
+        """Allocate slots, which takes long: of deltas once it is known how many there must be. Neither a
+        trainer nor what frees slots waits for it."""
+        for _ in self._board.looks(timeout=1.0):
             verdict = self._board.verdict
             if verdict is None or not verdict.cadence.chain:
+                self._vault.prepare(deltas=False)
                 continue
             named = verdict.cadence
             self._vault.expect(named.chain, Room(named.snapshot, named.delta))
             lack = self._vault.no_deltas() if self._board.wants_deltas else ""
             self._board.lack_room(lack)
-            if named.deltas:
-                self._vault.prepare()
+            self._vault.prepare(deltas=named.deltas)
 
     def _host(self) -> None:
         """Whose copies and which blocks are kept here is part of the wanted state."""
         directive = self._board.directive
         if directive is None:
             return
-        hosted = hosted_ranks(directive), hosted_lanes(directive)
+        hosted = self._wanted_by(directive)
         if hosted != self._hosted:
             self._vault.host(*hosted)
             self._hosted = hosted
+
+    def _wanted_by(self, directive: Directive) -> Hosted:
+        known = self._wanted
+        if known is None or known[0] is not directive:
+            known = self._wanted = directive, (hosted_ranks(directive), hosted_lanes(directive))
+        return known[1]
 
     def step(self) -> None:
         """Free what may be freed now."""
@@ -84,17 +95,24 @@ class Reclaimer:
             return
         plan = self._vault.size_plan()
         owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
-        gone: set[Gone] = set()
-        for name, stock in stocks(self._vault.held()).items():
+        hosted = self._wanted_by(directive)
+        judged, gone = {}, set[Gone]()
+        for name, stock in self._vault.stocks().items():
             mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
-            place = _place(name, stock, directive, verdict, plan)
-            doomed = expendable(place, directive.history, verdict, owed if mine else None)
-            gone |= {(name, kind, version) for kind, version in doomed}
+            place = _place(name, stock, directive, verdict, plan, hosted=hosted)
+            asked = place, directive.history, verdict, owed if mine else None
+            known = self._judged.get(name)
+            judged[name] = known if known and known[0] == asked else (asked, expendable(*asked))
+            gone.update((name, kind, version) for kind, version in judged[name][1])
+        self._judged = judged
         gone -= self._counted_on(gone, directive, verdict)
         if gone:
             failpoint("before-reclaim")
-            self._vault.free(lambda seal: (where(seal), seal.kind, seal.version) in gone)
-        self._vault.tidy()
+            versions = {version for _, _, version in gone}
+            self._vault.free(
+                lambda seal: seal.version in versions and (where(seal), seal.kind, seal.version) in gone
+            )
+        self._vault.trim()
 
     def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
         """What has to wait. By our last report the coordinator may announce what rests on an own snapshot, as
@@ -113,13 +131,38 @@ class Reclaimer:
 
 
 def _place(
-    name: Where, stock: MemoryStock, directive: Directive, verdict: TierVerdict | None, plan: Sizing
+    name: Where,
+    stock: MemoryStock,
+    directive: Directive,
+    verdict: TierVerdict | None,
+    plan: Sizing,
+    *,
+    hosted: Hosted,
 ) -> MemoryPlace:
-    snapshots, deltas = frozenset(stock.snapshots), frozenset(stock.deltas)
+    snapshots, deltas = stock.snapshots, stock.deltas
     if name.tier is Tier.LOCAL:
         crowded = directive.parity is None and len(deltas) >= plan.delta_slots - SPARE_DELTAS
         return MemoryPlace(Tier.LOCAL, snapshots, deltas, slots=plan.own_slots, crowded=crowded)
     if name.share is not None:
-        return MemoryPlace(Tier.PEER, snapshots, deltas, name.share not in hosted_lanes(directive))
-    stranded = name.rank not in hosted_ranks(directive)
+        return MemoryPlace(Tier.PEER, snapshots, deltas, name.share not in hosted[1])
+    stranded = name.rank not in hosted[0]
     return MemoryPlace(Tier.PEER, snapshots, deltas, stranded, crowded=lacks_slot(snapshots, verdict))
+
+
+def hosted_ranks(directive: Directive) -> set[int]:
+    """Ranks of other workers whose copies are kept here."""
+    procs = directive.procs_per_worker
+    return {
+        rank for peer in directive.hosted for rank in range(peer.worker * procs, (peer.worker + 1) * procs)
+    }
+
+
+def hosted_lanes(directive: Directive) -> set[Share]:
+    """Parity blocks that are kept here."""
+    return {
+        share
+        for group in directive.folded
+        for index, holder in enumerate(group.holders)
+        if holder.worker == directive.worker
+        for share in shares(group, index, directive.procs_per_worker)
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tiercheck.protocol.directive import DeltaMode, Directive, Tier
 from tiercheck.protocol.encoding import to_json
@@ -16,8 +16,8 @@ from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.span import Span, common
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.stock import MemoryStock, Where, stock_of, stocks
 from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
 from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
 
@@ -30,9 +30,9 @@ message carries them."""
 _WORKERS_PER_SECOND = 500
 """How many the coordinator should have to answer per second, whatever happens."""
 
-Acknowledged = Callable[[Directive], Sequence[tuple[int, frozenset[Artifact]]]]
+Acknowledged = Callable[[Directive], Sequence[tuple[int, Mapping[int, MemoryStock]]]]
 """Per holder of this worker's copies or parity, as the directive has it: which worker it is, and what it has
-acknowledged in that attempt."""
+acknowledged in that attempt, by own rank."""
 
 Uploaded = Callable[[int, TierVerdict | None], tuple[RankArtifact, ...]]
 """A rank's upload of the version that the verdict wants, if it is done."""
@@ -100,20 +100,22 @@ class TierClient:
             )
             leaving = self._board.report_leaving()
         unfinished = self._vault.unfinished()
-        here = stocks(self._vault.held())
+        here = self._vault.stocks()
         history = directive.history
         known = set(verdict.received) if verdict else set()
         acknowledged = self._acknowledged(directive)
         ranks, newest_own = [], []
         for rank in self._vault.ranks:
-            own = here.get(Where(Tier.LOCAL, rank), MemoryStock()).accepted(history)
+            own = here.get(Where(Tier.LOCAL, rank), NOTHING).accepted(history)
             at_holders = _at_holders(directive, acknowledged, rank)
             going = {each.version for each in leaving if each.rank == rank} & own.snapshots
             newest_own.append(max(own.snapshots, default=None))
             ranks.append(
                 RankTiers(
                     rank=rank,
-                    local=MemoryStock(own.snapshots - going, own.deltas).rebuildable(history),
+                    local=(MemoryStock(own.snapshots - going, own.deltas) if going else own).rebuildable(
+                        history
+                    ),
                     snapshots=tuple(sorted(own.snapshots)),
                     leaving=tuple(sorted(going)),
                     unfinished=_of(unfinished, rank, Kind.SNAPSHOT),
@@ -193,20 +195,25 @@ def _of(artifacts: set[Artifact], rank: int, kind: Kind) -> tuple[Version, ...]:
 
 
 def _at_holders(
-    directive: Directive, acknowledged: Sequence[tuple[int, frozenset[Artifact]]], rank: int
+    directive: Directive, acknowledged: Sequence[tuple[int, Mapping[int, MemoryStock]]], rank: int
 ) -> list[MemoryStock]:
     """What each holder has, but for parity what all have: several blocks are worth something together
     only.
     """
-    sets = [artifacts for _, artifacts in acknowledged]
-    if directive.parity is not None and sets:
-        sets = [frozenset.intersection(*sets)]
-    return [stock_of(artifacts, rank).accepted(directive.history) for artifacts in sets]
+    stocks = [here.get(rank, NOTHING) for _, here in acknowledged]
+    if directive.parity is not None and stocks:
+        stocks = [
+            MemoryStock(
+                frozenset.intersection(*(each.snapshots for each in stocks)),
+                frozenset.intersection(*(each.deltas for each in stocks)),
+            )
+        ]
+    return [each.accepted(directive.history) for each in stocks]
 
 
 def _copied(at_holders: list[MemoryStock], directive: Directive) -> tuple[Span, ...]:
     return common(stock.rebuildable(directive.history) for stock in at_holders)
 
 
-def _everywhere(at_holders: list[MemoryStock]) -> set[Version]:
-    return set.intersection(*(stock.snapshots for stock in at_holders)) if at_holders else set()
+def _everywhere(at_holders: list[MemoryStock]) -> frozenset[Version]:
+    return frozenset.intersection(*(stock.snapshots for stock in at_holders)) if at_holders else frozenset()

@@ -29,6 +29,7 @@ from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.parity.sender import ParitySender
 from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.vault.stock import NOTHING
 from tiercheck_sidecar.versions.watermark import TierVerdict
 
 T = TypeVar("T")
@@ -125,9 +126,9 @@ class Station:
     def copied(self, rank: int, kind: Kind = Kind.SNAPSHOT) -> list[Version]:
         """Versions of an own rank's artifacts that are complete at every holder."""
         assert self.board.directive is not None
-        acknowledged = [artifacts for _, artifacts in self.sender.acknowledged(self.board.directive)]
-        common = frozenset.intersection(*acknowledged) if acknowledged else frozenset()
-        return sorted(each.version for each in common if (each.rank, each.kind) == (rank, kind))
+        told = self.sender.acknowledged(self.board.directive)
+        versions = [stocks.get(rank, NOTHING).of(kind) for _, stocks in told]
+        return sorted(frozenset.intersection(*versions)) if versions else []
 
     def protects(self, rank: int, version: Version) -> bool:
         return version in self.copied(rank)

@@ -1,0 +1,120 @@
+"""Slots are made ready so that the first delta comes soon, and so that nobody waits for all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiercheck.protocol.artifacts.sizing import OWN_SLOTS, Room
+from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
+from tiercheck.protocol.report import RestoreReport, RestoreState
+from tiercheck.protocol.version import Branch, History, Kind, Version
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault import vault as vaults
+from tiercheck_sidecar.versions.reclaim import Reclaimer
+
+SIZE, RANKS, CADENCE = 64 << 10, (0, 1, 2), 3
+DELTAS = 2 * CADENCE + 2
+PLENTY = 100 * (SIZE + 16384)
+
+
+def vault_at(folder: Path, hands: int = 1, limit: int = PLENTY) -> Vault:
+    """Its snapshot slots are ready, its delta slots are known."""
+    vault = Vault(folder / "memory", limit, RANKS, hands=hands)
+    vault.open()
+    for rank in RANKS:
+        vault.reserve(rank, SIZE, SIZE)
+    vault.expect(CADENCE, Room(SIZE, SIZE))
+    return vault
+
+
+def ready(vault: Vault, kind: Kind = Kind.DELTA) -> Counter[int]:
+    with vault._table as table:
+        return Counter(slot.rank for slot in table.slots.values() if slot.kind is kind)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
+    """Call `before` with the name of each slot file that is made."""
+    real = vaults.create
+
+    def create(path: Path, size: int) -> memoryview:
+        before(path.name)
+        return real(path, size)
+
+    monkeypatch.setattr(vaults, "create", create)
+
+
+def test_every_rank_has_its_first_delta_slot_before_any_has_its_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vault, made = vault_at(tmp_path), list[str]()
+    recorded(monkeypatch, made.append)
+    vault.prepare()
+    ranks = [int(name.split("-")[2]) for name in made]
+    assert len(ranks) == DELTAS * len(RANKS)
+    for first in range(0, len(ranks), len(RANKS)):
+        assert sorted(ranks[first : first + len(RANKS)]) == list(RANKS)
+
+
+def test_several_hands_make_as_many_slots_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the same time, and none too many."""
+    vault, together = vault_at(tmp_path, hands=4), threading.Barrier(4)
+    first = threading.local()
+
+    def meet(_: str) -> None:
+        if not hasattr(first, "met"):
+            first.met = True
+            together.wait(60)
+
+    recorded(monkeypatch, meet)
+    vault.prepare()
+    assert ready(vault) == dict.fromkeys(RANKS, DELTAS)
+
+
+def test_several_hands_never_take_more_than_there_is(tmp_path: Path) -> None:
+    with vault_at(tmp_path / "large")._table as table:
+        snapshots = table.used()
+    limit = snapshots + 16 * (SIZE + 8192)
+    vault = vault_at(tmp_path / "small", hands=4, limit=limit)
+    vault.prepare()
+    assert vault.used() <= limit
+    assert sum(ready(vault).values()) in (0, *range(5 * len(RANKS), 17))
+
+
+def test_slots_are_freed_while_others_are_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes minutes, and who frees slots would be late for every capture."""
+    config = SidecarConfig(
+        job="ns/j", job_uid="u", worker=0, procs_per_worker=len(RANKS), pod_uid="p", pod_ip="127.0.0.1",
+        memory_dir=tmp_path, memory_limit=PLENTY, run_dir=tmp_path, credentials_dir=tmp_path, remote=None,
+        token="t",
+    )  # fmt: skip
+    board, vault = SidecarState(config), vault_at(tmp_path)
+    board.directive = Directive(
+        job_uid="u", worker=0, workers=1, procs_per_worker=len(RANKS), attempt=1, phase=Phase.RELEASE,
+        history=History((Branch(1, 0),)), policy=Policy(1, 1, 1), restore=None, holders=(), hosted=(),
+        coordinator=Peer(0, "127.0.0.1"), master_host="127.0.0.1", master_port=1,
+    )  # fmt: skip
+    board.restore = RestoreReport(RestoreState.READY, None)
+    began, go_on = threading.Event(), threading.Event()
+
+    def held_up(_: str) -> None:
+        began.set()
+        go_on.wait(60)
+
+    recorded(monkeypatch, held_up)
+    preparing = board.threads.loop("prepare", vault.prepare)
+    try:
+        assert began.wait(60)
+        vault.lose(vault.begin(1, Version(1, 1), Kind.SNAPSHOT))
+        Reclaimer(board, vault).step()
+        assert ready(vault, Kind.SNAPSHOT)[1] == OWN_SLOTS - 1, "it is not this loop that makes another"
+    finally:
+        go_on.set()
+        preparing.join(60)
+    assert ready(vault, Kind.SNAPSHOT)[1] == OWN_SLOTS, "it was made beside the others"
