@@ -316,6 +316,8 @@ class Report:
     not decided yet."""
     proofs: tuple[Proof, ...] = ()
     """The newest of each tier, as far as there is one of every own rank. What went wrong is a problem."""
+    addresses: tuple[str, ...] = ()
+    """That the exchange listens at beside the pod's (`Policy.peer_interfaces`)."""
     followed: int = 0
     """Directives that this process has followed so far; the next one's number must be greater. Always 0: an
     older sidecar, which takes any."""
