@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -111,6 +111,17 @@ def test_connections_take_turns_and_leave_alone_for_a_while_what_does_not_answer
     now += LEFT_ALONE
     assert set(book.routes(peer)) == {first, second}
     assert book.routes(Peer(2, "10.1.0.9")) == ()
+
+
+def test_new_connection_takes_the_interface_that_carries_fewest(stations: MakeStations) -> None:
+    """Two lanes dial the same peer, each at its own time."""
+    job = with_rails(stations, "net1", "net2")
+    with ExitStack() as stack:
+        ends = []
+        for _ in range(6):
+            ends.append(stack.enter_context(closing(job[0].connect(1))).far_end[0])
+            job[0].identity.addresses.routes(job.peer(1))  # somebody else looks, and does not come
+        assert Counter(ends) == {job.rail(1, 1): 3, job.rail(2, 1): 3}
 
 
 def with_rails(stations: MakeStations, *entries: str, rails: int = 2) -> Stations:

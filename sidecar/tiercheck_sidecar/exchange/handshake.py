@@ -143,7 +143,7 @@ def _dial_routes(identity: Identity, attempt: int, peer: Peer, port: int) -> Wir
                     error,
                 )
             continue
-        book.answered(route)
+        book.answered(route, wire)
         book.hear(peer, said.addresses)
         return wire
     return None

@@ -1,13 +1,14 @@
 """Remembers at which addresses peers listen beside their pods', and says which to use next.
 
-A peer tells its addresses once both ends have proved themselves. Connections are dealt over them in turn; one
-that does not answer is left alone for a while.
+A peer tells its addresses once both ends have proved themselves. A new connection takes the route that has
+the fewest; one that does not answer is left alone for a while.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class PeerAddresses:
         self._told: dict[Peer, tuple[NamedAddress, ...]] = {}
         self._failed: dict[Route, float] = {}
         self._turns: Counter[Peer] = Counter()
+        self._used: dict[Route, weakref.WeakSet[object]] = {}
+        """The connections that there are."""
 
     @property
     def own(self) -> tuple[NamedAddress, ...]:
@@ -74,13 +77,8 @@ class PeerAddresses:
         with self._lock:
             return frozenset(each.host for told in self._told.values() for each in told)
 
-    def count(self, peer: Peer) -> int:
-        """How many routes lead to `peer` beside the one to its pod's address, whether they work or not."""
-        with self._lock:
-            return len(pair(self._own, self._told.get(peer, ())))
-
     def routes(self, peer: Peer) -> tuple[Route, ...]:
-        """To try in this order, before the pod's address: each call begins with the next one."""
+        """To try in this order, before the pod's address: those that carry least, in turns."""
         with self._lock:
             now = self._clock()
             routes = [
@@ -92,7 +90,7 @@ class PeerAddresses:
                 return ()
             first = self._turns[peer] % len(routes)
             self._turns[peer] += 1
-            return (*routes[first:], *routes[:first])
+            return tuple(sorted((*routes[first:], *routes[:first]), key=self._load))
 
     def failed(self, route: Route) -> bool:
         """It does not answer, or somebody else does there. Returns whether that is news."""
@@ -101,6 +99,11 @@ class PeerAddresses:
             self._failed[route] = self._clock() + LEFT_ALONE
             return news
 
-    def answered(self, route: Route) -> None:
+    def answered(self, route: Route, connection: object) -> None:
+        """It counts for as long as anybody has it."""
         with self._lock:
             self._failed.pop(route, None)
+            self._used.setdefault(route, weakref.WeakSet()).add(connection)
+
+    def _load(self, route: Route) -> int:
+        return len(self._used.get(route, ()))
