@@ -100,6 +100,7 @@ class Sidecar:
         self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
         self.reporter.owes = self._owes
         self.reporter.settled = self._settled
+        self.reporter.addresses = lambda: tuple(each.host for each in self.identity.addresses.own)
         self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.uploader.uploaded)
         self._ports: list[GuardedPort] = []
         self.board.when_identified(self._identified)

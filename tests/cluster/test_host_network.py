@@ -17,7 +17,12 @@ pytestmark = pytest.mark.cluster
 def test_two_workers_on_one_node_in_its_network_train_and_come_back_from_each_other(
     jobs: Jobs, cluster: LocalCluster
 ) -> None:
+    """Named by CIDR, loopback of both families stands for further networks: its copies go there."""
     manifest = jobs.manifest(workers=4)
+    manifest["spec"].setdefault("tiers", {}).setdefault("peer", {})["interfaces"] = [
+        "127.0.0.1/32",
+        "::1/128",
+    ]
     spec = manifest["spec"]["template"]["spec"]
     spec["hostNetwork"] = True
     only = {"key": "kubernetes.io/hostname", "operator": "In", "values": ["node-0", "node-2"]}
@@ -29,6 +34,8 @@ def test_two_workers_on_one_node_in_its_network_train_and_come_back_from_each_ot
     job = jobs.apply(manifest)
     before = job.wait_trained(13)
     assert len({pod["status"]["podIP"] for pod in job.pods()}) == 2, "two addresses for four pods"
+    assert {report.addresses for report in job.reports().values()} == {("127.0.0.1", "::1")}
+    assert not [problem for report in job.reports().values() for problem in report.problems]
     uids = job.uids()
     cluster.api.delete(PODS, "default", job.stage.pod(1)["metadata"]["name"])
     recovery = job.wait_recovered(before["attempt"])

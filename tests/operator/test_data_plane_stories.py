@@ -162,6 +162,36 @@ def test_sidecar_that_the_kernel_holds_back_is_named_until_it_is_not_and_the_job
     assert (throttled.status, throttled.reason) == (False, "NotThrottled")
 
 
+def test_worker_without_a_named_interface_is_named_and_the_job_stays_protected() -> None:
+    world = running_world()
+    before = shown(world, "Protected")
+    sidecar = world.live_sidecar(2)
+    assert sidecar is not None
+    sidecar.problems = (Problem("InterfaceMissing", "this pod has no interface net1. It has eth0"),)
+    world.tick()
+    told = shown(world, "Protected")
+    assert (told.status, told.reason) == (True, "InterfaceMissing")
+    assert told.message == f"{before.message}. Worker 2: this pod has no interface net1. It has eth0"
+    assert "InterfaceMissing" in world.notices
+    sidecar.problems = ()
+    world.tick()
+    assert shown(world, "Protected").message == before.message
+
+
+def test_interfaces_reach_every_sidecar_and_nonsense_is_refused_with_a_sentence() -> None:
+    named = ("net1", "10.20.0.7/16", "fd00:20::/64")
+    world = running_world(peer_interfaces=named)
+    policies = [each.directive.policy for each in world.sidecars.values() if each.directive is not None]
+    assert [policy.peer_interfaces for policy in policies] == [named] * 4
+    world = World(make_spec(peer_interfaces=("net1", "1:2::3::4/64")))
+    world.tick()
+    placed = shown(world, "Placed")
+    assert (placed.status, placed.reason) == (False, "InvalidSpec")
+    assert placed.message.startswith("spec.tiers.peer.interfaces: ")
+    assert "1:2::3::4" in placed.message
+    assert not world.pods
+
+
 def test_store_that_keeps_a_promise_not_is_named_and_the_job_stays_protected() -> None:
     world = running_world(remote=REMOTE)
     assert world.status.condition("RemoteSafe") is None, "nothing is said where it never happened"

@@ -24,6 +24,7 @@ from typing import Any
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 
 
 class Process:
@@ -64,8 +65,9 @@ class Nursery:
         self._born: list[int] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, environment: Mapping[str, str], log: Path) -> Process:
-        order = {"environment": dict(environment), "log": str(log), "folder": os.getcwd()}
+    def start(self, environment: Mapping[str, str], log: Path, network: str = "") -> Process:
+        """`network`: file of the network namespace that it is to be in; empty: that of this process."""
+        order = {"environment": dict(environment), "log": str(log), "folder": os.getcwd(), "network": network}
         with self._changed:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -146,6 +148,9 @@ def become(order: Mapping[str, Any]) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(order["folder"])
+    if order["network"]:
+        with open(order["network"]) as file:
+            assert not _LIBC.setns(file.fileno(), _CLONE_NEWNET)
     os.environ.clear()
     os.environ.update(order["environment"])
     nothing, log = (

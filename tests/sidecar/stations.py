@@ -17,6 +17,7 @@ from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
+from tiercheck_sidecar.exchange.network.interfaces import OwnAddress
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
@@ -33,8 +34,12 @@ _NETWORKS = itertools.count(1)
 class Stations:
     """The workers of one job, in attempt 1. Worker w + 1 keeps the copies of worker w."""
 
-    def __init__(self, memory: Path, workers: int = 2, procs: int = 1, limit: int = 256 << 20) -> None:
+    def __init__(
+        self, memory: Path, workers: int = 2, procs: int = 1, limit: int = 256 << 20, rails: int = 0
+    ) -> None:
         self.memory, self.workers, self.procs, self.limit = memory, workers, procs, limit
+        self.rails = rails
+        """Interfaces of each worker beside its pod's: net1, net2."""
         self.network = f"127.{os.getpid() % 200 + 20}.{next(_NETWORKS) % 250}"
         (self.port,) = free_ports(1)
         self.attempt = 0
@@ -47,6 +52,15 @@ class Stations:
 
     def host(self, worker: int) -> str:
         return f"{self.network}.{worker + 101}"
+
+    def rail(self, number: int, worker: int) -> str:
+        """The worker's address on interface net`number`."""
+        return f"{self.network}.{worker + 101 + 40 * number}"
+
+    def own(self, worker: int) -> list[OwnAddress]:
+        """What the worker would find on its interfaces."""
+        rails = [OwnAddress(f"net{n}", self.rail(n, worker)) for n in range(1, self.rails + 1)]
+        return [OwnAddress("eth0", self.host(worker)), *rails]
 
     def peer(self, worker: int) -> Peer:
         return Peer(worker, self.host(worker))
@@ -87,7 +101,7 @@ class Station:
         self.vault = Vault(folder, job.limit, self.board.config.ranks, self.board.bump, self.board.tagger)
         self.vault.open()
         self.identity = Identity(JOB, worker, TOKEN, job.host(worker))
-        self.server = ExchangeServer(self.board, self.vault, self.identity, job.port)
+        self.server = ExchangeServer(self.board, self.vault, self.identity, job.port, lambda: job.own(worker))
         self.server.start()
         self.replicator = Replicator(self.board, self.vault, self.identity, job.port)
 

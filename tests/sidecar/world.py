@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from nursery import Process, nursery
+from pod_networks import PodNetworks
 
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
@@ -113,6 +114,8 @@ class World:
         """Seconds between SIGTERM and SIGKILL that the sidecars are told."""
         self.on_one_host = False
         """Whether all are in the network of one node: then they have one address, and ports of their own."""
+        self.networks: PodNetworks | None = None
+        """Whether each pod has interfaces of its own."""
         self.pods = {worker: f"pod-{worker}" for worker in range(workers)}
         self.places = {worker: worker for worker in range(workers)}
         """By worker: which of the pods it is, by what that pod was born as."""
@@ -177,7 +180,8 @@ class World:
         for worker in workers or range(self.workers):
             self._life += 1
             log = self.root / f"sidecar-{worker}-{self._life}.log"
-            self._processes[worker] = nursery().start({**os.environ, **self.env(worker)}, log)
+            network = self.networks.path(self.places.get(worker, worker)) if self.networks else ""
+            self._processes[worker] = nursery().start({**os.environ, **self.env(worker)}, log, network)
         for worker in workers or range(self.workers):
             until(lambda worker=worker: self.is_ready(worker), f"sidecar {worker} is ready")
 

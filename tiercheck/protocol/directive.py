@@ -207,6 +207,9 @@ class Policy:
     """Bytes per second that this worker sends to its holders; None: not limited."""
     peer_encrypted: bool = False
     """Whether what sidecars say to each other is enciphered; it is authenticated in any case."""
+    peer_interfaces: tuple[str, ...] = ()
+    """Names or CIDRs of the interfaces that sidecars use for copies beside the pod's address; they tell each
+    other which addresses these are."""
     delta: DeltaMode = DeltaMode.AUTO
     sanity_gate: bool = True
     """Refuse artifacts of a state or a gradient that is not finite."""

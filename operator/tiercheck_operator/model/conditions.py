@@ -88,6 +88,9 @@ are skipped."""
 # Protected
 COPIES_COMPLETE = "CopiesComplete"
 """A complete version lies in the tiers, and holders are as wanted."""
+INTERFACE_MISSING = "InterfaceMissing"
+"""The same, but a worker lacks an interface that tiers.peer.interfaces names, or cannot use it; the message
+says which there are. Copies go over the others."""
 WAITING_FOR_FIRST_VERSION = "WaitingForFirstVersion"
 """No version is complete on its holders yet."""
 UNPROTECTED_WORKERS = "UnprotectedWorkers"

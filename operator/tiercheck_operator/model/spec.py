@@ -8,6 +8,7 @@ as one that avoids a node.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -190,6 +191,8 @@ class JobSpec:
     """(data, parity), in place of copies; None: copies."""
     peer_bandwidth: Annotated[_Bytes | None, At("tiers.peer.bandwidth")] = None
     peer_encrypted: Annotated[bool, At("tiers.peer.encryption"), As(partial(eq, "Required"))] = False
+    peer_interfaces: Annotated[tuple[str, ...], At("tiers.peer.interfaces")] = ()
+    """Names or CIDRs, beside the pod's address."""
     delta: Annotated[DeltaMode, At("checkpoint.delta.mode")] = DeltaMode.AUTO
     sanity_gate: Annotated[bool, At("checkpoint.sanityGate"), As(partial(ne, "Off"))] = True
     verify_all: Annotated[bool, At("checkpoint.verify"), As(partial(eq, "Full"))] = False
@@ -216,6 +219,17 @@ def read_spec(raw: Mapping[str, Any]) -> JobSpec:
         return replace(spec, copies=0)
     given = ((raw.get("tiers") or {}).get("peer") or {}).get("copies")
     return replace(spec, copies=0) if given is None and spec.workers == 1 else spec
+
+
+def interfaces_problem(spec: JobSpec) -> str:
+    """Of `tiers.peer.interfaces`, what the CRD's schema cannot see; empty if nothing is wrong."""
+    for entry in spec.peer_interfaces:
+        if "/" in entry:
+            try:
+                ipaddress.ip_network(entry, strict=False)
+            except ValueError as error:
+                return f"spec.tiers.peer.interfaces: {error}"
+    return ""
 
 
 PREFIX = "kueue.x-k8s.io/"

@@ -45,6 +45,8 @@ class Reporter:
         told."""
         self.settled: Callable[[], bool] = lambda: False
         """Whether the job is over and this sidecar may go. Asked without the state's lock."""
+        self.addresses: Callable[[], tuple[str, ...]] = lambda: ()
+        """Where the exchange listens beside the pod's address."""
 
     def report(self) -> Report:
         with self._lock:
@@ -84,6 +86,7 @@ class Reporter:
                 counters=board.counters,
                 snapshot_every=board.every,
                 proofs=board.proofs,
+                addresses=self.addresses(),
                 followed=board.followed,
                 settled=settled,
             )

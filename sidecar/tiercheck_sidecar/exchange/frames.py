@@ -24,6 +24,7 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.decoding import Malformed, decode
+from tiercheck_sidecar.exchange.network.interfaces import NamedAddress
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
 from tiercheck_sidecar.vault.tags import Tagger, Tags
 
@@ -128,6 +129,8 @@ class Say:
     attempt: int = 0
     """The newest attempt that the one who answers follows; 0: not said."""
     tags: Tags | None = None
+    addresses: tuple[NamedAddress, ...] = ()
+    """With "ok" to the handshake: where the one who answers listens beside its pod's address."""
 
 
 class BytePace(Protocol):

@@ -12,18 +12,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
+import logging
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, broken
+from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, WireBroken, broken
+from tiercheck_sidecar.exchange.network.addresses import PeerAddresses
 from tiercheck_sidecar.exchange.protection import directions
 from tiercheck_sidecar.vault.tags import Tagger
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 3.0
 """Seconds to connect, and for each step of the handshake."""
@@ -79,6 +83,8 @@ class Identity:
     """Connections start here, so that network rules can tell pods apart."""
     encrypts: Callable[[], bool] = lambda: False
     """Whether nothing may leave or arrive in the clear."""
+    addresses: PeerAddresses = field(default_factory=PeerAddresses)
+    """Of this sidecar and its peers, beside those of their pods."""
 
     def tagger(self, artifact: Artifact, salt: str) -> Tagger:
         """For an artifact of this job that was sealed with `salt`."""
@@ -86,11 +92,70 @@ class Identity:
 
 
 def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
-    """A proven connection to `peer`'s sidecar. `port`: the usual one, which its address need not name. Raises
+    """A proven connection to `peer`'s sidecar, over the interfaces that the job names; over its pod's
+    address, where none of them leads there. `port`: the usual one, which that address need not name. Raises
     WireBroken, PeerRefused."""
-    host = peer.host
+    wire = _dial_routes(identity, attempt, peer, port)
+    if wire is not None:
+        return wire
+    wire, is_news = _dial_pod(identity, attempt, peer, port)
+    if not is_news:
+        return wire
     try:
-        connection = socket.create_connection(endpoint(host, port), CONNECT_TIMEOUT, (identity.host, 0))
+        better = _dial_routes(identity, attempt, peer, port)
+    except BaseException:
+        wire.close()
+        raise
+    if better is None:
+        return wire
+    wire.close()
+    return better
+
+
+def dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
+    """As `dial`, over the pod's address: whether that works is the question. Raises WireBroken,
+    PeerRefused."""
+    return _dial_pod(identity, attempt, peer, port)[0]
+
+
+def _dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> tuple[Wire, bool]:
+    """Also returns whether the peer told addresses that were not known. Raises WireBroken, PeerRefused."""
+    wire, said = _meet(identity, attempt, peer, endpoint(peer.host, port), identity.host)
+    return wire, identity.addresses.hear(peer, said.addresses)
+
+
+def _dial_routes(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire | None:
+    """None if no route works. Raises PeerRefused, as only the one who is meant can."""
+    book = identity.addresses
+    for route in book.routes(peer):
+        try:
+            target = (route.host, endpoint(peer.host, port)[1])
+            wire, said = _meet(identity, attempt, peer, target, route.source)
+        except (WireBroken, PeerRefused) as error:
+            if isinstance(error, PeerRefused) and error.attempt is not None:
+                raise
+            if book.failed(route):
+                log.warning(
+                    "worker %d is not reached at %s from %s: %s. Other addresses are used",
+                    peer.worker,
+                    route.host,
+                    route.source,
+                    error,
+                )
+            continue
+        book.answered(route, wire)
+        book.hear(peer, said.addresses)
+        return wire
+    return None
+
+
+def _meet(
+    identity: Identity, attempt: int, peer: Peer, target: tuple[str, int], source: str
+) -> tuple[Wire, Say]:
+    """A proven connection to `target`, and what was said last. Raises WireBroken, PeerRefused."""
+    host = target[0]
+    try:
+        connection = socket.create_connection(target, CONNECT_TIMEOUT, (source, 0))
     except OSError as error:
         raise type(broken(error))(f"{host} cannot be reached: {error}") from error
     wire = Wire(connection, CONNECT_TIMEOUT)
@@ -126,7 +191,7 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
     except BaseException:
         wire.close()
         raise
-    return wire
+    return wire, said
 
 
 def admit(
@@ -155,7 +220,8 @@ def admit(
     into, out = directions(identity.token, _said("keys", claim, blank, wire.near_end), encrypted)
     wire.protect(out, into, identity.tagger)
     reason = objection(claim)
-    wire.send(Say("refused" if reason else "ok", reason, attempt=newest()))
+    known = () if reason else identity.addresses.own
+    wire.send(Say("refused" if reason else "ok", reason, attempt=newest(), addresses=known))
     if reason:
         raise PeerRefused(reason)
     wire.patience(IO_TIMEOUT)

@@ -15,7 +15,7 @@ import threading
 from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.report import Break
 from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
+from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial_pod
 from tiercheck_sidecar.model.state import SidecarState
 
 EVERY = 1.0
@@ -75,7 +75,7 @@ class Pulse:
         while self._wanted(peer, attempt):
             connected = False
             try:
-                with contextlib.closing(dial(self._identity, attempt, peer, self._port)) as wire:
+                with contextlib.closing(dial_pod(self._identity, attempt, peer, self._port)) as wire:
                     wire.patience(ANSWER)
                     while self._wanted(peer, attempt):
                         said = _pulse(wire)

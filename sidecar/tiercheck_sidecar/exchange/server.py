@@ -8,13 +8,15 @@ import logging
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from tiercheck.connections import Guest, Strangers, hang_up
-from tiercheck_sidecar.control.ports import incoming, named_addresses
+from tiercheck_sidecar.control.ports import named_addresses
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
+from tiercheck_sidecar.exchange.network.interfaces import OwnAddress, own_addresses
+from tiercheck_sidecar.exchange.network.listeners import Listeners
 from tiercheck_sidecar.exchange.session import Language, Session
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.model.state import SidecarState
@@ -30,16 +32,21 @@ _SWEEP_SECONDS = 5.0
 
 
 class ExchangeServer:
-    """`start` raises OSError if the address cannot be used."""
+    """`start` raises OSError if the pod's address cannot be used."""
 
-    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
+    def __init__(
+        self,
+        board: SidecarState,
+        vault: Vault,
+        identity: Identity,
+        port: int,
+        own: Callable[[], Sequence[OwnAddress]] = own_addresses,
+    ) -> None:
         self._board, self._vault, self._identity = board, vault, identity
-        self._listener = socket.socket(
-            socket.AF_INET6 if ":" in identity.host else socket.AF_INET, socket.SOCK_STREAM
+        self._listeners = Listeners(board, identity, port, self._meet, own)
+        self._strangers = Strangers(
+            lambda: _MOST_STRANGERS, lambda: named_addresses(board.directive) | identity.addresses.hosts
         )
-        self._port = port
-        self._stopped = False
-        self._strangers = Strangers(lambda: _MOST_STRANGERS, lambda: named_addresses(board.directive))
         self._lock = threading.Lock()
         self._known: Counter[int] = Counter()
         self.inbox = Inbox(vault)
@@ -47,32 +54,22 @@ class ExchangeServer:
         """What else can be spoken here, by the message that turns a conversation to it."""
 
     def start(self) -> None:
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind((self._identity.host, self._port))
-        self._listener.listen(128)
-        self._board.threads.loop("exchange", self._accept, vital=True)
+        self._listeners.start()
         self._board.threads.loop("exchange-sweep", self._sweep)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
-        host, port, *_ = self._listener.getsockname()
-        return str(host), int(port)
+        """Where it listens: at the pod's address."""
+        return self._listeners.address
 
     def stop(self) -> None:
-        self._stopped = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._listeners.stop()
 
-    def _accept(self) -> None:
-        threads = self._board.threads
-        for connection in incoming(
-            "exchange", self._listener, threads, lambda: self._stopped or self._board.stopping
-        ):
-            guest = self._strangers.enter(_address_of(connection), partial(hang_up, connection))
-            leave = partial(self._strangers.leave, guest)
-            threads.serve("exchange", connection, partial(self._serve, connection, guest), leave)
+    def _meet(self, connection: socket.socket) -> None:
+        guest = self._strangers.enter(_address_of(connection), partial(hang_up, connection))
+        leave = partial(self._strangers.leave, guest)
+        serve = partial(self._serve, connection, guest)
+        self._board.threads.serve("exchange", connection, serve, leave)
 
     def _serve(self, connection: socket.socket, guest: Guest) -> None:
         try:

@@ -26,7 +26,7 @@ from tiercheck_sidecar.offload.pacing import Portion, TokenBucket
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.replicate.agenda import Backoff, due, first_of_each_rank
 from tiercheck_sidecar.replicate.sender import push_on
-from tiercheck_sidecar.replicate.streams import Deal, Line, TooDamaged, run_all, stream_count
+from tiercheck_sidecar.replicate.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.stock import MemoryStock, by_rank
 from tiercheck_sidecar.vault.verification import distrust
@@ -53,9 +53,9 @@ def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> 
 def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> ParitySay:
     artifact, digests = seal.artifact, seal.digests
 
-    def stream(wire: Wire, deal: Deal, left: list[int], bare: bool) -> None:
+    def stream(left: list[int], bare: bool, wire: Wire, take: Take) -> None:
         wire.send(ParityAsk("chunks", artifact))
-        while (index := deal.take()) is not None:
+        while (index := take()) is not None:
             wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index), pace, bare=bare)
         wire.send_end()
         said = wire.receive(ParitySay)
@@ -71,14 +71,9 @@ def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> ParitySay
             return said
         chunks = len(digests.values)
         deal = Deal(chunks, set(range(chunks)) - set(said.missing))
-        wires = line.wires(stream_count(digests, len(deal)))
         left: list[int] = []
-        run_all(
-            [
-                functools.partial(stream, each, deal, left, seal.tags is not None and not damages)
-                for each in reversed(wires)
-            ]
-        )
+        body = functools.partial(stream, left, seal.tags is not None and not damages)
+        StreamCrew(line, deal, stream_count(digests, len(deal)), body).run()
         if 0 in left:  # the stream that ended last has seen all of them arrive
             return ParitySay("in")
     raise TooDamaged(f"{min(left)} chunks arrived damaged {_DAMAGES} times")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import TypeVar
 
 from tiercheck.failpoints import failpoint
@@ -16,7 +15,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, BytePace, Say, Wire, WireBroken, from_bitmap
-from tiercheck_sidecar.replicate.streams import Deal, Line, run_all, stream_count
+from tiercheck_sidecar.replicate.streams import Deal, Line, StreamCrew, Take, stream_count
 from tiercheck_sidecar.vault import Seal, Vault
 
 pass  # HOUSE
@@ -58,8 +57,7 @@ def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> Pushed:
     chunks = len(seal.digests.values)
     deal = Deal(chunks, from_bitmap(said.verified, chunks))
     sending = _Sending(said.transfer, seal, file, deal, pace)
-    wires = line.wires(stream_count(seal.digests, len(deal)))
-    run_all([partial(sending.stream, each) for each in reversed(wires)])
+    StreamCrew(line, deal, stream_count(seal.digests, len(deal)), sending.stream).run()
     while True:  # chunks that came back damaged after their stream had ended
         wire.send(Ask("commit", transfer=said.transfer))
         last = wire.receive(Say)
@@ -69,7 +67,7 @@ def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> Pushed:
             raise PushRefused(last.message)
         if not deal:  # it lost what it had acknowledged: offering again tells what it has
             raise WireBroken(last.message)
-        sending.stream(wire)
+        sending.stream(wire, deal.take)
 
 
 @dataclass(frozen=True)
@@ -80,24 +78,24 @@ class _Sending:
     deal: Deal
     pace: BytePace | None
 
-    def stream(self, wire: Wire) -> None:
+    def stream(self, wire: Wire, take: Take) -> None:
         """As many chunks as `wire` gets to carry. Raises WireBroken, PushRefused, TooDamaged."""
         digests, deal = self.seal.digests, self.deal
-        index = deal.take()
+        index = take()
         while index is not None:
             wire.send(Ask("join", transfer=self.transfer))
             while index is not None:
                 begin, length = index * digests.chunk, length_of(digests, index)
                 bare = self.seal.tags is not None and not deal.is_again(index)
                 wire.send_chunk(self.file, index, begin, length, self.pace, bare=bare)
-                index = deal.take()
+                index = take()
             wire.send_end()
             said = wire.receive(Say)
             if said.state != "ok":
                 raise PushRefused(said.message)
             for damaged in said.damaged:
                 deal.again(damaged)
-            index = deal.take()
+            index = take()
 
 
 T = TypeVar("T")

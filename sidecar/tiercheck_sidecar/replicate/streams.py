@@ -1,4 +1,4 @@
-"""Deals the chunks of one artifact over several connections.
+"""Deals the chunks of one artifact over several connections, as many as measured throughput says.
 
 Whoever is free takes the next, so a slow stream holds up one chunk and not a quarter of the artifact.
 Connections to one peer are kept open between artifacts, so that a small delta pays for no handshake.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 
 from tiercheck.protocol.manifest import Digests
 from tiercheck_sidecar.exchange.frames import Wire
+from tiercheck_sidecar.replicate.breadth import Breadth
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
-"""Connections for one large artifact: a stream keeps about one core busy at each end, and training needs some
-too."""
+"""Most connections for one artifact. A restore uses them all, as nothing trains meanwhile; a copy what
+`Breadth` says."""
 _CHUNKS_PER_STREAM = 2
+_WINDOW = 0.25
+"""Seconds of sending that make a measurement, of one artifact or of several small ones."""
 
 
 class TooDamaged(Exception):
@@ -80,6 +85,21 @@ def run_all(bodies: list[Callable[[], None]]) -> None:
             future.result()
 
 
+class Gauge:
+    """Adds up what was sent with one number of streams, until that makes a measurement."""
+
+    def __init__(self) -> None:
+        self.breadth = Breadth()
+        self._bytes, self._seconds = 0, 0.0
+
+    def sent(self, size: int, seconds: float, most: int) -> None:
+        """By `breadth.count` streams at once."""
+        self._bytes, self._seconds = self._bytes + size, self._seconds + seconds
+        if self._seconds >= _WINDOW:
+            self.breadth = self.breadth.measured(self._bytes / self._seconds, most)
+            self._bytes, self._seconds = 0, 0.0
+
+
 class Line:
     """Used by one thread at a time; each of its wires may then be used by another one."""
 
@@ -87,6 +107,7 @@ class Line:
         self._connect = connect
         self._wires: list[Wire] = []
         self._spent = 0
+        self.gauge = Gauge()
 
     @property
     def is_open(self) -> bool:
@@ -118,3 +139,75 @@ class Line:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.drop()
+
+
+Take = Callable[[], int | None]
+"""The next chunk for a stream; None: it has no more to send."""
+
+
+class StreamCrew:
+    """Carries what `deal` holds over the first wires of `line`: as many at once as its gauge says, and at
+    most `most`."""
+
+    def __init__(
+        self,
+        line: Line,
+        deal: Deal,
+        most: int,
+        body: Callable[[Wire, Take], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`body` sends chunks on a wire, as long as it is given some."""
+        self._line, self._deal, self._most = line, deal, most
+        self._body, self._clock = body, clock
+        self._lock, self._connecting = threading.Lock(), threading.Lock()
+        self._begun: set[int] = set()
+        """Places of streams that have a thread."""
+        self._sending: set[int] = set()
+        self._seen = (0, 0.0)
+        """Bytes and time, when as many were sending as should be."""
+        self._futures: list[Future[None]] = []
+
+    def run(self) -> None:
+        """Until all is sent. Raises the first stream's error, or else another's, once all have ended."""
+        with ThreadPoolExecutor(self._most, thread_name_prefix="stream") as self._pool:
+            self._begun.add(0)
+            self._stream(0)
+            for future in self._futures:  # it grows only while one of them runs
+                future.result()
+
+    def _stream(self, place: int) -> None:
+        try:
+            with self._connecting:
+                wire = self._line.wires(place + 1)[place]
+            self._body(wire, partial(self._take, place))
+        finally:
+            with self._lock:
+                self._begun.discard(place)
+                self._sending.discard(place)
+                self._seen = (0, 0.0)
+
+    def _take(self, place: int) -> int | None:
+        with self._lock:
+            if place not in self._sending:
+                self._sending.add(place)
+                self._seen = (0, 0.0)
+            self._measure()
+            wanted = min(self._line.gauge.breadth.count, self._most)
+            if place >= wanted:
+                return None
+            for other in range(min(wanted, len(self._deal))):
+                if other not in self._begun:
+                    self._begun.add(other)
+                    self._futures.append(self._pool.submit(self._stream, other))
+        return self._deal.take()
+
+    def _measure(self) -> None:
+        """Under the lock. What was sent while streams came or went says nothing of any number of them."""
+        gauge, (sent, then) = self._line.gauge, self._seen
+        if len(self._sending) != gauge.breadth.count:
+            self._seen = (0, 0.0)
+            return
+        self._seen = (self._line.sent, self._clock())
+        if then:
+            gauge.sent(self._seen[0] - sent, self._seen[1] - then, STREAMS)

@@ -58,6 +58,7 @@ def policy(spec: JobSpec, restored: bool = False) -> Policy:
         remote_keep_seconds=None if age is None else parse_duration(age),
         peer_bandwidth=spec.peer_bandwidth,
         peer_encrypted=spec.peer_encrypted,
+        peer_interfaces=spec.peer_interfaces,
         delta=spec.delta,
         sanity_gate=spec.sanity_gate,
         verify_all=spec.verify_all,

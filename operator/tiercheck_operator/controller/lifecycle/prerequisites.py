@@ -15,6 +15,7 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, EnsureCredentials, EnsureGang, EnsureService, RemoveGang
 from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import JobView, Observation
+from tiercheck_operator.model.spec import interfaces_problem
 
 
 def find_missing_gang(obs: Observation) -> Finding | None:
@@ -54,7 +55,7 @@ def refuse_pods(job: JobView) -> Finding | None:
         wrong = "" if begun else unlike_a_pod(error)
     if wrong:
         return Finding(conditions.INVALID_TEMPLATE, wrong)
-    wrong = "" if job.status.attempt else resources_problem(spec, pod)
+    wrong = "" if job.status.attempt else resources_problem(spec, pod) or interfaces_problem(spec)
     return Finding(conditions.INVALID_SPEC, wrong) if wrong else None
 
 

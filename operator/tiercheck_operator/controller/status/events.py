@@ -63,6 +63,7 @@ def _bad(condition: Condition) -> bool:
         conditions.DELTAS_OFF,
         conditions.NO_ROOM_TO_MOVE,
         conditions.SIDECAR_THROTTLED,
+        conditions.INTERFACE_MISSING,
         conditions.NODE_NOT_READY,
         conditions.REMOTE_NOT_SAFE,
         conditions.RESTORE_STALLED,

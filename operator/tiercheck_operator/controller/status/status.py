@@ -195,11 +195,13 @@ def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report
     if trouble is not None:
         return _condition(conditions.PROTECTED, False, trouble)
     tolerance = ", ".join(record.placement.survives) if record.placement else ""
-    return _condition(
-        conditions.PROTECTED,
-        True,
-        Finding(conditions.COPIES_COMPLETE, f"tolerates the loss of: {tolerance or 'nothing'}"),
-    )
+    reason, message = conditions.COPIES_COMPLETE, f"tolerates the loss of: {tolerance or 'nothing'}"
+    for worker in sorted(reports):
+        for problem in reports[worker].problems:
+            if problem.reason == conditions.INTERFACE_MISSING:
+                told = Finding(problem.reason, f"{message}. Worker {worker}: {problem.message}")
+                return _condition(conditions.PROTECTED, True, told)
+    return _condition(conditions.PROTECTED, True, Finding(reason, message))
 
 
 def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
@@ -251,6 +253,7 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
 _TOLD_ELSEWHERE = (
     conditions.DELTAS_OFF,
     conditions.SIDECAR_THROTTLED,
+    conditions.INTERFACE_MISSING,
     conditions.REMOTE_NOT_SAFE,
     conditions.REHEARSAL_FAILED,
 )

@@ -1,0 +1,1 @@
+"""Which of a pod's networks the exchange uses, and what carries its bytes there."""
