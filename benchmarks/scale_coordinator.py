@@ -25,29 +25,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from aiohttp import web
-
 from benchmarks.figure import Figure, Outcome
 from benchmarks.scale import ROOT, Scale
 from tiercheck.connections import Strangers
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
-from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.control.api import ControlApi, routes, server_context
 from tiercheck_sidecar.control.ports import GuardedPort
 from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar.control.tier_line import PATH, PROTOCOL, Messages, framed
+from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.span import Span
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.versions.coordinator import Coordinator
-from tiercheck_sidecar.versions.tiers import pace
+from tiercheck_sidecar.versions.tally import RankOwn, RankShape, WorkerHead, WorkerWord
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, pace
 
 PROCS = 8
 STEP = 1.0
@@ -65,7 +64,10 @@ _UPLOADING = 12.0
 
 def run(scale: Scale) -> Outcome:
     """Rows for the table."""
-    found = {workers: measure(workers, 4.0 if scale.quick else 12.0) for workers in ((8,) if scale.quick else (64, 512))}
+    found = {
+        workers: measure(workers, 4.0 if scale.quick else 12.0)
+        for workers in ((8,) if scale.quick else (64, 512))
+    }
     return Outcome([], {"workers": {str(workers): each for workers, each in found.items()}})
 
 
@@ -151,82 +153,142 @@ def cpu_seconds(pid: int) -> float:
 # The other side
 
 
-@dataclasses.dataclass
 class Simulated:
-    """What one sidecar knows."""
+    """One sidecar. What it has follows from the time."""
 
-    worker: int
-    sealed: list[int] = dataclasses.field(default_factory=lambda: [_FIRST] * PROCS)
-    """By local rank."""
-    copied: list[int] = dataclasses.field(default_factory=lambda: [_FIRST] * PROCS)
-    hosted: list[int] = dataclasses.field(default_factory=lambda: [_FIRST] * PROCS)
-    uploaded: frozenset[int] = frozenset()
-    verdict: TierVerdict | None = None
+    def __init__(self, fleet: Fleet, worker: int) -> None:
+        self.fleet, self.worker = fleet, worker
+        first, workers = worker * PROCS, fleet.workers
+        self.own = {
+            rank: RankOwn(rank, ((worker + 1) % workers,), (), Needs(13 << 30, 4 << 30, True))
+            for rank in range(first, first + PROCS)
+        }
+        hosted = (worker - 1) % workers * PROCS
+        self.hosted = range(hosted, hosted + PROCS)
+        self.head = WorkerHead(_UID, 1, worker, "127.0.0.1", "ring")
+        self.news = asyncio.Event()
+        self.verdict: TierVerdict | None = None
 
-    @property
-    def host(self) -> str:
-        number = self.worker + 2
-        return f"127.78.{number >> 8}.{number & 255}"
-
-    def report(self, workers: int) -> TierReport:
+    def word(self, now: float) -> WorkerWord:
+        fleet = self.fleet
         wanted = self.verdict.upload if self.verdict else None
-        known = self.verdict.received if self.verdict else ()
-        first, of = self.worker * PROCS, (self.worker - 1) % workers * PROCS
-        ranks, copies = [], []
-        for local in range(PROCS):
-            rank = first + local
-            own, runs = _kept(self.sealed[local], 3)
-            there, away = _kept(self.copied[local], 2)
-            done = wanted is not None and rank in self.uploaded and rank not in known
-            ranks.append(
-                RankTiers(
-                    rank, runs, own, reached=own[-1], copied=away, copied_snapshots=there,
-                    holders=((self.worker + 1) % workers,), needs=Needs(13 << 30, 4 << 30, True),
-                    uploaded=(_artifact(rank, wanted),) if done else (),
-                )
-            )  # fmt: skip
-            kept, runs = _kept(self.hosted[local], 2)
-            copies.append(Copy((of + local,), kept, runs))
-        return TierReport(_UID, 1, self.worker, self.host, tuple(ranks), tuple(copies), "ring")
+        shapes, groups = {}, {}
+        for rank in self.own:
+            if wanted and rank in fleet.uploaded and not self.own[rank].uploaded:
+                self.own = {
+                    **self.own,
+                    rank: dataclasses.replace(self.own[rank], uploaded=(_artifact(rank, wanted),)),
+                }
+            shapes[rank] = fleet.shape(
+                fleet.step(rank, now), fleet.copied(rank, now), bool(self.own[rank].uploaded), wanted
+            )
+        for rank in self.hosted:
+            groups.setdefault(fleet.kept(fleet.copied(rank, now)), []).append((rank,))
+        return WorkerWord(
+            self.head, self.own, shapes, tuple((tuple(of), kept) for kept, of in groups.items())
+        )
 
 
-def _kept(step: int, snapshots: int) -> tuple[tuple[Version, ...], tuple[Span, ...]]:
-    """So many snapshots, and the deltas up to the step."""
-    base = step - step % _CADENCE
-    found = tuple(Version(base - k * _CADENCE, 1) for k in reversed(range(snapshots)))
-    return found, (Span(1, found[0].step, step),)
+class Line(asyncio.Protocol):
+    """A sidecar's connection."""
 
+    def __init__(self, each: Simulated) -> None:
+        self.each, self.messages, self.head = each, Messages(), b""
+        self.ready = asyncio.Event()
+        self.answer: asyncio.Future[TierAnswer] = asyncio.get_running_loop().create_future()
 
-def _artifact(rank: int, version: Version) -> RankArtifact:
-    name = f"artifacts/{version.step:012d}-1/{rank:032x}/rank-{rank}.safetensors"
-    return RankArtifact(rank, version, name, size=13 << 30, digest=f"{rank:032x}")
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.write(
+            f"GET {PATH} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n"
+            f"Authorization: Bearer {_TOKEN}\r\n\r\n".encode()
+        )
+
+    def data_received(self, data: bytes) -> None:
+        if not self.ready.is_set():
+            self.head += data
+            head, end, data = self.head.partition(b"\r\n\r\n")
+            if not end:
+                return
+            assert b" 101 " in head, head
+            self.ready.set()
+        for text in self.messages.feed(data):
+            answer = self.each.fleet.read(text)
+            if answer.verdict is not None:
+                self.each.fleet.follow(self.each, answer.verdict)
+            elif not self.answer.done():
+                self.answer.set_result(answer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error or ConnectionResetError())
+            self.answer.exception()
 
 
 class Fleet:
-    """All sidecars of a job."""
+    """All sidecars of a job. Each rank seals and copies every step at moments of its own."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         self.workers, self.rng = workers, random.Random(7)
-        self.sidecars = [Simulated(worker) for worker in range(workers)]
-        self.client = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-        self.server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.server.load_cert_chain(folder / "tls.crt", folder / "tls.key")
-        self.encode = msgspec.json.Encoder().encode
-        self.decode = msgspec.json.Decoder(TierVerdict).decode
-        self.complete: dict[int, float] = {}
-        """When the last rank had a step."""
+        self.context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        ranks = range(workers * PROCS)
+        self.seals = [self.rng.uniform(0, _SPREAD) for _ in ranks]
+        self.copies = [sealed + self.rng.uniform(*_COPYING) for sealed in self.seals]
+        self.began = time.monotonic()
+        self.sidecars = [Simulated(self, worker) for worker in range(workers)]
+        self.vocabulary = Vocabulary()
+        self.shapes: dict[Any, RankShape] = {}
+        self.held: dict[int, Any] = {}
+        self.uploaded: set[int] = set()
         self.known: dict[int, list[float]] = {}
-        """When each sidecar heard that it is complete."""
-        self.news = [asyncio.Event() for _ in range(workers)]
-        self.reports = 0
+        """When each sidecar heard that a step is complete."""
+        self.reports, self.failures = 0, 0
+        self.texts: dict[bytes, TierAnswer] = {}
+
+    def step(self, rank: int, now: float) -> int:
+        """The newest that the rank has sealed."""
+        return _FIRST + int((now - self.began - self.seals[rank]) / STEP)
+
+    def copied(self, rank: int, now: float) -> int:
+        """The newest that its holder has."""
+        return _FIRST + int((now - self.began - self.copies[rank]) / STEP)
+
+    def complete(self, step: int) -> float:
+        """When the last rank had the step."""
+        return self.began + (step - _FIRST) * STEP + max(self.seals)
+
+    def shape(self, step: int, copied: int, uploaded: bool, wanted: Version | None) -> RankShape:
+        key = step, copied, uploaded and wanted
+        if key not in self.shapes:
+            own, runs = _kept(step, 3)
+            there, away = _kept(copied, 2)
+            said = RankTiers(0, runs, own, reached=own[-1], copied=away, copied_snapshots=there, holders=(1,))
+            word = self.vocabulary.word_of(TierReport("", 1, 0, "", (said,)))
+            self.shapes[key] = word.shapes[0]._replace(uploaded=(wanted,) if uploaded and wanted else ())
+        return self.shapes[key]
+
+    def kept(self, step: int) -> Any:
+        if step not in self.held:
+            copy = Copy((0,), *_kept(step, 2))
+            self.held[step] = self.vocabulary.word_of(TierReport("", 1, 0, "", (), (copy,))).copies[0][1]
+        return self.held[step]
+
+    def read(self, text: bytes) -> TierAnswer:
+        if text not in self.texts:
+            if len(self.texts) > 10_000:
+                self.texts.clear()
+            self.texts[text] = decode(text, TierAnswer)
+        return self.texts[text]
+
+    def follow(self, each: Simulated, verdict: TierVerdict) -> None:
+        before, each.verdict = each.verdict, verdict
+        mark, now = verdict.watermarks.local, time.monotonic()
+        last = before.watermarks.local if before else None
+        for step in range(last.step if last else mark.step if mark else 0, mark.step if mark else 0):
+            self.known.setdefault(step + 1, []).append(now)
 
     async def measure(self, process: Any, seconds: float) -> dict[str, float]:
-        for each in self.sidecars:
-            await asyncio.start_server(
-                lambda r, w, each=each: self._hear(each, r, w), each.host, names.CONTROL_PORT, ssl=self.server
-            )
-        tasks = [asyncio.create_task(self._train())]
-        tasks += [asyncio.create_task(self._report(each)) for each in self.sidecars]
+        tasks = [asyncio.create_task(self._live(each)) for each in self.sidecars]
         while not all(each.verdict and each.verdict.watermarks.peer for each in self.sidecars):
             await asyncio.sleep(0.2)
         await asyncio.sleep(3.0)
@@ -243,13 +305,16 @@ class Fleet:
 
     async def _window(self, process: Any, seconds: float) -> dict[str, float]:
         began, used, reports = time.monotonic(), cpu_seconds(process.pid), self.reports
+        mine = time.process_time()
         await asyncio.sleep(seconds)
         took, used = time.monotonic() - began, cpu_seconds(process.pid) - used
         late, spread = [], []
         for step, times in self.known.items():
-            at = self.complete.get(step, 0.0)
-            if began <= at <= began + seconds - 2 * STEP and len(times) > 0.98 * self.workers:
-                late += [moment - at for moment in times]
+            if (
+                began <= self.complete(step) <= began + seconds - 2 * STEP
+                and len(times) > 0.98 * self.workers
+            ):
+                late += [moment - self.complete(step) for moment in times]
                 spread.append(max(times) - min(times))
         late.sort()
         return {
@@ -258,84 +323,61 @@ class Fleet:
             "staleness, median": statistics.median(late) if late else -1.0,
             "staleness, 99 %": late[int(0.99 * len(late))] if late else -1.0,
             "push, first to last": statistics.median(spread) if spread else -1.0,
+            "CPU seconds per second of all simulated": (time.process_time() - mine) / took,
+            "connections lost": self.failures,
         }
-
-    async def _train(self) -> None:
-        step, next_at = _FIRST, time.monotonic()
-        loop = asyncio.get_running_loop()
-        while True:
-            step, next_at = step + 1, next_at + STEP
-            await asyncio.sleep(max(0.0, next_at - time.monotonic()))
-            last = 0.0
-            for each in self.sidecars:
-                after = self.sidecars[(each.worker + 1) % self.workers]
-                for local in range(PROCS):
-                    sealed = self.rng.uniform(0, _SPREAD)
-                    copied = sealed + self.rng.uniform(*_COPYING)
-                    loop.call_later(sealed, self._set, each, each.sealed, local, step)
-                    loop.call_later(copied, self._set, after, after.hosted, local, step)
-                    loop.call_later(copied + 0.01, self._set, each, each.copied, local, step)
-                    last = max(last, sealed)
-            self.complete[step] = time.monotonic() + last
-
-    def _set(self, each: Simulated, steps: list[int], local: int, step: int) -> None:
-        steps[local] = step
-        self.news[each.worker].set()
 
     async def _upload(self) -> None:
         ranks = list(range(self.workers * PROCS))
         self.rng.shuffle(ranks)
-        for rank in ranks:
-            each = self.sidecars[rank // PROCS]
-            each.uploaded |= {rank}
-            self.news[each.worker].set()
-            await asyncio.sleep(_UPLOADING / len(ranks))
+        began = time.monotonic()
+        for number, rank in enumerate(ranks, 1):
+            self.uploaded.add(rank)
+            await asyncio.sleep(max(0.0, began + number * _UPLOADING / len(ranks) - time.monotonic()))
 
-    def _follow(self, each: Simulated, body: bytes) -> None:
-        before, each.verdict = each.verdict, self.decode(body)
-        mark, now = each.verdict.watermarks.local, time.monotonic()
-        last = before.watermarks.local if before else None
-        for step in range(last.step if last else mark.step if mark else 0, mark.step if mark else 0):
-            self.known.setdefault(step + 1, []).append(now)
-
-    async def _report(self, each: Simulated) -> None:
-        await asyncio.sleep(self.rng.uniform(0, 0.005 * self.workers))
+    async def _live(self, each: Simulated) -> None:
+        await asyncio.sleep(self.rng.uniform(0, 0.003 * self.workers))
         while True:
-            with contextlib.suppress(OSError, EOFError):
+            with contextlib.suppress(OSError, TimeoutError):
                 await self._converse(each)
+            self.failures += 1
             await asyncio.sleep(self.rng.uniform(0.5, 1.0))
 
     async def _converse(self, each: Simulated) -> None:
-        news = self.news[each.worker]
-        reader, writer = await asyncio.open_connection(
-            _SERVER, names.CONTROL_PORT, ssl=self.client, server_hostname=names.TLS_SERVER_NAME
+        """As `TierClient` does, and always with news."""
+        loop, number, base, said_at = asyncio.get_running_loop(), 0, None, 0.0
+        _, line = await loop.create_connection(
+            lambda: Line(each),
+            _SERVER,
+            names.CONTROL_PORT,
+            ssl=self.context,
+            server_hostname=names.TLS_SERVER_NAME,
         )
+        await line.ready.wait()
         while True:
-            body = self.encode(each.report(self.workers))
-            head = f"POST /v1/tiers HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {_TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            status, body = await _message(reader)
-            self.reports += 1
-            if b" 200 " in status:
-                self._follow(each, body)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(1.0, pace(self.workers))):
-                    await news.wait()
-            await asyncio.sleep(pace(self.workers))
-            news.clear()
-
-    async def _hear(self, each: Simulated, reader: Any, writer: Any) -> None:
-        while True:
-            _, body = await _message(reader)
-            self._follow(each, body)
-            answer = self.encode(each.verdict)
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+            now = time.monotonic()
+            word = each.word(now)
+            news = difference(base, word, number + 1, number)
+            if base is None or now - said_at >= 1.0 or news.ranks or news.own or news.copies is not None:
+                number += 1
+                line.answer = loop.create_future()
+                line.transport.write(framed(encode(news)))
+                answer = await asyncio.wait_for(line.answer, 3.0)
+                self.reports += 1
+                base, said_at = (word, now) if answer.taken == number else (None, now)
+            await asyncio.sleep(max(0.0, now + pace(self.workers) - time.monotonic()))
 
 
-async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
-    return head.partition(b"\r\n")[0], await reader.readexactly(length)
+def _kept(step: int, snapshots: int) -> tuple[tuple[Version, ...], tuple[Span, ...]]:
+    """So many snapshots, and the deltas up to the step."""
+    base = step - step % _CADENCE
+    found = tuple(Version(base - k * _CADENCE, 1) for k in reversed(range(snapshots)))
+    return found, (Span(1, found[0].step, step),)
+
+
+def _artifact(rank: int, version: Version) -> RankArtifact:
+    name = f"artifacts/{version.step:012d}-1/{rank:032x}/rank-{rank}.safetensors"
+    return RankArtifact(rank, version, name, size=13 << 30, digest=f"{rank:032x}")
 
 
 if __name__ == "__main__":
