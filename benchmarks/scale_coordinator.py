@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure import Figure, Outcome
+from benchmarks.figure import Outcome
 from benchmarks.scale import ROOT, Scale
 from tiercheck.connections import Strangers
 from tiercheck.protocol import names
@@ -46,7 +46,7 @@ from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.versions.coordinator import Coordinator
 from tiercheck_sidecar.versions.tally import RankOwn, RankShape, WorkerHead, WorkerWord
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
-from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, pace
+from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, heartbeat, pace
 
 PROCS = 8
 STEP = 1.0
@@ -220,6 +220,7 @@ class Line(asyncio.Protocol):
                 self.answer.set_result(answer)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.ready.set()
         if not self.answer.done():
             self.answer.set_exception(error or ConnectionResetError())
             self.answer.exception()
@@ -264,7 +265,7 @@ class Fleet:
             there, away = _kept(copied, 2)
             said = RankTiers(0, runs, own, reached=own[-1], copied=away, copied_snapshots=there, holders=(1,))
             word = self.vocabulary.word_of(TierReport("", 1, 0, "", (said,)))
-            self.shapes[key] = word.shapes[0]._replace(uploaded=(wanted,) if uploaded and wanted else ())
+            self.shapes[key] = word.shapes[0].held.shape(True, (wanted,) if uploaded and wanted else ())
         return self.shapes[key]
 
     def kept(self, step: int) -> Any:
@@ -351,6 +352,7 @@ class Fleet:
             _SERVER,
             names.CONTROL_PORT,
             ssl=self.context,
+            local_addr=(f"127.78.{(each.worker + 2) >> 8}.{(each.worker + 2) & 255}", 0),
             server_hostname=names.TLS_SERVER_NAME,
         )
         await line.ready.wait()
@@ -358,11 +360,12 @@ class Fleet:
             now = time.monotonic()
             word = each.word(now)
             news = difference(base, word, number + 1, number)
-            if base is None or now - said_at >= 1.0 or news.ranks or news.own or news.copies is not None:
+            if base is None or now - said_at >= heartbeat(self.workers) or news.ranks or news.own or news.copies is not None:
                 number += 1
                 line.answer = loop.create_future()
                 line.transport.write(framed(encode(news)))
-                answer = await asyncio.wait_for(line.answer, 3.0)
+                async with asyncio.timeout(3.0):
+                    answer = await line.answer
                 self.reports += 1
                 base, said_at = (word, now) if answer.taken == number else (None, now)
             await asyncio.sleep(max(0.0, now + pace(self.workers) - time.monotonic()))

@@ -6,13 +6,12 @@ heard every rank in the current attempt, nothing is freed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -35,7 +34,7 @@ from tiercheck_sidecar.versions.watermark import (
     judge,
     next_upload,
 )
-from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, pace
+from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, heartbeat, pace
 
 log = logging.getLogger(__name__)
 
@@ -164,13 +163,16 @@ class Coordinator:
 
     def hear(self, report: TierReport) -> TierVerdict:
         """Take the word of a sidecar without a connection, and answer the newest verdict. Raises NotNow."""
-        with self._telling(), self._lock:
-            self._hear(self._vocabulary.word_of(report))
-            self._hosts[report.worker] = report.host
-            verdict = self._verdict
-            if verdict is None:
-                raise NotNow(_NOT_RECKONED)
-            return dataclasses.replace(verdict, received=self._received(self._words.get(report.worker)))
+        try:
+            with self._lock:
+                self._hear(self._vocabulary.word_of(report))
+                self._hosts[report.worker] = report.host
+                verdict, received = self._verdict, self._received(self._words.get(report.worker))
+        finally:
+            self._tell_refusals()
+        if verdict is None:
+            raise NotNow(_NOT_RECKONED)
+        return dataclasses.replace(verdict, received=received)
 
     def hear_news(self, caller: Caller, text: bytes) -> TierAnswer:
         """Take what a connected sidecar says."""
@@ -179,7 +181,7 @@ class Coordinator:
             news = decode(text, TierNews, _MOST_NEWS)
             if news.base and (base is None or news.base != caller.number):
                 return TierAnswer(refused="the difference is to something else", whole=True)
-            with self._telling(), self._lock:
+            with self._lock:
                 word = self._vocabulary.updated(base if news.base else None, news)
                 if word.head.job_uid != self._board.config.job_uid:
                     raise NotNow(f"this sidecar belongs to job {self._board.config.job_uid}")
@@ -191,6 +193,8 @@ class Coordinator:
             return TierAnswer(refused=f"it is not understood: {error}", whole=base is not None)
         except NotNow as error:
             return TierAnswer(refused=str(error))
+        finally:
+            self._tell_refusals()
         caller.word, caller.number = word, news.number
         return answer
 
@@ -229,8 +233,8 @@ class Coordinator:
         late = self._board.fence.refuse_past(head.attempt, directive)
         if late:
             raise StaleReport(late)
-        wrong = objection(word, directive)
         self._enter(directive)
+        wrong = objection(word, directive, self._words.get(head.worker))
         if wrong:
             self._refuse(head.worker, wrong)
         else:
@@ -287,7 +291,6 @@ class Coordinator:
     def _take_back(self, worker: int, directive: Directive) -> None:
         """The worker's unproved word. Whatever else it told before, it tells again within a second."""
         del self._unproved[worker]
-        self._hosts.pop(worker, None)
         self._words.pop(worker, None)
         self._final, self._done = self._final - {worker}, self._done - {worker}
         own = range(worker * directive.procs_per_worker, (worker + 1) * directive.procs_per_worker)
@@ -300,7 +303,7 @@ class Coordinator:
     def _reckon(self, directive: Directive) -> None:
         """Judge. Where that fails, the newest reports are taken back until it does not, those of workers that
         were refused before first: nobody's report stops the others."""
-        suspects = sorted(reversed(self._unproved), key=lambda worker: worker not in self._refused)
+        suspects: list[int] | None = None
         blamed: tuple[int, str] | None = None
         while True:
             try:
@@ -308,14 +311,17 @@ class Coordinator:
                 break
             except Exception as error:
                 self._is_dirty = False
+                if suspects is None:
+                    newest_first = reversed(self._unproved)
+                    suspects = sorted(newest_first, key=lambda worker: worker not in self._refused)
                 if not suspects:
                     log.exception("what is known cannot be reckoned with")
                     return
                 blamed = suspects.pop(0), f"it cannot be reckoned with ({describe(error)})"
                 self._take_back(blamed[0], directive)
         self._proved |= self._unproved
-        for worker in self._unproved:
-            self._refused.pop(worker, None)
+        for worker in self._refused.keys() & self._unproved.keys():
+            del self._refused[worker]
         self._unproved = {}
         if blamed is not None:
             self._refuse(*blamed)
@@ -328,16 +334,10 @@ class Coordinator:
 
     _tells_refusals = False
 
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """When it is over, refusals are told. Not under the lock."""
-        try:
-            yield
-        finally:
-            if self._refused or self._tells_refusals:
-                self._tell_refusals()
-
     def _tell_refusals(self) -> None:
+        """Not under the lock."""
+        if not self._refused and not self._tells_refusals:
+            return
         with self._lock:
             refused = sorted(self._refused.items())
             self._tells_refusals = bool(refused)
@@ -445,7 +445,7 @@ class Coordinator:
     def _present(self, directive: Directive) -> set[int]:
         now = self._clock()
         quiet = {worker: now - self._heard.setdefault(worker, now) for worker in range(directive.workers)}
-        return present(quiet, pace(directive.workers))
+        return present(quiet, heartbeat(directive.workers))
 
     def _is_over(self, directive: Directive, upload: Version | None) -> bool:
         if directive.phase is not Phase.FINISH:

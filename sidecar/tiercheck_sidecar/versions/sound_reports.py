@@ -25,13 +25,33 @@ _MOST = 2**53
 _NO_VERSIONS = "it names versions that cannot be"
 
 
-def objection(word: WorkerWord, directive: Directive) -> str:
-    """Why the word cannot be true, as a clause; empty if it can."""
+def objection(word: WorkerWord, directive: Directive, base: WorkerWord | None = None) -> str:
+    """Why the word cannot be true, as a clause; empty if it can. To `base`, in the same attempt, there was
+    none."""
     procs, head = directive.procs_per_worker, word.head
     if not 0 <= head.worker < directive.workers:
         return f"the job has {directive.workers} workers"
-    own = range(head.worker * procs, (head.worker + 1) * procs)
-    shared: list[Shared[Any]] = []
+    if base is None or base.own is not word.own or base.head is not word.head:
+        wrong = _senseless(word, range(head.worker * procs, (head.worker + 1) * procs))
+        if wrong:
+            return wrong
+    shared: list[Shared[Any]] = [shape.held for shape in word.shapes.values()]
+    for of, kept in word.copies:
+        # Not of this job's ranks alone: one that became smaller goes on from what its former ranks have left.
+        if any(not 0 <= rank < _MOST_RANKS for ranks in of for rank in ranks):
+            return "it keeps copies of ranks that there cannot be"
+        shared += [kept] * len(of)
+    many = 0
+    for each in shared:
+        if each.wrong:
+            return each.wrong
+        many += each.many
+    if many > _MOST_VERSIONS * procs:
+        return f"it has {many} versions"
+    return _unreachable(head.host)
+
+
+def _senseless(word: WorkerWord, own: range) -> str:
     for rank, each in word.own.items():
         if rank not in own:
             return f"it speaks for rank {rank}, which is another worker's"
@@ -43,16 +63,7 @@ def objection(word: WorkerWord, directive: Directive) -> str:
                 return f"the upload that it names for rank {rank} is none of that rank"
             if not _is_sound(artifact.version):
                 return _NO_VERSIONS
-        shared.append(word.shapes[rank].held)
-    for of, kept in word.copies:
-        # Not of this job's ranks alone: one that became smaller goes on from what its former ranks have left.
-        if any(not 0 <= rank < _MOST_RANKS for ranks in of for rank in ranks):
-            return "it keeps copies of ranks that there cannot be"
-        shared += [kept] * len(of)
-    wrong = next((each.wrong for each in shared if each.wrong), "")
-    if not wrong and (many := sum(each.many for each in shared)) > _MOST_VERSIONS * procs:
-        wrong = f"it has {many} versions"
-    return wrong or _unreachable(head.host)
+    return ""
 
 
 def objection_to_holdings(held: RankHoldings | HeldCopies) -> str:

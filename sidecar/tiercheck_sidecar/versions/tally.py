@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
@@ -41,21 +41,25 @@ class HeldCopies:
     versions: tuple[Span, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
 class Shared(Generic[T]):
     """One object for all who say the same: equal only to itself."""
 
-    text: bytes
-    """As it is written."""
-    value: T
-    wrong: str = ""
-    """Why it cannot be true, as a clause."""
-    many: int = 0
-    """Versions in it."""
+    def __init__(self, text: bytes, value: T, wrong: str = "", many: int = 0) -> None:
+        self.text, self.value, self.wrong, self.many = text, value, wrong, many
+        """As it is written; what it says; why it cannot be true, as a clause; how many versions it names."""
+        self._shapes: dict[tuple[bool, tuple[Version, ...]], RankShape] = {}
+
+    def shape(self: Shared[RankHoldings], guarded: bool, uploaded: tuple[Version, ...]) -> RankShape:
+        """Of ranks that have this."""
+        found = self._shapes.get((guarded, uploaded))
+        if found is None:
+            found = self._shapes[guarded, uploaded] = RankShape(self, guarded, uploaded)
+        return found
 
 
-class RankShape(NamedTuple):
-    """Everything about a rank that counts for the job's versions."""
+@dataclass(frozen=True, eq=False)
+class RankShape:
+    """Everything about a rank that counts for the job's versions. Equal only to itself."""
 
     held: Shared[RankHoldings]
     guarded: bool
@@ -105,21 +109,25 @@ class Tally:
     """Not thread-safe."""
 
     def __init__(self) -> None:
-        self._shapes: Counter[RankShape] = Counter()
+        self._shapes: dict[RankShape, int] = {}
+        """With how many ranks have each; nobody's are left out when they are looked at."""
         self._ranks: dict[int, RankShape] = {}
         self._copies: dict[int, tuple[CopyGroup, ...]] = {}
         self._kept: Counter[Shared[HeldCopies]] = Counter()
+        self._complete = 0
+        """So many ranks, from 0 on, are known, if not more."""
 
     def put(self, word: WorkerWord) -> None:
         """Its worker has said this. Ranks that it does not name stay as they were."""
+        ranks, shapes = self._ranks, self._shapes
         for rank, shape in word.shapes.items():
-            before = self._ranks.get(rank)
+            before = ranks.get(rank)
             if before is shape:
                 continue
-            self._ranks[rank] = shape
-            self._shapes[shape] += 1
+            ranks[rank] = shape
+            shapes[shape] = shapes.get(shape, 0) + 1
             if before is not None:
-                self._leave(before)
+                shapes[before] -= 1
         self._keep(word.head.worker, word.copies)
 
     def drop(self, worker: int, ranks: Iterable[int]) -> None:
@@ -127,7 +135,8 @@ class Tally:
         for rank in ranks:
             before = self._ranks.pop(rank, None)
             if before is not None:
-                self._leave(before)
+                self._shapes[before] -= 1
+        self._complete = 0
         self._keep(worker, ())
 
     def _keep(self, worker: int, copies: tuple[CopyGroup, ...]) -> None:
@@ -142,20 +151,16 @@ class Tally:
             if not self._kept[shared]:
                 del self._kept[shared]
 
-    def _leave(self, shape: RankShape) -> None:
-        self._shapes[shape] -= 1
-        if not self._shapes[shape]:
-            del self._shapes[shape]
-
     @property
     def ranks(self) -> Mapping[int, RankShape]:
         """All that are known."""
         return self._ranks
 
     @property
-    def shapes(self) -> Collection[RankShape]:
+    def shapes(self) -> list[RankShape]:
         """How ranks differ."""
-        return self._shapes.keys()
+        self._shapes = {shape: count for shape, count in self._shapes.items() if count}
+        return list(self._shapes)
 
     @property
     def copies(self) -> Iterable[HeldCopies]:
@@ -164,7 +169,9 @@ class Tally:
 
     def has_all(self, world_size: int) -> bool:
         """Whether every rank of the job is known."""
-        return len(self._ranks) >= world_size and all(map(self._ranks.__contains__, range(world_size)))
+        if self._complete < world_size and len(self._ranks) >= world_size:
+            self._complete = world_size if all(map(self._ranks.__contains__, range(world_size))) else 0
+        return self._complete >= world_size
 
     def all_have_copies(self, shapes: Collection[RankShape], enough: Callable[[HeldCopies], bool]) -> bool:
         """Whether for every rank of these shapes somebody keeps `enough`."""

@@ -23,11 +23,10 @@ from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.versions.tally import WorkerWord
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
-from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, pace
+from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, heartbeat, pace
 
 log = logging.getLogger(__name__)
 
-_EVERY = 1.0
 _MOMENT = 0.05
 """Changes come in bursts (slot, seal, acknowledgement): so long may one wait for the others, so that one
 message carries them."""
@@ -61,21 +60,22 @@ class TierClient:
         self._failing_since: float | None = None
 
     def run(self) -> None:
-        seen, sent_at = -1, 0.0
+        seen, sent_at, spoke_at = -1, 0.0, 0.0
         while not self._board.stopping:
             directive = self._board.directive
+            workers = directive.workers if directive is not None else 1
             if directive is not None:
                 report = self.gather(directive)
-                due = time.monotonic() - sent_at >= _EVERY
+                now = time.monotonic()
+                due = now - sent_at >= heartbeat(workers)
                 if report != self._taken or due or self._board.verdict is None:
-                    began = time.monotonic()
-                    self._taken, sent_at = (
-                        (report, began) if self._tell(directive, report) else (None, sent_at)
-                    )
+                    spoke_at = now
+                    taken = self._tell(directive, report)
+                    self._taken, sent_at = (report, now) if taken else (None, sent_at)
                     if report.final:
                         self._board.bump()
-            seen = self._board.wait(seen, _EVERY)
-            rest = pace(directive.workers) - (time.monotonic() - sent_at) if directive else 0.0
+            seen = self._board.wait(seen, heartbeat(workers))
+            rest = spoke_at + pace(workers) - time.monotonic()
             self._board.wait_until(lambda: False, max(_MOMENT, rest))
 
     def end(self) -> WorkerEnd:

@@ -31,13 +31,18 @@ from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
 T = TypeVar("T", RankHoldings, HeldCopies)
 
 _SOONEST, _LATEST = 0.05, 0.5
-_WORKERS_PER_SECOND = 2000
-"""How many may have news per second while that keeps nobody waiting for longer than `_LATEST`."""
+_WORKERS_PER_SECOND = 1000
+"""How many may speak per second, while that lets nobody wait for longer than `_LATEST`."""
 
 
 def pace(workers: int) -> float:
     """The least seconds between two messages of one sidecar to the coordinator."""
     return min(_LATEST, max(_SOONEST, workers / _WORKERS_PER_SECOND))
+
+
+def heartbeat(workers: int) -> float:
+    """The most seconds between two messages, when there is no news."""
+    return max(1.0, workers / _WORKERS_PER_SECOND)
 
 
 @dataclass(frozen=True)
@@ -138,42 +143,45 @@ class Vocabulary:
             shared = self._kept.write(HeldCopies(copy.snapshots, copy.versions))
             groups.setdefault(shared, []).append(copy.ranks)
         copies = tuple((tuple(of), shared) for shared, of in groups.items())
-        return WorkerWord(head, own, _shapes(own, held, {}), copies)
+        shapes = {rank: _shape(shared, own[rank]) for rank, shared in held.items()}
+        return WorkerWord(head, own, shapes, copies)
 
     def updated(self, base: WorkerWord | None, news: TierNews) -> WorkerWord:
         """What the worker says now. Raises DoubtfulNews, Malformed."""
         head = news.head or (base.head if base else None)
         if head is None:
             raise DoubtfulNews("it does not begin with a whole report")
-        before = base.shapes if base else {}
-        own = {**(base.own if base else {}), **{each.rank: each for each in news.own}}
-        held = {}
+        before: Mapping[int, RankShape] = base.shapes if base else {}
+        own: Mapping[int, RankOwn] = base.own if base else {}
+        if news.own:
+            own = {**own, **{each.rank: each for each in news.own}}
+        shapes, changed = dict(before), {each.rank for each in news.own}
         for group in news.ranks:
-            shared = self._held.read(bytes(group.held))
+            shared, last = self._held.read(bytes(group.held)), None
             for rank in group.ranks:
-                held[rank] = shared
-        if not own.keys() == before.keys() | held.keys():
+                was = before.get(rank)
+                if was is None or rank in changed:
+                    shapes[rank] = _shape(shared, own.get(rank))
+                else:
+                    if last is None or was.guarded != last.guarded or was.uploaded != last.uploaded:
+                        last = shared.shape(was.guarded, was.uploaded)
+                    shapes[rank] = last
+                changed.discard(rank)
+        for rank in changed:
+            if rank in before:
+                shapes[rank] = _shape(before[rank].held, own.get(rank))
+        if own.keys() != shapes.keys():
             raise DoubtfulNews("it says only half of some rank")
-        changed = {rank: own[rank] for rank in {*held, *(each.rank for each in news.own)}}
         copies = base.copies if base else ()
         if news.copies is not None:
             copies = tuple((each.of, self._kept.read(bytes(each.kept))) for each in news.copies)
-        return WorkerWord(head, own, {**before, **_shapes(changed, held, before)}, copies)
+        return WorkerWord(head, own, shapes, copies)
 
 
-def _shapes(
-    own: Mapping[int, RankOwn], held: Mapping[int, Shared[RankHoldings]], before: Mapping[int, RankShape]
-) -> dict[int, RankShape]:
-    """Of the ranks in `own`: what is not in `held` is as before."""
-    found: dict[int, RankShape] = {}
-    last: RankShape | None = None
-    for rank, each in own.items():
-        shared = held.get(rank) or before[rank].held
-        guarded, uploaded = bool(each.holders), tuple(artifact.version for artifact in each.uploaded)
-        if last is None or (last.held is not shared or last.guarded != guarded or last.uploaded != uploaded):
-            last = RankShape(shared, guarded, uploaded)
-        found[rank] = last
-    return found
+def _shape(shared: Shared[RankHoldings], own: RankOwn | None) -> RankShape:
+    if own is None:
+        raise DoubtfulNews("it says only half of some rank")
+    return shared.shape(bool(own.holders), tuple(artifact.version for artifact in own.uploaded))
 
 
 def difference(base: WorkerWord | None, word: WorkerWord, number: int, base_number: int) -> TierNews:
