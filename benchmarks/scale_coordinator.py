@@ -49,8 +49,8 @@ from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, Ti
 from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, heartbeat, pace
 
 PROCS = 8
-STEP = 1.0
-"""Seconds of a training step: each brings every sidecar two pieces of news, what is sealed and what is copied."""
+STEP = {64: 1.0, 512: 1.0, 1250: 2.0, 4000: 5.0}
+"""Seconds of a training step, by workers: thousands of nodes take no steps of a second."""
 _SPREAD, _COPYING = 0.3, (0.2, 0.5)
 """Seconds in which all ranks seal a step, and until a rank's holder has it as well: at any moment some have
 news."""
@@ -231,6 +231,7 @@ class Fleet:
 
     def __init__(self, folder: Path, workers: int) -> None:
         self.workers, self.rng = workers, random.Random(7)
+        self.seconds = STEP.get(workers, 1.0)
         self.context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
         ranks = range(workers * PROCS)
         self.seals = [self.rng.uniform(0, _SPREAD) for _ in ranks]
@@ -248,15 +249,15 @@ class Fleet:
 
     def step(self, rank: int, now: float) -> int:
         """The newest that the rank has sealed."""
-        return _FIRST + int((now - self.began - self.seals[rank]) / STEP)
+        return _FIRST + int((now - self.began - self.seals[rank]) / self.seconds)
 
     def copied(self, rank: int, now: float) -> int:
         """The newest that its holder has."""
-        return _FIRST + int((now - self.began - self.copies[rank]) / STEP)
+        return _FIRST + int((now - self.began - self.copies[rank]) / self.seconds)
 
     def complete(self, step: int) -> float:
         """When the last rank had the step."""
-        return self.began + (step - _FIRST) * STEP + max(self.seals)
+        return self.began + (step - _FIRST) * self.seconds + max(self.seals)
 
     def shape(self, step: int, copied: int, uploaded: bool, wanted: Version | None) -> RankShape:
         key = step, copied, uploaded and wanted
@@ -312,7 +313,7 @@ class Fleet:
         late, spread = [], []
         for step, times in self.known.items():
             if (
-                began <= self.complete(step) <= began + seconds - 2 * STEP
+                began <= self.complete(step) <= began + seconds - 2.0
                 and len(times) > 0.98 * self.workers
             ):
                 late += [moment - self.complete(step) for moment in times]
