@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec.json import Decoder
+from msgspec.json import Decoder, Encoder
 
 from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, decode_with
 from tiercheck.protocol.requests import REQUESTS, NamedRequest, Request
@@ -22,12 +22,13 @@ from tiercheck_sidecar.digest import digest_chunk
 
 pass  # HOUSE
 
-__all__ = ["Malformed", "decode", "decode_request", "read_checked", "with_checksum"]
+__all__ = ["Malformed", "decode", "decode_request", "encode", "read_checked", "with_checksum"]
 
 T = TypeVar("T")
 
 _decoders: dict[type, Decoder[Any]] = {}
 _making = threading.Lock()
+_encoder = Encoder()
 
 
 def decode(text: bytes | bytearray | str, cls: type[T], most: int = MOST_BYTES) -> T:
@@ -41,6 +42,11 @@ def decode(text: bytes | bytearray | str, cls: type[T], most: int = MOST_BYTES) 
             decoder = _decoders.setdefault(cls, Decoder(cls))
     found: T = decode_with(decoder.decode, text, most)
     return found
+
+
+def encode(value: object) -> bytes:
+    """As `to_json`, an order of magnitude faster."""
+    return _encoder.encode(value)
 
 
 def decode_request(text: bytes) -> Request | NamedRequest:

@@ -8,24 +8,40 @@ from collections.abc import Callable
 import pytest
 from stations import Stations
 
-from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version, rebuildable
 from tiercheck_sidecar.control.control_client import CallFailed
-from tiercheck_sidecar.decoding import decode
-from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.span import spans
 from tiercheck_sidecar.versions import tiers
-from tiercheck_sidecar.versions.coordinator import Coordinator
+from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tiers import TierClient
 from tiercheck_sidecar.versions.watermark import RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.versions.words import TierAnswer
 
 SIZE = 100_000
 
 
 def v(step: int) -> Version:
     return Version(step, 1)
+
+
+class Wire:
+    """As `TierLine`, of a pair."""
+
+    is_open = True
+
+    def __init__(self, pair: Pair, host: str, heard: Callable[[TierAnswer], None]) -> None:
+        self._pair, self.host, self._heard, self._caller = pair, host, heard, Caller()
+
+    def tell(self, text: bytes, number: int) -> TierAnswer:
+        if self._pair.cut:
+            raise CallFailed("connection refused", Break.REFUSED)
+        answer = self._pair.coordinator.hear_news(self._caller, text)
+        *news, answer = self._pair.coordinator.replies(self._caller, answer)
+        for each in news:
+            self._heard(each)
+        return answer
 
 
 class Pair:
@@ -42,7 +58,7 @@ class Pair:
         board, vault = self.station.board, self.station.vault
         self.reclaimer = Reclaimer(board, vault)
         self.tiers = TierClient(board, vault, lambda _: [], lambda *_: ())
-        monkeypatch.setattr(tiers, "ControlClient", self._client)
+        monkeypatch.setattr(tiers, "TierLine", lambda config, *more: Wire(self, *more))
         for step in (10, 14):
             self.station.save(v(step), SIZE)
         for step in (11, 12, 15, 16, 17):
@@ -53,15 +69,6 @@ class Pair:
         word = board.verdict
         assert word is not None
         assert (word.watermarks.local, word.abandoned) == (v(12), (v(14),))
-
-    def _client(self, config: SidecarConfig, host: str) -> Pair:
-        self.host = host
-        return self
-
-    def call(self, method: str, path: str, body: bytes) -> bytes:
-        if self.cut:
-            raise CallFailed("connection refused", Break.REFUSED)
-        return to_json(self.coordinator.hear(decode(body, TierReport)))
 
     def worker_0_has(self, snapshots: set[int], deltas: range, unfinished: int = 0) -> None:
         found = rebuildable(set(map(v, snapshots)), set(map(v, deltas)), self.station.job.history)

@@ -21,7 +21,9 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import BAD_REPORT, BadReport, Coordinator
 from tiercheck_sidecar.versions.sound_reports import objection
+from tiercheck_sidecar.versions.tally import Tally
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierStanding, TierVerdict
+from tiercheck_sidecar.versions.words import Vocabulary
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]
@@ -81,9 +83,10 @@ def complete_at(coordinator: Coordinator, step: int, *workers: int) -> TierVerdi
 def test_what_honest_workers_say_is_never_objected_to(board: SidecarState) -> None:
     assert board.directive is not None
     for worker in range(3):
-        assert objection(report(worker), board.directive) == ""
+        assert objection(Vocabulary().word_of(report(worker)), board.directive) == ""
     long = report(1, local=(Span(1, 0, 5000),), copied=(Span(1, 0, 5000),))
-    assert objection(replace(long, host="[fd00::1]:12000"), board.directive) == ""
+    word = Vocabulary().word_of(replace(long, host="[fd00::1]:12000"))
+    assert objection(word, board.directive) == ""
 
 
 @pytest.mark.parametrize("bad", SENSELESS.values(), ids=SENSELESS)
@@ -123,10 +126,10 @@ def breaks_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a bug would: whoever reckons with that step of worker 1 fails."""
     real = coordinating.judge
 
-    def judge(world: int, ranks: Any, *more: Any) -> tuple[TierStanding, TierVerdict]:
-        if 1 in ranks and any(version.step == step for version in ranks[1].snapshots):
+    def judge(world: int, tally: Tally, *more: Any) -> tuple[TierStanding, TierVerdict]:
+        if 1 in tally.ranks and any(each.step == step for each in tally.ranks[1].held.value.snapshots):
             raise ZeroDivisionError
-        return real(world, ranks, *more)
+        return real(world, tally, *more)
 
     monkeypatch.setattr(coordinating, "judge", judge)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from judging import judge, next_upload
+
 from tiercheck.protocol.manifest import Digests, RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.model.span import spans
-from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding, judge, next_upload
+from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding
 
 HISTORY = History((Branch(1, 0),))
 

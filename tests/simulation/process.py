@@ -20,13 +20,12 @@ from unittest import mock
 
 from tests.simulation.store import Folder
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
-from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.control.control_client import CallFailed
 from tiercheck_sidecar.control.report import Reporter
-from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
@@ -54,10 +53,11 @@ from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
 from tiercheck_sidecar.versions import tiers
-from tiercheck_sidecar.versions.coordinator import Coordinator, NotNow
+from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tiers import TierClient
-from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
+from tiercheck_sidecar.versions.watermark import TierVerdict
+from tiercheck_sidecar.versions.words import TierAnswer
 
 if TYPE_CHECKING:
     from tests.simulation.whole import Pod, Simulation
@@ -278,25 +278,19 @@ class Process:
         word = self.coordinator.news() if self.board.config.worker == 0 else None
         if word is None:
             return
-        verdict, hosts = word
+        verdict, _ = word
         self.world.record_verdict(self, verdict)
-        for host in hosts:
-            self.world.post(self.pod.uid, host, lambda other: other.hear_verdict(verdict))
+        callers = self.coordinator.callers
+        self.coordinator.deliver([(each, self.coordinator.replies(each, None)) for each in callers])
         self.coordinator.announced(verdict)
 
-    def hear_verdict(self, verdict: TierVerdict) -> None:
-        """`PUT /v1/watermarks`."""
-        self.board.follow(decode(to_json(verdict), TierVerdict))
-        self.note_verdict()
-
-    def hear_report(self, body: bytes) -> bytes:
-        """`POST /v1/tiers`. Raises CallFailed."""
-        try:
-            verdict = self.coordinator.hear(decode(body, TierReport))
-        except NotNow as error:
-            raise CallFailed(str(error), None) from error
-        self.world.record_verdict(self, verdict)
-        return to_json(verdict)
+    def hear_news(self, caller: Caller, text: bytes) -> list[TierAnswer]:
+        """What came on a connection."""
+        answers = self.coordinator.replies(caller, self.coordinator.hear_news(caller, text))
+        for each in answers:
+            if each.verdict is not None:
+                self.world.record_verdict(self, each.verdict)
+        return [decode(encode(each), TierAnswer) for each in answers]
 
     # Neighbours
 
@@ -504,27 +498,57 @@ class Reach:
         return SimpleNamespace(close=lambda: None)
 
 
-class _Client:
-    """As `ControlClient`: to the coordinator. `world` is set while a simulation runs."""
+class _Line:
+    """As `TierLine`: to the coordinator. `world` is set while a simulation runs."""
 
     world: Simulation
 
-    def __init__(self, config: SidecarConfig, host: str) -> None:
-        self._config, self.host = config, host
+    def __init__(self, config: SidecarConfig, host: str, heard: Callable[[TierAnswer], None]) -> None:
+        self._config, self.host, self._heard = config, host, heard
+        self._end: tuple[Process, Caller] | None = None
 
-    def call(self, method: str, path: str, body: bytes) -> bytes:
-        assert (method, path) == ("POST", "/v1/tiers")
-        world, mine = _Client.world, self._config.pod_uid
+    @property
+    def is_open(self) -> bool:
+        return self._end is not None
+
+    def close(self) -> None:
+        if self._end is not None:
+            process, caller = self._end
+            process.coordinator.hang_up(caller)
+        self._end = None
+
+    def tell(self, text: bytes, number: int) -> TierAnswer:
+        world = _Line.world
         try:
-            other = world.connect(mine, self.host, 0)
-            answer = other.hear_report(body)
+            other = world.connect(self._config.pod_uid, self.host, 0)
         except WireBroken as error:
-            raise CallFailed(
-                str(error), Break.SILENT if isinstance(error, PeerSilent) else Break.REFUSED
-            ) from error
+            self.close()
+            silent = isinstance(error, PeerSilent)
+            raise CallFailed(str(error), Break.SILENT if silent else Break.REFUSED) from error
+        if self._end is None or self._end[0] is not other:
+            self.close()
+            self._end = other, Caller(self._push(other))
+            other.coordinator.connect(self._end[1])
+        *news, answer = other.hear_news(self._end[1], text)
         if world.rng.random() < world.plan.loss:
+            self.close()
             raise CallFailed("no answer", Break.SILENT)
+        for each in news:
+            self._heard(each)
         return answer
+
+    def _push(self, other: Process) -> Callable[[TierAnswer], None]:
+        """Verdicts come some time, and never before a connection is known to be dead."""
+
+        def push(answer: TierAnswer) -> None:
+            def arrive(process: Process) -> None:
+                if not process.dead:
+                    self._heard(decode(encode(answer), TierAnswer))
+                    process.note_verdict()
+
+            _Line.world.post(other.pod.uid, self._config.pod_ip, arrive)
+
+        return push
 
 
 class _Time:
@@ -541,13 +565,13 @@ class _Time:
 @contextlib.contextmanager
 def in_simulation(world: Simulation) -> Iterator[None]:
     """Sidecars' modules use simulated time, one thread and simulated wires."""
-    _Client.world = _Time.world = world
+    _Line.world = _Time.world = world
     clock = _Time()
     with contextlib.ExitStack() as stack:
         stack.enter_context(world.volumes.mounted())
         for where, name, what in (
             (tiers, "time", clock),
-            (tiers, "ControlClient", _Client),
+            (tiers, "TierLine", _Line),
             (remote_inventory, "time", clock),
             (replicate, "time", clock),
             (replicate, "push", push),

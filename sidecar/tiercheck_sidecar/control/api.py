@@ -20,6 +20,8 @@ from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
 from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar.control.tier_line import PATH
+from tiercheck_sidecar.control.tier_port import TierPort
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState, StaleRefused
@@ -152,7 +154,7 @@ pass  # HOUSE
 
 
 def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
-    """`POST /v1/tiers` and `PUT /v1/watermarks`."""
+    """Between sidecars: connections to the coordinator, and the two calls of releases without them."""
 
     async def tiers(request: web.Request) -> web.StreamResponse:
         try:
@@ -178,4 +180,8 @@ def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
         reason = board.follow(verdict)
         return sentence(409, reason) if reason else answer(board.verdict)
 
-    return [web.post("/v1/tiers", tiers), web.put("/v1/watermarks", watermarks)]
+    return [
+        web.get(PATH, TierPort(coordinator).upgrade),
+        web.post(PATH, tiers),
+        web.put("/v1/watermarks", watermarks),
+    ]

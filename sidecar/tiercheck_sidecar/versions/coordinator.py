@@ -10,8 +10,10 @@ import dataclasses
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.encoding import to_json
@@ -19,24 +21,29 @@ from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck.supervised import describe
 from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
-from tiercheck_sidecar.model.cadence import Needs, decide
+from tiercheck_sidecar.decoding import Malformed, decode
+from tiercheck_sidecar.model.cadence import Cadence, Needs, decide
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.versions.ending import is_hopeless, present
 from tiercheck_sidecar.versions.sound_reports import objection
-from tiercheck_sidecar.versions.tiers import pace
+from tiercheck_sidecar.versions.tally import Tally, WorkerWord
 from tiercheck_sidecar.versions.watermark import (
-    Copy,
-    RankTiers,
     TierReport,
     TierStanding,
     TierVerdict,
     judge,
     next_upload,
 )
+from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, heartbeat, pace
 
 log = logging.getLogger(__name__)
 
 _PUSHERS = 8
+_MOMENT = 0.02
+"""Seconds that the first of those who have something to say waits for the others."""
+_MOST_NEWS = 16 * 1024 * 1024
+"""Bytes; what thousands of copies take, each described alone."""
+_NOT_RECKONED = "what is known cannot be reckoned with"
 _LOOK_EVERY = 60.0
 """Seconds; who this is changes with a directive, and that wakes everybody."""
 
@@ -64,6 +71,18 @@ class BadReport(NotNow):
     """It cannot be true, or cannot be reckoned with."""
 
 
+@dataclass(eq=False)
+class Caller:
+    """A sidecar on its connection, which ends with either side's process."""
+
+    send: Callable[[TierAnswer], None] = lambda answer: None
+    word: WorkerWord | None = None
+    """The last that was taken from it; what changed since comes as a difference to that."""
+    number: int = 0
+    """Of that."""
+    told: TierVerdict | None = None
+
+
 class Coordinator:
     """Thread-safe. Idle unless this is worker 0."""
 
@@ -74,9 +93,12 @@ class Coordinator:
         self._attempt = 0
         self._placement = ""
         self._uploading: Version | None = None
-        self._ranks: dict[int, RankTiers] = {}
+        self._vocabulary = Vocabulary()
+        self._tally = Tally()
+        self._words: dict[int, WorkerWord] = {}
+        """By worker: what is in the tally."""
         self._hosts: dict[int, str] = {}
-        self._copies: dict[int, tuple[Copy, ...]] = {}
+        """Where those are that have no connection to here, as of an older release."""
         self._heard: dict[int, float] = {}
         """When each worker said something last, whether or not it could be taken."""
         self._final: set[int] = set()
@@ -85,17 +107,24 @@ class Coordinator:
         self._needs: dict[int, Needs] = {}
         """Sizes are of the job, not of an attempt: so a new attempt knows its cadence before its ranks
         reserve."""
+        self._cadence: tuple[tuple[int, int | None], Cadence] | None = None
+        """Of so many ranks, and what the user wants; None: needs have changed."""
         self._stored: tuple[Version, ...] | None = None
         self._artifacts: dict[int, RankArtifact] = {}
+        self._on_record: Counter[Version] = Counter()
+        """Ranks in `_artifacts`, by version."""
         self._verdict: TierVerdict | None = None
         self._is_dirty = False
         self._told: TierVerdict | None = None
-        self._proved: dict[int, TierReport] = {}
-        """Each worker's newest report that all could be reckoned with."""
-        self._unproved: dict[int, TierReport] = {}
+        self._proved: dict[int, WorkerWord] = {}
+        """Each worker's newest word that all could be reckoned with."""
+        self._unproved: dict[int, WorkerWord] = {}
         """What came since, the newest in the end."""
         self._refused: dict[int, str] = {}
-        """By worker whose newest report was refused: why."""
+        """By worker whose newest word was refused: why."""
+        self._callers: set[Caller] = set()
+        self._inbox: list[tuple[Caller, bytes]] = []
+        self.deliver: Callable[[list[tuple[Caller, list[TierAnswer]]]], None] = _deliver
 
     @property
     def may_go(self) -> bool:
@@ -109,81 +138,172 @@ class Coordinator:
         with self._lock:
             return [] if directive is None else sorted(self._present(directive) - self._final)
 
+    @property
+    def callers(self) -> list[Caller]:
+        """Who is connected."""
+        with self._lock:
+            return list(self._callers)
+
+    def connect(self, caller: Caller) -> None:
+        """It may say something from now on."""
+        with self._lock:
+            self._callers.add(caller)
+
+    def hang_up(self, caller: Caller) -> None:
+        """Its connection is gone."""
+        with self._lock:
+            self._callers.discard(caller)
+
+    def post(self, caller: Caller, text: bytes) -> None:
+        """`TierNews` that came. They are answered with all others of this moment."""
+        with self._lock:
+            self._inbox.append((caller, text))
+            if len(self._inbox) == 1:
+                self._dirty.notify_all()
+
     def hear(self, report: TierReport) -> TierVerdict:
-        """Take a sidecar's word, and answer the newest verdict. Raises NotNow."""
-        directive = self._board.directive
+        """Take the word of a sidecar without a connection, and answer the newest verdict. Raises NotNow."""
+        try:
+            with self._lock:
+                self._hear(self._vocabulary.word_of(report))
+                self._hosts[report.worker] = report.host
+                verdict, received = self._verdict, self._received(self._words.get(report.worker))
+        finally:
+            self._tell_refusals()
+        if verdict is None:
+            raise NotNow(_NOT_RECKONED)
+        return dataclasses.replace(verdict, received=received)
+
+    def hear_news(self, caller: Caller, text: bytes) -> TierAnswer:
+        """Take what a connected sidecar says."""
+        base, caller.word = caller.word, None
+        try:
+            news = decode(text, TierNews, _MOST_NEWS)
+            if news.base and (base is None or news.base != caller.number):
+                return TierAnswer(refused="the difference is to something else", whole=True)
+            with self._lock:
+                word = self._vocabulary.updated(base if news.base else None, news)
+                if word.head.job_uid != self._board.config.job_uid:
+                    raise NotNow(f"this sidecar belongs to job {self._board.config.job_uid}")
+                self._hear(word)
+                self._hosts.pop(word.head.worker, None)
+                upload = self._verdict.upload if self._verdict else None
+                answer = TierAnswer(news.number, upload=upload, received=self._received(word))
+        except (DoubtfulNews, Malformed) as error:
+            return TierAnswer(refused=f"it is not understood: {error}", whole=base is not None)
+        except NotNow as error:
+            return TierAnswer(refused=str(error))
+        finally:
+            self._tell_refusals()
+        caller.word, caller.number = word, news.number
+        return answer
+
+    def replies(self, caller: Caller, answer: TierAnswer | None) -> list[TierAnswer]:
+        """What the caller is sent now: the verdict, if it does not know it yet, and the answer."""
+        verdict = self._verdict
+        if verdict is None:
+            return [TierAnswer(refused=_NOT_RECKONED)] if answer is not None else []
+        told, caller.told = caller.told, verdict
+        news = [] if told is verdict else [self._word_for_all(verdict)]
+        return news if answer is None else [*news, answer]
+
+    _for_all = TierAnswer()
+
+    def _word_for_all(self, verdict: TierVerdict) -> TierAnswer:
+        """One object for each verdict, so that it is written once."""
+        if self._for_all.verdict is not verdict:
+            self._for_all = TierAnswer(verdict=verdict)
+        return self._for_all
+
+    def _received(self, word: WorkerWord | None) -> tuple[int, ...]:
+        upload = self._verdict.upload if self._verdict else None
+        if upload is None or word is None or not self._on_record[upload]:
+            return ()
+        found = ((rank, self._artifacts.get(rank)) for rank in word.own)
+        return tuple(rank for rank, each in found if each is not None and each.version == upload)
+
+    def _hear(self, word: WorkerWord) -> None:
+        """Under the lock. Raises NotNow."""
+        directive, head = self._board.directive, word.head
         if self._board.config.worker != 0:
             raise NotNow("this sidecar is not the coordinator")
-        early = self._board.fence.refuse_future(report.attempt, directive)
+        early = self._board.fence.refuse_future(head.attempt, directive)
         if early or directive is None:
             raise NotNow(early)
-        late = self._board.fence.refuse_past(report.attempt, directive)
+        late = self._board.fence.refuse_past(head.attempt, directive)
         if late:
             raise StaleReport(late)
-        wrong = objection(report, directive)
-        with self._lock:
-            self._enter(directive)
-            if wrong:
-                self._refuse(report.worker, wrong)
-            else:
-                self._take(report, directive)
-                wrong = "" if report.worker in self._unproved else self._refused.get(report.worker, "")
-            verdict = self._verdict
+        self._enter(directive)
+        wrong = objection(word, directive, self._words.get(head.worker))
+        if wrong:
+            self._refuse(head.worker, wrong)
+        else:
+            self._take(word, directive)
+            wrong = "" if head.worker in self._unproved else self._refused.get(head.worker, "")
+        if not self._inbox:
             self._dirty.notify_all()
-        self._tell_refusals()
         if wrong:
             raise BadReport(f"the report is refused: {wrong}")
-        if verdict is None:
-            raise NotNow("what is known cannot be reckoned with")
-        return verdict
 
-    def _take(self, report: TierReport, directive: Directive) -> None:
+    def _take(self, word: WorkerWord, directive: Directive) -> None:
         """Raises NotNow."""
-        worker = report.worker
+        worker = word.head.worker
         if worker not in self._refused:  # who is refused again and again is not waited for at the end
             self._heard[worker] = self._clock()
-        if report.placement and report.placement != directive.placement:
+        if word.head.placement and word.head.placement != directive.placement:
             raise NotNow("holders change, and not everybody has heard of it")
         self._unproved.pop(worker, None)
-        self._unproved[worker] = report
-        self._merge(report)
+        self._unproved[worker] = word
+        self._merge(word)
         self._is_dirty = True
-        if self._verdict is None or len(self._ranks) <= directive.procs_per_worker:
+        if self._verdict is None or len(self._tally.ranks) <= directive.procs_per_worker:
             self._reckon(directive)
 
-    def _merge(self, report: TierReport) -> None:
-        worker = report.worker
-        self._hosts[worker] = report.host
-        self._copies[worker] = report.copies
-        self._final = self._final | {worker} if report.final else self._final - {worker}
-        self._done = self._done | {worker} if report.done else self._done - {worker}
-        for tiers in report.ranks:
-            before = self._ranks.get(tiers.rank)
-            if before is not None and before.holders != tiers.holders:
+    def _merge(self, word: WorkerWord) -> None:
+        worker = word.head.worker
+        known, self._words[worker] = self._words.get(worker), word
+        (self._final.add if word.head.final else self._final.discard)(worker)
+        (self._done.add if word.head.done else self._done.discard)(worker)
+        for rank, each in word.own.items():
+            before = known.own.get(rank) if known is not None else None
+            if before is each:
+                continue
+            if before is not None and before.holders != each.holders:
                 # Protection begins anew.
                 self._standing = dataclasses.replace(self._standing, peer=None, anchor=None, copy=None)
-            self._ranks[tiers.rank] = tiers
-            if tiers.needs is not None:
-                self._needs[tiers.rank] = tiers.needs
-            for artifact in tiers.uploaded:
-                self._artifacts[tiers.rank] = artifact
+            if each.needs is not None and each.needs != self._needs.get(rank):
+                self._needs[rank], self._cadence = each.needs, None
+            for artifact in each.uploaded:
+                self._record(rank, artifact)
+        self._tally.put(word)
+
+    def _record(self, rank: int, artifact: RankArtifact | None) -> None:
+        """The rank's newest upload; None: it is not known."""
+        before = self._artifacts.pop(rank, None)
+        if before is not None:
+            self._on_record[before.version] -= 1
+            if not self._on_record[before.version]:
+                del self._on_record[before.version]
+        if artifact is not None:
+            self._artifacts[rank] = artifact
+            self._on_record[artifact.version] += 1
 
     def _take_back(self, worker: int, directive: Directive) -> None:
-        """The worker's unproved report. Whatever else it told before, it tells again within a second."""
+        """The worker's unproved word. Whatever else it told before, it tells again within a second."""
         del self._unproved[worker]
-        self._hosts.pop(worker, None)
-        self._copies.pop(worker, None)
+        self._words.pop(worker, None)
         self._final, self._done = self._final - {worker}, self._done - {worker}
-        for rank in range(worker * directive.procs_per_worker, (worker + 1) * directive.procs_per_worker):
-            self._ranks.pop(rank, None)
-            self._artifacts.pop(rank, None)
+        own = range(worker * directive.procs_per_worker, (worker + 1) * directive.procs_per_worker)
+        self._tally.drop(worker, own)
+        for rank in own:
+            self._record(rank, None)
         if worker in self._proved:
             self._merge(self._proved[worker])
 
     def _reckon(self, directive: Directive) -> None:
         """Judge. Where that fails, the newest reports are taken back until it does not, those of workers that
         were refused before first: nobody's report stops the others."""
-        suspects = sorted(reversed(self._unproved), key=lambda worker: worker not in self._refused)
+        suspects: list[int] | None = None
         blamed: tuple[int, str] | None = None
         while True:
             try:
@@ -191,14 +311,17 @@ class Coordinator:
                 break
             except Exception as error:
                 self._is_dirty = False
+                if suspects is None:
+                    newest_first = reversed(self._unproved)
+                    suspects = sorted(newest_first, key=lambda worker: worker not in self._refused)
                 if not suspects:
                     log.exception("what is known cannot be reckoned with")
                     return
                 blamed = suspects.pop(0), f"it cannot be reckoned with ({describe(error)})"
                 self._take_back(blamed[0], directive)
         self._proved |= self._unproved
-        for worker in self._unproved:
-            self._refused.pop(worker, None)
+        for worker in self._refused.keys() & self._unproved.keys():
+            del self._refused[worker]
         self._unproved = {}
         if blamed is not None:
             self._refuse(*blamed)
@@ -209,10 +332,15 @@ class Coordinator:
         self._refused[worker] = why
         self._board.count(refused_reports=1)
 
+    _tells_refusals = False
+
     def _tell_refusals(self) -> None:
         """Not under the lock."""
+        if not self._refused and not self._tells_refusals:
+            return
         with self._lock:
             refused = sorted(self._refused.items())
+            self._tells_refusals = bool(refused)
         more = f", and so are those of {len(refused) - 1} other workers" if len(refused) > 1 else ""
         told = "".join(
             f"the report of worker {worker} is refused: {why}{more}. {_ADVICE}" for worker, why in refused[:1]
@@ -240,8 +368,10 @@ class Coordinator:
             ):
                 return None
             world = directive.workers * directive.procs_per_worker
+            if self._on_record[verdict.upload] < world or verdict.upload in (self._stored or ()):
+                return None
             mine = {rank: each for rank, each in self._artifacts.items() if each.version == verdict.upload}
-            if set(mine) != set(range(world)) or verdict.upload in (self._stored or ()):
+            if mine.keys() != set(range(world)):
                 return None
             return Manifest(
                 job=self._board.config.job,
@@ -261,17 +391,30 @@ class Coordinator:
         with ThreadPoolExecutor(_PUSHERS, thread_name_prefix="verdict") as pool:
             while not self._board.stopping:
                 with self._dirty:
-                    self._dirty.wait_for(lambda: self._is_dirty or self._board.stopping, timeout=1.0)
+                    self._dirty.wait_for(
+                        lambda: self._inbox or self._is_dirty or self._board.stopping, timeout=1.0
+                    )
+                self._board.wait_until(lambda: False, _MOMENT)  # others have something to say as well
+                answers = self._hear_all()
                 word = self.news()
-                if word is None:
-                    continue
-                verdict, hosts = word
-                clients = {
-                    host: clients.get(host) or ControlClient(self._board.config, host) for host in hosts
-                }
-                list(pool.map(lambda client, word=verdict: _tell(client, word), clients.values()))
-                self.announced(verdict)
-                self._board.wait_until(lambda: False, pace(len(hosts)))
+                with self._lock:
+                    sent = [(caller, self.replies(caller, answers.get(caller))) for caller in self._callers]
+                self.deliver([each for each in sent if each[1]])
+                if word is not None:
+                    verdict, hosts = word
+                    clients = {
+                        host: clients.get(host) or ControlClient(self._board.config, host) for host in hosts
+                    }
+                    text = to_json(verdict)
+                    list(pool.map(lambda client, text=text: _tell(client, text), clients.values()))
+                    self.announced(verdict)
+                self._board.wait_until(lambda: False, pace(len(sent)) / 2)
+
+    def _hear_all(self) -> dict[Caller, TierAnswer]:
+        """What came by now."""
+        with self._lock:
+            inbox, self._inbox = self._inbox, []
+        return {caller: self.hear_news(caller, text) for caller, text in inbox}
 
     def news(self) -> tuple[TierVerdict, list[str]] | None:
         """The verdict that everybody shall be told, and where they are; None: they have been."""
@@ -302,7 +445,7 @@ class Coordinator:
     def _present(self, directive: Directive) -> set[int]:
         now = self._clock()
         quiet = {worker: now - self._heard.setdefault(worker, now) for worker in range(directive.workers)}
-        return present(quiet, pace(directive.workers))
+        return present(quiet, heartbeat(directive.workers))
 
     def _is_over(self, directive: Directive, upload: Version | None) -> bool:
         if directive.phase is not Phase.FINISH:
@@ -313,58 +456,68 @@ class Coordinator:
         if upload is None:
             return True
         uploaded = [rank for rank, each in self._artifacts.items() if each.version == upload]
-        ranks = {rank: tiers for rank, tiers in self._ranks.items() if rank // procs in there}
+        ranks = {rank: shape for rank, shape in self._tally.ranks.items() if rank // procs in there}
         return is_hopeless(upload, directive.workers * procs, ranks, uploaded)
 
     def _enter(self, directive: Directive) -> None:
         if directive.attempt == self._attempt and directive.placement != self._placement:
             # Protection begins anew, and nothing counts that was said under the old placement.
-            self._ranks, self._copies, self._verdict = {}, {}, None
+            self._tally, self._words, self._verdict = Tally(), {}, None
             self._proved, self._unproved, self._refused = {}, {}, {}
             self._final = set(self._done)  # those may have gone, and add nothing under any placement
             self._standing = TierStanding(snapshot=self._standing.snapshot)
         self._placement = directive.placement
         if directive.attempt != self._attempt:
-            self._attempt, self._ranks, self._hosts, self._copies = directive.attempt, {}, {}, {}
+            self._attempt, self._tally, self._words, self._hosts = directive.attempt, Tally(), {}, {}
             self._heard, self._final, self._done = {}, set(), set()
             self._proved, self._unproved, self._refused = {}, {}, {}
-            self._standing, self._verdict, self._artifacts = TierStanding(), None, {}
-            self._uploading = None
+            self._standing, self._verdict, self._uploading = TierStanding(), None, None
+            self._artifacts, self._on_record = {}, Counter()
 
     def _judge(self, directive: Directive) -> None:
         world = directive.workers * directive.procs_per_worker
-        copies = [copy for each in self._copies.values() for copy in each]
-        self._standing, verdict = judge(world, self._ranks, directive.history, self._standing, copies)
+        self._standing, verdict = judge(world, self._tally, directive.history, self._standing)
         stored = [version for version in self._stored or () if directive.history.accepts(version)]
         upload = None
         if self._board.config.remote is not None:
             upload = next_upload(
                 self._standing,
                 directive.history,
-                self._ranks,
+                self._tally.shapes,
                 stored=stored,
                 every=directive.policy.remote_every,
                 current=self._uploading,
                 finishing=directive.phase is Phase.FINISH,
             )
         self._uploading = upload
-        received = tuple(sorted(rank for rank, each in self._artifacts.items() if each.version == upload))
-        self._verdict = dataclasses.replace(
+        verdict = dataclasses.replace(
             verdict,
             watermarks=dataclasses.replace(verdict.watermarks, remote=max(stored, default=None)),
             upload=upload,
             placement=directive.placement,
-            received=received,
             stored=None if self._stored is None else tuple(sorted(stored)[-_TOLD:]),
-            cadence=decide(world, self._needs, directive.policy.snapshot_every),
+            cadence=self._decide(world, directive.policy.snapshot_every),
             over=self._is_over(directive, upload),
         )
+        if verdict != self._verdict:
+            self._verdict = verdict
         self._is_dirty = False
 
+    def _decide(self, world: int, wanted: int | None) -> Cadence:
+        if self._cadence is None or self._cadence[0] != (world, wanted):
+            self._cadence = (world, wanted), decide(world, self._needs, wanted)
+        return self._cadence[1]
 
-def _tell(client: ControlClient, verdict: TierVerdict) -> None:
+
+def _deliver(sent: list[tuple[Caller, list[TierAnswer]]]) -> None:
+    for caller, answers in sent:
+        for answer in answers:
+            caller.send(answer)
+
+
+def _tell(client: ControlClient, verdict: bytes) -> None:
     try:
-        client.call("PUT", "/v1/watermarks", to_json(verdict))
+        client.call("PUT", "/v1/watermarks", verdict)
     except CallFailed as error:
         log.debug("the verdict did not reach %s", error)  # it is asked for again within a second
     except Exception:  # of one of them: the others are told all the same

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import TrainerState
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.versions.watermark import RankTiers, can_upload
+from tiercheck_sidecar.versions.tally import RankShape
+from tiercheck_sidecar.versions.watermark import can_upload
 
 GONE = 10.0
 """Seconds without a word after which the other side counts as gone. A container that is started anew is back
@@ -70,7 +71,7 @@ def present(quiet: Mapping[int, float], interval: float) -> set[int]:
 
 
 def is_hopeless(
-    upload: Version, world: int, ranks: Mapping[int, RankTiers], uploaded: Collection[int]
+    upload: Version, world: int, ranks: Mapping[int, RankShape], uploaded: Collection[int]
 ) -> bool:
     """Whether some rank will never bring `upload`, when nobody adds anything any more. `ranks`: of workers
     that are there."""

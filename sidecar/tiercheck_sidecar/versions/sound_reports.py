@@ -7,68 +7,95 @@ somebody else may have got in there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.span import Span
-from tiercheck_sidecar.versions.watermark import TierReport
+from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, Shared, WorkerWord
 
 _MOST_VERSIONS = 20_000
 """Versions in all spans of a report, for each rank of a worker. There are some hundreds."""
 _MOST_RANKS = 2**24
 _MOST = 2**53
 """Of steps, attempts and bytes."""
+_NO_VERSIONS = "it names versions that cannot be"
 
 
-def objection(report: TierReport, directive: Directive) -> str:
-    """Why the report cannot be true, as a clause; empty if it can."""
-    procs = directive.procs_per_worker
-    if not 0 <= report.worker < directive.workers:
+def objection(word: WorkerWord, directive: Directive, base: WorkerWord | None = None) -> str:
+    """Why the word cannot be true, as a clause; empty if it can. To `base`, in the same attempt, there was
+    none."""
+    procs, head = directive.procs_per_worker, word.head
+    if not 0 <= head.worker < directive.workers:
         return f"the job has {directive.workers} workers"
-    own = range(report.worker * procs, (report.worker + 1) * procs)
-    for tiers in report.ranks:
-        if tiers.rank not in own:
-            return f"it speaks for rank {tiers.rank}, which is another worker's"
-        needs = tiers.needs
+    if base is None or base.own is not word.own or base.head is not word.head:
+        wrong = _senseless(word, range(head.worker * procs, (head.worker + 1) * procs))
+        if wrong:
+            return wrong
+    shared: list[Shared[Any]] = [shape.held for shape in word.shapes.values()]
+    for of, kept in word.copies:
+        # Not of this job's ranks alone: one that became smaller goes on from what its former ranks have left.
+        if any(not 0 <= rank < _MOST_RANKS for ranks in of for rank in ranks):
+            return "it keeps copies of ranks that there cannot be"
+        shared += [kept] * len(of)
+    many = 0
+    for each in shared:
+        if each.wrong:
+            return each.wrong
+        many += each.many
+    if many > _MOST_VERSIONS * procs:
+        return f"it has {many} versions"
+    return _unreachable(head.host)
+
+
+def _senseless(word: WorkerWord, own: range) -> str:
+    for rank, each in word.own.items():
+        if rank not in own:
+            return f"it speaks for rank {rank}, which is another worker's"
+        needs = each.needs
         if needs is not None and not (0 < needs.snapshot < _MOST and 0 <= needs.delta < _MOST):
-            return f"rank {tiers.rank} has senseless sizes"
-        for artifact in tiers.uploaded:
-            if artifact.rank != tiers.rank or not 0 <= artifact.bytes < _MOST:
-                return f"the upload that it names for rank {tiers.rank} is none of that rank"
-    # Not of this job's ranks alone: one that became smaller goes on from what its former ranks have left.
-    if any(not 0 <= rank < _MOST_RANKS for copy in report.copies for rank in copy.ranks):
-        return "it keeps copies of ranks that there cannot be"
-    if not all(_is_sound(version) for version in _named(report)):
-        return "it names versions that cannot be"
-    return _too_much(report, procs) or _unreachable(report.host)
+            return f"rank {rank} has senseless sizes"
+        for artifact in each.uploaded:
+            if artifact.rank != rank or not 0 <= artifact.bytes < _MOST:
+                return f"the upload that it names for rank {rank} is none of that rank"
+            if not _is_sound(artifact.version):
+                return _NO_VERSIONS
+    return ""
 
 
-def _named(report: TierReport) -> Iterable[Version]:
-    for tiers in report.ranks:
-        yield from (*tiers.snapshots, *tiers.unfinished, *tiers.unfinished_deltas, *tiers.copied_snapshots)
-        yield from (artifact.version for artifact in tiers.uploaded)
-        yield from () if tiers.reached is None else (tiers.reached,)
-    for copy in report.copies:
-        yield from copy.snapshots
+def objection_to_holdings(held: RankHoldings | HeldCopies) -> str:
+    """Why these cannot be anybody's, as a clause; empty if they can."""
+    if not all(_is_sound(version) for version in _named(held)):
+        return _NO_VERSIONS
+    # Spans are short words for many versions, each of which costs room where they are compared.
+    ends = any(not 0 <= span.first <= span.last < _MOST for span in _spans(held))
+    return "it has spans that end before they begin" if ends else ""
+
+
+def many_versions(held: RankHoldings | HeldCopies) -> int:
+    """Versions in all spans."""
+    return sum(span.last - span.first + 1 for span in _spans(held))
+
+
+def _spans(held: RankHoldings | HeldCopies) -> tuple[Span, ...]:
+    return held.versions if isinstance(held, HeldCopies) else (*held.local, *held.copied)
+
+
+def _named(held: RankHoldings | HeldCopies) -> tuple[Version, ...]:
+    if isinstance(held, HeldCopies):
+        return held.snapshots
+    reached = () if held.reached is None else (held.reached,)
+    return (*held.snapshots, *held.unfinished, *held.unfinished_deltas, *held.copied_snapshots, *reached)
 
 
 def _is_sound(version: Version) -> bool:
     return 0 <= version.step < _MOST and 0 <= version.attempt < _MOST
 
 
-def _too_much(report: TierReport, procs: int) -> str:
-    """Spans are short words for many versions, each of which costs room where they are compared."""
-    every: list[Span] = [span for tiers in report.ranks for span in (*tiers.local, *tiers.copied)]
-    every += [span for copy in report.copies for span in copy.versions]
-    if any(not 0 <= span.first <= span.last < _MOST for span in every):
-        return "it has spans that end before they begin"
-    many = sum(span.last - span.first + 1 for span in every)
-    return f"it has {many} versions" if many > _MOST_VERSIONS * procs else ""
-
-
+@functools.lru_cache(maxsize=8192)
 def _unreachable(host: str) -> str:
     try:
         name, port = endpoint(host, names.CONTROL_PORT)

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tiercheck.protocol.directive import DeltaMode, Directive, Tier
-from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
-from tiercheck_sidecar.decoding import Malformed, decode
+from tiercheck_sidecar.control.tier_line import NotSpoken, TierLine
+from tiercheck_sidecar.decoding import Malformed, decode, encode
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.span import Span, common
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
 from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, owes_nothing
+from tiercheck_sidecar.versions.tally import WorkerWord
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, heartbeat, pace
 
 log = logging.getLogger(__name__)
 
-_EVERY = 1.0
 _MOMENT = 0.05
 """Changes come in bursts (slot, seal, acknowledgement): so long may one wait for the others, so that one
 message carries them."""
-_WORKERS_PER_SECOND = 500
-"""How many the coordinator should have to answer per second, whatever happens."""
 
 Acknowledged = Callable[[Directive], Sequence[tuple[int, Mapping[int, MemoryStock]]]]
 """Per holder of this worker's copies or parity, as the directive has it: which worker it is, and what it has
@@ -38,11 +39,6 @@ Uploaded = Callable[[int, TierVerdict | None], tuple[RankArtifact, ...]]
 """A rank's upload of the version that the verdict wants, if it is done."""
 
 
-def pace(workers: int) -> float:
-    """The least seconds between two messages of one sidecar to the coordinator, or back."""
-    return max(_MOMENT, workers / _WORKERS_PER_SECOND)
-
-
 class TierClient:
     """One thread."""
 
@@ -50,29 +46,37 @@ class TierClient:
         self, board: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded
     ) -> None:
         self._board, self._vault, self._acknowledged, self._uploaded = board, vault, acknowledged, uploaded
+        self._line: TierLine | None = None
         self._client: ControlClient | None = None
+        self._vocabulary = Vocabulary()
+        self._base: WorkerWord | None = None
+        """The last word that the coordinator took on this connection, and its number."""
+        self._number = 0
+        self._following = threading.Lock()
+        self._said = TierAnswer()
+        """The newest verdict, and what of this worker is on record."""
         self._taken: TierReport | None = None
         """The last that the coordinator took."""
         self._failing_since: float | None = None
 
     def run(self) -> None:
-        seen, sent_at = -1, 0.0
+        seen, sent_at, spoke_at = -1, 0.0, 0.0
         while not self._board.stopping:
             directive = self._board.directive
-            interval = _EVERY
+            workers = directive.workers if directive is not None else 1
             if directive is not None:
-                interval = max(_EVERY, pace(directive.workers))
                 report = self.gather(directive)
-                due = time.monotonic() - sent_at >= interval
+                now = time.monotonic()
+                due = now - sent_at >= heartbeat(workers)
                 if report != self._taken or due or self._board.verdict is None:
-                    self._taken, sent_at = (
-                        (report, time.monotonic()) if self._tell(directive, report) else (None, sent_at)
-                    )
+                    spoke_at = now
+                    taken = self._tell(directive, report)
+                    self._taken, sent_at = (report, now) if taken else (None, sent_at)
                     if report.final:
                         self._board.bump()
-            generation = self._board.wait(seen, interval)
-            self._board.wait_until(lambda: False, pace(directive.workers) if directive else _MOMENT)
-            seen = generation
+            seen = self._board.wait(seen, heartbeat(workers))
+            rest = spoke_at + pace(workers) - time.monotonic()
+            self._board.wait_until(lambda: False, max(_MOMENT, rest))
 
     def end(self) -> WorkerEnd:
         """How things stand at the end of the job."""
@@ -102,7 +106,6 @@ class TierClient:
         unfinished = self._vault.unfinished()
         here = self._vault.stocks()
         history = directive.history
-        known = set(verdict.received) if verdict else set()
         acknowledged = self._acknowledged(directive)
         ranks, newest_own = [], []
         for rank in self._vault.ranks:
@@ -124,7 +127,7 @@ class TierClient:
                     copied=_copied(at_holders, directive),
                     copied_snapshots=tuple(sorted(_everywhere(at_holders))),
                     holders=tuple(sorted(worker for worker, _ in acknowledged)),
-                    uploaded=() if rank in known else self._uploaded(rank, verdict),
+                    uploaded=self._uploaded(rank, verdict),
                     needs=self._needs(directive, rank),
                 )
             )
@@ -160,24 +163,60 @@ class TierClient:
     def _tell(self, directive: Directive, report: TierReport) -> bool:
         # At the end the controller may name no coordinator, because its pod has ended for all that Kubernetes
         # knows.
-        host = directive.coordinator.host or (self._client.host if self._client else "")
+        host = directive.coordinator.host or (self._line.host if self._line else "")
         if not host:
             self._saw(directive, Break.REFUSED)
             return False
-        if self._client is None or self._client.host != host:
-            self._client = ControlClient(self._board.config, host)
+        if self._line is None or self._line.host != host:
+            if self._line is not None:
+                self._line.close()
+            self._line, self._base = TierLine(self._board.config, host, self._follow), None
         try:
-            verdict = decode(self._client.call("POST", "/v1/tiers", to_json(report)), TierVerdict)
+            try:
+                self._say(self._line, report)
+            except NotSpoken:
+                self._follow(TierAnswer(verdict=self._post(host, report)))
         except (CallFailed, Malformed) as error:
             log.debug("the coordinator: %s", error)
+            self._base = None
             self._saw(directive, error.how if isinstance(error, CallFailed) else None)
             return False
         self._saw(directive, None)
-        self._board.follow(verdict)
         self._board.leave_out(
             frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving)
         )
         return True
+
+    def _post(self, host: str, report: TierReport) -> TierVerdict:
+        """To a coordinator of an older release. Raises CallFailed, Malformed."""
+        if self._client is None or self._client.host != host:
+            self._client = ControlClient(self._board.config, host)
+        return decode(self._client.call("POST", "/v1/tiers", encode(report)), TierVerdict)
+
+    def _say(self, line: TierLine, report: TierReport) -> None:
+        """Raises CallFailed, Malformed."""
+        word = self._vocabulary.word_of(report)
+        for base in (self._base if line.is_open else None, None):
+            self._number += 1
+            answer = line.tell(encode(difference(base, word, self._number, self._number - 1)), self._number)
+            if not answer.whole:
+                break
+        if answer.taken != self._number:
+            raise CallFailed(f"{line.host}: {answer.refused}")
+        self._base = word
+        self._follow(answer)
+
+    def _follow(self, answer: TierAnswer) -> None:
+        """What the coordinator says, answer or not. Any thread."""
+        with self._following:
+            if answer.verdict is not None:
+                self._said = dataclasses.replace(self._said, verdict=answer.verdict)
+            if answer.taken:
+                self._said = dataclasses.replace(self._said, upload=answer.upload, received=answer.received)
+            verdict, said = self._said.verdict, self._said
+        if verdict is not None:
+            mine = said.received if verdict.upload == said.upload else ()
+            self._board.follow(dataclasses.replace(verdict, received=mine or verdict.received))
 
     def _saw(self, directive: Directive, how: Break | None) -> None:
         """Nobody sends pulses to the coordinator, which would get too many of them: this call is one."""

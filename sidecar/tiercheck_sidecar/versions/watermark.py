@@ -9,7 +9,7 @@ is decided in `forgetting.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.manifest import RankArtifact
@@ -17,6 +17,7 @@ from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.model.cadence import UNDECIDED, Cadence, Needs
 from tiercheck_sidecar.model.span import Span, common, newest, united
+from tiercheck_sidecar.versions.tally import RankHoldings, RankShape, Tally
 
 
 @dataclass(frozen=True)
@@ -132,48 +133,45 @@ class TierStanding:
 
 
 def judge(
-    world_size: int,
-    ranks: Mapping[int, RankTiers],
-    history: History,
-    before: TierStanding,
-    copies: Collection[Copy] = (),
+    world_size: int, tally: Tally, history: History, before: TierStanding
 ) -> tuple[TierStanding, TierVerdict]:
     """Watermarks, floor, abandoned snapshots and the one to copy (`remote`, `upload` and `cadence` are not
-    decided here). Until every rank has been heard, what was found before stands. `copies` are all that any
-    holder keeps.
+    decided here). Until every rank has been heard, what was found before stands.
     """
-    if any(rank not in ranks for rank in range(world_size)):
-        return before, _verdict(history, before, ranks)
-    guarded = [tiers for tiers in ranks.values() if tiers.holders]
-    snapshot = _later(before.snapshot, _newest(_shared(tiers.snapshots for tiers in ranks.values()), history))
+    shapes = tally.shapes
+    if not tally.has_all(world_size):
+        return before, _verdict(history, before, shapes)
+    every = [shape.held.value for shape in shapes]
+    guarded = [shape.held.value for shape in shapes if shape.guarded]
+    snapshot = _later(before.snapshot, _newest(_shared(tiers.snapshots for tiers in every), history))
     copied = _newest(_shared(tiers.copied_snapshots for tiers in guarded), history) if guarded else snapshot
     anchor = _later(before.anchor, copied)
     standing = TierStanding(
-        local=_later(before.local, newest(common(tiers.local for tiers in ranks.values()), history)),
+        local=_later(before.local, newest(common(tiers.local for tiers in every), history)),
         peer=_later(before.peer, newest(common(tiers.copied for tiers in guarded), history)),
         snapshot=snapshot,
         anchor=anchor,
         copy=_next_copy(before.copy, snapshot, anchor, guarded),
     )
     verdict = replace(
-        _verdict(history, standing, ranks),
-        backed=_backed(guarded, history, copies) if standing.peer is None else None,
-        abandoned=_abandoned(ranks, history, standing, copies),
-        lost=standing.local if _is_lost(standing.local, ranks, copies) else None,
+        _verdict(history, standing, shapes),
+        backed=_backed(tally, history) if standing.peer is None else None,
+        abandoned=_abandoned(tally, history, standing),
+        lost=standing.local if _is_lost(standing.local, tally) else None,
     )
     return standing, verdict
 
 
-def _verdict(history: History, standing: TierStanding, ranks: Mapping[int, RankTiers]) -> TierVerdict:
+def _verdict(history: History, standing: TierStanding, shapes: Collection[RankShape]) -> TierVerdict:
     floor = standing.local
-    if any(tiers.holders for tiers in ranks.values()):
+    if any(shape.guarded for shape in shapes):
         floor = min(standing.local, standing.peer) if standing.local and standing.peer else None
     marks = Watermarks(standing.local, standing.peer, snapshot=standing.snapshot)
     return TierVerdict(history.attempt, marks, floor, standing.anchor, copy=standing.copy)
 
 
 def _next_copy(
-    current: Version | None, snapshot: Version | None, anchor: Version | None, guarded: list[RankTiers]
+    current: Version | None, snapshot: Version | None, anchor: Version | None, guarded: list[RankHoldings]
 ) -> Version | None:
     if not guarded or snapshot is None:
         return None
@@ -188,9 +186,7 @@ def _next_copy(
     return snapshot
 
 
-def _abandoned(
-    ranks: Mapping[int, RankTiers], history: History, standing: TierStanding, copies: Collection[Copy]
-) -> tuple[Version, ...]:
+def _abandoned(tally: Tally, history: History, standing: TierStanding) -> tuple[Version, ...]:
     """Snapshots that some rank passed by without keeping, and those that a newer complete one overtook before
     their turn.
 
@@ -199,45 +195,49 @@ def _abandoned(
     from the next one. Copies count as known: their owner may have freed the snapshot long ago, and a holder
     that missed that word would otherwise keep them, and refuse newer ones, for ever.
     """
-    known = {version for tiers in ranks.values() for version in (*tiers.snapshots, *tiers.unfinished)}
-    known |= {version for copy in copies for version in copy.snapshots}
-    whole = all(
-        standing.snapshot in (*tiers.snapshots, *tiers.copied_snapshots)
-        or any(tiers.rank in copy.ranks and standing.snapshot in copy.snapshots for copy in copies)
-        for tiers in ranks.values()
-    )
-    kept = {standing.snapshot if whole else None, standing.anchor}
+    every = [shape.held.value for shape in tally.shapes]
+    known = {version for tiers in every for version in (*tiers.snapshots, *tiers.unfinished)}
+    known |= {version for copies in tally.copies for version in copies.snapshots}
+    newest_whole = standing.snapshot
+    lacking = [
+        shape
+        for shape in tally.shapes
+        if newest_whole not in (*shape.held.value.snapshots, *shape.held.value.copied_snapshots)
+    ]
+    whole = tally.all_have_copies(lacking, lambda copies: newest_whole in copies.snapshots)
+    kept = {newest_whole if whole else None, standing.anchor}
     return tuple(
         version
         for version in sorted(known - kept)
         if history.accepts(version)
         and (
-            any(_passed(tiers, version, standing.local) for tiers in ranks.values())
-            or (standing.snapshot is not None and version < standing.snapshot and version != standing.copy)
+            any(_passed(tiers, version, standing.local) for tiers in every)
+            or (newest_whole is not None and version < newest_whole and version != standing.copy)
         )
     )
 
 
-def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]) -> Version | None:
+def _backed(tally: Tally, history: History) -> Version | None:
     """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now:
     what an earlier attempt completed stays until this one has done as much.
     """
-    found: dict[int, list[Span]] = {tiers.rank: [] for tiers in guarded}
-    for copy in copies:
-        for rank in copy.ranks:
-            if rank in found:
-                found[rank] += copy.versions
-    return newest(common(map(united, found.values())), history)
+    each = tally.kept_of_each([shape for shape in tally.shapes if shape.guarded])
+    runs = ([run for shared in kept for run in shared.value.versions] for kept in each)
+    return newest(common(map(united, runs)), history)
 
 
-def _is_lost(version: Version | None, ranks: Mapping[int, RankTiers], copies: Collection[Copy]) -> bool:
+def _is_lost(version: Version | None, tally: Tally) -> bool:
     """Whether some rank can be brought to it neither by its own memory nor by anybody's copy."""
-    return version is not None and any(
-        not tiers.leaving  # what it may keep after all is left out of what it says
-        and not _leads((*tiers.local, *tiers.copied), version)
-        and not any(tiers.rank in copy.ranks and _leads(copy.versions, version) for copy in copies)
-        for tiers in ranks.values()
-    )
+    if version is None:
+        return False
+    lacking = [
+        shape
+        for shape in tally.shapes
+        # What it may keep after all is left out of what it says.
+        if not shape.held.value.leaving
+        and not _leads((*shape.held.value.local, *shape.held.value.copied), version)
+    ]
+    return not tally.all_have_copies(lacking, lambda copies: _leads(copies.versions, version))
 
 
 def _leads(runs: Iterable[Span], version: Version) -> bool:
@@ -245,7 +245,7 @@ def _leads(runs: Iterable[Span], version: Version) -> bool:
     return any(run.attempt == version.attempt and run.first <= version.step <= run.last for run in runs)
 
 
-def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> bool:
+def _passed(tiers: RankHoldings, version: Version, complete: Version | None) -> bool:
     """Whether the snapshot cannot become common any more, nor the version complete by this rank's deltas: or
     it would be announced at the moment when a rank that rests on the snapshot frees it.
     """
@@ -265,7 +265,7 @@ def _passed(tiers: RankTiers, version: Version, complete: Version | None) -> boo
 def next_upload(
     standing: TierStanding,
     history: History,
-    ranks: Mapping[int, RankTiers],
+    shapes: Collection[RankShape],
     *,
     stored: Iterable[Version],
     every: int,
@@ -280,7 +280,7 @@ def next_upload(
     """
     stored_last = max((version for version in stored if history.accepts(version)), default=None)
     if current is not None and history.accepts(current) and (stored_last is None or current > stored_last):
-        kept = all(can_upload(tiers, current) for tiers in ranks.values())
+        kept = all(can_upload(shape, current) for shape in shapes)
         if kept and not (finishing and current != standing.snapshot):
             return current
     mark = standing.snapshot
@@ -290,9 +290,9 @@ def next_upload(
     return mark if passed or finishing else None
 
 
-def can_upload(tiers: RankTiers, version: Version) -> bool:
+def can_upload(shape: RankShape, version: Version) -> bool:
     """Or has done so."""
-    return version in tiers.snapshots or any(artifact.version == version for artifact in tiers.uploaded)
+    return version in shape.held.value.snapshots or version in shape.uploaded
 
 
 def _shared(groups: Iterable[Iterable[Version]]) -> set[Version]:

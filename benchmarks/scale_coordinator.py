@@ -1,0 +1,392 @@
+"""What the coordinator costs, by workers of 8 ranks: processor time, how late its word is, how long a push takes.
+
+The coordinator runs in a process of its own, behind the port and the loops of a real sidecar. All other
+sidecars of the job, and worker 0's own, are simulated in this process: they send what real ones send, as often,
+over TLS. Processor seconds are the kernel's, so that what else runs here hardly matters; times do depend on it.
+
+python -m benchmarks.scale_coordinator 64 512     prints what it finds at these sizes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import random
+import ssl
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figure import Outcome
+from benchmarks.scale import ROOT, Scale
+from tiercheck.connections import Strangers
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
+from tiercheck.protocol.manifest import RankArtifact
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_operator.kubernetes.certificates import issue_pair
+from tiercheck_sidecar.control.api import ControlApi, routes, server_context
+from tiercheck_sidecar.control.ports import GuardedPort
+from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar.control.tier_line import PATH, PROTOCOL, Messages, framed
+from tiercheck_sidecar.decoding import decode, encode
+from tiercheck_sidecar.model.cadence import Needs
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.span import Span
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.versions.coordinator import Coordinator
+from tiercheck_sidecar.versions.tally import RankOwn, RankShape, WorkerHead, WorkerWord
+from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, heartbeat, pace
+
+PROCS = 8
+STEP = {64: 1.0, 512: 1.0, 1250: 2.0, 4000: 5.0}
+"""Seconds of a training step, by workers: thousands of nodes take no steps of a second."""
+_SPREAD, _COPYING = 0.3, (0.2, 0.5)
+"""Seconds in which all ranks seal a step, and until a rank's holder has it as well: at any moment some have
+news."""
+_CADENCE = 3
+_FIRST = 1000
+_SERVER = "127.77.0.1"
+_UID, _TOKEN = "uid-of-the-job", "token"
+_UPLOADING = 12.0
+"""Seconds in which all ranks bring a version to the remote tier."""
+
+
+def run(scale: Scale) -> Outcome:
+    """Rows for the table."""
+    found = {
+        workers: measure(workers, 4.0 if scale.quick else 12.0)
+        for workers in ((8,) if scale.quick else (64, 512))
+    }
+    return Outcome([], {"workers": {str(workers): each for workers, each in found.items()}})
+
+
+def measure(workers: int, seconds: float) -> dict[str, float]:
+    """Figures of one job."""
+    with tempfile.TemporaryDirectory(prefix="tcb-") as folder:
+        _issue_credentials(Path(folder))
+        command = [sys.executable, "-m", "benchmarks.scale_coordinator", "--serve", folder, str(workers)]
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                assert process.stdout.readline() == b"ready\n"
+                fleet = Fleet(Path(folder), workers)
+                return asyncio.run(fleet.measure(process, seconds))
+            finally:
+                process.kill()
+
+
+# The coordinator's side
+
+
+def serve(folder: Path, workers: int) -> None:
+    """Worker 0's sidecar, as far as the coordinator needs it. On standard input, `upload` asks for a version
+    in the remote tier."""
+    config = SidecarConfig(
+        job="default/gpt",
+        job_uid=_UID,
+        worker=0,
+        procs_per_worker=PROCS,
+        pod_uid="pod-0",
+        pod_ip=_SERVER,
+        memory_dir=folder / "memory",
+        memory_limit=1 << 40,
+        run_dir=folder,
+        credentials_dir=folder,
+        remote="{}",
+        token=_TOKEN,
+    )
+    board = SidecarState(config)
+    coordinator = Coordinator(board)
+    coordinator.stored((Version(10**9, 1),))  # so nothing is owed to the remote tier
+    me = Peer(0, _SERVER)
+    board.accept(
+        Directive(
+            _UID, 0, workers, PROCS, 1, Phase.RELEASE, _history(workers), Policy(None, 500, 5), None, (me,), (me,),
+            me, _SERVER, 29500, placement="ring",
+        )
+    )  # fmt: skip
+    vault = Vault(config.vault_dir, config.memory_limit, config.ranks, board.bump)
+
+    async def live() -> None:
+        control = ControlApi(board, Reporter(board, vault))
+        api = control.build(*routes(board, coordinator))
+        port = GuardedPort(api, Strangers(lambda: 256 + workers), server_context(config))
+        control.on_proof = port.believe
+        await port.start(_SERVER, names.CONTROL_PORT)
+        board.threads.loop("coordinate", coordinator.run, vital=True)
+        print("ready", flush=True)
+        while await asyncio.to_thread(sys.stdin.readline):
+            coordinator.stored(())
+
+    asyncio.run(live())
+
+
+def _history(workers: int) -> History:
+    return History((Branch(1, 0, workers * PROCS),))
+
+
+def _issue_credentials(folder: Path) -> None:
+    pair = issue_pair("x", [names.TLS_SERVER_NAME], datetime.timedelta(days=1))
+    (folder / "ca.crt").write_bytes(pair.ca)
+    (folder / "tls.crt").write_bytes(pair.certificate)
+    (folder / "tls.key").write_bytes(pair.key)
+    (folder / "token").write_text(_TOKEN)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of the process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# The other side
+
+
+class Simulated:
+    """One sidecar. What it has follows from the time."""
+
+    def __init__(self, fleet: Fleet, worker: int) -> None:
+        self.fleet, self.worker = fleet, worker
+        first, workers = worker * PROCS, fleet.workers
+        self.own = {
+            rank: RankOwn(rank, ((worker + 1) % workers,), (), Needs(13 << 30, 4 << 30, True))
+            for rank in range(first, first + PROCS)
+        }
+        hosted = (worker - 1) % workers * PROCS
+        self.hosted = range(hosted, hosted + PROCS)
+        self.head = WorkerHead(_UID, 1, worker, "127.0.0.1", "ring")
+        self.news = asyncio.Event()
+        self.verdict: TierVerdict | None = None
+
+    def word(self, now: float) -> WorkerWord:
+        fleet = self.fleet
+        wanted = self.verdict.upload if self.verdict else None
+        shapes, groups = {}, {}
+        for rank in self.own:
+            if wanted and rank in fleet.uploaded and not self.own[rank].uploaded:
+                self.own = {
+                    **self.own,
+                    rank: dataclasses.replace(self.own[rank], uploaded=(_artifact(rank, wanted),)),
+                }
+            shapes[rank] = fleet.shape(
+                fleet.step(rank, now), fleet.copied(rank, now), bool(self.own[rank].uploaded), wanted
+            )
+        for rank in self.hosted:
+            groups.setdefault(fleet.kept(fleet.copied(rank, now)), []).append((rank,))
+        return WorkerWord(
+            self.head, self.own, shapes, tuple((tuple(of), kept) for kept, of in groups.items())
+        )
+
+
+class Line(asyncio.Protocol):
+    """A sidecar's connection."""
+
+    def __init__(self, each: Simulated) -> None:
+        self.each, self.messages, self.head = each, Messages(), b""
+        self.ready = asyncio.Event()
+        self.answer: asyncio.Future[TierAnswer] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.write(
+            f"GET {PATH} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n"
+            f"Authorization: Bearer {_TOKEN}\r\n\r\n".encode()
+        )
+
+    def data_received(self, data: bytes) -> None:
+        if not self.ready.is_set():
+            self.head += data
+            head, end, data = self.head.partition(b"\r\n\r\n")
+            if not end:
+                return
+            assert b" 101 " in head, head
+            self.ready.set()
+        for text in self.messages.feed(data):
+            answer = self.each.fleet.read(text)
+            if answer.verdict is not None:
+                self.each.fleet.follow(self.each, answer.verdict)
+            elif not self.answer.done():
+                self.answer.set_result(answer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ready.set()
+        if not self.answer.done():
+            self.answer.set_exception(error or ConnectionResetError())
+            self.answer.exception()
+
+
+class Fleet:
+    """All sidecars of a job. Each rank seals and copies every step at moments of its own."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self.workers, self.rng = workers, random.Random(7)
+        self.seconds = STEP.get(workers, 1.0)
+        self.context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        ranks = range(workers * PROCS)
+        self.seals = [self.rng.uniform(0, _SPREAD) for _ in ranks]
+        self.copies = [sealed + self.rng.uniform(*_COPYING) for sealed in self.seals]
+        self.began = time.monotonic()
+        self.sidecars = [Simulated(self, worker) for worker in range(workers)]
+        self.vocabulary = Vocabulary()
+        self.shapes: dict[Any, RankShape] = {}
+        self.held: dict[int, Any] = {}
+        self.uploaded: set[int] = set()
+        self.known: dict[int, list[float]] = {}
+        """When each sidecar heard that a step is complete."""
+        self.reports, self.failures = 0, 0
+        self.texts: dict[bytes, TierAnswer] = {}
+
+    def step(self, rank: int, now: float) -> int:
+        """The newest that the rank has sealed."""
+        return _FIRST + int((now - self.began - self.seals[rank]) / self.seconds)
+
+    def copied(self, rank: int, now: float) -> int:
+        """The newest that its holder has."""
+        return _FIRST + int((now - self.began - self.copies[rank]) / self.seconds)
+
+    def complete(self, step: int) -> float:
+        """When the last rank had the step."""
+        return self.began + (step - _FIRST) * self.seconds + max(self.seals)
+
+    def shape(self, step: int, copied: int, uploaded: bool, wanted: Version | None) -> RankShape:
+        key = step, copied, uploaded and wanted
+        if key not in self.shapes:
+            own, runs = _kept(step, 3)
+            there, away = _kept(copied, 2)
+            said = RankTiers(0, runs, own, reached=own[-1], copied=away, copied_snapshots=there, holders=(1,))
+            word = self.vocabulary.word_of(TierReport("", 1, 0, "", (said,)))
+            self.shapes[key] = word.shapes[0].held.shape(True, (wanted,) if uploaded and wanted else ())
+        return self.shapes[key]
+
+    def kept(self, step: int) -> Any:
+        if step not in self.held:
+            copy = Copy((0,), *_kept(step, 2))
+            self.held[step] = self.vocabulary.word_of(TierReport("", 1, 0, "", (), (copy,))).copies[0][1]
+        return self.held[step]
+
+    def read(self, text: bytes) -> TierAnswer:
+        if text not in self.texts:
+            if len(self.texts) > 10_000:
+                self.texts.clear()
+            self.texts[text] = decode(text, TierAnswer)
+        return self.texts[text]
+
+    def follow(self, each: Simulated, verdict: TierVerdict) -> None:
+        before, each.verdict = each.verdict, verdict
+        mark, now = verdict.watermarks.local, time.monotonic()
+        last = before.watermarks.local if before else None
+        for step in range(last.step if last else mark.step if mark else 0, mark.step if mark else 0):
+            self.known.setdefault(step + 1, []).append(now)
+
+    async def measure(self, process: Any, seconds: float) -> dict[str, float]:
+        tasks = [asyncio.create_task(self._live(each)) for each in self.sidecars]
+        while not all(each.verdict and each.verdict.watermarks.peer for each in self.sidecars):
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(3.0)
+        quiet = await self._window(process, seconds)
+        process.stdin.write(b"upload\n")
+        process.stdin.flush()
+        while not any(each.verdict and each.verdict.upload for each in self.sidecars):
+            await asyncio.sleep(0.05)
+        tasks.append(asyncio.create_task(self._upload()))
+        uploading = await self._window(process, _UPLOADING)
+        for task in tasks:
+            task.cancel()
+        return {**quiet, **{f"uploading, {name}": value for name, value in uploading.items()}}
+
+    async def _window(self, process: Any, seconds: float) -> dict[str, float]:
+        began, used, reports = time.monotonic(), cpu_seconds(process.pid), self.reports
+        mine = time.process_time()
+        await asyncio.sleep(seconds)
+        took, used = time.monotonic() - began, cpu_seconds(process.pid) - used
+        late, spread = [], []
+        for step, times in self.known.items():
+            if (
+                began <= self.complete(step) <= began + seconds - 2.0
+                and len(times) > 0.98 * self.workers
+            ):
+                late += [moment - self.complete(step) for moment in times]
+                spread.append(max(times) - min(times))
+        late.sort()
+        return {
+            "CPU seconds per second": used / took,
+            "reports per second": (self.reports - reports) / took,
+            "staleness, median": statistics.median(late) if late else -1.0,
+            "staleness, 99 %": late[int(0.99 * len(late))] if late else -1.0,
+            "push, first to last": statistics.median(spread) if spread else -1.0,
+            "CPU seconds per second of all simulated": (time.process_time() - mine) / took,
+            "connections lost": self.failures,
+        }
+
+    async def _upload(self) -> None:
+        ranks = list(range(self.workers * PROCS))
+        self.rng.shuffle(ranks)
+        began = time.monotonic()
+        for number, rank in enumerate(ranks, 1):
+            self.uploaded.add(rank)
+            await asyncio.sleep(max(0.0, began + number * _UPLOADING / len(ranks) - time.monotonic()))
+
+    async def _live(self, each: Simulated) -> None:
+        await asyncio.sleep(self.rng.uniform(0, 0.003 * self.workers))
+        while True:
+            with contextlib.suppress(OSError, TimeoutError):
+                await self._converse(each)
+            self.failures += 1
+            await asyncio.sleep(self.rng.uniform(0.5, 1.0))
+
+    async def _converse(self, each: Simulated) -> None:
+        """As `TierClient` does, and always with news."""
+        loop, number, base, said_at = asyncio.get_running_loop(), 0, None, 0.0
+        _, line = await loop.create_connection(
+            lambda: Line(each),
+            _SERVER,
+            names.CONTROL_PORT,
+            ssl=self.context,
+            local_addr=(f"127.78.{(each.worker + 2) >> 8}.{(each.worker + 2) & 255}", 0),
+            server_hostname=names.TLS_SERVER_NAME,
+        )
+        await line.ready.wait()
+        while True:
+            now = time.monotonic()
+            word = each.word(now)
+            news = difference(base, word, number + 1, number)
+            if base is None or now - said_at >= heartbeat(self.workers) or news.ranks or news.own or news.copies is not None:
+                number += 1
+                line.answer = loop.create_future()
+                line.transport.write(framed(encode(news)))
+                async with asyncio.timeout(3.0):
+                    answer = await line.answer
+                self.reports += 1
+                base, said_at = (word, now) if answer.taken == number else (None, now)
+            await asyncio.sleep(max(0.0, now + pace(self.workers) - time.monotonic()))
+
+
+def _kept(step: int, snapshots: int) -> tuple[tuple[Version, ...], tuple[Span, ...]]:
+    """So many snapshots, and the deltas up to the step."""
+    base = step - step % _CADENCE
+    found = tuple(Version(base - k * _CADENCE, 1) for k in reversed(range(snapshots)))
+    return found, (Span(1, found[0].step, step),)
+
+
+def _artifact(rank: int, version: Version) -> RankArtifact:
+    name = f"artifacts/{version.step:012d}-1/{rank:032x}/rank-{rank}.safetensors"
+    return RankArtifact(rank, version, name, size=13 << 30, digest=f"{rank:032x}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve(Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        for count in map(int, sys.argv[1:]):
+            print(count, json.dumps(measure(count, 12.0), indent=1))

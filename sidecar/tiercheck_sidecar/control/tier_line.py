@@ -1,0 +1,210 @@
+"""A sidecar's connection to the coordinator: one, kept, both ways, over TLS.
+
+It begins as a request of the control API that asks for another protocol, so port, certificate and token are
+the same. From then on each message is its length in four bytes, and JSON. That costs the coordinator a
+fraction of a request, and it can tell everybody the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+from tiercheck.protocol import names
+from tiercheck.protocol.names import endpoint
+from tiercheck.protocol.report import Break
+from tiercheck.supervised import begin
+from tiercheck_sidecar.control.control_client import CallFailed
+from tiercheck_sidecar.decoding import Malformed, decode
+from tiercheck_sidecar.exchange.frames import PeerSilent, broken
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.versions.words import TierAnswer
+
+PATH, PROTOCOL = "/v1/tiers", "tiercheck-tiers"
+_LENGTH = 4
+_MOST = 16 * 1024 * 1024
+"""Bytes of a message."""
+_LONGEST_HEAD = 4096
+_PATIENCE = 3.0
+"""Seconds for an answer."""
+_CONNECT_PATIENCE = 10.0
+"""Seconds for a connection: when a coordinator is new, all come at once."""
+
+
+class NotSpoken(CallFailed):
+    """The other end is of a release that has no such connections."""
+
+
+class Messages:
+    """What comes, in pieces of any size, as messages."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Those that are complete now. Raises Malformed."""
+        rest, found, at = self._rest, [], 0
+        rest += piece
+        while len(rest) - at >= _LENGTH:
+            length = int.from_bytes(rest[at : at + _LENGTH], "big")
+            if length > _MOST:
+                raise Malformed(f"a message of {length} bytes")
+            if len(rest) - at < _LENGTH + length:
+                break
+            found.append(bytes(rest[at + _LENGTH : at + _LENGTH + length]))
+            at += _LENGTH + length
+        del rest[:at]
+        return found
+
+
+def framed(text: bytes) -> bytes:
+    """One message."""
+    return len(text).to_bytes(_LENGTH, "big") + text
+
+
+class TierLine:
+    """`tell` is called by one thread; another one hears what comes. Connects when it is needed."""
+
+    def __init__(self, config: SidecarConfig, host: str, heard: Callable[[TierAnswer], None]) -> None:
+        """`heard`: verdicts that come on their own."""
+        self.host = host
+        """Its address (`protocol.address`)."""
+        self._config, self._heard = config, heard
+        self._context = ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
+        self._lock = threading.Lock()
+        """An SSL connection must not be used by two threads at a time."""
+        self._answered = threading.Condition(self._lock)
+        self._socket: ssl.SSLSocket | None = None
+        self._answer: TierAnswer | None = None
+        self._failure: OSError | None = None
+
+    def tell(self, text: bytes, number: int) -> TierAnswer:
+        """The answer to the news of that number. Raises CallFailed."""
+        try:
+            connection = self._socket or self._connect()
+            with self._lock:
+                self._answer, self._failure = None, None
+            self._send(connection, framed(text))
+            with self._answered:
+                self._answered.wait_for(lambda: self._answer or self._failure, _PATIENCE)
+                answer, failure = self._answer, self._failure
+            if answer is None:
+                raise failure or TimeoutError("no answer in time")
+        except (OSError, ValueError) as error:
+            self.close()
+            silent = isinstance(error, OSError) and isinstance(broken(error), PeerSilent)
+            raise CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED) from error
+        return answer
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what was told before still counts as the base of a difference."""
+        return self._socket is not None
+
+    def close(self) -> None:
+        with self._lock:
+            connection, self._socket = self._socket, None
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # its reader closes it
+
+    def _connect(self) -> ssl.SSLSocket:
+        address = endpoint(self.host, names.CONTROL_PORT)
+        raw = socket.create_connection(address, _CONNECT_PATIENCE, (self._config.pod_ip, 0))
+        try:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = self._context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
+        except OSError:
+            raw.close()
+            raise
+        try:
+            self._ask(connection)
+        except BaseException:
+            connection.close()
+            raise
+        connection.setblocking(False)
+        self._socket = connection
+        begin("verdicts", lambda: self._listen(connection))
+        return connection
+
+    def _ask(self, connection: ssl.SSLSocket) -> None:
+        request = (
+            f"GET {PATH} HTTP/1.1\r\nHost: coordinator\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n"
+            f"Authorization: Bearer {self._config.token}\r\n\r\n"
+        )
+        connection.sendall(request.encode())
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):  # byte by byte: a verdict may follow at once
+            piece = connection.recv(1)
+            if not piece or len(head) > _LONGEST_HEAD:
+                raise OSError("the answer is no HTTP")
+            head += piece
+        status = head.partition(b"\r\n")[0].decode(errors="replace")
+        if " 101" not in status:
+            kind = NotSpoken if " 404" in status or " 405" in status else CallFailed
+            raise kind(f"{self.host}: {status}")
+
+    def _send(self, connection: ssl.SSLSocket, data: bytes) -> None:
+        end, view = time.monotonic() + _PATIENCE, memoryview(data)
+        while view:
+            wanted = select.POLLOUT
+            try:
+                with self._lock:
+                    view = view[connection.send(view) :]
+                continue
+            except ssl.SSLWantReadError:
+                wanted = select.POLLIN
+            except ssl.SSLWantWriteError:
+                pass
+            if time.monotonic() > end:
+                raise TimeoutError("it takes nothing")
+            _wait_for(connection, wanted, end - time.monotonic())
+
+    def _listen(self, connection: ssl.SSLSocket) -> None:
+        messages, failure = Messages(), OSError("the connection was closed")
+        try:
+            while True:
+                _wait_for(connection, select.POLLIN, None)
+                for text in messages.feed(self._read(connection)):
+                    self._take(decode(text, TierAnswer))
+        except OSError as error:
+            failure = error
+        except Malformed as error:
+            failure = OSError(str(error))
+        with self._answered:
+            if self._socket is connection:
+                self._socket = None
+                self._failure = failure
+                self._answered.notify_all()
+            connection.close()
+
+    def _read(self, connection: ssl.SSLSocket) -> bytes:
+        found = b""
+        while True:
+            try:
+                with self._lock:
+                    piece = connection.recv(65536)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return found
+            if not piece:
+                raise OSError("the connection was closed")
+            found += piece
+
+    def _take(self, answer: TierAnswer) -> None:
+        if answer.verdict is not None:
+            self._heard(answer)
+            return
+        with self._answered:
+            self._answer = answer
+            self._answered.notify_all()
+
+
+def _wait_for(connection: ssl.SSLSocket, what: int, seconds: float | None) -> None:
+    poll = select.poll()
+    poll.register(connection, what)
+    poll.poll(None if seconds is None else max(0.0, seconds) * 1000)

@@ -1,0 +1,109 @@
+"""The coordinator's end of all connections of `tier_line`: takes what comes, sends what it is given.
+
+Nothing is decided here, and nothing decoded, so that the event loop, which also answers the controller, is
+never kept busy for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from aiohttp import web
+
+from tiercheck_sidecar.control.tier_line import PROTOCOL, Messages, framed
+from tiercheck_sidecar.decoding import Malformed, encode
+from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
+from tiercheck_sidecar.versions.words import TierAnswer
+
+_MOST_UNREAD = 4 * 1024 * 1024
+"""Bytes that wait for one who does not read them; then its connection ends."""
+_WRITTEN_WITHIN = 3.0
+"""Seconds in which the event loop has sent to all."""
+
+
+class TierPort:
+    """Used in one event loop, but for `deliver`."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._loop: asyncio.AbstractEventLoop | None = None
+        coordinator.deliver = self.deliver
+
+    async def upgrade(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/tiers`, from one who is believed."""
+        transport = request.transport
+        if transport is None or request.headers.get("Upgrade") != PROTOCOL:
+            return web.Response(status=426, headers={"Upgrade": PROTOCOL})
+        self._loop = asyncio.get_running_loop()
+        line = _Line(self._coordinator, transport, request.protocol)
+        transport.set_protocol(line)
+        transport.write(
+            b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n"
+            % PROTOCOL.encode()
+        )
+        await line.over
+        return web.Response()  # nobody reads it
+
+    def deliver(self, sent: list[tuple[Caller, list[TierAnswer]]]) -> None:
+        """Any thread. What everybody is told is written once."""
+        if self._loop is None or not sent:
+            return
+        texts: dict[int, bytes] = {}
+        for _, answers in sent:
+            for answer in answers:
+                if id(answer) not in texts:
+                    texts[id(answer)] = framed(encode(answer))
+        done = threading.Event()
+
+        def write() -> None:
+            for caller, answers in sent:
+                if isinstance(caller, LineCaller):
+                    caller.line.write(b"".join([texts[id(answer)] for answer in answers]))
+            done.set()
+
+        try:
+            self._loop.call_soon_threadsafe(write)
+        except RuntimeError:  # it has just been closed
+            return
+        done.wait(_WRITTEN_WITHIN)
+
+
+class LineCaller(Caller):
+    """One of them."""
+
+    line: _Line
+
+
+class _Line(asyncio.Protocol):
+    """After the request that it began with."""
+
+    def __init__(
+        self, coordinator: Coordinator, transport: asyncio.Transport, before: asyncio.BaseProtocol
+    ) -> None:
+        self._coordinator, self._transport, self._before = coordinator, transport, before
+        self._messages = Messages()
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._caller = LineCaller()
+        self._caller.line = self
+        coordinator.connect(self._caller)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for text in self._messages.feed(data):
+                self._coordinator.post(self._caller, text)
+        except Malformed:
+            self._transport.abort()
+
+    def write(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        self._transport.write(data)
+        if self._transport.get_write_buffer_size() > _MOST_UNREAD:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._coordinator.hang_up(self._caller)
+        if not self.over.done():
+            self.over.set_result(None)
+        self._before.connection_lost(error)

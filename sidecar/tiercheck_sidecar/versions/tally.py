@@ -1,0 +1,201 @@
+"""What all ranks have, kept by what is equal: thousands of ranks differ in a few ways only.
+
+Ranks of one job train in step, so at any moment there are some dozens of different holdings among them, and
+each is judged once. What a worker says anew changes the counts of its own ranks; nobody looks at the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tiercheck.protocol.manifest import RankArtifact
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.model.cadence import Needs
+from tiercheck_sidecar.model.span import Span
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankHoldings:
+    """What `RankTiers` says of a rank's artifacts."""
+
+    local: tuple[Span, ...] = ()
+    snapshots: tuple[Version, ...] = ()
+    leaving: tuple[Version, ...] = ()
+    unfinished: tuple[Version, ...] = ()
+    unfinished_deltas: tuple[Version, ...] = ()
+    reached: Version | None = None
+    copied: tuple[Span, ...] = ()
+    copied_snapshots: tuple[Version, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeldCopies:
+    """What `Copy` says, whoever it is of."""
+
+    snapshots: tuple[Version, ...] = ()
+    versions: tuple[Span, ...] = ()
+
+
+class Shared(Generic[T]):
+    """One object for all who say the same: equal only to itself."""
+
+    def __init__(self, text: bytes, value: T, wrong: str = "", many: int = 0) -> None:
+        self.text, self.value, self.wrong, self.many = text, value, wrong, many
+        """As it is written; what it says; why it cannot be true, as a clause; how many versions it names."""
+        self._shapes: dict[tuple[bool, tuple[Version, ...]], RankShape] = {}
+
+    def shape(self: Shared[RankHoldings], guarded: bool, uploaded: tuple[Version, ...]) -> RankShape:
+        """Of ranks that have this."""
+        found = self._shapes.get((guarded, uploaded))
+        if found is None:
+            found = self._shapes[guarded, uploaded] = RankShape(self, guarded, uploaded)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class RankShape:
+    """Everything about a rank that counts for the job's versions. Equal only to itself."""
+
+    held: Shared[RankHoldings]
+    guarded: bool
+    """Somebody keeps copies or parity of it."""
+    uploaded: tuple[Version, ...]
+
+
+CopyGroup = tuple[tuple[tuple[int, ...], ...], Shared[HeldCopies]]
+"""Of which ranks, one or together, this is kept."""
+
+
+@dataclass(frozen=True)
+class WorkerHead:
+    """As in `TierReport`."""
+
+    job_uid: str
+    attempt: int
+    worker: int
+    host: str
+    placement: str = ""
+    final: bool = False
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class RankOwn:
+    """What `RankTiers` says that is of one rank alone, and seldom changes."""
+
+    rank: int
+    holders: tuple[int, ...] = ()
+    uploaded: tuple[RankArtifact, ...] = ()
+    needs: Needs | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerWord:
+    """All that a worker says. Never changed once made."""
+
+    head: WorkerHead
+    own: Mapping[int, RankOwn]
+    shapes: Mapping[int, RankShape]
+    """Of the same ranks."""
+    copies: tuple[CopyGroup, ...]
+
+
+class Tally:
+    """Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[RankShape, int] = {}
+        """With how many ranks have each; nobody's are left out when they are looked at."""
+        self._ranks: dict[int, RankShape] = {}
+        self._copies: dict[int, tuple[CopyGroup, ...]] = {}
+        self._kept: Counter[Shared[HeldCopies]] = Counter()
+        self._complete = 0
+        """So many ranks, from 0 on, are known, if not more."""
+
+    def put(self, word: WorkerWord) -> None:
+        """Its worker has said this. Ranks that it does not name stay as they were."""
+        ranks, shapes = self._ranks, self._shapes
+        for rank, shape in word.shapes.items():
+            before = ranks.get(rank)
+            if before is shape:
+                continue
+            ranks[rank] = shape
+            shapes[shape] = shapes.get(shape, 0) + 1
+            if before is not None:
+                shapes[before] -= 1
+        self._keep(word.head.worker, word.copies)
+
+    def drop(self, worker: int, ranks: Iterable[int]) -> None:
+        """Nothing is known of the worker and its ranks."""
+        for rank in ranks:
+            before = self._ranks.pop(rank, None)
+            if before is not None:
+                self._shapes[before] -= 1
+        self._complete = 0
+        self._keep(worker, ())
+
+    def _keep(self, worker: int, copies: tuple[CopyGroup, ...]) -> None:
+        before = self._copies.get(worker, ())
+        if before is copies:
+            return
+        self._copies[worker] = copies
+        for _, shared in copies:
+            self._kept[shared] += 1
+        for _, shared in before:
+            self._kept[shared] -= 1
+            if not self._kept[shared]:
+                del self._kept[shared]
+
+    @property
+    def ranks(self) -> Mapping[int, RankShape]:
+        """All that are known."""
+        return self._ranks
+
+    @property
+    def shapes(self) -> list[RankShape]:
+        """How ranks differ."""
+        self._shapes = {shape: count for shape, count in self._shapes.items() if count}
+        return list(self._shapes)
+
+    @property
+    def copies(self) -> Iterable[HeldCopies]:
+        """How copies differ."""
+        return (shared.value for shared in self._kept)
+
+    def has_all(self, world_size: int) -> bool:
+        """Whether every rank of the job is known."""
+        if self._complete < world_size and len(self._ranks) >= world_size:
+            self._complete = world_size if all(map(self._ranks.__contains__, range(world_size))) else 0
+        return self._complete >= world_size
+
+    def all_have_copies(self, shapes: Collection[RankShape], enough: Callable[[HeldCopies], bool]) -> bool:
+        """Whether for every rank of these shapes somebody keeps `enough`."""
+        if not shapes:
+            return True
+        these, good = set(shapes), {shared for shared in self._kept if enough(shared.value)}
+        found = {
+            rank
+            for groups in self._copies.values()
+            for of, shared in groups
+            if shared in good
+            for ranks in of
+            for rank in ranks
+        }
+        return all(rank in found for rank, shape in self._ranks.items() if shape in these)
+
+    def kept_of_each(self, shapes: Collection[RankShape]) -> set[frozenset[Shared[HeldCopies]]]:
+        """What is kept of each rank of these shapes; equal sets once."""
+        found: dict[int, frozenset[Shared[HeldCopies]]] = {}
+        nothing: frozenset[Shared[HeldCopies]] = frozenset()
+        for groups in self._copies.values():
+            for of, shared in groups:
+                for ranks in of:
+                    for rank in ranks:
+                        found[rank] = found.get(rank, nothing) | {shared}
+        these = set(shapes)
+        return {found.get(rank, nothing) for rank, shape in self._ranks.items() if shape in these}

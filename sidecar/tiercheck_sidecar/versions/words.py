@@ -1,0 +1,204 @@
+"""What a worker says to the coordinator, and how it says only what changed since it was last understood.
+
+A word is complete; on the wire goes the difference to the one before, on the same connection, that the
+coordinator has taken. On any doubt of either side the next one is whole. Holdings that several ranks have in
+common are written once, and who has read their text before does not decode it again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
+
+from msgspec import Raw
+
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.decoding import decode, encode
+from tiercheck_sidecar.versions.sound_reports import many_versions, objection_to_holdings
+from tiercheck_sidecar.versions.tally import (
+    HeldCopies,
+    RankHoldings,
+    RankOwn,
+    RankShape,
+    Shared,
+    WorkerHead,
+    WorkerWord,
+)
+from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
+
+T = TypeVar("T", RankHoldings, HeldCopies)
+
+_SOONEST, _LATEST = 0.05, 0.5
+_WORKERS_PER_SECOND = 1000
+"""How many may speak per second, while that lets nobody wait for longer than `_LATEST`."""
+
+
+def pace(workers: int) -> float:
+    """The least seconds between two messages of one sidecar to the coordinator."""
+    return min(_LATEST, max(_SOONEST, workers / _WORKERS_PER_SECOND))
+
+
+def heartbeat(workers: int) -> float:
+    """The most seconds between two messages, when there is no news."""
+    return max(1.0, workers / _WORKERS_PER_SECOND)
+
+
+@dataclass(frozen=True)
+class HoldingsOf:
+    """What these ranks have."""
+
+    ranks: tuple[int, ...]
+    held: Raw
+
+
+@dataclass(frozen=True)
+class CopiesOf:
+    """What is kept of these, each of a rank or of several together."""
+
+    of: tuple[tuple[int, ...], ...]
+    kept: Raw
+
+
+@dataclass(frozen=True)
+class TierNews:
+    """What changed. Ranks that are not named are as they were."""
+
+    number: int
+    """Of this message on its connection, from 1 on."""
+    base: int = 0
+    """Number of the one that it is the difference to; 0: it is whole."""
+    head: WorkerHead | None = None
+    """None: as it was."""
+    ranks: tuple[HoldingsOf, ...] = ()
+    own: tuple[RankOwn, ...] = ()
+    copies: tuple[CopiesOf, ...] | None = None
+    """All of them; None: as they were."""
+
+
+@dataclass(frozen=True)
+class TierAnswer:
+    """From the coordinator to one sidecar, whether or not that has just said something."""
+
+    taken: int = 0
+    """Number of the news that were taken; 0: none, this is the verdict alone, or `refused`."""
+    refused: str = ""
+    """Why they were not: a sentence."""
+    whole: bool = False
+    """They were not understood: the whole is wanted."""
+    verdict: TierVerdict | None = None
+    """None: as it was. Names no ranks in `received`."""
+    upload: Version | None = None
+    received: tuple[int, ...] = ()
+    """The worker's own ranks whose upload of that version the coordinator has on record."""
+
+
+class DoubtfulNews(Exception):
+    """The difference cannot be applied: the whole is wanted."""
+
+
+class _Texts(Generic[T]):
+    """Each text is decoded once, as long as anybody needs what it says."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._kind = kind
+        self._known: weakref.WeakValueDictionary[bytes, Shared[T]] = weakref.WeakValueDictionary()
+
+    def read(self, text: bytes) -> Shared[T]:
+        """Raises Malformed."""
+        return self._known.get(text) or self._add(text, decode(text, self._kind))
+
+    def write(self, value: T) -> Shared[T]:
+        text = encode(value)
+        return self._known.get(text) or self._add(text, value)
+
+    def _add(self, text: bytes, value: T) -> Shared[T]:
+        made = Shared(text, value, objection_to_holdings(value), many_versions(value))
+        self._known[text] = made
+        return made
+
+
+_HELD = tuple(field.name for field in fields(RankHoldings))
+
+
+class Vocabulary:
+    """Makes words of what is said in either form. Used by one thread, or under a lock."""
+
+    def __init__(self) -> None:
+        self._held, self._kept = _Texts(RankHoldings), _Texts(HeldCopies)
+
+    def word_of(self, report: TierReport) -> WorkerWord:
+        """What the report says."""
+        head = WorkerHead(**{field.name: getattr(report, field.name) for field in fields(WorkerHead)})
+        own = {
+            each.rank: RankOwn(each.rank, each.holders, each.uploaded, each.needs) for each in report.ranks
+        }
+        held = {
+            each.rank: self._held.write(RankHoldings(**{name: getattr(each, name) for name in _HELD}))
+            for each in report.ranks
+        }
+        groups: dict[Shared[HeldCopies], list[tuple[int, ...]]] = {}
+        for copy in report.copies:
+            shared = self._kept.write(HeldCopies(copy.snapshots, copy.versions))
+            groups.setdefault(shared, []).append(copy.ranks)
+        copies = tuple((tuple(of), shared) for shared, of in groups.items())
+        shapes = {rank: _shape(shared, own[rank]) for rank, shared in held.items()}
+        return WorkerWord(head, own, shapes, copies)
+
+    def updated(self, base: WorkerWord | None, news: TierNews) -> WorkerWord:
+        """What the worker says now. Raises DoubtfulNews, Malformed."""
+        head = news.head or (base.head if base else None)
+        if head is None:
+            raise DoubtfulNews("it does not begin with a whole report")
+        before: Mapping[int, RankShape] = base.shapes if base else {}
+        own: Mapping[int, RankOwn] = base.own if base else {}
+        if news.own:
+            own = {**own, **{each.rank: each for each in news.own}}
+        shapes, changed = dict(before), {each.rank for each in news.own}
+        for group in news.ranks:
+            shared, last = self._held.read(bytes(group.held)), None
+            for rank in group.ranks:
+                was = before.get(rank)
+                if was is None or rank in changed:
+                    shapes[rank] = _shape(shared, own.get(rank))
+                else:
+                    if last is None or was.guarded != last.guarded or was.uploaded != last.uploaded:
+                        last = shared.shape(was.guarded, was.uploaded)
+                    shapes[rank] = last
+                changed.discard(rank)
+        for rank in changed:
+            if rank in before:
+                shapes[rank] = _shape(before[rank].held, own.get(rank))
+        if own.keys() != shapes.keys():
+            raise DoubtfulNews("it says only half of some rank")
+        copies = base.copies if base else ()
+        if news.copies is not None:
+            copies = tuple((each.of, self._kept.read(bytes(each.kept))) for each in news.copies)
+        return WorkerWord(head, own, shapes, copies)
+
+
+def _shape(shared: Shared[RankHoldings], own: RankOwn | None) -> RankShape:
+    if own is None:
+        raise DoubtfulNews("it says only half of some rank")
+    return shared.shape(bool(own.holders), tuple(artifact.version for artifact in own.uploaded))
+
+
+def difference(base: WorkerWord | None, word: WorkerWord, number: int, base_number: int) -> TierNews:
+    """What makes `word` of `base`; the whole, if that is none or of other ranks."""
+    if base is None or base.own.keys() != word.own.keys():
+        base = None
+    held: dict[Shared[RankHoldings], list[int]] = {}
+    for rank, shape in word.shapes.items():
+        if base is None or base.shapes[rank].held is not shape.held:
+            held.setdefault(shape.held, []).append(rank)
+    own = tuple(each for rank, each in word.own.items() if base is None or base.own[rank] != each)
+    copies = None if base is not None and base.copies == word.copies else word.copies
+    return TierNews(
+        number,
+        0 if base is None else base_number,
+        None if base is not None and base.head == word.head else word.head,
+        tuple(HoldingsOf(tuple(ranks), Raw(shared.text)) for shared, ranks in held.items()),
+        own,
+        None if copies is None else tuple(CopiesOf(of, Raw(shared.text)) for of, shared in copies),
+    )
