@@ -55,7 +55,7 @@ class Nodes:
 
 def read_job(path: str) -> dict[str, Any]:
     """The first TierCheckJob of a YAML or JSON file; "-" is standard input. Raises CannotDo."""
-    for document in _documents(path):
+    for document in documents(path):
         items = document.get("items")
         for entry in items if isinstance(items, list) else [document]:
             if isinstance(entry, dict) and entry.get("kind") == names.KIND:
@@ -68,7 +68,7 @@ def read_job(path: str) -> dict[str, Any]:
 def read_nodes(path: str) -> Nodes:
     """Of `kubectl get nodes -o json` (or yaml), or of a cluster as in examples/clusters; "-" is standard
     input. Raises CannotDo."""
-    for document in _documents(path):
+    for document in documents(path):
         if "items" in document or "nodes" in document:
             try:
                 found = parse_nodes(document)
@@ -137,7 +137,7 @@ def _allocatable(entry: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     return str(entry["metadata"]["name"]), {str(key): str(value) for key, value in has.items()}
 
 
-def _documents(path: str) -> Iterable[dict[str, Any]]:
+def documents(path: str) -> Iterable[dict[str, Any]]:
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:

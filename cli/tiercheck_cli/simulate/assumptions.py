@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_operator.planning.placement.problem import WorkerSite
-from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes
 from tiercheck_operator.planning.topology import Topology
 from tiercheck_operator.planning.wanted import Wanted
@@ -44,6 +43,21 @@ RECORDS: Mapping[str, CountedFailures] = {
         "them software, 35 network "
         "switches and cables, each taken to hit a whole domain, and the rest nodes",
     ),
+    "byterobust": CountedFailures(
+        1.32, 0.30, 0.0,
+        "175 incidents in three months on 1,200 nodes (ByteRobust, arXiv:2509.16293, table 4): 143 ended "
+        "with nodes evicted, 32 with code rolled back or updated; domains are not counted there",
+    ),
+    "ft-hsdp": CountedFailures(
+        1.81, 0.37, 0.053,
+        "2.3 interruptions per 1,000 server-days at 32,000 GPUs (FT-HSDP, arXiv:2602.00277): 16 in 100 "
+        "software and collective timeouts, 5.3 network, taken to hit a whole domain, and the rest nodes",
+    ),
+    "ft-hsdp-100k": CountedFailures(
+        5.12, 1.04, 0.053,
+        "a failure every 18 minutes on 98,304 GPUs (FT-HSDP, arXiv:2602.00277), which is 6.5 per 1,000 "
+        "server-days; shares as for ft-hsdp",
+    ),
 }  # fmt: skip
 """By name. llama-3: 419 / (54 x 2,048) = 3.79 per 1,000 node-days; software bugs and watchdog
 timeouts are 61 of 419."""
@@ -65,6 +79,10 @@ class Assumptions:
     step_seconds: float
     sources: tuple[str, ...]
     """Where all this is from, as sentences."""
+    moves: float = 0.0
+    """Pods of the job that are moved or evicted in a day."""
+    measured: tuple[str, ...] = ()
+    """The same of what recoveries have told."""
 
     def rates(self, sites: Sequence[WorkerSite], topology: Topology) -> FailureRates:
         """Per hour, as planning counts; those of processes per worker."""
@@ -72,6 +90,7 @@ class Assumptions:
         host = topology.level_names[-1]
         return FailureRates(
             process=self.process * nodes / len(sites) / 24_000.0,
+            pod=self.moves / 24.0 / len(sites),
             domains={host: self.node / 24_000.0}
             | {level: rate / 24_000.0 for level, rate in self.domains.items()},
         )
@@ -79,7 +98,7 @@ class Assumptions:
     def failures_per_day(self, sites: Sequence[WorkerSite], topology: Topology) -> float:
         """Of the whole job."""
         rates = self.rates(sites, topology)
-        total = rates.process * len(sites)
+        total = (rates.process + rates.pod) * len(sites)
         for level, rate in rates.domains.items():
             total += rate * len({topology.domain(site.node, level) for site in sites} - {None})
         return total * 24.0
@@ -128,19 +147,21 @@ def shared_domain_rate(
     return others * counted.domain_share / (1.0 - counted.domain_share) / len(domains)
 
 
-def times(
-    wanted: Wanted,
-    *,
-    peer_bandwidth: float,
-    remote_bandwidth: float,
-    detect: float,
-    restart: float,
-    replace: float,
-) -> RecoveryTimes:
+def times(wanted: Wanted, *, peer_bandwidth: float, remote_bandwidth: float) -> RecoveryTimes:
     """By the size of the state, where the job says it."""
     if wanted.state_size is None:
-        return RecoveryTimes(detect=detect, restart=restart, replace=replace, restore=RestoreSeconds())
-    return RecoveryTimes.of_sizes(
-        wanted.state_size * wanted.procs_per_worker, peer_bandwidth, remote_bandwidth,
-        detect=detect, restart=restart, replace=replace,
-    )  # fmt: skip
+        return RecoveryTimes()
+    size = wanted.state_size * wanted.procs_per_worker
+    return RecoveryTimes.of_sizes(size, peer_bandwidth, remote_bandwidth)
+
+
+def times_told(times: RecoveryTimes, *, guessed: bool) -> tuple[str, ...]:
+    """Of times that nothing has measured, as sentences."""
+    restore = times.restore
+    return (
+        f"a failure is acted on after {times.detect:g} s, a pod is elsewhere after {times.replace:g} s "
+        f"({times.spare:g} s with a spare), the first step comes {times.restart:g} s after the state",
+        f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, "
+        f"{restore.remote:.3g} s from the remote tier"
+        f"{' (guesses: checkpoint.stateSize is not given)' if guessed else ''}",
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,10 @@ from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_a
 from tiercheck_cli.simulate import assumptions
 from tiercheck_cli.simulate.assumptions import STEP_SECONDS, Assumptions
 from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
+from tiercheck_cli.simulate.measured import Told, jobs_in, times_of
 from tiercheck_cli.simulate.screen import screen
+from tiercheck_cli.simulate.sensitivity import Change, changes
+from tiercheck_cli.simulate.sensitivity import sensitivity as find_sensitivity
 from tiercheck_cli.simulate.settings import settings
 from tiercheck_cli.terminal import (
     Context,
@@ -44,7 +47,7 @@ def simulate(
     made_up: Shape = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, max=10_000, help="Instead of the file's.", rich_help_panel="Without a cluster"),
+        typer.Option(min=1, max=20_000, help="Instead of the file's.", rich_help_panel="Without a cluster"),
     ] = None,
     workers_per_node: PerNode = None,
     compare: Annotated[
@@ -59,12 +62,15 @@ def simulate(
     days: Annotated[float, typer.Option(min=0.01, help="Length of a life.")] = 30.0,
     runs: Annotated[int, typer.Option(min=1, max=100_000, help="How many lives.")] = 100,
     seed: Annotated[int, typer.Option(help="The same seed gives the same lives.")] = 0,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Which second saved would buy most, too.")
+    ] = False,
     picture: Annotated[
         Path | None,
         typer.Option(help="Draw it: FILE.svg, .png or .pdf, with ETTR against steps between saves."),
     ] = None,
     failures: Annotated[
-        str, typer.Option(help="Whose failures: rsc-1, rsc-2 or llama-3.", rich_help_panel=_RATES)
+        str, typer.Option(help=f"Whose failures: {', '.join(assumptions.RECORDS)}.", rich_help_panel=_RATES)
     ] = "rsc-1",
     node_failures: Annotated[
         float | None, typer.Option(min=0, help="Per 1,000 node-days.", rich_help_panel=_RATES)
@@ -75,6 +81,16 @@ def simulate(
     domain_failures: Annotated[
         list[str] | None,
         typer.Option(help="LEVEL=RATE per 1,000 days of a domain: rack=2.", rich_help_panel=_RATES),
+    ] = None,
+    moves: Annotated[
+        float, typer.Option(min=0, help="Pods moved or evicted, per day of the job.", rich_help_panel=_RATES)
+    ] = 0.0,
+    measured: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Times of recoveries, of kubectl get tcj -o json. Default: the job's own.",
+            rich_help_panel=_TIMES,
+        ),
     ] = None,
     step_seconds: Annotated[
         float | None, typer.Option(min=0.001, help="Default: the job's own, else 5.", rich_help_panel=_TIMES)
@@ -92,15 +108,27 @@ def simulate(
         typer.Option(help="Bytes/s per worker. Default: the job's, else 200Mi.", rich_help_panel=_TIMES),
     ] = None,
     detect_seconds: Annotated[
-        float, typer.Option(min=0, help="Until a failure is acted on.", rich_help_panel=_TIMES)
-    ] = 5.0,
+        float | None,
+        typer.Option(
+            min=0, help="Until a failure is acted on. Default: as measured, else 5.", rich_help_panel=_TIMES
+        ),
+    ] = None,
     restart_seconds: Annotated[
-        float,
-        typer.Option(min=0, help="From the state's being there to the first step.", rich_help_panel=_TIMES),
-    ] = 30.0,
+        float | None,
+        typer.Option(
+            min=0,
+            help="From the state's being there to the first step. Default: as measured, else 30.",
+            rich_help_panel=_TIMES,
+        ),
+    ] = None,
     replace_seconds: Annotated[
-        float, typer.Option(min=0, help="For a pod on another node, without a spare.", rich_help_panel=_TIMES)
-    ] = 300.0,
+        float | None,
+        typer.Option(
+            min=0,
+            help="For a pod on another node, without a spare. Default: as measured, else 300.",
+            rich_help_panel=_TIMES,
+        ),
+    ] = None,
     output: OutputFormat = Output.TABLE,
     namespace: Namespace = None,
     context: Context = None,
@@ -125,12 +153,13 @@ def simulate(
     if state_size is not None:
         layout = replace(layout, wanted=replace(layout.wanted, state_size=_bytes("--state-size", state_size)))
     pace = ((found.get("status") or {}).get("progress") or {}).get("stepSeconds")
-    told = _Told(
+    told = _CommandLine(
         failures, node_failures, process_failures, tuple(domain_failures or ()),
         step_seconds or pace or STEP_SECONDS,
-        peer_bandwidth, remote_bandwidth, detect_seconds, restart_seconds, replace_seconds,
+        peer_bandwidth, remote_bandwidth, Told(detect_seconds, restart_seconds, replace_seconds), moves,
     )  # fmt: skip
-    assumed = _assume(layout, found["spec"], told)
+    jobs = jobs_in(measured) if measured else [found] if job is not None else []
+    assumed = _assume(layout, found["spec"], told, jobs)
     rows = settings(layout.wanted, compare or [])
     results = []
     with _progress() as progress:
@@ -148,17 +177,27 @@ def simulate(
             except ValueError as error:
                 raise CannotDo(f"{row.name} cannot be simulated: {error}") from error
             results.append(Result(row, described.placed, simulation))
+        gains: tuple[Change, ...] = ()
+        if sensitivity:
+            described = scenario(layout, rows[0].wanted, assumed)
+            task = progress.add_task("sensitivity", total=runs * len(list(changes(described))))
+            gains = find_sensitivity(
+                results[0].simulation, described, seed=seed, tick=_advance(progress, task)
+            )
         every = layout.wanted.remote_every
         formula = (every, store_only(layout, assumed, every)) if every else None
         if picture is not None:
             from tiercheck_cli.simulate.picture import draw
 
-            draw(picture, layout, results, assumed, days=days, runs=runs, seed=seed, progress=progress)
+            draw(
+                picture, layout, results, assumed, gains=gains,
+                days=days, runs=runs, seed=seed, progress=progress,
+            )  # fmt: skip
     if output is not Output.TABLE:
-        write(_as_json(layout, results, assumed, formula, seed), output)
+        write(_as_json(layout, results, assumed, formula=formula, seed=seed, gains=gains), output)
     else:
         terminal = console()
-        terminal.print(screen(layout, results, assumed, terminal.width, formula))
+        terminal.print(screen(layout, results, assumed, terminal.width, formula=formula, gains=gains))
     if picture is not None:
         remark(f"drawn: {picture}")
 
@@ -176,7 +215,7 @@ def _progress() -> Progress:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _CommandLine:
     """What the command line says; None: nothing."""
 
     failures: str
@@ -186,12 +225,13 @@ class _Told:
     step_seconds: float
     peer_bandwidth: str | None
     remote_bandwidth: str | None
-    detect: float
-    restart: float
-    replace: float
+    recovery: Told
+    moves: float
 
 
-def _assume(layout: JobLayout, spec: dict[str, Any], told: _Told) -> Assumptions:
+def _assume(
+    layout: JobLayout, spec: dict[str, Any], told: _CommandLine, jobs: Sequence[Mapping[str, Any]]
+) -> Assumptions:
     counted, wanted = assumptions.record(told.failures), layout.wanted
     node = counted.node if told.node is None else told.node
     process = counted.process if told.process is None else told.process
@@ -215,36 +255,30 @@ def _assume(layout: JobLayout, spec: dict[str, Any], told: _Told) -> Assumptions
         or (tiers.get("remote") or {}).get("bandwidth")
         or str(assumptions.REMOTE_BANDWIDTH)
     )
-    times = assumptions.times(
+    usual = assumptions.times(
         wanted,
         peer_bandwidth=_bytes("--peer-bandwidth", peer),
         remote_bandwidth=_bytes("--remote-bandwidth", remote),
-        detect=told.detect,
-        restart=told.restart,
-        replace=told.replace,
     )
-    restore = times.restore
+    times, measured = times_of(jobs, usual, told.recovery, layout.topology)
     rates = ", ".join(
         f"{name} {rate:.3g}" for name, rate in {"node": node, "process": process, **domains}.items()
     )
-    guess = "" if wanted.state_size else " (guesses: checkpoint.stateSize is not given)"
     return Assumptions(
         node=node,
         process=process,
         domains=domains,
         times=times,
         step_seconds=told.step_seconds,
+        moves=told.moves,
         sources=(
             f"failures per 1,000 days of a node or domain: {rates}",
             *((counted.source,) if told.node is None and told.process is None else ()),
-            f"a step takes {told.step_seconds:g} s; a failure is acted on after {told.detect:g} s, a pod is "
-            "elsewhere after "
-            f"{told.replace:g} s ({times.spare:g} s with a spare), the first step comes {told.restart:g} s "
-            "after the state",
-            f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, "
-            f"{restore.remote:.3g} s from the "
-            f"remote tier{guess}",
+            *((f"{told.moves:g} pods a day are moved or evicted",) if told.moves else ()),
+            f"a step takes {told.step_seconds:g} s",
+            *(() if measured else assumptions.times_told(times, guessed=not wanted.state_size)),
         ),
+        measured=measured,
     )
 
 
@@ -262,8 +296,10 @@ def _as_json(
     layout: JobLayout,
     results: list[Result],
     assumed: Assumptions,
+    *,
     formula: tuple[int, float] | None,
     seed: int,
+    gains: Sequence[Change],
 ) -> dict[str, Any]:
     return {
         "job": layout.name,
@@ -272,6 +308,8 @@ def _as_json(
         "seed": seed,
         "failuresPerDay": assumed.failures_per_day(layout.sites, layout.topology),
         "assumed": list(assumed.sources),
+        "measured": list(assumed.measured),
+        "sensitivity": [asdict(each) for each in gains],
         "storeOnly": None if formula is None else {"everySteps": formula[0], "ettr": formula[1]},
         "settings": [
             {

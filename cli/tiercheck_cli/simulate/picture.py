@@ -16,6 +16,7 @@ from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.report.style import FAULT, TIERS
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
+from tiercheck_cli.simulate.sensitivity import Change
 
 _CADENCES = (1, 3, 10, 30, 100, 300, 1000, 3000)
 """Steps between saves."""
@@ -27,15 +28,20 @@ _RUNS = 20
 
 
 def draw(
-    path: Path, layout: JobLayout, results: Sequence[Result], assumed: Assumptions, *, days: float, runs: int,
-    seed: int,
-    progress: Progress,
+    path: Path, layout: JobLayout, results: Sequence[Result], assumed: Assumptions, *,
+    gains: Sequence[Change], days: float, runs: int, seed: int, progress: Progress,
 ) -> None:  # fmt: skip
-    """SVG, PNG or PDF by the name's end. Raises CannotDo."""
+    """SVG, PNG or PDF by the name's end; `gains`, if there are any, below. Raises CannotDo."""
     curves = _curves(layout, assumed, days=days, runs=min(runs, _RUNS), seed=seed, progress=progress)
     nodes = len({site.node for site in layout.sites})
-    with new_figure(11.0, 3.2 + 0.32 * len(results)) as figure:
-        spread, cadence = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
+    upper, lower = 3.2 + 0.32 * len(results), 1.1 + 0.2 * len(gains) if gains else 0.0
+    with new_figure(11.0, upper + lower) as figure:
+        if gains:
+            grid = figure.add_gridspec(2, 2, width_ratios=(1.0, 1.15), height_ratios=(upper, lower))
+            spread, cadence = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+            _gains(figure.add_subplot(grid[1, :]), gains)
+        else:
+            spread, cadence = figure.subplots(1, 2, width_ratios=(1.0, 1.15))
         _spread(spread, results)
         _cadence(cadence, curves, layout, assumed)
         figure.suptitle(
@@ -69,6 +75,17 @@ def _spread(axes: Any, results: Sequence[Result]) -> None:
     axes.set_ylim(len(names) - 0.4, -0.8)
     axes.set_xlabel("ETTR: training time that counted, of all time")
     axes.set_title("mean, and where half and nine tenths of the lives end", loc="left", fontsize=10)
+    remove_frame(axes, "x")
+
+
+def _gains(axes: Any, gains: Sequence[Change]) -> None:
+    rows = range(len(gains))
+    colours = [TIERS["peer"] if each.by.endswith("s less") else TIERS["local"] for each in gains]
+    axes.barh(rows, [100 * each.gain for each in gains], color=colours, height=0.65)
+    axes.set_yticks(rows, [f"{each.part}, {each.by}" for each in gains], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ETTR, percentage points")
+    axes.set_title("what would change it most", loc="left", fontsize=10)
     remove_frame(axes, "x")
 
 

@@ -16,6 +16,8 @@ from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.report.words import plural
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result
+from tiercheck_cli.simulate.sensitivity import Change
+from tiercheck_cli.simulate.sensitivity import table as sensitivity_table
 from tiercheck_operator.planning.simulation.simulation import Simulation
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -26,9 +28,11 @@ def screen(
     results: Sequence[Result],
     assumed: Assumptions,
     width: int,
+    *,
     formula: tuple[int, float] | None,
+    gains: tuple[Change, ...] = (),
 ) -> Group:
-    """`formula`: (steps between versions, ETTR) of a store alone."""
+    """`formula`: (steps between versions, ETTR) of a store alone. `gains`: of a question for sensitivity."""
     nodes = len({site.node for site in layout.sites})
     days = results[0].simulation.days
     runs = len(results[0].simulation.runs)
@@ -46,6 +50,8 @@ def screen(
         Text("how the runs are spread (ETTR)", style="dim"),
         _spread(results, width),
         Text(),
+        *_section("what would change ETTR as it is", [sensitivity_table(gains)] if gains else []),
+        *_section("measured", [_item(sentence) for sentence in assumed.measured]),
         Text("assumed", style="dim"),
         *(_item(sentence) for sentence in assumed.sources),
         *(
@@ -61,6 +67,10 @@ def screen(
         *(_item(remark, "yellow") for remark in layout.remarks),
     ]
     return Group(*parts)
+
+
+def _section(title: str, content: Sequence[RenderableType]) -> list[RenderableType]:
+    return [Text(title, style="dim"), *content, Text()] if content else []
 
 
 def _item(sentence: str, style: str = "dim") -> Padding:

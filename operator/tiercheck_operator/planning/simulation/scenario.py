@@ -7,9 +7,10 @@ its status.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, place
@@ -26,6 +27,8 @@ class FailureRates:
 
     process: float = 0.0
     """Of one worker's training command, with its pod and its memory left in place."""
+    pod: float = 0.0
+    """Of one worker's pod, with its memory: evictions, deletions, moves."""
     domains: Mapping[str, float] = field(default_factory=dict)
     """By topology level: of one domain of that level, with every node in it. "host" is the single node."""
 
@@ -48,10 +51,20 @@ class RecoveryTimes:
     """Until a spare that was used has a successor."""
     protect: float = 30.0
     """After a recovery, until all copies are complete again."""
+    kinds: Mapping[str, RecoveryTimes] = field(default_factory=dict)
+    """By kind of failure: "process", "pod" or a topology level. Others take as long as above."""
+
+    def of(self, kind: str) -> RecoveryTimes:
+        """After a failure of that kind."""
+        return self.kinds.get(kind, self)
+
+    def changed(self, change: Callable[[RecoveryTimes], RecoveryTimes]) -> RecoveryTimes:
+        """The same change of every kind's times."""
+        return change(replace(self, kinds={kind: change(times) for kind, times in self.kinds.items()}))
 
     @staticmethod
     def of_sizes(
-        worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float, **others: float
+        worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float, **others: Any
     ) -> RecoveryTimes:
         """With restore and protection times from the bytes of one worker's snapshots and bytes per second per
         worker."""

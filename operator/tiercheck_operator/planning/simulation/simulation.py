@@ -23,18 +23,20 @@ __all__ = [
     "Chance",
     "Consequence",
     "FailureRates",
+    "KnownFailure",
     "RecoveryTimes",
     "Run",
     "Saving",
     "Scenario",
     "Simulation",
     "domain_losses",
+    "replay",
     "simulate",
     "what_if",
 ]
 
-PROCESS = "process"
-"""The kind of failure that costs no memory."""
+PROCESS, POD = "process", "pod"
+"""Kinds of failure beside the topology levels: the first costs no memory, the second that of one worker."""
 SCRATCH = "scratch"
 """In place of a tier: nothing was left, training began anew."""
 
@@ -59,7 +61,7 @@ class Run:
     ettr: float
     """Effective training time ratio: seconds of training that counted, over seconds of the run."""
     failures: Mapping[str, int]
-    """By kind: "process", or the topology level whose domain was lost."""
+    """By kind: "process", "pod", or the topology level whose domain was lost."""
     recoveries: Mapping[str, int]
     """By the farthest tier that was needed ("local", "peer", "remote"), or "scratch"."""
     lost_steps: int
@@ -119,16 +121,37 @@ def simulate(scenario: Scenario, *, days: float, runs: int, chance: Callable[[in
     """
     if days <= 0 or runs < 1 or scenario.step_seconds <= 0:
         raise ValueError("days, runs and step_seconds must be positive")
-    known = scenario.topology.level_names
-    for level, rate in {**scenario.rates.domains, PROCESS: scenario.rates.process}.items():
-        if level != PROCESS and level not in known:
+    known, rates = scenario.topology.level_names, scenario.rates
+    for level, rate in {**rates.domains, PROCESS: rates.process, POD: rates.pod}.items():
+        if level not in (PROCESS, POD, *known):
             raise ValueError(f"no topology level {level!r}; there are {', '.join(known)}")
         if rate < 0:
             raise ValueError(f"the failure rate of a {level} must not be negative")
     sources = _sources(scenario)
     survival = Survival(scenario.placed)
-    lives = [_Life(scenario, survival, sources, chance(index)) for index in range(runs)]
-    return Simulation(days, tuple(life.live(days * 86400.0) for life in lives))
+    end = days * 86400.0
+    return Simulation(
+        days, tuple(_live(_Life(scenario, survival), sources, chance(index), end) for index in range(runs))
+    )
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """One of a life that is known beforehand."""
+
+    at: float
+    """Seconds since the beginning."""
+    kind: str
+    victims: tuple[int, ...] = ()
+    """The workers whose memory goes."""
+
+
+def replay(scenario: Scenario, failures: Sequence[KnownFailure], seconds: float) -> Run:
+    """The one life in which exactly this happens. Raises ValueError as `Scenario.placed` does."""
+    life = _Life(scenario, Survival(scenario.placed))
+    for failure in sorted(failures, key=lambda each: each.at):
+        life.fail(failure.at, failure.kind, failure.victims)
+    return life.ended(seconds)
 
 
 @dataclass(frozen=True)
@@ -142,26 +165,41 @@ class _Source:
 
 
 def _sources(scenario: Scenario) -> tuple[_Source, ...]:
-    found = [_Source(PROCESS, scenario.rates.process * len(scenario.sites) / 3600.0, ((),))]
+    workers = len(scenario.sites)
+    found = [
+        _Source(PROCESS, scenario.rates.process * workers / 3600.0, ((),)),
+        _Source(POD, scenario.rates.pod * workers / 3600.0, tuple((site.worker,) for site in scenario.sites)),
+    ]
     for level in scenario.topology.level_names:
         victims = tuple(scenario.domains(level).values())
         found.append(_Source(level, scenario.rates.domains.get(level, 0.0) * len(victims) / 3600.0, victims))
     return tuple(source for source in found if source.rate > 0)
 
 
+def _live(life: _Life, sources: Sequence[_Source], chance: Chance, end: float) -> Run:
+    weights = [source.rate for source in sources]
+    rate = sum(weights)
+    at = chance.expovariate(rate) if rate else end
+    while at < end:
+        source = chance.choices(sources, weights)[0]
+        life.fail(at, source.kind, chance.choice(source.victims))
+        at += chance.expovariate(rate)
+    return life.ended(end)
+
+
 class _Life:
     """One run. Times are seconds since its beginning."""
 
-    def __init__(
-        self, scenario: Scenario, survival: Survival, sources: Sequence[_Source], chance: Chance
-    ) -> None:
-        self._scenario, self._survival, self._sources, self._chance = scenario, survival, sources, chance
+    def __init__(self, scenario: Scenario, survival: Survival) -> None:
+        self._scenario, self._survival = scenario, survival
         self._base = 0
         """The step that training last came back to."""
         self._copied = 0
         """The step that is at the holders while they have not everything again."""
         self._resumes = 0.0
         """When training went on, or will."""
+        self._complete = 0.0
+        """When all lost workers had a successor, or will have."""
         self._empty: frozenset[int] = frozenset()
         """Replaced workers whose memory keeps nothing for others yet."""
         self._bare: frozenset[int] = frozenset()
@@ -172,13 +210,7 @@ class _Life:
         self._recoveries: Counter[str] = Counter()
         self._lost_steps, self._down = 0, 0.0
 
-    def live(self, end: float) -> Run:
-        rate = sum(source.rate for source in self._sources)
-        at = self._chance.expovariate(rate) if rate else end
-        while at < end:
-            source = self._chance.choices(self._sources, [each.rate for each in self._sources])[0]
-            self._fail(at, source.kind, self._chance.choice(source.victims))
-            at += self._chance.expovariate(rate)
+    def ended(self, end: float) -> Run:
         down = self._down - max(0.0, self._resumes - end)
         return Run(
             ettr=self._step(end) * self._scenario.step_seconds / end,
@@ -191,8 +223,9 @@ class _Life:
     def _step(self, at: float) -> int:
         return self._base + int(max(0.0, at - self._resumes) / self._scenario.step_seconds)
 
-    def _fail(self, at: float, kind: str, victims: tuple[int, ...]) -> None:
-        scenario, saving, times = self._scenario, self._scenario.saving, self._scenario.times
+    def fail(self, at: float, kind: str, victims: tuple[int, ...]) -> None:
+        scenario, saving = self._scenario, self._scenario.saving
+        times = scenario.times.of(kind)
         self._failures[kind] += 1
         step = self._step(at)
         waiting = at < self._resumes
@@ -216,22 +249,25 @@ class _Life:
         tier, behind = outcome if outcome is not None else (None, step)
         self._recoveries[SCRATCH if tier is None else tier.value] += 1
         self._lost_steps += behind
-        down = times.detect + times.restart + self._replaced(at, len(victims))
+        acted = at + times.detect
+        # A successor that is still on its way is waited for whatever fails meanwhile.
+        self._complete = max(self._complete, acted + self._replaced(at, times, len(victims)))
+        resumes = max(acted, self._complete) + times.restart
         if tier is not None:
-            down += {
+            resumes += {
                 Tier.LOCAL: times.restore.local, Tier.PEER: times.restore.peer,
                 Tier.REMOTE: times.restore.remote
             }[tier]  # fmt: skip
-        resumes = max(at + down, self._resumes) if waiting and not victims else at + down
+        if waiting:
+            resumes = max(resumes, self._resumes)
         self._down += resumes - max(at, min(self._resumes, resumes))
         self._base, self._resumes = step - behind, resumes
         self._copied = peer if tier in (Tier.LOCAL, Tier.PEER) else 0
         self._bare = lost
         self._empty = self._empty.union(victims)
 
-    def _replaced(self, at: float, workers: int) -> float:
+    def _replaced(self, at: float, times: RecoveryTimes, workers: int) -> float:
         """Seconds until all victims have a successor."""
-        times = self._scenario.times
         if not workers:
             return 0.0
         self._repairs = [ready for ready in self._repairs if ready > at]

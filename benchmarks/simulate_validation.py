@@ -1,0 +1,344 @@
+"""Whether the simulator foretells what a job's failures cost: on the laptop cluster, and on real kubelets.
+
+On the laptop cluster a job with the real operator is struck again and again, by seed. Every other recovery
+of each kind gives its parts, as its status tells them; from these the simulator foretells the time that the
+others cost, which the trainers' own lines tell. Real kubelets: the same with the two runs of their page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figure import Figure, Outcome
+from benchmarks.scale import ROOT, Scale
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.planning.placement.placement import PlacementPolicy, WorkerSite
+from tiercheck_operator.planning.simulation.measured import ALL, DOMAIN, NODE, measure, measured_recoveries
+from tiercheck_operator.planning.simulation.scenario import RecoveryTimes, Saving, Scenario
+from tiercheck_operator.planning.simulation.simulation import POD, PROCESS, KnownFailure, replay
+from tiercheck_operator.planning.topology import Topology, levels_from_spec
+
+WITHIN = 0.2
+WORKERS, PACE, SEED = 3, 0.2, 0
+REMOTE_EVERY = 20
+"""Steps, as the job of the chaos campaign has it."""
+FAULTS = {"crash": PROCESS, "delete": POD, "evict": POD, "node": NODE, "rack": DOMAIN, "every pod": ALL}
+TIMES_EACH = {"crash": 6, "delete": 4, "evict": 4, "node": 6, "rack": 4, "every pod": 4}
+PATIENCE = 240.0
+PAGE = ROOT / "docs" / "benchmarks" / "real-cluster.md"
+
+
+@dataclass(frozen=True)
+class Struck:
+    """One failure of the run, and what it cost. Moments are Unix seconds."""
+
+    fault: str
+    at: float
+    victims: tuple[int, ...]
+    began: float
+    """When training had begun to go on after the failure before."""
+    before: float
+    """The last new step before it."""
+    after: float
+    """The first new one after it."""
+    steps: int
+    """New ones since `began`."""
+    told: Mapping[str, Any]
+    """Of the status, about this recovery."""
+    remote_behind: int
+    """Steps that the remote tier was behind."""
+
+    def lost(self, pace: float) -> float:
+        """Seconds that trained nothing new."""
+        return self.after - self.before - pace
+
+
+@dataclass
+class Record:
+    """Of the whole run."""
+
+    struck: list[Struck] = field(default_factory=list)
+    pace: float = PACE
+    """Seconds of a step where nothing happens."""
+    deltas: bool = True
+    snapshot_every: int = 5
+
+
+def run(scale: Scale) -> Outcome:
+    """The laptop's and the real cluster's rows."""
+    record = strike(1 if scale.quick else None)
+    found = foretell(record)
+    figures = [
+        _figure("time lost to failures, laptop cluster, foretold from other recoveries", **found["held out"]),
+        _figure("the same failures that gave the parts", **found["same"]),
+        *(_figure(f"{kind}, held out", bound=False, **each) for kind, each in found["by kind"].items()),
+    ]
+    real = real_rows(PAGE.read_text())
+    kubelets = foretell_rows(real)
+    figures.append(_figure("time lost to failures, real kubelets, second run from the first", **kubelets))
+    data = {
+        "laptop": [
+            {"fault": each.fault, "lost": round(each.lost(record.pace), 2), "told": dict(each.told)}
+            for each in record.struck
+        ],
+        "pace": record.pace,
+        "kubelets": real,
+    }
+    return Outcome(figures, data)
+
+
+def _figure(name: str, *, foretold: float, measured: float, note: str = "", bound: bool = True) -> Figure:
+    ratio = foretold / measured if measured else None
+    away = None if ratio is None else abs(ratio - 1.0)
+    return Figure(
+        name,
+        f"{foretold:.0f} s foretold, {'' if ratio is None else f'{ratio:.2f} x'}",
+        f"{measured:.0f} s measured",
+        away,
+        WITHIN if bound else None,
+        unit="%",
+        note=note,
+    )
+
+
+# The laptop cluster
+
+
+def strike(each: int | None = None) -> Record:
+    """Plays the run. `each`: that many pairs of each fault, for a quick one."""
+    # The whole cluster is what the chaos campaign uses; torch is only imported by its trainers.
+    from tests.chaos.stage import staged
+
+    rng = random.Random(SEED)
+    order = [fault for fault, count in TIMES_EACH.items() for _ in range(2 * each if each else count)]
+    rng.shuffle(order)
+    record = Record()
+    with (
+        tempfile.TemporaryDirectory(prefix="tcb-") as folder,
+        staged(Path(folder), WORKERS, SEED, PACE) as stage,
+    ):
+        _well(stage, 0)
+        began = time.time()
+        for number, fault in enumerate(order):
+            stage.wait(lambda: False, rng.uniform(4.0, 8.0))
+            struck = _strike_once(stage, fault, number % WORKERS, began)
+            record.struck.append(struck)
+            began = struck.after
+            print(f"{fault}: {struck.lost(PACE):.1f} s, told {struck.told.get('totalSeconds')}", flush=True)
+        status = stage.status
+        news = new_steps(stage.recorder.steps)
+    record.deltas = (status.get("checkpoint") or {}).get("deltas") == "EveryStep"
+    record.pace = _pace(news, record.struck)
+    return record
+
+
+def _well(stage: Any, beyond: int) -> None:
+    tiers = ("local", "peer", "remote")
+    if not stage.wait(lambda: not stage.lacks(beyond, tiers), PATIENCE):
+        raise TimeoutError(f"the job is not well again: {stage.lacks(beyond, tiers)}")
+
+
+def _strike_once(stage: Any, fault: str, worker: int, began: float) -> Struck:
+    status, attempt, reached = stage.status, stage.attempt, stage.reached()
+    nodes = {each: stage._job.node_of(each) for each in range(WORKERS)}
+    racks = stage._job.racks()
+    remote = ((status.get("tiers") or {}).get("remote") or {}).get("step") or 0
+    gone = {
+        PROCESS: (),
+        POD: (worker,),
+        NODE: (worker,),
+        DOMAIN: tuple(each for each in nodes if racks[nodes[each]] == racks[nodes[worker]]),
+        ALL: tuple(nodes),
+    }[FAULTS[fault]]
+    at = time.time()
+    stage.inflict(fault, worker)
+    stage.wait(lambda: stage.attempt > attempt, PATIENCE)
+    stage.undo()
+    _well(stage, reached)
+    news = new_steps(stage.recorder.steps)
+    moments = sorted(news.values())
+    before = max(moment for moment in moments if moment <= at)
+    # What is under way when a pod is killed may still be printed: the longest wait is the failure's.
+    later = [before, *(moment for moment in moments if before < moment)]
+    gap = max(range(1, len(later)), key=lambda index: later[index] - later[index - 1])
+    told = next(
+        (dict(entry) for entry in stage.status.get("recoveries") or () if entry["attempt"] > attempt), {}
+    )
+    return Struck(
+        fault, at, gone, began, later[gap - 1], later[gap],
+        sum(1 for moment in moments if began < moment <= later[gap]),
+        {key: told.get(key) for key in _TOLD if key in told},
+        max(0, reached - remote),
+    )  # fmt: skip
+
+
+_TOLD = ("attempt", "cause", "tiers", "lostSteps", "detectSeconds", "restoreSeconds", "totalSeconds")
+
+
+def new_steps(made: Mapping[int, Sequence[tuple[float, int, int]]]) -> dict[int, float]:
+    """By step: when any rank had made it first, in the order of steps."""
+    first: dict[int, float] = {}
+    for lines in made.values():
+        for at, step, _ in lines:
+            first[step] = min(at, first.get(step, at))
+    found: dict[int, float] = {}
+    latest = 0.0
+    for step in sorted(first):
+        latest = found[step] = max(latest, first[step])
+    return found
+
+
+def _pace(news: Mapping[int, float], struck: Sequence[Struck]) -> float:
+    """Mean seconds of a step where nothing happens: all but the gaps."""
+    gaps = {each.after for each in struck}
+    moments = list(news.values())
+    usual = [later - earlier for earlier, later in itertools.pairwise(moments) if later not in gaps]
+    return statistics.fmean(usual)
+
+
+# What the simulator makes of it
+
+
+def foretell(record: Record) -> dict[str, Any]:
+    """Foretold and measured seconds lost: of what was held out, of what gave the parts, and by fault."""
+    first, second = halves(record.struck)
+    times = _times([each.told for each in first], record.pace)
+    behind = [each.remote_behind for each in first]
+    lag = max(0, round(statistics.fmean(behind) - REMOTE_EVERY / 2)) if behind else 0
+    found: dict[str, Any] = {"by kind": {}}
+    for name, struck in (("held out", second), ("same", first)):
+        life, wall = virtual_life(struck)
+        ran = replay(scenario(times, record, lag), life, wall)
+        measured = sum(each.lost(record.pace) for each in struck)
+        ettr = 1.0 - measured / wall
+        found[name] = {
+            "foretold": (1.0 - ran.ettr) * wall,
+            "measured": measured,
+            "note": f"{len(struck)} failures in {wall:.0f} s; ETTR {ran.ettr:.3f} foretold, {ettr:.3f} "
+            f"measured; parts from {len(first)} recoveries of the same run",
+        }
+    for fault in FAULTS:
+        alike = [each for each in second if each.fault == fault]
+        life, wall = virtual_life(alike)
+        ran = replay(scenario(times, record, lag), life, wall)
+        found["by kind"][fault] = {
+            "foretold": (1.0 - ran.ettr) * wall,
+            "measured": sum(each.lost(record.pace) for each in alike),
+        }
+    return found
+
+
+def halves(struck: Sequence[Struck]) -> tuple[list[Struck], list[Struck]]:
+    """Every other one of each fault: both halves met the same machine."""
+    seen: dict[str, int] = {}
+    found: tuple[list[Struck], list[Struck]] = [], []
+    for each in struck:
+        number = seen[each.fault] = seen.get(each.fault, -1) + 1
+        found[number % 2].append(each)
+    return found
+
+
+def virtual_life(struck: Sequence[Struck]) -> tuple[list[KnownFailure], float]:
+    """These failures alone, each after as much training as it came after."""
+    life, now = [], 0.0
+    for each in struck:
+        life.append(KnownFailure(now + each.at - each.began, _LEVEL[FAULTS[each.fault]], each.victims))
+        now += each.after - each.began
+    return life, now
+
+
+_LEVEL = {PROCESS: PROCESS, POD: POD, NODE: "host", DOMAIN: "rack", ALL: ALL}
+
+
+def _times(told: Sequence[Mapping[str, Any]], pace: float) -> RecoveryTimes:
+    job = {"status": {"recoveries": list(told), "progress": {"stepSeconds": pace}}}
+    # Each failure came when all copies were complete again.
+    return measure(measured_recoveries([job]), RecoveryTimes(protect=0.0)).for_levels(
+        ("zone", "rack", "host")
+    )
+
+
+def scenario(times: RecoveryTimes, record: Record, lag: int) -> Scenario:
+    """The laptop cluster's job."""
+    labels = {
+        f"node-{number}": {
+            "topology.kubernetes.io/zone": "z", "topology.kubernetes.io/rack": f"rack-{number}",
+            "kubernetes.io/hostname": f"node-{number}",
+        }
+        for number in range(WORKERS)
+    }  # fmt: skip
+    return Scenario(
+        [WorkerSite(worker, f"node-{worker}") for worker in range(WORKERS)],
+        Topology.build(labels, levels_from_spec("generic", None)),
+        PlacementPolicy(1, "host", required=False),
+        step_seconds=record.pace,
+        saving=Saving(record.snapshot_every, record.deltas, remote_every=REMOTE_EVERY, remote_lag=lag),
+        times=times,
+    )
+
+
+# Real kubelets
+
+_ROW = re.compile(r"\| (?P<what>[^|]+) \| (?P<told>\w+) \| [^|]+ \| (?P<ours>[^|]+) \| (?P<next>[^|]+) \|")
+_APART = ("operators away", "suspend", "attach")
+"""Rows whose time is the test's own, or another controller's."""
+
+
+def real_rows(page: str) -> list[dict[str, Any]]:
+    """Both runs of each fault that `docs/benchmarks/real-cluster.md` tells seconds of."""
+    found = []
+    for match in _ROW.finditer(page):
+        if match["told"] not in {cause.value for cause in Cause} or any(
+            word in match["what"] for word in _APART
+        ):
+            continue
+        ours, after = (
+            [float(word.strip(" *")) for word in match[name].split(";")] for name in ("ours", "next")
+        )
+        if len(after) == 2:
+            found.append(
+                {"what": match["what"], "cause": match["told"], "ours": ours * (3 - len(ours)), "next": after}
+            )
+    return found
+
+
+def foretell_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The second time of each row by the parts of the first times. The page tells two spans, from the fault
+    to the release and to the next step; the first stands for noticing and restoring together.
+    """
+    told = [
+        {
+            "attempt": number, "cause": row["cause"], "tiers": {_tier(row["cause"]): 1}, "detectSeconds": 0.0,
+            "restoreSeconds": row["ours"][0], "totalSeconds": row["next"][0],
+        }
+        for number, row in enumerate(rows, 1)
+    ]  # fmt: skip
+    kinds = [measured_recoveries([{"status": {"recoveries": [each]}}])[0].kind for each in told]
+    times = replace(_times(told, 0.0), detect=0.0)
+    record, hour = Record(pace=1.0), 3600.0
+    described = scenario(times, record, 0)
+    workers = {PROCESS: 0, POD: 1, NODE: 1, DOMAIN: 1, ALL: WORKERS}
+    life = [
+        KnownFailure(number * hour, _LEVEL[kind], tuple(range(workers[kind])))
+        for number, kind in enumerate(kinds, 1)
+    ]
+    ran = replay(described, life, (len(life) + 1) * hour)
+    return {
+        "foretold": ran.down_seconds,
+        "measured": sum(row["next"][1] for row in rows),
+        "note": f"{len(rows)} rows of real-cluster.md; by row the two runs differ by "
+        f"{statistics.median(abs(row['next'][0] / row['next'][1] - 1) for row in rows):.0%} (median)",
+    }
+
+
+def _tier(cause: str) -> str:
+    return {"AllPodsLost": "remote", "TrainerCrash": "local", "OOMKilled": "local"}.get(cause, "peer")
