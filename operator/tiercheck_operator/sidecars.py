@@ -185,9 +185,7 @@ class JobSidecars:
                     self._heard(uid, report)
                     if wait == 0:
                         self._wake()  # somebody waits for this very answer, even if it brings no news
-                    many = len(self._hosts)
-                    serial, wait = report.serial, max(self._poll, many / _POLLS_PER_SECOND)
-                    pause = max(_BREATH, many / _ANSWERS_PER_SECOND)
+                    serial, (wait, pause) = report.serial, self._pace()
                 else:
                     serial, wait, pause = -1, 0.0, _RETRY
             except SidecarError as error:
@@ -196,6 +194,11 @@ class JobSidecars:
                 never = known is None or known.answered_at is None
                 serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
             await asyncio.sleep(pause)
+
+    def _pace(self) -> tuple[float, float]:
+        """Seconds that a long poll waits, and between it and the next: more of both for many workers."""
+        many = len(self._hosts)
+        return max(self._poll, many / _POLLS_PER_SECOND), max(_BREATH, many / _ANSWERS_PER_SECOND)
 
     async def _poll_unless(
         self, failed: asyncio.Event, uid: str, host: str, serial: int, wait: float
