@@ -129,8 +129,8 @@ class JobSidecars:
                 self._tasks[uid] = asyncio.create_task(self._listen(uid, host), name=f"sidecar {host}")
 
     def want_holdings(self, wanted: bool) -> None:
-        """Whether reports are to say what is held. If they are from now on, everybody is asked at once who has
-        not just said it; if not, what they have said is forgotten."""
+        """Whether reports are to say what is held. If they are from now on, who has not just said it is asked
+        at once; if not, what was said is forgotten."""
         if wanted == self._holdings:
             return
         self._holdings = wanted
