@@ -61,7 +61,8 @@ def holdings(worker: int, workers: int, ranks: int) -> tuple[Holding, ...]:
     """What a worker holds: its own ranks, and those of the one before; of the first worker, those of a worker
     after the last one, who was lost."""
     found = []
-    for tier, whose, snapshots in ((Tier.LOCAL, worker, 3), (Tier.PEER, worker - 1 if worker else workers, 2)):
+    before = worker - 1 if worker else workers
+    for tier, whose, snapshots in ((Tier.LOCAL, worker, 3), (Tier.PEER, before, 2)):
         for rank in range(whose * ranks, (whose + 1) * ranks):
             steps = [SAVED.step - number * _CADENCE for number in range(snapshots)]
             found += [Holding(rank, Version(step, 1), tier, 13 << 30) for step in steps]
@@ -113,16 +114,21 @@ class SimulatedSidecar:
         if self._began:
             steps = int(time.time() - self._began) + 1
             trainer = TrainerReport(
-                TrainerState.RUNNING, started_at=self._began, first_step_at=self._began, step=steps, step_seconds=1.0
+                TrainerState.RUNNING,
+                started_at=self._began,
+                first_step_at=self._began,
+                step=steps,
+                step_seconds=1.0,
             )
         restored = SAVED if followed.attempt > 1 else None
         state = RestoreState.READY if self._followed else RestoreState.IDLE
         report = Report(
             job_uid=me.job_uid, worker=me.worker, pod_uid=me.pod_uid, instance="i", serial=self.serial,
-            attempt=followed.attempt, revision=followed.revision, phase=followed.phase if self._followed else None,
-            restore=RestoreReport(state, restored), trainer=trainer, holdings=(), remote=RemoteReport(False, None),
+            attempt=followed.attempt, revision=followed.revision, followed=followed.number,
+            phase=followed.phase if self._followed else None, restore=RestoreReport(state, restored),
+            trainer=trainer, holdings=(), remote=RemoteReport(False, None),
             watermarks=Watermarks(SAVED, SAVED, None, SAVED), memory=MemoryReport(1 << 40, 0, 0),
-            snapshot_every=_CADENCE, reads_tables=True, tells_holdings=with_holdings, followed=followed.number,
+            snapshot_every=_CADENCE, reads_tables=True, tells_holdings=with_holdings,
         )  # fmt: skip
         text = to_json(report)
         if not (with_holdings and self._began):
@@ -179,8 +185,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is None:
             return
         body = self._sidecar.report(with_holdings=query.get("holdings") != "no")
-        date = formatdate(usegmt=True)
-        head = f"HTTP/1.1 200 OK\r\nDate: {date}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = f"HTTP/1.1 200 OK\r\nDate: {formatdate(usegmt=True)}\r\nContent-Length: {len(body)}"
         self._transport.write(f"{head}\r\n\r\n".encode() + body)
         if last:
             self._transport.close()

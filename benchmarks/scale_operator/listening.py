@@ -6,12 +6,13 @@ import asyncio
 import time
 
 from benchmarks.scale_operator.stage import Crowd, CrowdedJob, Stopwatch
+from tiercheck_operator.model.observed import WorkerReport
 
 
 async def listen(job: CrowdedJob, crowd: Crowd, seconds: float) -> dict[str, float]:
     """For a while, once what they hold is not asked for any more. The loop of the job goes on meanwhile."""
     client = job.client
-    while any(entry.report is None or entry.report.holdings for entry in client.reports.values()):
+    while not all(map(_lean, client.reports.values())):  # noqa: ASYNC110  what is waited for is a state
         await asyncio.sleep(0.2)
     watch, theirs, ages = Stopwatch(), crowd.cpu(), []
     end = time.monotonic() + seconds
@@ -26,3 +27,7 @@ async def listen(job: CrowdedJob, crowd: Crowd, seconds: float) -> dict[str, flo
         "oldest report, s": max(map(max, ages)),
         "mean age, s": sum(map(sum, ages)) / sum(map(len, ages)),
     }
+
+
+def _lean(entry: WorkerReport) -> bool:
+    return entry.report is not None and not entry.report.holdings

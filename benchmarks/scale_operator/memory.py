@@ -1,4 +1,4 @@
-"""Peak memory of the real operator process, against the laptop cluster's API server and simulated sidecars."""
+"""Peak memory of the real operator process, beside the laptop's API server and simulated sidecars."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class Kubelets:
 def _running(name: str, now: str) -> dict[str, Any]:
     state = {"running": {"startedAt": now}}
     return {
-        "name": name, "state": state, "ready": True, "started": True, "restartCount": 0, "image": "i", "imageID": "",
+        "name": name, "state": state, "ready": True, "started": True, "restartCount": 0, "image": "i",
+        "imageID": "",
     }  # fmt: skip
 
 
@@ -93,7 +94,11 @@ def measure(jobs: int, workers: int) -> dict[str, float]:
         cluster.apply_crds(ROOT / "crds")
         nodes = ground(jobs * workers)
         for node in nodes.values():
-            made = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node.name, "labels": dict(node.labels)}}
+            made = {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "metadata": {"name": node.name, "labels": dict(node.labels)},
+            }
             cluster.api.create(NODES, None, made)
             ready = {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {"pods": "1000"}}
             cluster.api.patch(NODES, None, node.name, {"status": ready}, subresource="status")

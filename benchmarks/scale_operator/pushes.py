@@ -13,7 +13,7 @@ from tiercheck.protocol.version import Branch, History
 from tiercheck_operator.controller.attempt.barrier import due_directives
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.actions import Push
-from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.observed import Observation, WorkerReport
 from tiercheck_operator.model.status import JobRecord, Recovery
 from tiercheck_operator.sidecars import DirectiveEncoder
 
@@ -30,7 +30,7 @@ async def ask(job: CrowdedJob) -> dict[str, float]:
     """Everybody says what he holds, as after a failure: connections are begun for it."""
     client, watch = job.client, Stopwatch()
     client.want_holdings(True)
-    while not all(entry.report and entry.report.holdings for entry in client.reports.values()):
+    while not all(map(_told, client.reports.values())):  # noqa: ASYNC110  what is waited for is a state
         await asyncio.sleep(0.02)
     wall, cpu = watch.read()
     return {"s": wall, "CPU s": cpu}
@@ -63,6 +63,10 @@ async def push(job: CrowdedJob, number: int, *, resized: bool) -> dict[str, floa
         "telling, CPU s": told[1],
         "bytes of a directive": size,
     }
+
+
+def _told(entry: WorkerReport) -> bool:
+    return entry.report is not None and bool(entry.report.holdings)
 
 
 def _follows(job: CrowdedJob, action: Push) -> bool:

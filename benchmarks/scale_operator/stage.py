@@ -23,8 +23,8 @@ from tiercheck_local.addresses import Octet
 from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
-from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.certificates import issue
+from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.manifests.owned import Credentials, build_secret
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import Observation, Patience
@@ -66,7 +66,8 @@ class Crowd:
         self._octet.release()
 
     def _say(self, text: str) -> float:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         print(text, file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
@@ -84,10 +85,9 @@ class CrowdedJob(BenchJob):
         raw = self.object
         raw["spec"]["procsPerWorker"] = RANKS
         nodes = ground(workers)
-        self.around = Surroundings(
-            lambda *_: list(self.pods.values()), lambda: nodes, cast(Kube, server), Config(patience=_PATIENCE), Metrics()
-        )
-        self.loop = JobLoop(raw, self.around)
+        config, kube = Config(patience=_PATIENCE), cast(Kube, server)
+        around = Surroundings(lambda *_: list(self.pods.values()), lambda: nodes, kube, config, Metrics())
+        self.loop = JobLoop(raw, around)
         self.credentials: Credentials = issue(self.loop.uid)
         secret = build_secret(parse_job(raw), self.credentials)
         server._stored(f"/api/v1/namespaces/default/secrets/{secret['metadata']['name']}", secret)

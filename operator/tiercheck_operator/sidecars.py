@@ -129,8 +129,8 @@ class JobSidecars:
                 self._tasks[uid] = asyncio.create_task(self._listen(uid, host), name=f"sidecar {host}")
 
     def want_holdings(self, wanted: bool) -> None:
-        """Whether reports are to say what is held. If they are from now on, everybody is asked at once who has
-        not just said it; if not, what they have said is forgotten."""
+        """Whether reports are to say what is held. If they are from now on, who has not just said it is asked
+        at once; if not, what was said is forgotten."""
         if wanted == self._holdings:
             return
         self._holdings = wanted
@@ -185,9 +185,7 @@ class JobSidecars:
                     self._heard(uid, report)
                     if wait == 0:
                         self._wake()  # somebody waits for this very answer, even if it brings no news
-                    many = len(self._hosts)
-                    serial, wait = report.serial, max(self._poll, many / _POLLS_PER_SECOND)
-                    pause = max(_BREATH, many / _ANSWERS_PER_SECOND)
+                    serial, (wait, pause) = report.serial, self._pace()
                 else:
                     serial, wait, pause = -1, 0.0, _RETRY
             except SidecarError as error:
@@ -196,6 +194,11 @@ class JobSidecars:
                 never = known is None or known.answered_at is None
                 serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
             await asyncio.sleep(pause)
+
+    def _pace(self) -> tuple[float, float]:
+        """Seconds that a long poll waits, and between it and the next: more of both for many workers."""
+        many = len(self._hosts)
+        return max(self._poll, many / _POLLS_PER_SECOND), max(_BREATH, many / _ANSWERS_PER_SECOND)
 
     async def _poll_unless(
         self, failed: asyncio.Event, uid: str, host: str, serial: int, wait: float

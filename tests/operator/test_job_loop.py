@@ -75,6 +75,9 @@ class Silent:
     def follow(self, hosts: Mapping[str, str]) -> None:
         """Nobody is listened to."""
 
+    def want_holdings(self, wanted: bool) -> None:
+        """Nobody is asked."""
+
     async def close(self) -> None:
         """Nothing is open."""
 

@@ -14,21 +14,22 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from moments import TURNS, Woken, ends, turns
+from moments import TURNS, ends, turns
 from moments import until as until_turn
 from world_in_memory import World
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.directive import Directive, RankRun, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.names import join_address
-from tiercheck.protocol.report import Report
+from tiercheck.protocol.report import Holding, Report
+from tiercheck.protocol.version import Version
 from tiercheck_operator import sidecars
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import HostSign
-from tiercheck_operator.sidecars import JobSidecars, SidecarError
+from tiercheck_operator.sidecars import DirectiveEncoder, JobSidecars, SidecarError
 
 HOST = "127.83.1.7"
 CREDENTIALS = issue("job-uid")
@@ -48,7 +49,11 @@ class StandIn:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.changed = asyncio.Event()
+        self.older = False
+        """Does not know that it may be asked without what it holds."""
         self.asked: list[float] = []
+        self.bare: list[bool] = []
+        """Of each question: whether what is held was not wanted."""
         self.headers: dict[str, str] = {}
         self.directives: list[Directive] = []
 
@@ -61,17 +66,23 @@ class StandIn:
             return web.Response(status=401)
         wait = float(request.query["wait"])
         self.asked.append(wait)
+        self.bare.append(request.query.get("holdings") == "no")
         if int(request.query["after"]) >= self.report.serial:
             self.changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self.changed.wait()
-        return web.Response(body=to_json(self.report), headers=self.headers)
+        return web.Response(body=to_json(self._said(request)), headers=self.headers)
+
+    def _said(self, request: web.Request) -> Report:
+        if request.query.get("holdings") != "no" or self.older:
+            return self.report
+        return dataclasses.replace(self.report, holdings=(), tells_holdings=False)
 
     async def put(self, request: web.Request) -> web.Response:
         self.directives.append(from_json(await request.read(), Directive))
         self.tell(revision=self.directives[-1].revision)
-        return web.Response(body=to_json(self.report))
+        return web.Response(body=to_json(self._said(request)))
 
 
 async def serve(sidecar: StandIn, credentials: Credentials, folder: Path) -> web.AppRunner:
@@ -132,6 +143,103 @@ async def test_probe_is_answered_beside_a_long_poll_that_has_nothing_to_say(
     listening.probe(uid)
     await until(lambda: listening.reports[uid].answered_at != answered)
     assert sidecar.asked.count(0.0) == 2
+
+
+HELD = (Holding(0, Version(5, 1), Tier.LOCAL, 1),)
+
+
+async def test_what_is_held_is_asked_for_only_while_it_is_wanted(
+    sidecar: StandIn, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    sidecar.tell(holdings=HELD)
+    listening.want_holdings(False)
+    listening.follow({uid: HOST})
+    await until(lambda: 30.0 in sidecar.asked)
+    assert sidecar.bare == [False, True], "the first answer, for which somebody waits, tells all"
+    sidecar.tell(attempt=8)
+    await until(lambda: listening.reports[uid].report == bare(sidecar.report))
+    assert listening.reports[uid].holdings_at is None
+    listening.want_holdings(True)
+    await until(lambda: listening.reports[uid].holdings_at)
+    assert listening.reports[uid].report == sidecar.report
+    listening.want_holdings(False)
+    assert listening.reports[uid].report == bare(sidecar.report), "and is kept only so long"
+
+
+async def test_what_was_held_is_remembered_with_its_age_until_it_is_told_again(
+    sidecar: StandIn, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    sidecar.tell(holdings=HELD)
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid))
+    told = listening.reports[uid].holdings_at
+    await listening.push(uid, a_directive())
+    known = listening.reports[uid]
+    assert known.report is not None
+    assert known.report.holdings == HELD
+    assert known.holdings_at == told
+    assert known.answered_at is not None
+    assert told is not None
+    assert known.answered_at > told
+
+
+async def test_sidecar_of_an_older_release_tells_what_it_holds_all_the_same(
+    sidecar: StandIn, listening: JobSidecars
+) -> None:
+    uid, sidecar.older = sidecar.report.pod_uid, True
+    sidecar.tell(holdings=HELD)
+    listening.want_holdings(False)
+    listening.follow({uid: HOST})
+    await until(lambda: 30.0 in sidecar.asked)
+    sidecar.tell(attempt=8)
+    await until(lambda: heard(listening, uid) == sidecar.report)
+    assert listening.reports[uid].holdings_at == listening.reports[uid].answered_at
+
+
+async def test_answer_that_a_later_one_has_overtaken_changes_nothing(listening: JobSidecars) -> None:
+    report = some_report()
+    listening.follow({report.pod_uid: HOST})
+    listening._heard(report.pod_uid, report)
+    listening._heard(report.pod_uid, dataclasses.replace(report, serial=report.serial - 1, revision="older"))
+    assert heard(listening, report.pod_uid) == report
+    restarted = dataclasses.replace(report, serial=1, instance="another")
+    listening._heard(report.pod_uid, restarted)
+    assert heard(listening, report.pod_uid) == restarted
+
+
+async def test_polls_of_many_workers_are_longer_and_rest_between_two_answers() -> None:
+    client = JobSidecars("job-uid", CREDENTIALS, lambda: None, poll_seconds=5.0)
+    paces = []
+    for workers in (4, 64, 2000, 4000):
+        client._hosts = {str(worker): HOST for worker in range(workers)}
+        paces.append(client._pace())
+    client._hosts = {}
+    await client.close()
+    assert paces == [(5.0, 0.05), (5.0, 0.05), (5.0, 0.5), (10.0, 1.0)]
+
+
+def test_table_that_many_directives_share_is_written_once_and_read_by_everybody() -> None:
+    table = SourceTable((Source(Tier.REMOTE),), (RankRun(9, (0,)),))
+    restore = Restore(Version(5, 1), (), world_size=9, table=table)
+    ordinary, first = a_directive(), dataclasses.replace(a_directive(), restore=restore)
+    second = dataclasses.replace(first, worker=1)
+    other = dataclasses.replace(first, restore=dataclasses.replace(restore, table=SourceTable((), ())))
+    encoder = DirectiveEncoder()
+    for directive in (first, second, ordinary, other, first):
+        assert from_json(encoder.encode(directive), Directive) == directive
+
+
+def bare(report: Report) -> Report:
+    return dataclasses.replace(report, holdings=(), tells_holdings=False)
+
+
+def a_directive() -> Directive:
+    world = World()
+    while not any(isinstance(action, Push) for action in world.last.after):
+        world.tick()
+    return next(action.directive for action in world.last.after if isinstance(action, Push))
 
 
 async def test_directive_reaches_the_sidecar_as_it_was_written(

@@ -15,9 +15,10 @@ from pathlib import Path
 from world import World, error_of, until
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
+from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.install_library import install
 

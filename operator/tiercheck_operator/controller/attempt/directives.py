@@ -109,10 +109,9 @@ def build_directives(
     named_table = "" if table is None else _digest_of(table)
     listed = tuple(RankSources(rank, sources.get(rank, ())) for rank in range(old))
     for worker in sorted(members):
-        told = _reads_tables(obs, members[worker]) and table is not None
-        ranks = () if told else listed or tuple(
-            RankSources(rank, sources.get(rank, ())) for rank in range(worker * procs, (worker + 1) * procs)
-        )
+        own = range(worker * procs, (worker + 1) * procs)
+        told = table if _reads_tables(obs, members[worker]) else None
+        ranks = listed or tuple(RankSources(rank, sources.get(rank, ())) for rank in own)
         directive = Directive(
             job_uid=uid,
             worker=worker,
@@ -124,7 +123,7 @@ def build_directives(
             policy=rules,
             restore=None
             if version is None
-            else Restore(version, ranks, world_size=old, table=table if told else None),
+            else Restore(version, () if told else ranks, world_size=old, table=told),
             holders=tuple(
                 Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts
             ),
