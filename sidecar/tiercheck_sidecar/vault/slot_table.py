@@ -205,13 +205,15 @@ class SlotTable:
         shape = self._shape()
         if shape == self._tidy:
             return []  # nothing was, and nothing is gone
-        for slots in self._pools.values():
+        for pool, slots in self._pools.items():
             free = [slot for slot in slots.values() if slot.state is SlotState.FREE]
-            count = _present(slots) if free else 0
+            if not free:
+                continue
+            capacity, surplus = self.demand.capacity(pool), _present(slots) - self.demand.cap(pool)
             for slot in free:
-                if self._is_useless(slot, count):
+                if capacity is None or capacity not in (0, slot.size) or surplus > 0:
                     slot.state = SlotState.GONE
-                    count -= 1
+                    surplus -= 1
         gone = [slot for slot in self.slots.values() if slot.state is SlotState.GONE]
         self._tidy = None if gone else shape
         return gone
@@ -329,10 +331,6 @@ class SlotTable:
         """Free a doomed slot that nobody uses."""
         if slot.doomed and slot.pins == 0 and slot.state is SlotState.SEALED:
             slot.seal, slot.doomed, slot.state = None, False, _emptied(slot)
-
-    def _is_useless(self, slot: Slot, count: int) -> bool:
-        capacity = self.demand.capacity(slot.pool)
-        return capacity is None or capacity not in (0, slot.size) or count > self.demand.cap(slot.pool)
 
 
 def remove_files(gone: Sequence[Slot]) -> None:
