@@ -542,3 +542,34 @@ def test_completed_job_claims_no_protection_and_names_what_the_remote_tier_holds
     assert not protected.status
     assert "the remote tier holds step" in protected.message
     assert set(world.status.tiers) <= {"remote"}
+
+
+@pytest.mark.parametrize("remote", [None, REMOTE])
+def test_history_has_no_attempt_of_which_nothing_is_left_and_every_one_of_which_something_is(
+    remote: object,
+) -> None:
+    """Or directives grow with every restart."""
+    world = running_world(remote=remote)
+    whole = world.status.history
+    for number in range(2, 10):
+        assert world.crash(number % 4)
+        world.tick()
+        world.until("Running", attempt=number)
+        whole = whole.after(number, world.status.history.branches[-1].base_step, whole.ranks)
+        kept = {each.version for uid in world.pods for each in world.sidecars[uid].report().holdings}
+        for version in kept | world.remote:
+            assert world.status.history.accepts(version) == whole.accepts(version)
+        world.train(9)
+    assert len(whole.branches) == 9
+    assert len(world.status.history.branches) < (5 if remote is None else 9)
+
+
+def test_history_stays_whole_while_nobody_knows_what_the_remote_tier_has() -> None:
+    world = running_world(remote=REMOTE)
+    world.remote_up = False
+    for number in range(2, 6):
+        assert world.crash(number % 4)
+        world.tick()
+        world.until("Running", attempt=number)
+        world.train(9)
+    assert [branch.attempt for branch in world.status.history.branches] == [1, 2, 3, 4, 5]

@@ -68,6 +68,32 @@ def test_answers_are_those_of_a_walk_through_all_branches(
         assert history.steps_of(attempt) == (branches[first].base_step + 1, end)
 
 
+@given(lines, st.integers(0, 14))
+def test_shorter_history_says_the_same_of_all_that_is_kept_and_nothing_new_of_what_is_not(
+    branches: list[Branch], oldest: int
+) -> None:
+    history = History(tuple(branches))
+    shorter = history.since(oldest)
+    assert set(shorter.branches) <= set(history.branches)
+    for step in range(15):
+        expected = history.owner(step)
+        assert shorter.owner(step) in ((expected,) if step >= oldest else (expected, None))
+    assert (shorter.attempt, shorter.ranks) == (history.attempt, history.ranks)
+    assert shorter.since(oldest) == shorter
+
+
+@given(starts, st.integers(0, LAST), st.data())
+def test_shorter_history_goes_on_as_the_whole_one_would(
+    restarts: list[tuple[int, int]], oldest: int, data: st.DataObject
+) -> None:
+    """Attempts that begin from what is kept change nothing of it."""
+    history, _ = history_of(restarts)
+    base = data.draw(st.integers(oldest, LAST))
+    whole, shorter = (each.after(99, base) for each in (history, history.since(oldest)))
+    for step in range(oldest, LAST + 3):
+        assert shorter.owner(step) == whole.owner(step)
+
+
 @given(starts)
 def test_at_most_one_attempt_is_accepted_for_a_step(restarts: list[tuple[int, int]]) -> None:
     history, told = history_of(restarts)

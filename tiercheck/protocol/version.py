@@ -64,6 +64,19 @@ class History:
         kept = tuple(branch for branch in self.branches if branch.base_step < base_step)
         return History((*kept, Branch(attempt, base_step, ranks)))
 
+    def since(self, step: int) -> History:
+        """The same line for `step` and all after it. Attempts that own only older ones are left out, and what
+        they made is not accepted any more.
+        """
+        kept: list[Branch] = []
+        end: int | None = None
+        for branch in reversed(self.branches):
+            if end is not None and end < step:
+                break
+            kept.append(branch)
+            end = branch.base_step if end is None else min(end, branch.base_step)
+        return History(tuple(reversed(kept)))
+
     def accepts(self, version: Version) -> bool:
         """Whether an artifact of this version belongs to the accepted line."""
         return self.owner(version.step) == version.attempt

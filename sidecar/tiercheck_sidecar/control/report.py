@@ -38,7 +38,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._serial = 0
         self._known: tuple[Any, ...] = ()
-        self._told: tuple[tuple[Seal, ...], tuple[Holding, ...]] = ((), ())
+        self._told: dict[int, tuple[Seal, Holding]] = {}
         self._discretion = Discretion(own_credentials() | {board.config.token})
         self.owes: Callable[[], bool] = lambda: False
         """Whether holders lack anything. While training runs they always lack the newest, so then nobody is
@@ -92,14 +92,16 @@ class Reporter:
             )
 
     def _holdings(self) -> tuple[Holding, ...]:
-        held = self._vault.held()
-        if held is not self._told[0]:
-            told = (
-                Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share)
-                for seal in held
+        before = self._told
+        self._told = {
+            id(seal): before.get(id(seal))
+            or (
+                seal,
+                Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share),
             )
-            self._told = held, tuple(told)
-        return self._told[1]
+            for seal in self._vault.held()
+        }
+        return tuple([holding for _, holding in self._told.values()])
 
     def _restore(self) -> RestoreReport:
         board = self._board

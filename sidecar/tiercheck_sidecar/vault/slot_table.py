@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -77,7 +77,7 @@ class SlotTable:
         self._used = 0
         self._tidy: _Shape | None = None
         """In which nothing was to be retired."""
-        self._lacking: dict[Kind, tuple[_Shape, list[tuple[int, Pool, int, int]]]] = {}
+        self._lacking: dict[tuple[Kind, ...], tuple[_Shape, list[tuple[int, Pool, int, int]]]] = {}
 
     def enter(self, found: Iterable[Slot]) -> None:
         """What an earlier process left."""
@@ -205,13 +205,15 @@ class SlotTable:
         shape = self._shape()
         if shape == self._tidy:
             return []  # nothing was, and nothing is gone
-        for slots in self._pools.values():
+        for pool, slots in self._pools.items():
             free = [slot for slot in slots.values() if slot.state is SlotState.FREE]
-            count = _present(slots) if free else 0
+            if not free:
+                continue
+            capacity, surplus = self.demand.capacity(pool), _present(slots) - self.demand.cap(pool)
             for slot in free:
-                if self._is_useless(slot, count):
+                if capacity is None or capacity not in (0, slot.size) or surplus > 0:
                     slot.state = SlotState.GONE
-                    count -= 1
+                    surplus -= 1
         gone = [slot for slot in self.slots.values() if slot.state is SlotState.GONE]
         self._tidy = None if gone else shape
         return gone
@@ -225,40 +227,39 @@ class SlotTable:
 
     # What there should be
 
-    def next_missing(self, kind: Kind) -> Slot | None:
-        """An own slot that the plan wants and memory allows, entered but not yet allocated. Ranks take turns:
-        a version needs all of them."""
-        for _, pool, size, _ in self._missing(kind):
+    def next_missing(self, kinds: tuple[Kind, ...]) -> Slot | None:
+        """An own slot that the plan wants and memory allows, entered but not yet allocated; of the first kind
+        that lacks any. Ranks take turns: a version needs all of them."""
+        for _, pool, size, _ in self._missing(kinds):
             if self.used() + sizing.cost(size) <= self.limit:
                 return self._place(pool, size)
         return None
 
-    def missing(self, kind: Kind) -> int:
+    def missing(self, kinds: tuple[Kind, ...]) -> int:
         """How many such slots there are."""
         found, left = 0, self.limit - self.used()
-        for _, _, size, lack in self._missing(kind):
+        for _, _, size, lack in self._missing(kinds):
             fit = min(lack, max(0, left) // sizing.cost(size))
             found, left = found + fit, left - fit * sizing.cost(size)
         return found
 
-    def _missing(self, kind: Kind) -> list[tuple[int, Pool, int, int]]:
-        """Of own ranks with fewer slots than the plan wants, those with the fewest first: slots, pool, bytes
-        of each, and how many are missing."""
-        shape, known = self._shape(), self._lacking.get(kind)
+    def _missing(self, kinds: tuple[Kind, ...]) -> list[tuple[int, Pool, int, int]]:
+        """Of own ranks with fewer slots than the plan wants, kind by kind those with the fewest first: slots,
+        pool, bytes of each, and how many are missing."""
+        shape, known = self._shape(), self._lacking.get(kinds)
         if known is None or known[0] != shape or shape[3]:
-            known = self._lacking[kind] = shape, self._count_missing(kind)
+            found = [each for kind in kinds for each in sorted(self._lack(kind), key=lambda each: each[0])]
+            known = self._lacking[kinds] = shape, found
         return known[1]
 
-    def _count_missing(self, kind: Kind) -> list[tuple[int, Pool, int, int]]:
+    def _lack(self, kind: Kind) -> Iterator[tuple[int, Pool, int, int]]:
         if not self.demand.plan().fits:
-            return []  # saving is refused, so a slot would only raise hopes
-        found = []
+            return  # saving is refused, so a slot would only raise hopes
         for rank in self.demand.own:
             pool = Pool(Tier.LOCAL, rank, kind)
             size, count, cap = self.demand.capacity(pool), self._count(pool), self.demand.cap(pool)
             if size and count < cap:
-                found.append((count, pool, size, cap - count))
-        return sorted(found, key=lambda each: each[0])
+                yield count, pool, size, cap - count
 
     def numa_of(self, slot: Slot) -> int:
         """Where its memory should lie; -1: anywhere."""
@@ -329,10 +330,6 @@ class SlotTable:
         """Free a doomed slot that nobody uses."""
         if slot.doomed and slot.pins == 0 and slot.state is SlotState.SEALED:
             slot.seal, slot.doomed, slot.state = None, False, _emptied(slot)
-
-    def _is_useless(self, slot: Slot, count: int) -> bool:
-        capacity = self.demand.capacity(slot.pool)
-        return capacity is None or capacity not in (0, slot.size) or count > self.demand.cap(slot.pool)
 
 
 def remove_files(gone: Sequence[Slot]) -> None:

@@ -229,7 +229,7 @@ class Vault:
         so that no trainer waits for it."""
         kinds = (Kind.SNAPSHOT, Kind.DELTA) if deltas else (Kind.SNAPSHOT,)
         with self._table as table:
-            missing = sum(map(table.missing, kinds))
+            missing = table.missing(kinds)
         hands = min(self._hands, missing)
         if not missing:
             return
@@ -384,9 +384,9 @@ class Vault:
         if added:
             self._on_change()
 
-    def _next_missing(self, kinds: Iterable[Kind]) -> Slot | None:
+    def _next_missing(self, kinds: tuple[Kind, ...]) -> Slot | None:
         with self._table as table:
-            return next(filter(None, map(table.next_missing, kinds)), None)
+            return table.next_missing(kinds)
 
     def _seal(self, slot: Slot, seal: Seal) -> None:
         if slot.state is SlotState.GONE:

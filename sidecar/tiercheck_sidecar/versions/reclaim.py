@@ -10,7 +10,7 @@ from tiercheck.failpoints import failpoint
 from tiercheck.protocol.artifacts.sizing import OWN_SLOTS, SPARE_DELTAS, Room, Sizing
 from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
-from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
+from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.vault import Vault
@@ -22,8 +22,6 @@ Gone = tuple[Where, Kind, Version]
 """What is where, and given up."""
 Hosted = tuple[set[int], set[Share]]
 """Ranks and parity lanes of other workers that are kept here."""
-_Asked = tuple[MemoryPlace, History, TierVerdict | None, Version | None]
-"""All that it depends on what may go from a place."""
 
 
 class Reclaimer:
@@ -34,8 +32,9 @@ class Reclaimer:
         self._hosted: Hosted = (set(), set())
         self._wanted: tuple[Directive, Hosted] | None = None
         """What a directive wants to be hosted."""
-        self._judged: dict[Where, tuple[_Asked, frozenset[tuple[Kind, Version]]]] = {}
-        """What may go from each place, and what that was found from."""
+        self._word: tuple[Directive | None, TierVerdict | None, Sizing | None] = None, None, None
+        self._judged: dict[Where, tuple[MemoryStock, frozenset[tuple[Kind, Version]]]] = {}
+        """What may go from each place by that word, and of what."""
 
     def run(self) -> None:
         for _ in self._board.looks(timeout=1.0):
@@ -94,16 +93,16 @@ class Reclaimer:
             # while others may still be restoring, even what the new history does not accept harms nobody
             return
         plan = self._vault.size_plan()
-        owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
-        hosted = self._wanted_by(directive)
+        word = directive, verdict, plan
+        if any(now is not before for now, before in zip(word, self._word, strict=True)):
+            self._word, self._judged = word, {}
         judged, gone = {}, set[Gone]()
         for name, stock in self._vault.stocks().items():
-            mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
-            place = _place(name, stock, directive, verdict, plan, hosted=hosted)
-            asked = place, directive.history, verdict, owed if mine else None
             known = self._judged.get(name)
-            judged[name] = known if known and known[0] == asked else (asked, expendable(*asked))
-            gone.update((name, kind, version) for kind, version in judged[name][1])
+            if known is None or known[0] is not stock:
+                known = stock, self._expendable(name, stock, directive, verdict, plan)
+            judged[name] = known
+            gone.update((name, kind, version) for kind, version in known[1])
         self._judged = judged
         gone -= self._counted_on(gone, directive, verdict)
         if gone:
@@ -113,6 +112,21 @@ class Reclaimer:
                 lambda seal: seal.version in versions and (where(seal), seal.kind, seal.version) in gone
             )
         self._vault.trim()
+
+    def _expendable(
+        self,
+        name: Where,
+        stock: MemoryStock,
+        directive: Directive,
+        verdict: TierVerdict | None,
+        plan: Sizing,
+    ) -> frozenset[tuple[Kind, Version]]:
+        """Of one place; nothing else than these decides it."""
+        owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None
+        mine = name.tier is Tier.LOCAL and (verdict is None or name.rank not in verdict.received)
+        hosted = self._wanted_by(directive)
+        place = _place(name, stock, directive, verdict, plan, hosted=hosted)
+        return expendable(place, directive.history, verdict, owed if mine else None)
 
     def _counted_on(self, gone: set[Gone], directive: Directive, verdict: TierVerdict | None) -> set[Gone]:
         """What has to wait. By our last report the coordinator may announce what rests on an own snapshot, as

@@ -31,6 +31,7 @@ from tiercheck_operator.controller.observe.inventories import (
     bad_everywhere,
     inventories,
     last_attempt,
+    oldest_step,
     remote_inventory,
     reports_of,
     with_ranks,
@@ -62,7 +63,7 @@ from tiercheck_operator.planning.recovery.recovery import (
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _HISTORY_LIMIT = 100
-"""Branches kept; the schema allows a few more. Versions of older branches were reclaimed long ago."""
+"""Branches kept where it is not known what is kept of older ones; the schema allows a few more."""
 
 _SNAPSHOTS_ONLY = 4
 """Failed restores after which deltas are left out: versions of one chain would fail one after the other."""
@@ -131,13 +132,31 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
         refused = conditions.REMOTE_OWNED if _is_owned(reports) else conditions.REMOTE_UNREACHABLE
         reason = refused if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
         return Waiting(reason, f"{outcome.reason}.{said}", wake_after=situation.patience.retry)
+    begun = _next_status(
+        situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed
+    )
+    if len(reports) == len(situation.members) and _sees_all(remote, reports):
+        begun = replace(begun, history=_still_needed(begun.history, problem))
     return Begun(
-        _next_status(
-            situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed
-        ),
+        begun,
         placed.saved(number, situation.membership),
         Finding(placed.reason, placed.message),
     )
+
+
+def _sees_all(remote: RemoteInventory, reports: list[Report]) -> bool:
+    """Whether what is known of the remote tier is all that is there: worker 0 lists it, others are told of
+    the newest."""
+    lists = (report.remote for report in reports if report.worker == 0)
+    return not remote.configured or any(entry.configured and entry.reachable for entry in lists)
+
+
+def _still_needed(history: History, problem: RecoveryProblem) -> History:
+    """Without attempts of which nothing is left anywhere, so that directives do not grow with every
+    restart."""
+    oldest = oldest_step(problem.inventories, problem.remote)
+    restored = history.branches[-1].base_step
+    return history.since(restored if oldest is None else min(oldest, restored))
 
 
 def _recovery_problem(

@@ -253,6 +253,18 @@ def with_ranks(history: History, remote: RemoteInventory, ranks: int) -> History
     )
 
 
+def oldest_step(found: Iterable[JobInventory], remote: RemoteInventory) -> int | None:
+    """Of all that lies anywhere, whether or not it is accepted; None: nothing does."""
+    places = [
+        kept
+        for inventory in found
+        for table in (inventory.own, inventory.hosted, inventory.blocks)
+        for kept in table.values()
+    ]
+    steps = [version.step for kept in places for version in (*kept.snapshots, *kept.deltas)]
+    return min([*steps, *(version.step for version in remote.versions)], default=None)
+
+
 def last_attempt(remote: RemoteInventory) -> int:
     """The newest attempt that left anything in the remote tier; 0: none did."""
     return max((version.attempt for version in remote.usable), default=0)
