@@ -42,8 +42,9 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState
 from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_sidecar.exchange.fetch import Dial, fetch
-from tiercheck_sidecar.exchange.frames import CONGESTION_CONTROL, Wire
+from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
+from tiercheck_sidecar.exchange.network.transport import CONGESTION_CONTROL
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState

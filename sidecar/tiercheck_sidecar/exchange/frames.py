@@ -4,12 +4,11 @@ header.
 Once the two ends have proved who they are, everything carries a tag (`protection`). Chunks whose tags were
 made when their artifact was sealed (`tags`) travel bare: only their header is tagged here, and the kernel
 takes their bytes from the slot. Others pass through a small buffer that stays in the cache. All go from the
-socket to their place. The kernel's own socket timeouts bound every wait, so no call needs a poll around it.
+connection to their place.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
@@ -25,12 +24,13 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.exchange.network.interfaces import NamedAddress
+from tiercheck_sidecar.exchange.network.transport import GIVEN_UP, Channel, TcpChannel
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
 from tiercheck_sidecar.vault.tags import Tagger, Tags
 
 T = TypeVar("T")
 
-IO_TIMEOUT = 20.0
+IO_TIMEOUT = GIVEN_UP
 """Seconds without any progress after which a connection counts as broken."""
 IDLE_TIMEOUT = 600.0
 """Seconds that a connection may lie idle between two artifacts."""
@@ -39,12 +39,6 @@ LONGEST_STRANGER = 16 * 1024
 LONGEST = 64 * 1024 * 1024
 END = 0xFFFFFFFF
 """Instead of a chunk's index: no more chunks for now."""
-
-CONGESTION_CONTROL = b"cubic"
-"""Bulk copies inside a cluster: BBR, some hosts' default, paces by timers and by an estimate of the path that
-is far too low whenever a busy machine lets a sender wait for its turn (measured on loopback: a quarter of the
-rate, twice the sender's CPU).
-"""
 
 _NO_WAY = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _LENGTH = struct.Struct("<I")
@@ -145,17 +139,9 @@ class BytePace(Protocol):
 class Wire:
     """One connection. Used and closed by one thread at a time; only `cut` may come from another."""
 
-    def __init__(self, connection: socket.socket, timeout: float = IO_TIMEOUT) -> None:
-        self._socket = connection
-        connection.setblocking(True)
+    def __init__(self, connection: Channel | socket.socket, timeout: float = IO_TIMEOUT) -> None:
+        self._channel = TcpChannel(connection) if isinstance(connection, socket.socket) else connection
         self.patience(timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(IO_TIMEOUT * 1000))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # so that an idle one is missed too
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(IO_TIMEOUT / 2))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(IO_TIMEOUT / 4))
-        with contextlib.suppress(OSError):  # not every kernel has or allows it; then its default does
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
         self.sent = 0
         """Bytes of chunks, whether or not they arrived."""
         self.heard: Callable[[int], None] = _nobody
@@ -185,32 +171,27 @@ class Wire:
     @property
     def near_end(self) -> tuple[str, int]:
         """IP address and port of our end. Raises WireBroken."""
-        return _address(self._socket.getsockname)
+        return _address(lambda: self._channel.near_end)
 
     @property
     def far_end(self) -> tuple[str, int]:
         """IP address and port of the other end. Raises WireBroken."""
-        return _address(self._socket.getpeername)
+        return _address(lambda: self._channel.far_end)
 
     def patience(self, seconds: float) -> None:
         """How long one call may wait for progress."""
-        value = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        self._channel.patience(seconds)
 
     def hurry(self, seconds: float) -> None:
         """Everything received from now on must have come within `seconds`, however steadily it trickles."""
         self._deadline = time.monotonic() + seconds
 
     def cut(self) -> None:
-        """End whatever the other thread waits for. The descriptor stays its own: the number might be somebody
-        else's at once."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """End whatever the other thread waits for."""
+        self._channel.cut()
 
     def close(self) -> None:
-        self.cut()
-        self._socket.close()
+        self._channel.close()
 
     def send(self, message: object) -> None:
         """Raises WireBroken."""
@@ -268,7 +249,7 @@ class Wire:
         header = _CHUNK.pack(index, length, bare)
         frame = self._sending(_PART + header)
         try:
-            self._socket.sendall(header + (frame.tag() if bare else b""), socket.MSG_MORE)
+            self._channel.send(header + (frame.tag() if bare else b""), more=True)
             failpoint("mid-chunk")
             for begin, size in _portions(offset, length, pace):
                 if bare:
@@ -276,7 +257,7 @@ class Wire:
                 else:
                     self._send_tagged(file, begin, size, frame)
             if not bare:
-                self._socket.sendall(frame.tag())
+                self._channel.send(frame.tag())
         except OSError as error:
             raise broken(error) from error
 
@@ -322,9 +303,8 @@ class Wire:
         return self._out is not None and self._out.encrypted
 
     def _send_bare(self, file: int, offset: int, size: int) -> None:
-        """The kernel sends them; nobody looks at them here."""
         while size:
-            sent = os.sendfile(self._socket.fileno(), file, offset, size)
+            sent = self._channel.send_file(file, offset, size)
             if sent == 0:
                 raise WireBroken("the slot is shorter than its artifact")
             self.sent += sent
@@ -338,7 +318,7 @@ class Wire:
             if got == 0:
                 raise WireBroken("the slot is shorter than its artifact")
             frame.work(self._buffer[:got])
-            self._socket.sendall(self._buffer[:got], socket.MSG_MORE)
+            self._channel.send(self._buffer[:got], more=True)
             self.sent += got
             offset, size = offset + got, size - got
 
@@ -362,7 +342,7 @@ class Wire:
     def _fill(self, view: memoryview) -> None:
         try:
             while view:
-                got = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+                got = self._channel.receive_into(view)
                 if got == 0:
                     raise WireBroken("the connection was closed")
                 view = view[got:]
@@ -378,7 +358,7 @@ class Wire:
 
     def _send_all(self, data: bytes) -> None:
         try:
-            self._socket.sendall(data)
+            self._channel.send(data)
         except OSError as error:
             raise broken(error) from error
 
