@@ -54,6 +54,8 @@ STEP = {64: 1.0, 512: 1.0, 1250: 2.0, 4000: 5.0}
 _SPREAD, _COPYING = 0.3, (0.2, 0.5)
 """Seconds in which all ranks seal a step, and until a rank's holder has it as well: at any moment some have
 news."""
+_CONNECTING = 0.01
+"""Seconds per worker in which all connect: here both ends of each handshake share the cores."""
 _CADENCE = 3
 _FIRST = 1000
 _SERVER = "127.77.0.1"
@@ -194,7 +196,7 @@ class Line(asyncio.Protocol):
 
     def __init__(self, each: Simulated) -> None:
         self.each, self.messages, self.head = each, Messages(), b""
-        self.ready = asyncio.Event()
+        self.ready, self.asked = asyncio.Event(), 0
         self.answer: asyncio.Future[TierAnswer] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:
@@ -216,7 +218,7 @@ class Line(asyncio.Protocol):
             answer = self.each.fleet.read(text)
             if answer.verdict is not None:
                 self.each.fleet.follow(self.each, answer.verdict)
-            elif not self.answer.done():
+            elif answer.to == self.asked and not self.answer.done():
                 self.answer.set_result(answer)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -244,7 +246,7 @@ class Fleet:
         self.uploaded: set[int] = set()
         self.known: dict[int, list[float]] = {}
         """When each sidecar heard that a step is complete."""
-        self.reports, self.failures = 0, 0
+        self.reports, self.failures, self.late = 0, 0, 0
         self.texts: dict[bytes, TierAnswer] = {}
 
     def step(self, rank: int, now: float) -> int:
@@ -312,10 +314,7 @@ class Fleet:
         took, used = time.monotonic() - began, cpu_seconds(process.pid) - used
         late, spread = [], []
         for step, times in self.known.items():
-            if (
-                began <= self.complete(step) <= began + seconds - 2.0
-                and len(times) > 0.98 * self.workers
-            ):
+            if began <= self.complete(step) <= began + seconds - 2.0 and len(times) > 0.98 * self.workers:
                 late += [moment - self.complete(step) for moment in times]
                 spread.append(max(times) - min(times))
         late.sort()
@@ -327,6 +326,7 @@ class Fleet:
             "push, first to last": statistics.median(spread) if spread else -1.0,
             "CPU seconds per second of all simulated": (time.process_time() - mine) / took,
             "connections lost": self.failures,
+            "answers late": self.late,
         }
 
     async def _upload(self) -> None:
@@ -338,7 +338,7 @@ class Fleet:
             await asyncio.sleep(max(0.0, began + number * _UPLOADING / len(ranks) - time.monotonic()))
 
     async def _live(self, each: Simulated) -> None:
-        await asyncio.sleep(self.rng.uniform(0, 0.003 * self.workers))
+        await asyncio.sleep(self.rng.uniform(0, _CONNECTING * self.workers))
         while True:
             with contextlib.suppress(OSError, TimeoutError):
                 await self._converse(each)
@@ -358,17 +358,29 @@ class Fleet:
         )
         await line.ready.wait()
         while True:
+            if line.transport.is_closing():
+                raise ConnectionResetError
             now = time.monotonic()
             word = each.word(now)
             news = difference(base, word, number + 1, number)
-            if base is None or now - said_at >= heartbeat(self.workers) or news.ranks or news.own or news.copies is not None:
+            if (
+                base is None
+                or now - said_at >= heartbeat(self.workers)
+                or news.ranks
+                or news.own
+                or news.copies is not None
+            ):
                 number += 1
-                line.answer = loop.create_future()
+                line.answer, line.asked = loop.create_future(), number
                 line.transport.write(framed(encode(news)))
-                async with asyncio.timeout(3.0):
-                    answer = await line.answer
+                try:
+                    async with asyncio.timeout(3.0):
+                        answer = await asyncio.shield(line.answer)
+                except TimeoutError:
+                    self.late, base = self.late + 1, None
+                    continue  # on the same connection, as long as it lives
                 self.reports += 1
-                base, said_at = (word, now) if answer.taken == number else (None, now)
+                base, said_at = (None if answer.refused else word, now)
             await asyncio.sleep(max(0.0, now + pace(self.workers) - time.monotonic()))
 
 

@@ -52,9 +52,9 @@ def world(make_world: MakeWorld) -> World:
 
 def test_what_is_said_is_answered_and_verdicts_come_on_their_own(world: World) -> None:
     far = Far(world)
-    assert far.say(4, 1).taken == 1
+    assert far.say(4, 1) == TierAnswer(1)
     assert far.heard.get(timeout=10).verdict is not None
-    assert far.say(5, 2).taken == 2
+    assert far.say(5, 2) == TierAnswer(2)
     far.line.close()
 
 
@@ -68,7 +68,7 @@ def test_dead_coordinator_is_noticed_and_the_next_one_is_found(world: World) -> 
     assert failed.value.how is Break.REFUSED
     world.start(0)
     world.direct(Phase.RELEASE)
-    assert far.say(5, 3).taken == 3
+    assert far.say(5, 3) == TierAnswer(3)
     far.line.close()
 
 
@@ -84,7 +84,7 @@ def test_message_without_end_ends_the_connection_alone(world: World) -> None:
     far.say(4, 1), other.say(4, 1)
     with pytest.raises(CallFailed):
         far.line.tell(b"x" * (20 << 20), 2)
-    assert other.say(5, 2).taken == 2
+    assert other.say(5, 2) == TierAnswer(2)
     assert world.is_ready(0)
     other.line.close()
 

@@ -198,7 +198,7 @@ class Speaker:
         self.number += 1
         news = difference(None if whole else self.base, word, self.number, self.number - 1)
         answer = self.coordinator.hear_news(self.caller, encode(news))
-        self.base = word if answer.taken else self.base
+        self.base = self.base if answer.refused else word
         return answer
 
     def mark(self) -> Version | None:
@@ -210,7 +210,8 @@ class Speaker:
 def test_what_changed_moves_the_watermark_as_the_whole_does(coordinator: Coordinator) -> None:
     one, other = Speaker(coordinator, 0), Speaker(coordinator, 1)
     for step in (4, 5, 6):
-        assert one.say(step).taken == other.say(step).taken == one.number
+        assert not one.say(step).refused
+        assert not other.say(step).refused
         assert one.mark() == Version(step, 1)
 
 
@@ -222,28 +223,28 @@ def test_coordinator_that_lacks_the_base_asks_for_the_whole_and_changes_nothing(
     assert one.mark() == Version(4, 1)
     other.caller = Caller()  # a new connection, as to a process that was started again
     answer = other.say(5)
-    assert (answer.taken, answer.whole) == (0, True)
+    assert (answer.to, bool(answer.refused), answer.whole) == (2, True, True)
     one.say(5)
     assert one.mark() == Version(4, 1)
-    assert other.say(5, whole=True).taken
+    assert not other.say(5, whole=True).refused
     assert one.mark() == Version(5, 1)
 
 
 def test_after_a_refusal_differences_begin_anew(coordinator: Coordinator) -> None:
     one = Speaker(coordinator, 0)
-    assert one.say(4).taken
+    assert not one.say(4).refused
     assert one.say(-1).refused
     assert one.say(6).whole
-    assert one.say(6, whole=True).taken
+    assert not one.say(6, whole=True).refused
 
 
 def test_message_that_is_none_is_refused_and_kills_nobody(coordinator: Coordinator) -> None:
     one = Speaker(coordinator, 0)
-    assert one.say(4).taken
+    assert not one.say(4).refused
     for text in (b"", b"[]", b'{"number":2,"base":1,"ranks":[{"ranks":[7],"held":{}}]}', b'{"number":9}'):
         assert coordinator.hear_news(one.caller, text).refused
     assert coordinator.hear_news(Caller(), b'{"number":1,"base":0}').refused
-    assert one.say(5, whole=True).taken
+    assert not one.say(5, whole=True).refused
 
 
 def test_everybody_is_told_the_same_and_each_only_once(coordinator: Coordinator) -> None:

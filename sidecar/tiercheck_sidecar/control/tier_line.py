@@ -32,6 +32,9 @@ _MOST = 16 * 1024 * 1024
 _LONGEST_HEAD = 4096
 _PATIENCE = 3.0
 """Seconds for an answer."""
+_MOST_LATE = 5
+"""Answers in a row that did not come in time; then a new connection is made, which costs a busy coordinator
+more than they do."""
 _CONNECT_PATIENCE = 10.0
 """Seconds for a connection: when a coordinator is new, all come at once."""
 
@@ -82,23 +85,30 @@ class TierLine:
         self._socket: ssl.SSLSocket | None = None
         self._answer: TierAnswer | None = None
         self._failure: OSError | None = None
+        self._asked = self._late = 0
 
     def tell(self, text: bytes, number: int) -> TierAnswer:
         """The answer to the news of that number. Raises CallFailed."""
         try:
             connection = self._socket or self._connect()
             with self._lock:
-                self._answer, self._failure = None, None
+                self._answer, self._failure, self._asked = None, None, number
             self._send(connection, framed(text))
             with self._answered:
                 self._answered.wait_for(lambda: self._answer or self._failure, _PATIENCE)
                 answer, failure = self._answer, self._failure
-            if answer is None:
-                raise failure or TimeoutError("no answer in time")
+            if failure is not None and answer is None:
+                raise failure
         except (OSError, ValueError) as error:
             self.close()
             silent = isinstance(error, OSError) and isinstance(broken(error), PeerSilent)
             raise CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED) from error
+        if answer is None:
+            self._late += 1
+            if self._late >= _MOST_LATE:
+                self.close()
+            raise CallFailed(f"{self.host}: no answer in time", Break.SILENT)
+        self._late = 0
         return answer
 
     @property
@@ -200,8 +210,9 @@ class TierLine:
             self._heard(answer)
             return
         with self._answered:
-            self._answer = answer
-            self._answered.notify_all()
+            if answer.to == self._asked:
+                self._answer = answer
+                self._answered.notify_all()
 
 
 def _wait_for(connection: ssl.SSLSocket, what: int, seconds: float | None) -> None:

@@ -176,11 +176,12 @@ class Coordinator:
 
     def hear_news(self, caller: Caller, text: bytes) -> TierAnswer:
         """Take what a connected sidecar says."""
-        base, caller.word = caller.word, None
+        base, caller.word, number = caller.word, None, 0
         try:
             news = decode(text, TierNews, _MOST_NEWS)
+            number = news.number
             if news.base and (base is None or news.base != caller.number):
-                return TierAnswer(refused="the difference is to something else", whole=True)
+                return TierAnswer(number, "the difference is to something else", whole=True)
             with self._lock:
                 word = self._vocabulary.updated(base if news.base else None, news)
                 if word.head.job_uid != self._board.config.job_uid:
@@ -188,21 +189,21 @@ class Coordinator:
                 self._hear(word)
                 self._hosts.pop(word.head.worker, None)
                 upload = self._verdict.upload if self._verdict else None
-                answer = TierAnswer(news.number, upload=upload, received=self._received(word))
+                answer = TierAnswer(number, upload=upload, received=self._received(word))
         except (DoubtfulNews, Malformed) as error:
-            return TierAnswer(refused=f"it is not understood: {error}", whole=base is not None)
+            return TierAnswer(number, f"it is not understood: {error}", whole=base is not None)
         except NotNow as error:
-            return TierAnswer(refused=str(error))
+            return TierAnswer(number, str(error))
         finally:
             self._tell_refusals()
-        caller.word, caller.number = word, news.number
+        caller.word, caller.number = word, number
         return answer
 
     def replies(self, caller: Caller, answer: TierAnswer | None) -> list[TierAnswer]:
         """What the caller is sent now: the verdict, if it does not know it yet, and the answer."""
         verdict = self._verdict
         if verdict is None:
-            return [TierAnswer(refused=_NOT_RECKONED)] if answer is not None else []
+            return [] if answer is None else [answer if answer.refused else _not_reckoned(answer)]
         told, caller.told = caller.told, verdict
         news = [] if told is verdict else [self._word_for_all(verdict)]
         return news if answer is None else [*news, answer]
@@ -507,6 +508,10 @@ class Coordinator:
         if self._cadence is None or self._cadence[0] != (world, wanted):
             self._cadence = (world, wanted), decide(world, self._needs, wanted)
         return self._cadence[1]
+
+
+def _not_reckoned(answer: TierAnswer) -> TierAnswer:
+    return TierAnswer(answer.to, _NOT_RECKONED)
 
 
 def _deliver(sent: list[tuple[Caller, list[TierAnswer]]]) -> None:

@@ -201,7 +201,7 @@ class TierClient:
             answer = line.tell(encode(difference(base, word, self._number, self._number - 1)), self._number)
             if not answer.whole:
                 break
-        if answer.taken != self._number:
+        if answer.refused:
             raise CallFailed(f"{line.host}: {answer.refused}")
         self._base = word
         self._follow(answer)
@@ -211,7 +211,7 @@ class TierClient:
         with self._following:
             if answer.verdict is not None:
                 self._said = dataclasses.replace(self._said, verdict=answer.verdict)
-            if answer.taken:
+            if answer.to:
                 self._said = dataclasses.replace(self._said, upload=answer.upload, received=answer.received)
             verdict, said = self._said.verdict, self._said
         if verdict is not None:

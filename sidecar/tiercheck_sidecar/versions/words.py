@@ -81,10 +81,10 @@ class TierNews:
 class TierAnswer:
     """From the coordinator to one sidecar, whether or not that has just said something."""
 
-    taken: int = 0
-    """Number of the news that were taken; 0: none, this is the verdict alone, or `refused`."""
+    to: int = 0
+    """Number of the news that this answers; 0: none."""
     refused: str = ""
-    """Why they were not: a sentence."""
+    """Why they were not taken: a sentence; empty if they were."""
     whole: bool = False
     """They were not understood: the whole is wanted."""
     verdict: TierVerdict | None = None
@@ -102,7 +102,7 @@ class _Texts(Generic[T]):
     """Each text is decoded once, as long as anybody needs what it says."""
 
     def __init__(self, kind: type[T]) -> None:
-        self._kind = kind
+        self._kind: type[T] = kind
         self._known: weakref.WeakValueDictionary[bytes, Shared[T]] = weakref.WeakValueDictionary()
 
     def read(self, text: bytes) -> Shared[T]:
