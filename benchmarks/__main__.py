@@ -39,6 +39,8 @@ BENCHMARKS = {
     "planning": "the planner's decisions",
     "reconcile": "what an event costs the operator",
     "warm_start": "from release to the first step, warm and cold",
+    "simulate_validation": "what the simulator foretells, against what failures cost",
+    "ettr": "ETTR by simulation, beside peers",
     "gpu": "capture and deltas on a GPU",
 }
 """In the order of the table."""

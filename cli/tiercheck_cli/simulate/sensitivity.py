@@ -44,12 +44,11 @@ def sensitivity(
 
 def changes(described: Scenario) -> Iterator[tuple[str, str, Scenario]]:
     """(part, by how much, the scenario so changed). Parts that are 0 already are left out."""
-    for part in _PARTS:
-        yield from _shorter(described, part, lambda times, part=part: getattr(times, part), part)  # type: ignore[misc]
-    for tier in _TIERS:
-        yield from _shorter(
-            described, f"restore, {tier}", lambda times, tier=tier: getattr(times.restore, tier), tier  # type: ignore[misc]
-        )  # fmt: skip
+    for part in (*_PARTS, *_TIERS):
+        if any(_seconds(each, part) for each in (described.times, *described.times.kinds.values())):
+            name = f"restore, {part}" if part in _TIERS else part
+            yield name, _SECOND, _shorter(described, part, lambda seconds: max(0.0, seconds - 1.0))
+            yield name, _TENTH, _shorter(described, part, lambda seconds: seconds * 0.9)
     saving, rates = described.saving, described.rates
     if saving.remote_every is not None and saving.remote_every > 1:
         rarer = replace(saving, remote_every=max(1, round(saving.remote_every * 0.9)))
@@ -76,26 +75,18 @@ def changes(described: Scenario) -> Iterator[tuple[str, str, Scenario]]:
             )
 
 
-def _shorter(
-    described: Scenario, part: str, of: Callable[[RecoveryTimes], float], field: str
-) -> Iterator[tuple[str, str, Scenario]]:
-    times = described.times
-    if not any(of(each) for each in (times, *times.kinds.values())):
-        return
+def _seconds(times: RecoveryTimes, part: str) -> float:
+    return float(getattr(times.restore if part in _TIERS else times, part))
 
-    def become(how: Callable[[float], float]) -> Scenario:
-        def change(each: RecoveryTimes) -> RecoveryTimes:
-            value: Any = {field: max(0.0, how(of(each)))}
-            return (
-                replace(each, restore=replace(each.restore, **value))
-                if field in _TIERS
-                else replace(each, **value)
-            )
 
-        return replace(described, times=times.changed(change))
+def _shorter(described: Scenario, part: str, how: Callable[[float], float]) -> Scenario:
+    def change(times: RecoveryTimes) -> RecoveryTimes:
+        value: dict[str, Any] = {part: how(_seconds(times, part))}
+        if part in _TIERS:
+            return replace(times, restore=replace(times.restore, **value))
+        return replace(times, **value)
 
-    yield part, _SECOND, become(lambda seconds: seconds - 1.0)
-    yield part, _TENTH, become(lambda seconds: seconds * 0.9)
+    return replace(described, times=described.times.changed(change))
 
 
 def table(found: tuple[Change, ...]) -> Table:
