@@ -226,7 +226,7 @@ def foretell(record: Record) -> dict[str, Any]:
         found[name] = {
             "foretold": (1.0 - ran.ettr) * wall,
             "measured": measured,
-            "note": f"{len(struck)} failures in {wall:.0f} s, ETTR {ran.ettr:.3f} foretold, {ettr:.3f} measured",
+            "note": f"{len(struck)} failures in {wall:.0f} s, ETTR {ran.ettr:.3f}; measured {ettr:.3f}",
         }
     found["points"] = []
     for each in second:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tiercheck.protocol.directive import Tier
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.planning.simulation.measured import KINDS, measure, measured_recoveries
+from tiercheck_operator.planning.simulation.measured import CAUSES, KINDS, measure, measured_recoveries
 from tiercheck_operator.planning.simulation.scenario import RecoveryTimes
 
 USUAL = RecoveryTimes()
@@ -82,6 +82,10 @@ def test_several_recoveries_of_a_kind_give_their_mean() -> None:
     found = times(CRASH, slow)
     assert found.of("process").restore.local == 3.0
     assert found.of("process").detect == pytest.approx(0.3)
+
+
+def test_every_cause_is_one_that_a_status_tells() -> None:
+    assert {cause for causes in CAUSES.values() for cause in causes} < {cause.value for cause in Cause}
 
 
 def test_recoveries_that_a_limit_of_the_job_decides_are_left_out() -> None:

@@ -21,7 +21,7 @@ _SECOND, _TENTH, _OTHER = "1 s less", "10 % less", "else"
 
 
 @dataclass(frozen=True)
-class Change:
+class Gain:
     """One row."""
 
     part: str
@@ -32,13 +32,13 @@ class Change:
 
 def sensitivity(
     base: Simulation, described: Scenario, *, seed: int, tick: Callable[[int], None] | None = None
-) -> tuple[Change, ...]:
+) -> tuple[Gain, ...]:
     """What buys most first. `base`: the lives of `described`. Every change meets the same failures, but for
     those of the rates."""
     found = []
     for part, by, changed in changes(described):
         again = lives(changed, days=base.days, runs=len(base.runs), seed=seed, tick=tick)
-        found.append(Change(part, by, again.ettr - base.ettr))
+        found.append(Gain(part, by, again.ettr - base.ettr))
     return tuple(sorted(found, key=lambda each: -each.gain))
 
 
@@ -89,7 +89,7 @@ def _shorter(described: Scenario, part: str, how: Callable[[float], float]) -> S
     return replace(described, times=described.times.changed(change))
 
 
-def table(found: tuple[Change, ...]) -> Table:
+def table(found: tuple[Gain, ...]) -> Table:
     """For the terminal: what each change is worth in a day, a line for each part."""
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     shown.add_column("TRAINING GAINED PER DAY")
@@ -103,7 +103,7 @@ def table(found: tuple[Change, ...]) -> Table:
     return shown
 
 
-def _told(change: Change, ways: list[str]) -> str:
+def _told(change: Gain, ways: list[str]) -> str:
     seconds = change.gain * 86_400
     worth = "-" if abs(seconds) < 0.05 else f"{'-' if seconds < 0 else ''}{short(abs(seconds))}"
     return worth if change.by in ways else f"{change.by}: {worth}"
