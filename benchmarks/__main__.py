@@ -42,6 +42,8 @@ BENCHMARKS = {
     "reconcile": "what an event costs the operator",
     "scale_operator": "the operator with many workers and many jobs",
     "warm_start": "from release to the first step, warm and cold",
+    "simulate_validation": "what the simulator foretells, against what failures cost",
+    "ettr": "ETTR by simulation, beside peers",
     "gpu": "capture and deltas on a GPU",
 }
 """In the order of the table."""

@@ -81,6 +81,16 @@ def draw(data: dict[str, Data], figures: list[Figure], folder: Path) -> dict[str
             "What an event costs the operator, by workers of a job and by jobs.",
             lambda: reconcile(data.get("reconcile", {})),
         ),
+        (
+            "ettr",
+            "Simulated ETTR by size, beside peers; what would change it.",
+            lambda: ettr(data.get("ettr", {})),
+        ),
+        (
+            "foretold",
+            "Time lost to each failure: measured, and foretold from other recoveries.",
+            lambda: foretold(data.get("simulate_validation", {})),
+        ),
     ]
     drawn = {}
     with mpl.rc_context(_STYLE):
@@ -399,6 +409,71 @@ def reconcile(data: Data) -> Sheet | None:
         axes.set_xticks(values)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     one.legend(loc="upper left", fontsize=9)
+    return sheet
+
+
+def ettr(data: Data) -> Sheet | None:
+    """By nodes and whose failures, peers as stars; and what a second or a tenth less is worth."""
+    curves, nodes = data.get("curves"), data.get("nodes")
+    if not curves or not nodes:
+        return None
+    sheet, (sizes, worth) = plt.subplots(1, 2, figsize=(13, 5.2), width_ratios=(1.25, 1))
+    for (name, each), colour in zip(curves.items(), (OURS, SECOND, THIRD, MISSED), strict=True):
+        sizes.semilogx(nodes, each["at this size"], marker="o", color=colour, label=f"failures as {name}")
+        sizes.semilogx(nodes, each["measured"], linestyle="--", color=colour, linewidth=1)
+        sizes.semilogx(nodes, each["store"], linestyle=":", color=colour, linewidth=1)
+    for peer in data.get("peers", ()):
+        sizes.plot(peer["nodes"], peer["theirs"], "*", color=LIMIT, markersize=11)
+        sizes.annotate(
+            f"{peer['name']} {peer['theirs']:.2f} (ours {peer['ours']:.3f})", (peer["nodes"], peer["theirs"]),
+            xytext=(-8, -9), textcoords="offset points", ha="right", va="top", fontsize=8.5,
+        )  # fmt: skip
+    sizes.minorticks_off()
+    sizes.set_xticks(nodes, [f"{count:,}" for count in nodes])
+    sizes.set_ylim(0.3, 1.01)
+    sizes.set_xlabel(
+        "nodes of 8 GPUs. Dashed: collectives start at once, states are small, as on the test cluster.\n"
+        "Dotted: everything from a store, every half hour (Daly)"
+    )
+    sizes.set_title("ETTR, simulated with recoveries measured on real kubelets")
+    sizes.legend(loc="lower left", fontsize=9)
+    gains = [each for each in data["sensitivity"] if each[2] * 86_400 >= 1][:14]
+    rows = range(len(gains))
+    minutes = [gain * 1440 for _, _, gain in gains]
+    worth.barh(rows, minutes, color=[OURS if by == "1 s less" else SECOND for _, by, _ in gains], height=0.65)
+    for row, value in enumerate(minutes):
+        worth.annotate(
+            f"{value:.2g}", (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5
+        )
+    worth.set_yticks(rows, [f"{part}, {by}" for part, by, _ in gains], fontsize=9)
+    worth.invert_yaxis()
+    worth.set_xlabel("minutes of training gained per day")
+    worth.set_title(f"What buys most at {data['sensitivity at']:,} nodes")
+    return sheet
+
+
+def foretold(data: Data) -> Sheet | None:
+    """Each held-out failure as a dot, against what the parts of the others foretell."""
+    points = data.get("points")
+    if not points:
+        return None
+    sheet, axes = plt.subplots(figsize=(6.5, 6))
+    marks = "osD^vPX"
+    for mark, fault in zip(marks, dict.fromkeys(each["fault"] for each in points), strict=False):
+        alike = [each for each in points if each["fault"] == fault]
+        axes.plot(
+            [each["measured"] for each in alike], [each["foretold"] for each in alike], mark, label=fault,
+            alpha=0.75, markersize=7,
+        )  # fmt: skip
+    most = 1.05 * max(max(each["measured"], each["foretold"]) for each in points)
+    axes.plot([0, most], [0, most], color=LIMIT, linewidth=1)
+    axes.fill_between([0, most], [0, 0.8 * most], [0, 1.2 * most], color=THEIRS, alpha=0.25, linewidth=0)
+    axes.set_xlim(0, most)
+    axes.set_ylim(0, most)
+    axes.set_xlabel("seconds without new steps, measured")
+    axes.set_ylabel("foretold")
+    axes.set_title("Failures that gave no part; grey: within 20 %")
+    axes.legend(loc="upper left", fontsize=9)
     return sheet
 
 

@@ -92,9 +92,25 @@ def test_the_record_of_llama_3_adds_up_to_its_419_interruptions() -> None:
     assert others / (1 - counted.domain_share) * 54 * 2048 / 1000 == pytest.approx(419, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "nodes", "days"), [("byterobust", 175, 1200, 90), ("ft-hsdp-100k", 80, 12_288, 1)]
+)
+def test_records_add_up_to_the_failures_that_were_counted(
+    name: str, count: int, nodes: int, days: int
+) -> None:
+    counted = RECORDS[name]
+    others = counted.node + counted.process
+    found = others / (1 - counted.domain_share) * days * nodes / 1000
+    assert found == pytest.approx(count, rel=0.01)
+
+
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_table_fits_the_terminal_and_says_what_was_assumed(width: int) -> None:
-    ran = run(*SMALL, *QUICK, "--compare", "copies=0,1,2 parity=4+1 spares=2 deltas=off", columns=width)
+def test_the_table_fits_the_terminal_and_says_what_was_assumed(width: int, tmp_path: Path) -> None:
+    lost = told_recovery("NodeSilent", 8.0, 12.0, 30.0, "peer")
+    ran = run(
+        *SMALL, *QUICK, "--compare", "copies=0,1,2 parity=4+1 spares=2 deltas=off", "--sensitivity",
+        "--measured", str(measured_file(tmp_path, lost)), columns=width,
+    )  # fmt: skip
     assert ran.status == 0
     assert max(map(len, ran.out.splitlines())) <= width
     words = " ".join(ran.out.split())
@@ -105,11 +121,79 @@ def test_the_table_fits_the_terminal_and_says_what_was_assumed(width: int) -> No
 def test_a_picture_is_drawn_and_is_the_same_again(tmp_path: Path) -> None:
     paths = [tmp_path / "one.svg", tmp_path / "two.svg"]
     for path in paths:
-        ran = run(*SMALL, "--runs", "2", "--days", "2", "--picture", str(path))
+        ran = run(*SMALL, "--runs", "2", "--days", "2", "--sensitivity", "--picture", str(path))
         assert ran.status == 0, ran.err
         assert f"drawn: {path}" in ran.err
     assert paths[0].read_text().startswith("<?xml")
     assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def told_recovery(cause: str, detect: float, restore: float, total: float, tier: str) -> dict[str, object]:
+    return {
+        "attempt": 2, "cause": cause, "tiers": {tier: 4}, "detectSeconds": detect, "restoreSeconds": restore,
+        "totalSeconds": total,
+    }  # fmt: skip
+
+
+def measured_file(folder: Path, *told: dict[str, object]) -> Path:
+    """As `kubectl get tcj -o json` writes it."""
+    jobs = [
+        {
+            "kind": "TierCheckJob",
+            "metadata": {"name": f"job-{number}"},
+            "status": {"progress": {"stepSeconds": 1.0}, "recoveries": [each]},
+        }
+        for number, each in enumerate(told)
+    ]
+    path = folder / "measured.json"
+    path.write_text(json.dumps({"kind": "List", "items": jobs}))
+    return path
+
+
+def test_the_times_of_recoveries_that_happened_are_used_and_said(tmp_path: Path) -> None:
+    crash = told_recovery("TrainerCrash", 0.5, 2.5, 10.0, "local")
+    lost = told_recovery("NodeSilent", 8.0, 12.0, 30.0, "peer")
+    path = measured_file(tmp_path, crash, lost)
+    rates = ("--node-failures", "0", "--process-failures", "500", "--domain-failures", "rack=0")
+    told = answers(*QUICK, *rates, "--measured", str(path))
+    words = " ".join(told["measured"])
+    assert "2 recoveries of job-0, job-1" in words
+    assert "1 x process: noticed after 0.5 s" in words
+    row = told["settings"][0]
+    # 10 s up to the end of the first step, of which that step is 1 s of training.
+    assert row["downSecondsPerLife"] / row["failuresPerLife"]["process"] == pytest.approx(9.0, rel=0.01)
+
+
+def test_what_the_command_line_says_of_a_part_goes_before_what_was_measured(tmp_path: Path) -> None:
+    path = measured_file(tmp_path, told_recovery("TrainerCrash", 0.5, 2.5, 10.0, "local"))
+    rates = ("--node-failures", "0", "--process-failures", "500", "--domain-failures", "rack=0")
+    told = answers(*QUICK, *rates, "--measured", str(path), "--restart-seconds", "20")
+    row = told["settings"][0]
+    assert row["downSecondsPerLife"] / row["failuresPerLife"]["process"] == pytest.approx(23.0, rel=0.01)
+    assert "as told: restart 20 s" in told["measured"]
+
+
+def test_without_a_recovery_everything_is_assumed_and_nothing_is_called_measured(tmp_path: Path) -> None:
+    told = answers(*QUICK, "--measured", str(measured_file(tmp_path, {"cause": 7})))
+    assert told["measured"] == []
+    assert told["settings"] == answers(*QUICK)["settings"]
+
+
+def test_the_second_that_buys_most_comes_first() -> None:
+    told = answers(*QUICK, "--sensitivity")["sensitivity"]
+    gains = [each["gain"] for each in told]
+    assert gains == sorted(gains, reverse=True)
+    by_part = {(each["part"], each["by"]): each["gain"] for each in told}
+    # A restart follows every failure, a restore from a peer only some, and a store's is hardly ever needed.
+    assert by_part["restart", "1 s less"] > by_part["restore, peer", "1 s less"]
+    assert by_part["restore, peer", "1 s less"] > by_part["restore, remote", "1 s less"] >= 0
+
+
+def test_moves_of_pods_are_failures_of_one_pod_each() -> None:
+    rates = ("--node-failures", "0", "--process-failures", "0", "--domain-failures", "rack=0")
+    told = answers("--runs", "10", "--days", "10", *rates, "--moves", "24")
+    assert told["failuresPerDay"] == pytest.approx(24)
+    assert told["settings"][0]["failuresPerLife"]["pod"] == pytest.approx(240, rel=0.1)
 
 
 def test_one_thing_is_changed_at_a_time() -> None:
@@ -150,11 +234,13 @@ def test_what_cannot_be_compared_is_refused_with_what_can(asked: str, complaint:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("--failures", "mars"), "known are rsc-1, rsc-2, llama-3"),
+        (("--failures", "mars"), "known are rsc-1, rsc-2, llama-3, byterobust"),
         (("--domain-failures", "moon=1"), "must be LEVEL=RATE, with a level of the job: zone, rack"),
         (("--domain-failures", "rack=often"), "with a number"),
         (("--domain-failures", "rack=-1"), "must not be negative"),
         (("--state-size", "big"), "--state-size: not a quantity: 'big'; say it as 24Gi"),
+        (("--measured", "/nonexistent.json"), "/nonexistent.json"),
+        (("--measured", str(EXAMPLES / "clusters" / "uneven-racks.yaml")), "kubectl get tcj -o json"),
         (("--picture", "sim.gif"), "must end with .svg, .png or .pdf"),
         (("--picture", "/nonexistent/sim.svg"), "cannot be written"),
         (("--compare", "parity=4+1", "--workers", "4"), "spec.tiers.peer"),

@@ -28,6 +28,10 @@ def test_a_job_in_trouble_on_screens_of_several_widths(width: int) -> None:
     matches(f"status-{width}", shown)
 
 
+def test_a_job_in_trouble_without_its_workers() -> None:
+    matches("status-narrow-80", rendered(screen(view(wide=False), 80), 80))
+
+
 def test_a_job_fits_on_one_screen_of_24_lines_while_nothing_is_wrong() -> None:
     job = recorded.job()
     job["status"]["conditions"] = [c for c in job["status"]["conditions"] if c["type"] != "Protected"]

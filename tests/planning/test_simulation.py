@@ -4,6 +4,7 @@ same seed."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,9 +20,11 @@ from tiercheck_operator.planning.recovery.what_if import domain_losses, what_if
 from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes, Saving, Scenario
 from tiercheck_operator.planning.simulation.simulation import (
     SCRATCH,
+    KnownFailure,
     Simulation,
     exact_ettr,
     first_order_ettr,
+    replay,
 )
 from tiercheck_operator.planning.simulation.simulation import simulate as simulate_with
 from tiercheck_operator.planning.simulation.survival import Survival
@@ -203,6 +206,81 @@ def test_time_adds_up(seed: int, process: float, host: float, spares: int) -> No
     spent = found.ettr * 0.5 * DAY + found.lost_steps + found.down_seconds
     assert 0.5 * DAY - sum(found.failures.values()) - 1 <= spent <= 0.5 * DAY + 1e-6
     assert sum(found.failures.values()) == sum(found.recoveries.values())
+
+
+PARTS = ("detect", "restart", "spare", "replace", "protect", "local", "peer", "remote")
+
+
+def stretched(times: RecoveryTimes, part: str, by: float) -> RecoveryTimes:
+    if part in ("local", "peer", "remote"):
+        return replace(times, restore=replace(times.restore, **{part: getattr(times.restore, part) * by}))
+    return replace(times, **{part: getattr(times, part) * by})
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    st.integers(0, 10_000), st.sampled_from(PARTS), st.floats(1.0, 20.0), st.booleans(), st.integers(0, 2)
+)  # fmt: skip
+def test_no_part_of_a_recovery_can_take_longer_and_ettr_rise(
+    seed: int, part: str, by: float, deltas: bool, spares: int
+) -> None:
+    """Whatever the lives: each meets the same failures."""
+    saving = Saving(snapshot_every=20, deltas=deltas, remote_every=200)
+    base = job(2, 2, 2, rates=BUSY, saving=saving, spares=spares)
+    slower = replace(base, times=stretched(base.times, part, by))
+    before, after = (simulate(each, days=0.5, runs=2, seed=seed).runs for each in (base, slower))
+    for quick, slow in zip(before, after, strict=True):
+        assert slow.failures == quick.failures
+        # Later, a save may have come between; that is worth less than one interval for each failure.
+        slack = sum(quick.failures.values()) * 20 / (0.5 * DAY)
+        assert slow.ettr <= quick.ettr + slack
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(st.integers(0, 1000), st.sampled_from(["process", "pod", "host", "rack"]))
+def test_ettr_falls_with_every_failure_rate(seed: int, kind: str) -> None:
+    means = []
+    for rate in (0.02, 0.06, 0.18):
+        rates = (
+            FailureRates(**{kind: rate}) if kind in ("process", "pod") else FailureRates(domains={kind: rate})
+        )
+        scenario = job(3, 3, rates=rates, saving=Saving(remote_every=500))
+        means.append(simulate(scenario, days=10, runs=8, seed=seed).ettr)
+    assert means == sorted(means, reverse=True)
+
+
+def test_a_pod_that_is_moved_costs_its_memory_and_nobody_elses() -> None:
+    found = simulate(job(2, 2, rates=FailureRates(pod=0.02)), days=5, runs=2)
+    assert set(found.failures) == {"pod"}
+    assert found.recoveries["peer"] > 5
+
+
+def test_each_kind_of_failure_takes_its_own_time() -> None:
+    quick = RecoveryTimes(detect=1, restart=2, restore=RestoreSeconds(local=3))
+    times = RecoveryTimes(detect=100, kinds={"process": quick})
+    life = replay(job(2, 2, times=times), [KnownFailure(500.0, "process")], 1000.0)
+    assert life.down_seconds == 6.0
+    assert life.ettr == pytest.approx(0.994)
+
+
+def test_a_known_failure_costs_what_its_parts_add_up_to() -> None:
+    times = RecoveryTimes(detect=1, restart=2, replace=30, restore=RestoreSeconds(peer=4))
+    scenario = job(2, 2, times=times, saving=Saving(peer_lag=3))
+    life = replay(scenario, [KnownFailure(100.0, "host", (0,)), KnownFailure(500.0, "rack", (0, 1))], 1000.0)
+    assert life.down_seconds == 2 * (1 + 30 + 4 + 2)
+    assert life.lost_steps == 2 * 3
+    assert life.recoveries == {"peer": 2}
+
+
+def test_a_second_loss_does_not_hasten_the_first_ones_successor() -> None:
+    """Three at once have no spares; one that is lost a moment later has, and they are waited for still."""
+    times = RecoveryTimes(replace=300, spare=5)
+    scenario = job(3, 3, spares=2, times=times)
+    rack = KnownFailure(100.0, "rack", (0, 1, 2))
+    alone, both = (
+        replay(scenario, failures, 3600.0) for failures in ([rack], [rack, KnownFailure(130.0, "process")])
+    )
+    assert both.down_seconds >= alone.down_seconds
 
 
 def test_ten_thousand_nodes_are_simulated_in_seconds() -> None:

@@ -21,7 +21,7 @@ from tiercheck_cli.simulate.assumptions import STEP_SECONDS, Assumptions
 from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
 from tiercheck_cli.simulate.measured import Told, jobs_in, times_of
 from tiercheck_cli.simulate.screen import screen
-from tiercheck_cli.simulate.sensitivity import Change, changes
+from tiercheck_cli.simulate.sensitivity import Gain, changes
 from tiercheck_cli.simulate.sensitivity import sensitivity as find_sensitivity
 from tiercheck_cli.simulate.settings import settings
 from tiercheck_cli.terminal import (
@@ -54,7 +54,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             help=(
-                'Change one thing at a time: "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 '
+                'Gain one thing at a time: "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 '
                 'remote=500,none".'
             )
         ),
@@ -177,7 +177,7 @@ def simulate(
             except ValueError as error:
                 raise CannotDo(f"{row.name} cannot be simulated: {error}") from error
             results.append(Result(row, described.placed, simulation))
-        gains: tuple[Change, ...] = ()
+        gains: tuple[Gain, ...] = ()
         if sensitivity:
             described = scenario(layout, rows[0].wanted, assumed)
             task = progress.add_task("sensitivity", total=runs * len(list(changes(described))))
@@ -299,7 +299,7 @@ def _as_json(
     *,
     formula: tuple[int, float] | None,
     seed: int,
-    gains: Sequence[Change],
+    gains: Sequence[Gain],
 ) -> dict[str, Any]:
     return {
         "job": layout.name,

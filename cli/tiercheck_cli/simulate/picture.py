@@ -16,7 +16,7 @@ from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.report.style import FAULT, TIERS
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
-from tiercheck_cli.simulate.sensitivity import Change
+from tiercheck_cli.simulate.sensitivity import Gain
 
 _CADENCES = (1, 3, 10, 30, 100, 300, 1000, 3000)
 """Steps between saves."""
@@ -29,7 +29,7 @@ _RUNS = 20
 
 def draw(
     path: Path, layout: JobLayout, results: Sequence[Result], assumed: Assumptions, *,
-    gains: Sequence[Change], days: float, runs: int, seed: int, progress: Progress,
+    gains: Sequence[Gain], days: float, runs: int, seed: int, progress: Progress,
 ) -> None:  # fmt: skip
     """SVG, PNG or PDF by the name's end; `gains`, if there are any, below. Raises CannotDo."""
     curves = _curves(layout, assumed, days=days, runs=min(runs, _RUNS), seed=seed, progress=progress)
@@ -78,7 +78,7 @@ def _spread(axes: Any, results: Sequence[Result]) -> None:
     remove_frame(axes, "x")
 
 
-def _gains(axes: Any, gains: Sequence[Change]) -> None:
+def _gains(axes: Any, gains: Sequence[Gain]) -> None:
     rows = range(len(gains))
     colours = [TIERS["peer"] if each.by.endswith("s less") else TIERS["local"] for each in gains]
     axes.barh(rows, [100 * each.gain for each in gains], color=colours, height=0.65)

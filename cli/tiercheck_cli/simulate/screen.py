@@ -16,7 +16,7 @@ from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.report.words import plural
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.lives import Result
-from tiercheck_cli.simulate.sensitivity import Change
+from tiercheck_cli.simulate.sensitivity import Gain
 from tiercheck_cli.simulate.sensitivity import table as sensitivity_table
 from tiercheck_operator.planning.simulation.simulation import Simulation
 
@@ -30,7 +30,7 @@ def screen(
     width: int,
     *,
     formula: tuple[int, float] | None,
-    gains: tuple[Change, ...] = (),
+    gains: tuple[Gain, ...] = (),
 ) -> Group:
     """`formula`: (steps between versions, ETTR) of a store alone. `gains`: of a question for sensitivity."""
     nodes = len({site.node for site in layout.sites})

@@ -21,7 +21,7 @@ _SECOND, _TENTH, _OTHER = "1 s less", "10 % less", "else"
 
 
 @dataclass(frozen=True)
-class Change:
+class Gain:
     """One row."""
 
     part: str
@@ -32,24 +32,23 @@ class Change:
 
 def sensitivity(
     base: Simulation, described: Scenario, *, seed: int, tick: Callable[[int], None] | None = None
-) -> tuple[Change, ...]:
+) -> tuple[Gain, ...]:
     """What buys most first. `base`: the lives of `described`. Every change meets the same failures, but for
     those of the rates."""
     found = []
     for part, by, changed in changes(described):
         again = lives(changed, days=base.days, runs=len(base.runs), seed=seed, tick=tick)
-        found.append(Change(part, by, again.ettr - base.ettr))
+        found.append(Gain(part, by, again.ettr - base.ettr))
     return tuple(sorted(found, key=lambda each: -each.gain))
 
 
 def changes(described: Scenario) -> Iterator[tuple[str, str, Scenario]]:
     """(part, by how much, the scenario so changed). Parts that are 0 already are left out."""
-    for part in _PARTS:
-        yield from _shorter(described, part, lambda times, part=part: getattr(times, part), part)  # type: ignore[misc]
-    for tier in _TIERS:
-        yield from _shorter(
-            described, f"restore, {tier}", lambda times, tier=tier: getattr(times.restore, tier), tier  # type: ignore[misc]
-        )  # fmt: skip
+    for part in (*_PARTS, *_TIERS):
+        if any(_seconds(each, part) for each in (described.times, *described.times.kinds.values())):
+            name = f"restore, {part}" if part in _TIERS else part
+            yield name, _SECOND, _shorter(described, part, lambda seconds: max(0.0, seconds - 1.0))
+            yield name, _TENTH, _shorter(described, part, lambda seconds: seconds * 0.9)
     saving, rates = described.saving, described.rates
     if saving.remote_every is not None and saving.remote_every > 1:
         rarer = replace(saving, remote_every=max(1, round(saving.remote_every * 0.9)))
@@ -76,29 +75,21 @@ def changes(described: Scenario) -> Iterator[tuple[str, str, Scenario]]:
             )
 
 
-def _shorter(
-    described: Scenario, part: str, of: Callable[[RecoveryTimes], float], field: str
-) -> Iterator[tuple[str, str, Scenario]]:
-    times = described.times
-    if not any(of(each) for each in (times, *times.kinds.values())):
-        return
-
-    def become(how: Callable[[float], float]) -> Scenario:
-        def change(each: RecoveryTimes) -> RecoveryTimes:
-            value: Any = {field: max(0.0, how(of(each)))}
-            return (
-                replace(each, restore=replace(each.restore, **value))
-                if field in _TIERS
-                else replace(each, **value)
-            )
-
-        return replace(described, times=times.changed(change))
-
-    yield part, _SECOND, become(lambda seconds: seconds - 1.0)
-    yield part, _TENTH, become(lambda seconds: seconds * 0.9)
+def _seconds(times: RecoveryTimes, part: str) -> float:
+    return float(getattr(times.restore if part in _TIERS else times, part))
 
 
-def table(found: tuple[Change, ...]) -> Table:
+def _shorter(described: Scenario, part: str, how: Callable[[float], float]) -> Scenario:
+    def change(times: RecoveryTimes) -> RecoveryTimes:
+        value: dict[str, Any] = {part: how(_seconds(times, part))}
+        if part in _TIERS:
+            return replace(times, restore=replace(times.restore, **value))
+        return replace(times, **value)
+
+    return replace(described, times=described.times.changed(change))
+
+
+def table(found: tuple[Gain, ...]) -> Table:
     """For the terminal: what each change is worth in a day, a line for each part."""
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     shown.add_column("TRAINING GAINED PER DAY")
@@ -112,7 +103,7 @@ def table(found: tuple[Change, ...]) -> Table:
     return shown
 
 
-def _told(change: Change, ways: list[str]) -> str:
+def _told(change: Gain, ways: list[str]) -> str:
     seconds = change.gain * 86_400
     worth = "-" if abs(seconds) < 0.05 else f"{'-' if seconds < 0 else ''}{short(abs(seconds))}"
     return worth if change.by in ways else f"{change.by}: {worth}"

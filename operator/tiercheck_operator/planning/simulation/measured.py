@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.simulation.scenario import RecoveryTimes
 from tiercheck_operator.planning.simulation.simulation import POD, PROCESS
@@ -22,18 +21,19 @@ from tiercheck_operator.planning.simulation.simulation import POD, PROCESS
 NODE, DOMAIN, ALL = "node", "domain", "all"
 """Kinds whose name in a simulation is a topology level's; ALL are all pods at once."""
 
-_CAUSES: Mapping[str, tuple[Cause, ...]] = {
-    PROCESS: (Cause.TRAINER_CRASH, Cause.OOM_KILLED),
+CAUSES: Mapping[str, tuple[str, ...]] = {
+    PROCESS: ("TrainerCrash", "OOMKilled"),
     POD: (
-        Cause.NODE_LEAVING, Cause.POD_DELETED, Cause.POD_FAILED, Cause.POD_EVICTED, Cause.GPU_FAULT,
-        Cause.START_FAILED, Cause.HEALTH_CHECK_FAILED, Cause.STUCK,
+        "NodeLeaving", "PodDeleted", "PodFailed", "PodEvicted", "GPUFault", "StartFailed", "HealthCheckFailed",
+        "Stuck",
     ),
-    NODE: (Cause.SIDECAR_SILENT, Cause.NODE_SILENT, Cause.NODE_LOST),
-    DOMAIN: (Cause.DOMAIN_LOST,),
-    ALL: (Cause.ALL_PODS_LOST,),
+    NODE: ("SidecarSilent", "NodeSilent", "NodeLost"),
+    DOMAIN: ("DomainLost",),
+    ALL: ("AllPodsLost",),
 }  # fmt: skip
-_KINDS = {cause.value: kind for kind, causes in _CAUSES.items() for cause in causes}
-KINDS = tuple(_CAUSES)
+"""Of a status, by kind."""
+_KINDS = {cause: kind for kind, causes in CAUSES.items() for cause in causes}
+KINDS = tuple(CAUSES)
 """From the smallest loss to the largest. Hangs, rollbacks and restores that failed on the way are of none:
 how long those take is decided by limits that the job sets."""
 _ALIKE: Mapping[str, tuple[str, ...]] = {
