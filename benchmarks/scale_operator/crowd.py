@@ -186,6 +186,7 @@ class _Connection(asyncio.Protocol):
             return
         body = self._sidecar.report(with_holdings=query.get("holdings") != "no")
         head = f"HTTP/1.1 200 OK\r\nDate: {formatdate(usegmt=True)}\r\nContent-Length: {len(body)}"
+        head += "\r\nConnection: close" if last else ""
         self._transport.write(f"{head}\r\n\r\n".encode() + body)
         if last:
             self._transport.close()
@@ -200,7 +201,13 @@ async def _serve() -> None:
             if wanted.folder not in contexts:
                 contexts[wanted.folder] = _context(Path(wanted.folder))
             sidecar, tls = SimulatedSidecar(wanted), contexts[wanted.folder]
-            await loop.create_server(partial(_Connection, sidecar), wanted.host, names.CONTROL_PORT, ssl=tls)
+            await loop.create_server(
+                partial(_Connection, sidecar),
+                wanted.host,
+                names.CONTROL_PORT,
+                ssl=tls,
+                ssl_shutdown_timeout=1.0,
+            )
         print(time.process_time(), flush=True)
 
 

@@ -20,7 +20,7 @@ from tiercheck_cli.api_server import NODES, PODS, Object
 from tiercheck_local.cluster import LocalCluster
 
 _JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
-_DEADLINE = 1200.0
+_DEADLINE = 1800.0
 _THREADS = 4
 _CALM = 20.0
 """Seconds after which an operator that was started again has heard from everybody."""

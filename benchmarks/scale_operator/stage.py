@@ -34,6 +34,7 @@ from tiercheck_operator.sidecars import JobSidecars
 
 _PATIENCE = Patience(accused=600, suspect=600, silent=600, isolated=600)
 """On a busy machine nobody is to be taken for lost."""
+_DEADLINE = 1800.0
 RANKS = 8
 """Of each worker."""
 
@@ -113,7 +114,7 @@ class CrowdedJob(BenchJob):
         job = parse_job(self.object)
         return self.loop._observe(replace(job, status=replace(job.status, recovery=recovery)))
 
-    async def running(self, seconds: float = 300.0) -> None:
+    async def running(self, seconds: float = _DEADLINE) -> None:
         """Start the loop, and wait until the job trains."""
         self.loop.start()
         async with asyncio.timeout(seconds):

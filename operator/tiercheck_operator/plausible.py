@@ -14,7 +14,6 @@ from __future__ import annotations
 import email.utils
 import re
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from typing import Any
 
 from tiercheck.protocol.report import Holding, Problem, Report
@@ -30,6 +29,7 @@ _LATEST = 253_370_764_800.0
 """The year 9999, the last that RFC 3339 can write; as a duration, no job's either."""
 _ANY = frozenset({str, bool, type(None)})
 """Nothing of these is too much."""
+_FIELDS: dict[type, tuple[str, ...]] = {}
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 
 
@@ -72,10 +72,11 @@ def _within(value: Any) -> Any:
     return replace(value, **changed) if changed else value
 
 
-@cache
 def _names(kind: type) -> tuple[str, ...]:
     """The fields of a dataclass; none of anything else."""
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    return _FIELDS[kind]
 
 
 def _field(name: str, value: Any) -> Any:

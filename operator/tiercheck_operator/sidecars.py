@@ -189,7 +189,9 @@ class JobSidecars:
                 else:
                     serial, wait, pause = -1, 0.0, _RETRY
             except SidecarError as error:
-                await self._lost(uid, host, str(error), min(due, self._clock()))
+                now = self._clock()
+                due = max(due, now - self._call)  # before that it may have waited for its turn
+                await self._lost(uid, host, str(error), min(due, now))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
                 serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
@@ -222,16 +224,19 @@ class JobSidecars:
 
     async def _ask(self, uid: str, host: str) -> None:
         """As often as somebody wants to know, one call after the other."""
-        while uid in self._again:
-            self._again.discard(uid)
-            try:
-                self._heard(uid, await self._get_all(uid, host, keep=False))
-                self._wake()
-            except SidecarError as error:
-                await self._lost(uid, host, str(error), self._clock())
-                if uid in self._failed:
-                    self._failed[uid].set()
-        self._asking.pop(uid, None)
+        try:
+            while uid in self._again:
+                self._again.discard(uid)
+                try:
+                    self._heard(uid, await self._get_all(uid, host, keep=False))
+                    self._wake()
+                except SidecarError as error:
+                    await self._lost(uid, host, str(error), self._clock())
+                    if uid in self._failed:
+                        self._failed[uid].set()
+        finally:
+            if self._asking.get(uid) is asyncio.current_task():
+                del self._asking[uid]
 
     async def _get_all(self, uid: str, host: str, *, keep: bool) -> Report:
         """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
