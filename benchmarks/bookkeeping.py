@@ -221,8 +221,7 @@ def figures(found: dict[str, Any]) -> list[Figure]:
             f"promised {seconds_text(promised)}",
             found[name]["wake"] / promised,
             1.0,
-            note=f"all loops, processor time, median; {found[name]['artifacts']} artifacts, "
-            f"{found[name]['wakes']:.0f} wakes a step",
+            note=f"processor time, median; {found[name]['artifacts']} artifacts",
         )
         for name, (_, promised) in RESTARTS.items()
     ]

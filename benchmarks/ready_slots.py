@@ -50,7 +50,7 @@ while True:
 
 def run(scale: Scale) -> Outcome:
     """One rank's slots, with one core and with all, in turn with the limit."""
-    size, turns = (16 * MIB, 2) if scale.quick else (GIB // 2, 5)
+    size, turns = (16 * MIB, 2) if scale.quick else (GIB // 4, 4)
     hands = spare_hands(Path("/nowhere"))
     total = _SLOTS * size
     _anonymous(size, hands)
@@ -66,7 +66,7 @@ def run(scale: Scale) -> Outcome:
             for key, value in action().items():
                 found.setdefault(f"{name}, {key}", []).append(value)
     found["late"] = sorted(found.pop("all cores, late") + found.pop("one core, late"))[-1]
-    found |= _beside(size, hands, 3 * turns)
+    found |= _beside(size, hands, turns)
     return Outcome(figures(found), found)
 
 
