@@ -23,6 +23,7 @@ from tiercheck_sidecar.control.ports import GuardedPort, named_addresses
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.heartbeat import Pulse
+from tiercheck_sidecar.exchange.network.ucx import why_no_ucx
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
@@ -79,7 +80,12 @@ class Sidecar:
         self.reporter = Reporter(self.board, self.vault)
         self.reclaimer = Reclaimer(self.board, self.vault)
         self.identity = Identity(
-            config.job_uid, config.worker, config.token, config.pod_ip, lambda: self.board.peers_encrypted
+            config.job_uid,
+            config.worker,
+            config.token,
+            config.pod_ip,
+            lambda: self.board.peers_encrypted,
+            lambda: self.board.peers_by_ucx and not why_no_ucx(),
         )
         self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
         self.replicator = Replicator(self.board, self.vault, self.identity, names.EXCHANGE_PORT)

@@ -157,6 +157,7 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.checkpoint.stateSize", "24 GB", "stateSize must be a quantity above zero"),
     ("spec.tiers.peer.bandwidth", "0", "bandwidth must be a quantity"),
     ("spec.tiers.peer.encryption", "None", "Authenticated"),
+    ("spec.tiers.peer.transport", "RDMA", "UCX"),
     ("spec.tiers.peer.interfaces", ["10.20.0.0/33"], "must be the name of an interface"),
     ("spec.tiers.peer.interfaces", ["10.20.0.7"], "such as net1, or a CIDR"),
     ("spec.tiers.peer.interfaces", ["fd00::/129"], "must be the name of an interface"),

@@ -210,6 +210,8 @@ class Policy:
     peer_interfaces: tuple[str, ...] = ()
     """Names or CIDRs of the interfaces that sidecars use for copies beside the pod's address; they tell each
     other which addresses these are."""
+    peer_ucx: bool = False
+    """Whether UCX carries copies, between sidecars that have its library; else TCP does."""
     delta: DeltaMode = DeltaMode.AUTO
     sanity_gate: bool = True
     """Refuse artifacts of a state or a gradient that is not finite."""

@@ -193,6 +193,7 @@ class JobSpec:
     peer_encrypted: Annotated[bool, At("tiers.peer.encryption"), As(partial(eq, "Required"))] = False
     peer_interfaces: Annotated[tuple[str, ...], At("tiers.peer.interfaces")] = ()
     """Names or CIDRs, beside the pod's address."""
+    peer_ucx: Annotated[bool, At("tiers.peer.transport"), As(partial(eq, "UCX"))] = False
     delta: Annotated[DeltaMode, At("checkpoint.delta.mode")] = DeltaMode.AUTO
     sanity_gate: Annotated[bool, At("checkpoint.sanityGate"), As(partial(ne, "Off"))] = True
     verify_all: Annotated[bool, At("checkpoint.verify"), As(partial(eq, "Full"))] = False

@@ -75,7 +75,7 @@ class Ask:
       index, until END.
     - "corrupt": the chunks of this artifact do not match their digests. - "list": which artifacts of `rank`
       have you?
-    - "pulse": are you there?
+    - "pulse": are you there? - "ucx": may UCX carry what follows? Its worker here has `address`.
     """
 
     op: str
@@ -89,6 +89,7 @@ class Ask:
     """With "offer": chunks may come bare."""
     bare: bool = False
     """With "read": whether chunks may come bare."""
+    address: str = ""
 
     @property
     def artifact(self) -> Artifact:
@@ -125,6 +126,10 @@ class Say:
     tags: Tags | None = None
     addresses: tuple[NamedAddress, ...] = ()
     """With "ok" to the handshake: where the one who answers listens beside its pod's address."""
+    ucx: bool = False
+    """With "ok" to the handshake: UCX may carry what follows."""
+    address: str = ""
+    """With "ok" to "ucx": of the worker there."""
 
 
 class BytePace(Protocol):
@@ -141,7 +146,10 @@ class Wire:
 
     def __init__(self, connection: Channel | socket.socket, timeout: float = IO_TIMEOUT) -> None:
         self._channel = TcpChannel(connection) if isinstance(connection, socket.socket) else connection
+        self._seconds = timeout
         self.patience(timeout)
+        self.offers_ucx = False
+        """Whether the other end does."""
         self.sent = 0
         """Bytes of chunks, whether or not they arrived."""
         self.heard: Callable[[int], None] = _nobody
@@ -180,7 +188,18 @@ class Wire:
 
     def patience(self, seconds: float) -> None:
         """How long one call may wait for progress."""
+        self._seconds = seconds
         self._channel.patience(seconds)
+
+    @property
+    def channel(self) -> Channel:
+        """What carries it."""
+        return self._channel
+
+    def move(self, channel: Channel) -> None:
+        """`channel` carries what follows; the other end does the same."""
+        channel.patience(self._seconds)
+        self._channel = channel
 
     def hurry(self, seconds: float) -> None:
         """Everything received from now on must have come within `seconds`, however steadily it trickles."""

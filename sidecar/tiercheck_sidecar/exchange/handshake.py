@@ -24,6 +24,7 @@ from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, WireBroken, broken
 from tiercheck_sidecar.exchange.network.addresses import PeerAddresses
+from tiercheck_sidecar.exchange.network.ucx import ask_for_ucx
 from tiercheck_sidecar.exchange.protection import directions
 from tiercheck_sidecar.vault.tags import Tagger
 
@@ -83,6 +84,8 @@ class Identity:
     """Connections start here, so that network rules can tell pods apart."""
     encrypts: Callable[[], bool] = lambda: False
     """Whether nothing may leave or arrive in the clear."""
+    ucx: Callable[[], bool] = lambda: False
+    """Whether UCX shall carry what follows a handshake, and is there."""
     addresses: PeerAddresses = field(default_factory=PeerAddresses)
     """Of this sidecar and its peers, beside those of their pods."""
 
@@ -95,6 +98,18 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
     """A proven connection to `peer`'s sidecar, over the interfaces that the job names; over its pod's
     address, where none of them leads there. `port`: the usual one, which that address need not name. Raises
     WireBroken, PeerRefused."""
+    wire = _dial_any(identity, attempt, peer, port)
+    if wire.offers_ucx and identity.ucx():
+        try:
+            ask_for_ucx(wire)
+        except BaseException:
+            wire.close()
+            raise
+    return wire
+
+
+def _dial_any(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
+    """Raises WireBroken, PeerRefused."""
     wire = _dial_routes(identity, attempt, peer, port)
     if wire is not None:
         return wire
@@ -188,6 +203,7 @@ def _meet(
         if said.state != "ok":
             raise PeerRefused(f"{host}: {said.message}", said.attempt)
         wire.patience(IO_TIMEOUT)
+        wire.offers_ucx = said.ucx
     except BaseException:
         wire.close()
         raise
@@ -220,8 +236,10 @@ def admit(
     into, out = directions(identity.token, _said("keys", claim, blank, wire.near_end), encrypted)
     wire.protect(out, into, identity.tagger)
     reason = objection(claim)
-    known = () if reason else identity.addresses.own
-    wire.send(Say("refused" if reason else "ok", reason, attempt=newest(), addresses=known))
+    said = Say("refused" if reason else "ok", reason, attempt=newest())
+    if not reason:
+        said = dataclasses.replace(said, addresses=identity.addresses.own, ucx=identity.ucx())
+    wire.send(said)
     if reason:
         raise PeerRefused(reason)
     wire.patience(IO_TIMEOUT)

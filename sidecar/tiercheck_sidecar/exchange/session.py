@@ -23,6 +23,7 @@ from tiercheck_sidecar.exchange.frames import (
     bitmap,
 )
 from tiercheck_sidecar.exchange.handshake import CallerClaim
+from tiercheck_sidecar.exchange.network.ucx import answer_ucx
 from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.model.state import SidecarState
@@ -70,6 +71,8 @@ class Session:
                 self._wire.send(Say("ok", attempt=self._board.newest_attempt))
             elif ask.op == "list":
                 self._wire.send(self._list(ask.rank))
+            elif ask.op == "ucx":
+                answer_ucx(self._wire, ask.address)
             elif ask.op in self._languages:
                 return self._languages[ask.op](self._wire, self._claim)
             else:

@@ -321,6 +321,12 @@ class SidecarState:
         directive = self.directive
         return directive is not None and directive.policy.peer_encrypted
 
+    @property
+    def peers_by_ucx(self) -> bool:
+        """Whether the job wants UCX to carry copies."""
+        directive = self.directive
+        return directive is not None and directive.policy.peer_ucx
+
     def tagger(self, artifact: Artifact) -> Tagger | None:
         """For what is sealed here and then travels over connections that are not encrypted; None if it will
         not."""

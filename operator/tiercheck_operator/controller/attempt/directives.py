@@ -59,6 +59,7 @@ def policy(spec: JobSpec, restored: bool = False) -> Policy:
         peer_bandwidth=spec.peer_bandwidth,
         peer_encrypted=spec.peer_encrypted,
         peer_interfaces=spec.peer_interfaces,
+        peer_ucx=spec.peer_ucx,
         delta=spec.delta,
         sanity_gate=spec.sanity_gate,
         verify_all=spec.verify_all,

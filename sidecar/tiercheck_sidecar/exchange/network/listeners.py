@@ -18,6 +18,7 @@ from tiercheck_sidecar.exchange.network.interfaces import (
     choose_addresses,
     own_addresses,
 )
+from tiercheck_sidecar.exchange.network.ucx import why_no_ucx
 from tiercheck_sidecar.model.state import SidecarState
 
 log = logging.getLogger(__name__)
@@ -92,15 +93,20 @@ class Listeners:
 
     def _follow(self) -> None:
         """What the newest directive names. A change is for connections that are made from then on."""
-        seen, used, looked = -1, (), 0.0
+        seen, looked = -1, 0.0
+        used: tuple[str, ...] = ()
+        by_ucx = False
         while not (self._stopped or self._board.stopping):
             seen = self._board.wait(seen, _LOOK_EVERY)
             directive = self._board.directive
             named = directive.policy.peer_interfaces if directive is not None else ()
             now = time.monotonic()
-            if named != used or (named and now - looked >= _LOOK_EVERY):
-                used, looked = named, now
-                self._board.problem("InterfaceMissing", self._use(named))
+            changed = (named, self._board.peers_by_ucx) != (used, by_ucx)
+            if changed or (named and now - looked >= _LOOK_EVERY):
+                used, by_ucx, looked = named, self._board.peers_by_ucx, now
+                lacks_ucx = f"{why_no_ucx()}. TCP carries copies" if by_ucx and why_no_ucx() else ""
+                told = ". ".join(filter(None, [self._use(named), lacks_ucx]))
+                self._board.problem("InterfaceMissing", told)
 
     def _use(self, entries: Sequence[str]) -> str:
         """Listen there, and only there. Returns what a person should know; empty if all is well."""

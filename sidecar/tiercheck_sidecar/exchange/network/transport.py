@@ -31,6 +31,10 @@ class Channel(Protocol):
     @property
     def far_end(self) -> tuple[str, int]: ...
 
+    @property
+    def descriptor(self) -> int:
+        """Of the connection that ends when the other end does."""
+
     def patience(self, seconds: float) -> None:
         """How long one call may wait for progress; then it raises BlockingIOError or TimeoutError."""
 
@@ -73,6 +77,10 @@ class TcpChannel:
     def far_end(self) -> tuple[str, int]:
         host, port, *_ = self._socket.getpeername()
         return str(host), int(port)
+
+    @property
+    def descriptor(self) -> int:
+        return self._socket.fileno()
 
     def patience(self, seconds: float) -> None:
         value = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
