@@ -38,6 +38,8 @@ _ANSWERS_PER_SECOND = 4000
 """Of all sidecars of a job together, if all of them always have news."""
 _POLLS_PER_SECOND = 400
 """The same, if none has."""
+_RETRIES_PER_SECOND = 500
+"""The same, if all are silent."""
 _CALLS = 128
 """That wait for nothing, at once. To begin a connection takes a millisecond or two of ours: were there more,
 those begun last would be given up before they had a turn, and tried again."""
@@ -194,7 +196,8 @@ class JobSidecars:
                 await self._lost(uid, host, str(error), min(due, now))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
-                serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
+                pause = max(_FIRST_RETRY if never else _RETRY, len(self._hosts) / _RETRIES_PER_SECOND)
+                serial, wait = -1, 0.0
             await asyncio.sleep(pause)
 
     def _pace(self) -> tuple[float, float]:
