@@ -38,6 +38,8 @@ _ANSWERS_PER_SECOND = 4000
 """Of all sidecars of a job together, if all of them always have news."""
 _POLLS_PER_SECOND = 400
 """The same, if none has."""
+_RETRIES_PER_SECOND = 200
+"""Of all who are silent."""
 _CALLS = 128
 """That wait for nothing, at once. To begin a connection takes a millisecond or two of ours: were there more,
 those begun last would be given up before they had a turn, and tried again."""
@@ -97,6 +99,7 @@ class JobSidecars:
         self._directives = DirectiveEncoder()
         self._hosts: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._silent: set[str] = set()
         self._again: set[str] = set()
         """Whom to ask at once."""
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -119,6 +122,7 @@ class JobSidecars:
                     task.cancel()
             self._skew.forget(self._hosts[uid])
             self._again.discard(uid)
+            self._silent.discard(uid)
             for table in (self._hosts, self._failed, self._reports):
                 table.pop(uid, None)
         for uid, host in hosts.items():
@@ -142,8 +146,9 @@ class JobSidecars:
                 self._reports[uid] = replace(known, report=bare, held_at=None)
 
     def probe(self, uid: str) -> None:
-        """Ask now for everything, beside the long poll that is under way."""
-        if uid in self._hosts:
+        """Ask now for everything, beside the long poll that is under way. Who is silent is asked again and
+        again in any case."""
+        if uid in self._hosts and uid not in self._silent:
             self._again.add(uid)
             if uid not in self._asking:
                 self._asking[uid] = asyncio.create_task(self._ask(uid, self._hosts[uid]))
@@ -194,7 +199,8 @@ class JobSidecars:
                 await self._lost(uid, host, str(error), min(due, now))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
-                serial, wait, pause = -1, 0.0, _FIRST_RETRY if never else _RETRY
+                pause = max(_FIRST_RETRY if never else _RETRY, len(self._silent) / _RETRIES_PER_SECOND)
+                serial, wait = -1, 0.0
             await asyncio.sleep(pause)
 
     def _pace(self) -> tuple[float, float]:
@@ -240,10 +246,8 @@ class JobSidecars:
 
     async def _get_all(self, uid: str, host: str, *, keep: bool) -> Report:
         """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
-        known = self._reports.get(uid)
-        silent = known is not None and known.silent_since is not None
         query, seconds = {"after": "-1", "wait": "0"}, min(_AT_ONCE, self._call)
-        async with self._gate_of_silent if silent else self._gate:
+        async with self._gate_of_silent if uid in self._silent else self._gate:
             return await self._request(
                 "GET", host, "/v1/report", body=None, query=query, seconds=seconds, keep=keep
             )
@@ -312,6 +316,7 @@ class JobSidecars:
         held_at = None
         if before is not None and same and self._holdings and not report.tells_holdings:
             held_at, report = known.holdings_at, replace(report, holdings=before.holdings)
+        self._silent.discard(uid)
         stepped = now if _stepped(before, report) else known.stepped_at
         self._reports[uid] = WorkerReport(report, now, None, stepped_at=stepped, held_at=held_at)
         if before != report or known.silent_since is not None:
@@ -322,6 +327,7 @@ class JobSidecars:
         known = self._reports.get(uid)
         if known is None:
             return
+        self._silent.add(uid)
         if known.silent_since is None:
             log.log(
                 logging.INFO if known.answered_at else logging.DEBUG,
