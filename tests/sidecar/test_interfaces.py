@@ -21,7 +21,7 @@ from tiercheck_local.addresses import free_ports
 from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.fetch import fetch
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
-from tiercheck_sidecar.exchange.network.addresses import LEFT_ALONE, PeerAddresses, Route, pair
+from tiercheck_sidecar.exchange.network.addresses import LEFT_ALONE, PeerAddresses, PeerRoute, pair
 from tiercheck_sidecar.exchange.network.interfaces import (
     NamedAddress,
     OwnAddress,
@@ -104,7 +104,7 @@ def test_connections_take_turns_and_leave_alone_for_a_while_what_does_not_answer
     book.listen_on((NamedAddress("net1", "10.20.0.7"), NamedAddress("net2", "10.30.0.7")))
     assert book.hear(peer, (NamedAddress("net1", "10.20.0.8"), NamedAddress("net2", "10.30.0.8")))
     assert not book.hear(peer, (NamedAddress("net1", "10.20.0.8"), NamedAddress("net2", "10.30.0.8")))
-    first, second = Route("10.20.0.7", "10.20.0.8"), Route("10.30.0.7", "10.30.0.8")
+    first, second = PeerRoute("10.20.0.7", "10.20.0.8"), PeerRoute("10.30.0.7", "10.30.0.8")
     assert [book.routes(peer) for _ in range(3)] == [(first, second), (second, first), (first, second)]
     assert (book.failed(first), book.failed(first)) == (True, False)
     assert book.routes(peer) == (second,)

@@ -24,7 +24,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.exchange.network.interfaces import NamedAddress
-from tiercheck_sidecar.exchange.network.transport import GIVEN_UP, Channel, TcpChannel
+from tiercheck_sidecar.exchange.network.transport import GIVEN_UP, ByteChannel, TcpChannel
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
 from tiercheck_sidecar.vault.tags import Tagger, Tags
 
@@ -144,7 +144,7 @@ class BytePace(Protocol):
 class Wire:
     """One connection. Used and closed by one thread at a time; only `cut` may come from another."""
 
-    def __init__(self, connection: Channel | socket.socket, timeout: float = IO_TIMEOUT) -> None:
+    def __init__(self, connection: ByteChannel | socket.socket, timeout: float = IO_TIMEOUT) -> None:
         self._channel = TcpChannel(connection) if isinstance(connection, socket.socket) else connection
         self._seconds = timeout
         self.patience(timeout)
@@ -192,11 +192,11 @@ class Wire:
         self._channel.patience(seconds)
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> ByteChannel:
         """What carries it."""
         return self._channel
 
-    def move(self, channel: Channel) -> None:
+    def move(self, channel: ByteChannel) -> None:
         """`channel` carries what follows; the other end does the same."""
         channel.patience(self._seconds)
         self._channel = channel

@@ -21,14 +21,14 @@ LEFT_ALONE = 30.0
 
 
 @dataclass(frozen=True)
-class Route:
+class PeerRoute:
     """From one of our addresses to one of a peer's, both on interfaces of the same entry."""
 
     source: str
     host: str
 
 
-def pair(own: Sequence[NamedAddress], theirs: Sequence[NamedAddress]) -> tuple[Route, ...]:
+def pair(own: Sequence[NamedAddress], theirs: Sequence[NamedAddress]) -> tuple[PeerRoute, ...]:
     """How each of `theirs` is reached: from the address of ours that has the same place among those of its
     entry and family, as far as there is one."""
     routes = []
@@ -37,7 +37,7 @@ def pair(own: Sequence[NamedAddress], theirs: Sequence[NamedAddress]) -> tuple[R
         kind = each.entry, ":" in each.host
         ours = [mine.host for mine in own if (mine.entry, ":" in mine.host) == kind]
         if ours:
-            routes.append(Route(ours[seen[kind] % len(ours)], each.host))
+            routes.append(PeerRoute(ours[seen[kind] % len(ours)], each.host))
         seen[kind] += 1
     return tuple(routes)
 
@@ -50,9 +50,9 @@ class PeerAddresses:
         self._lock = threading.Lock()
         self._own: tuple[NamedAddress, ...] = ()
         self._told: dict[Peer, tuple[NamedAddress, ...]] = {}
-        self._failed: dict[Route, float] = {}
+        self._failed: dict[PeerRoute, float] = {}
         self._turns: Counter[Peer] = Counter()
-        self._used: dict[Route, weakref.WeakSet[object]] = {}
+        self._used: dict[PeerRoute, weakref.WeakSet[object]] = {}
         """The connections that there are."""
 
     @property
@@ -77,7 +77,7 @@ class PeerAddresses:
         with self._lock:
             return frozenset(each.host for told in self._told.values() for each in told)
 
-    def routes(self, peer: Peer) -> tuple[Route, ...]:
+    def routes(self, peer: Peer) -> tuple[PeerRoute, ...]:
         """To try in this order, before the pod's address: those that carry least, in turns."""
         with self._lock:
             now = self._clock()
@@ -92,18 +92,18 @@ class PeerAddresses:
             self._turns[peer] += 1
             return tuple(sorted((*routes[first:], *routes[:first]), key=self._load))
 
-    def failed(self, route: Route) -> bool:
+    def failed(self, route: PeerRoute) -> bool:
         """It does not answer, or somebody else does there. Returns whether that is news."""
         with self._lock:
             news = route not in self._failed
             self._failed[route] = self._clock() + LEFT_ALONE
             return news
 
-    def answered(self, route: Route, connection: object) -> None:
+    def answered(self, route: PeerRoute, connection: object) -> None:
         """It counts for as long as anybody has it."""
         with self._lock:
             self._failed.pop(route, None)
             self._used.setdefault(route, weakref.WeakSet()).add(connection)
 
-    def _load(self, route: Route) -> int:
+    def _load(self, route: PeerRoute) -> int:
         return len(self._used.get(route, ()))

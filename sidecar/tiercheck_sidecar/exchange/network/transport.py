@@ -20,7 +20,7 @@ GIVEN_UP = 20.0
 """Seconds after which a connection is broken on which nothing was acknowledged."""
 
 
-class Channel(Protocol):
+class ByteChannel(Protocol):
     """A connection that keeps bytes in order. Used by one thread at a time; only `cut` may come from another.
     All raise OSError."""
 

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, broken
-from tiercheck_sidecar.exchange.network.transport import Channel
+from tiercheck_sidecar.exchange.network.transport import ByteChannel
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def answer_ucx(wire: Wire, address: str) -> None:
 class UcxChannel:
     """`address` is for the other end, whose own is for `meet`. Raises OSError if UCX cannot be used."""
 
-    def __init__(self, proven: Channel) -> None:
+    def __init__(self, proven: ByteChannel) -> None:
         """`proven`: what the two ends have met over."""
         if why_no_ucx():
             raise OSError(why_no_ucx())
