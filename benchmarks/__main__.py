@@ -38,6 +38,7 @@ BENCHMARKS = {
     "growth": "growth with state and workers",
     "planning": "the planner's decisions",
     "reconcile": "what an event costs the operator",
+    "scale_coordinator": "what the coordinator costs, by workers",
     "warm_start": "from release to the first step, warm and cold",
     "gpu": "capture and deltas on a GPU",
 }
