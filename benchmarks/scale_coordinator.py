@@ -51,7 +51,7 @@ from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, Ti
 from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, heartbeat, pace
 
 PROCS = 8
-SLOWER = {4000: 8}
+SLOWER = {512: 4, 1250: 8, 4000: 16}
 """By workers: all goes so many times slower, because a few cores cannot be all sidecars as well. Processor
 seconds are multiplied by it, and delays divided."""
 STEP = {64: 1.0, 512: 1.0, 1250: 2.0, 4000: 5.0}
