@@ -230,6 +230,21 @@ def test_coordinator_that_lacks_the_base_asks_for_the_whole_and_changes_nothing(
     assert one.mark() == Version(5, 1)
 
 
+def test_what_comes_late_on_an_older_connection_takes_nothing_back(coordinator: Coordinator) -> None:
+    one, other = Speaker(coordinator, 0), Speaker(coordinator, 1)
+    for each in (one, other):
+        coordinator.connect(each.caller)
+        each.say(4)
+    older, other.caller = other.caller, Caller()
+    coordinator.connect(other.caller)
+    one.say(5), other.say(5, whole=True)
+    newer, other.caller = other.caller, older
+    assert other.say(4, whole=True).refused
+    assert one.mark() == Version(5, 1)
+    other.caller = newer
+    assert not other.say(6, whole=True).refused
+
+
 def test_after_a_refusal_differences_begin_anew(coordinator: Coordinator) -> None:
     one = Speaker(coordinator, 0)
     assert not one.say(4).refused

@@ -33,14 +33,18 @@ _LONGEST_HEAD = 4096
 _PATIENCE = 3.0
 """Seconds for an answer."""
 _MOST_LATE = 5
-"""Answers in a row that did not come in time; then a new connection is made, which costs a busy coordinator
-more than they do."""
+"""Times that `_PATIENCE` ends before an answer comes; then a new connection is made."""
 _CONNECT_PATIENCE = 10.0
 """Seconds for a connection: when a coordinator is new, all come at once."""
 
 
 class NotSpoken(CallFailed):
     """The other end is of a release that has no such connections."""
+
+
+class AnswerLate(CallFailed):
+    """It has not come in time, and the connection lives. To say it all again would cost a busy coordinator
+    more than to wait."""
 
 
 class Messages:
@@ -88,28 +92,34 @@ class TierLine:
         self._asked = self._late = 0
 
     def tell(self, text: bytes, number: int) -> TierAnswer:
-        """The answer to the news of that number. Raises CallFailed."""
+        """The answer to the news of that number. Raises CallFailed; AnswerLate if `wait` may bring it yet."""
         try:
             connection = self._socket or self._connect()
             with self._lock:
-                self._answer, self._failure, self._asked = None, None, number
+                self._answer, self._failure, self._asked, self._late = None, None, number, 0
             self._send(connection, framed(text))
-            with self._answered:
-                self._answered.wait_for(lambda: self._answer or self._failure, _PATIENCE)
-                answer, failure = self._answer, self._failure
-            if failure is not None and answer is None:
-                raise failure
         except (OSError, ValueError) as error:
-            self.close()
-            silent = isinstance(error, OSError) and isinstance(broken(error), PeerSilent)
-            raise CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED) from error
-        if answer is None:
-            self._late += 1
-            if self._late >= _MOST_LATE:
-                self.close()
-            raise CallFailed(f"{self.host}: no answer in time", Break.SILENT)
-        self._late = 0
-        return answer
+            raise self._failed(error) from error
+        return self.wait()
+
+    def wait(self) -> TierAnswer:
+        """The answer to what was told last. Raises as `tell`."""
+        with self._answered:
+            self._answered.wait_for(lambda: self._answer or self._failure, _PATIENCE)
+            answer, failure = self._answer, self._failure
+        if answer is not None:
+            return answer
+        if failure is not None:
+            raise self._failed(failure)
+        self._late += 1
+        if self._late >= _MOST_LATE:
+            raise self._failed(TimeoutError("no answer in time"))
+        raise AnswerLate(f"{self.host}: no answer in time", Break.SILENT)
+
+    def _failed(self, error: Exception) -> CallFailed:
+        self.close()
+        silent = isinstance(error, OSError) and isinstance(broken(error), PeerSilent)
+        return CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED)
 
     @property
     def is_open(self) -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,6 +81,8 @@ class Caller:
     number: int = 0
     """Of that."""
     told: TierVerdict | None = None
+    since: int = 0
+    """By which connections are in order."""
 
 
 class Coordinator:
@@ -123,7 +125,12 @@ class Coordinator:
         self._refused: dict[int, str] = {}
         """By worker whose newest word was refused: why."""
         self._callers: set[Caller] = set()
-        self._inbox: list[tuple[Caller, bytes]] = []
+        self._connections = 0
+        self._newest: dict[int, int] = {}
+        """By worker, the newest connection that it has spoken on: what comes later on an older one was said
+        before."""
+        self._inbox: deque[tuple[Caller, bytes]] = deque()
+        self._has_post = False
         self.deliver: Callable[[list[tuple[Caller, list[TierAnswer]]]], None] = _deliver
 
     @property
@@ -148,6 +155,8 @@ class Coordinator:
         """It may say something from now on."""
         with self._lock:
             self._callers.add(caller)
+            self._connections += 1
+            caller.since = self._connections
 
     def hang_up(self, caller: Caller) -> None:
         """Its connection is gone."""
@@ -155,10 +164,12 @@ class Coordinator:
             self._callers.discard(caller)
 
     def post(self, caller: Caller, text: bytes) -> None:
-        """`TierNews` that came. They are answered with all others of this moment."""
-        with self._lock:
-            self._inbox.append((caller, text))
-            if len(self._inbox) == 1:
+        """`TierNews` that came. They are answered with all others of this moment. Takes no lock while there
+        are some already: who calls must not be kept waiting."""
+        self._inbox.append((caller, text))
+        if not self._has_post:
+            self._has_post = True
+            with self._lock:
                 self._dirty.notify_all()
 
     def hear(self, report: TierReport) -> TierVerdict:
@@ -186,7 +197,10 @@ class Coordinator:
                 word = self._vocabulary.updated(base if news.base else None, news)
                 if word.head.job_uid != self._board.config.job_uid:
                     raise NotNow(f"this sidecar belongs to job {self._board.config.job_uid}")
+                if caller.since < self._newest.get(word.head.worker, 0):
+                    raise NotNow("this sidecar has spoken on a newer connection since")
                 self._hear(word)
+                self._newest[word.head.worker] = caller.since
                 self._hosts.pop(word.head.worker, None)
                 upload = self._verdict.upload if self._verdict else None
                 answer = TierAnswer(number, upload=upload, received=self._received(word))
@@ -241,7 +255,7 @@ class Coordinator:
         else:
             self._take(word, directive)
             wrong = "" if head.worker in self._unproved else self._refused.get(head.worker, "")
-        if not self._inbox:
+        if not self._has_post:
             self._dirty.notify_all()
         if wrong:
             raise BadReport(f"the report is refused: {wrong}")
@@ -393,7 +407,7 @@ class Coordinator:
             while not self._board.stopping:
                 with self._dirty:
                     self._dirty.wait_for(
-                        lambda: self._inbox or self._is_dirty or self._board.stopping, timeout=1.0
+                        lambda: self._has_post or self._is_dirty or self._board.stopping, timeout=1.0
                     )
                 self._board.wait_until(lambda: False, _MOMENT)  # others have something to say as well
                 answers = self._hear_all()
@@ -413,9 +427,11 @@ class Coordinator:
 
     def _hear_all(self) -> dict[Caller, TierAnswer]:
         """What came by now."""
-        with self._lock:
-            inbox, self._inbox = self._inbox, []
-        return {caller: self.hear_news(caller, text) for caller, text in inbox}
+        self._has_post, answers = False, {}
+        for _ in range(len(self._inbox)):
+            caller, text = self._inbox.popleft()
+            answers[caller] = self.hear_news(caller, text)
+        return answers
 
     def news(self) -> tuple[TierVerdict, list[str]] | None:
         """The verdict that everybody shall be told, and where they are; None: they have been."""
@@ -470,7 +486,7 @@ class Coordinator:
         self._placement = directive.placement
         if directive.attempt != self._attempt:
             self._attempt, self._tally, self._words, self._hosts = directive.attempt, Tally(), {}, {}
-            self._heard, self._final, self._done = {}, set(), set()
+            self._heard, self._newest, self._final, self._done = {}, {}, set(), set()
             self._proved, self._unproved, self._refused = {}, {}, {}
             self._standing, self._verdict, self._uploading = TierStanding(), None, None
             self._artifacts, self._on_record = {}, Counter()

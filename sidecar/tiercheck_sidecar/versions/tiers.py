@@ -13,7 +13,7 @@ from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
-from tiercheck_sidecar.control.tier_line import NotSpoken, TierLine
+from tiercheck_sidecar.control.tier_line import AnswerLate, NotSpoken, TierLine
 from tiercheck_sidecar.decoding import Malformed, decode, encode
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.span import Span, common
@@ -52,6 +52,8 @@ class TierClient:
         self._base: WorkerWord | None = None
         """The last word that the coordinator took on this connection, and its number."""
         self._number = 0
+        self._unanswered: WorkerWord | None = None
+        """The word that was said last, if its answer may come yet."""
         self._following = threading.Lock()
         self._said = TierAnswer()
         """The newest verdict, and what of this worker is on record."""
@@ -170,7 +172,8 @@ class TierClient:
         if self._line is None or self._line.host != host:
             if self._line is not None:
                 self._line.close()
-            self._line, self._base = TierLine(self._board.config, host, self._follow), None
+            self._line = TierLine(self._board.config, host, self._follow)
+            self._base = self._unanswered = None
         try:
             try:
                 self._say(self._line, report)
@@ -178,7 +181,8 @@ class TierClient:
                 self._follow(TierAnswer(verdict=self._post(host, report)))
         except (CallFailed, Malformed) as error:
             log.debug("the coordinator: %s", error)
-            self._base = None
+            if not isinstance(error, AnswerLate):
+                self._base = self._unanswered = None
             self._saw(directive, error.how if isinstance(error, CallFailed) else None)
             return False
         self._saw(directive, None)
@@ -195,16 +199,28 @@ class TierClient:
 
     def _say(self, line: TierLine, report: TierReport) -> None:
         """Raises CallFailed, Malformed."""
+        if not line.is_open:
+            self._base = self._unanswered = None
+        if self._unanswered is not None:
+            self._settle(line.wait())
         word = self._vocabulary.word_of(report)
-        for base in (self._base if line.is_open else None, None):
+        for base in (self._base, None):
             self._number += 1
-            answer = line.tell(encode(difference(base, word, self._number, self._number - 1)), self._number)
+            self._unanswered = word
+            news = difference(base, word, self._number, self._number - 1)
+            answer = self._settle(line.tell(encode(news), self._number))
             if not answer.whole:
                 break
         if answer.refused:
             raise CallFailed(f"{line.host}: {answer.refused}")
-        self._base = word
-        self._follow(answer)
+
+    def _settle(self, answer: TierAnswer) -> TierAnswer:
+        """What was said last is answered."""
+        said, self._unanswered = self._unanswered, None
+        self._base = None if answer.refused else said
+        if not answer.refused:
+            self._follow(answer)
+        return answer
 
     def _follow(self, answer: TierAnswer) -> None:
         """What the coordinator says, answer or not. Any thread."""
