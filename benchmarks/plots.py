@@ -42,53 +42,53 @@ def draw(data: dict[str, Data], figures: list[Figure], folder: Path) -> dict[str
     plans: list[tuple[str, str, Callable[[], Sheet | None]]] = [
         (
             "overview",
-            "Every promised figure: how much better (right) or worse (left) than promised.",
+            "Promised figures: better (right) or worse (left).",
             lambda: overview(figures),
         ),
         (
             "blocked",
-            "How long training waits for one snapshot of the same state, in the same loop.",
+            "Training blocked by one snapshot.",
             lambda: blocked(data.get("blocked", {})),
         ),
         (
             "every-step",
-            "Steps of two equal trainings in turn, one of them with a delta at every step.",
+            "Steps with and without deltas.",
             lambda: every_step(data.get("every_step", {})),
         ),
         (
             "delta-sizes",
-            "Bytes of a delta, in percent of a snapshot's.",
+            "Deltas, in percent of a snapshot.",
             lambda: delta_sizes(data.get("delta_sizes", {})),
         ),
         ("restores", "How long a state takes to come back.", lambda: restores(data.get("restores", {}))),
         (
             "growth",
-            "Time and memory, by the size of the state and the number of workers.",
+            "Time and memory, by state and workers.",
             lambda: growth(data.get("growth", {})),
         ),
         (
             "sharing",
-            "What a rank captures, and how long it takes, by the data-parallel degree.",
+            "Capture, by the data-parallel degree.",
             lambda: sharing(data.get("sharing", {})),
         ),
         (
             "resharding",
-            "A restore on another mesh: what is read, and how long it takes.",
+            "A restore on another mesh.",
             lambda: resharding(data.get("resharding", {})),
         ),
         (
             "reconcile",
-            "What an event costs the operator, by workers of a job and by jobs.",
+            "What an event costs the operator.",
             lambda: reconcile(data.get("reconcile", {})),
         ),
         (
             "ettr",
-            "Simulated ETTR by size, beside peers; what would change it.",
+            "Simulated ETTR, and what would change it.",
             lambda: ettr(data.get("ettr", {})),
         ),
         (
             "foretold",
-            "Time lost to each failure: measured, and foretold from other recoveries.",
+            "Each failure, foretold and measured.",
             lambda: foretold(data.get("simulate_validation", {})),
         ),
     ]
@@ -423,10 +423,12 @@ def ettr(data: Data) -> Sheet | None:
         sizes.semilogx(nodes, each["measured"], linestyle="--", color=colour, linewidth=1)
         sizes.semilogx(nodes, each["store"], linestyle=":", color=colour, linewidth=1)
     for peer in data.get("peers", ()):
+        left = peer["nodes"] > 500
         sizes.plot(peer["nodes"], peer["theirs"], "*", color=LIMIT, markersize=11)
         sizes.annotate(
             f"{peer['name']} {peer['theirs']:.2f} (ours {peer['ours']:.3f})", (peer["nodes"], peer["theirs"]),
-            xytext=(-8, -9), textcoords="offset points", ha="right", va="top", fontsize=8.5,
+            xytext=(-8 if left else -40, -9), textcoords="offset points", va="top", fontsize=8.5,
+            ha="right" if left else "left",
         )  # fmt: skip
     sizes.minorticks_off()
     sizes.set_xticks(nodes, [f"{count:,}" for count in nodes])

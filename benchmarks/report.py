@@ -141,7 +141,7 @@ def page(run: Run, pictures: dict[str, str]) -> str:
         ", ".join(f"{name} {version}" for name, version in machine["packages"].items()) + ".",
         "",
         "Ours and the other ran in turn on the same work. Figures are the best of several turns, for "
-        "everybody, because what else runs only ever adds.",
+        "everybody: other work only adds.",
         "",
         "| figure | ours | limit or peer | ratio | promised | note |",
         "| --- | --- | --- | ---: | --- | --- |",
@@ -151,7 +151,7 @@ def page(run: Run, pictures: dict[str, str]) -> str:
             if figure.bound is not None
         ),
         "",
-        "Without a promise, for information; notes are in results.json:",
+        "Without a promise; notes are in results.json:",
         "",
         "| figure | ours | limit or peer | ratio |",
         "| --- | --- | --- | ---: |",
@@ -159,12 +159,9 @@ def page(run: Run, pictures: dict[str, str]) -> str:
     ]
     for name, caption in pictures.items():
         lines += ["", f"![{caption}]({name}.svg)"]
-    lines += ["", "## When", "", "| benchmark | when (UTC) | load before | commit |"]
-    lines += ["| --- | --- | ---: | --- |"]
-    lines += [
-        f"| {entry.name} | {entry.when[:16].replace('T', ' ')} | {entry.load} | {entry.commit} |"
-        for entry in run.entries
-    ]
+    lines += ["", "## When (load before, commit)", ""]
+    lines += [f"{entry.name} {entry.when[:10]} ({entry.load}, {entry.commit})," for entry in run.entries]
+    lines[-1] = lines[-1].removesuffix(",") + "."
     return "\n".join(lines) + "\n"
 
 

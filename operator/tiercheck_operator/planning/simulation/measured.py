@@ -24,8 +24,8 @@ NODE, DOMAIN, ALL = "node", "domain", "all"
 CAUSES: Mapping[str, tuple[str, ...]] = {
     PROCESS: ("TrainerCrash", "OOMKilled"),
     POD: (
-        "NodeLeaving", "PodDeleted", "PodFailed", "PodEvicted", "GPUFault", "StartFailed", "HealthCheckFailed",
-        "Stuck",
+        "NodeLeaving", "PodDeleted", "PodFailed", "PodEvicted", "GPUFault", "StartFailed", "Stuck",
+        "HealthCheckFailed",
     ),
     NODE: ("SidecarSilent", "NodeSilent", "NodeLost"),
     DOMAIN: ("DomainLost",),
