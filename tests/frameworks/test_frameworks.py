@@ -11,7 +11,8 @@ import dataclasses
 import importlib.util
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ def steps(lives: Lives, modules: list[str], argv: Sequence[str | Path], **how: A
     return [line for line in first if "step" in line]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Said]:
+    """What an example says on one rank that nobody kills; it is run once."""
+
+    @cache
+    def run(name: str) -> Said:
+        modules, argv = needed(name), command(name, "python")
+        return steps(lives, modules, [*argv, "--folder", tmp_path_factory.mktemp(name)])
+
+    return run
+
+
 def assert_continues(whole: Said, parts: Sequence[tuple[Said, int | None]]) -> None:
     """Each life, to where it was killed, said what the run without kills had said from its first step on."""
     first = whole[0]["step"]
@@ -77,10 +90,12 @@ def assert_continues(whole: Said, parts: Sequence[tuple[Said, int | None]]) -> N
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_killed_example_goes_on_with_equal_losses(name: str, lives: Lives, tmp_path: Path) -> None:
+def test_killed_example_goes_on_with_equal_losses(
+    name: str, lives: Lives, undisturbed: Callable[[str], Said], tmp_path: Path
+) -> None:
     modules, argv = needed(name), command(name, "python")
     last, kills, *_ = KILLS[name]
-    whole = steps(lives, modules, [*argv, "--folder", tmp_path / "whole"])
+    whole = undisturbed(name)
     assert [line["step"] for line in whole] == list(range(1, last + 1))
     assert len({line["loss_hex"] for line in whole}) == last, "a step told for another would be seen"
     cut = [*argv, "--folder", tmp_path / "cut", "--every", "1"]
@@ -137,10 +152,12 @@ def test_training_that_began_from_a_checkpoint_of_the_frameworks_own_goes_on_fro
 @pytest.mark.parametrize(
     "name", ["huggingface", "lightning", "accelerate"]
 )  # averaged weights have no deltas
-def test_killed_example_under_a_sidecar_goes_on_from_deltas(name: str, lives: Lives, tmp_path: Path) -> None:
+def test_killed_example_under_a_sidecar_goes_on_from_deltas(
+    name: str, lives: Lives, undisturbed: Callable[[str], Said], tmp_path: Path
+) -> None:
     modules, argv = needed(name), command(name, "python")
     kills = KILLS[name][1]
-    whole = steps(lives, modules, [*argv, "--folder", tmp_path / "whole"])
+    whole = undisturbed(name)
     env = {"TIERCHECK_RUN_DIR": str(tmp_path), "TIERCHECK_ATTEMPT": "1"}
     sidecar = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=4, delta=DeltaMode.AUTO))
     try:

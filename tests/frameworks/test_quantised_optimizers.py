@@ -3,7 +3,7 @@ the same losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,17 @@ _MAKES: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
 }
 
 
+@pytest.fixture(params=["eager", pytest.param("compiled", marks=pytest.mark.extended)])
+def as_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of torchao compile their arithmetic, which takes half a minute of C++ and changes nothing of
+    their states."""
+    if request.param == "eager":
+        torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.mark.usefixtures("as_compiled")
 @pytest.mark.parametrize("name", _MAKES)
 def test_quantised_state_comes_back_exactly(tmp_path: Path, name: str) -> None:
     def life(seed: int, folder: Path, end: int) -> list[float]:

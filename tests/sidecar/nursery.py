@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -64,8 +65,16 @@ class Nursery:
         self._born: list[int] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, environment: Mapping[str, str], log: Path) -> Process:
-        order = {"environment": dict(environment), "log": str(log), "folder": os.getcwd()}
+    def start(
+        self, environment: Mapping[str, str], log: Path, patience: Mapping[str, float] | None = None
+    ) -> Process:
+        """`patience`: seconds that its constants have in place of their own, by `module:name`."""
+        order = {
+            "environment": dict(environment),
+            "log": str(log),
+            "folder": os.getcwd(),
+            "patience": dict(patience or {}),
+        }
         with self._changed:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -157,6 +166,10 @@ def become(order: Mapping[str, Any]) -> None:
     os.close(nothing)
     os.close(log)
     sys.argv = ["tiercheck_sidecar"]
+    for constant, seconds in order["patience"].items():
+        module, name = constant.split(":")
+        assert hasattr(importlib.import_module(module), name), constant
+        setattr(importlib.import_module(module), name, seconds)
 
 
 if __name__ == "__main__":

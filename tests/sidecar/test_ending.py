@@ -26,12 +26,14 @@ from tiercheck_sidecar.decoding import decode
 MakeWorld = Callable[..., World]
 PATIENT = 3600
 """Seconds of grace: a sidecar that waits for it to end is seen."""
+LAST_WORD, GONE = "tiercheck_sidecar.app:_LAST_WORD", "tiercheck_sidecar.versions.ending:GONE"
 
 
 def training(world: World, grace: int = PATIENT) -> Path:
     """All released, with a remote tier that has nothing yet. Returns its folder."""
     store = with_directory(world, every=1000)
     world.grace = grace
+    world.patience.setdefault(LAST_WORD, 0.1)
     world.start()
     world.begin()
     return store
@@ -130,6 +132,7 @@ def test_sidecar_that_waits_does_not_say_that_its_trainer_runs(make_world: MakeW
 
 def test_worker_whose_pod_is_lost_while_the_job_ends_keeps_nobody(make_world: MakeWorld) -> None:
     world = make_world(workers=3)
+    world.patience[GONE] = 2.0
     store = training(world)
     trainers = launchers(world)
     save_everywhere(world, 7)
@@ -177,6 +180,7 @@ def test_worker_that_owes_nothing_goes_at_once_if_the_coordinator_is_lost(make_w
 def test_worker_whose_coordinator_is_lost_for_good_gives_up_and_goes(make_world: MakeWorld) -> None:
     """The operator then names none, and nobody else writes manifests: what is not complete will never be."""
     world = make_world(workers=2)
+    world.patience[GONE] = 2.0
     store = training(world)
     trainers = launchers(world)
     save_everywhere(world, 7)
@@ -191,6 +195,7 @@ def test_worker_whose_coordinator_is_lost_for_good_gives_up_and_goes(make_world:
 def test_without_a_remote_tier_nobody_waits_for_anybody(make_world: MakeWorld) -> None:
     world = make_world(workers=2)
     world.grace = PATIENT
+    world.patience[LAST_WORD] = 0.1
     world.start()
     world.begin()
     save_everywhere(world, 7)
@@ -221,6 +226,7 @@ def test_unreachable_remote_tier_holds_pods_as_long_as_their_grace_and_the_log_s
 
 def test_controller_hears_of_the_last_upload_before_the_sidecars_go(make_world: MakeWorld) -> None:
     world = make_world(workers=2)
+    world.patience[LAST_WORD] = 2.0  # as the product has it
     training(world)
     save_everywhere(world, 7)
     heard: list[Report] = []

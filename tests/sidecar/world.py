@@ -111,6 +111,8 @@ class World:
         """In place of the sidecars' own cgroup."""
         self.grace: int | None = None
         """Seconds between SIGTERM and SIGKILL that the sidecars are told."""
+        self.patience: dict[str, float] = {}
+        """Seconds that constants of the sidecars have in place of their own, by `module:name`."""
         self.on_one_host = False
         """Whether all are in the network of one node: then they have one address, and ports of their own."""
         self.pods = {worker: f"pod-{worker}" for worker in range(workers)}
@@ -177,7 +179,7 @@ class World:
         for worker in workers or range(self.workers):
             self._life += 1
             log = self.root / f"sidecar-{worker}-{self._life}.log"
-            self._processes[worker] = nursery().start({**os.environ, **self.env(worker)}, log)
+            self._processes[worker] = nursery().start({**os.environ, **self.env(worker)}, log, self.patience)
         for worker in workers or range(self.workers):
             until(lambda worker=worker: self.is_ready(worker), f"sidecar {worker} is ready")
 
