@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from stations import JOB, Stations
-from world import World, error_of, until
+from stations import Stations
+from world import JOB_UID, World, error_of, until
 
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import RankArtifact
@@ -36,7 +36,7 @@ def report(worker: int, step: int = 4, **changes: Any) -> TierReport:
         copied=(Span(1, step, step),),
         copied_snapshots=(version,), holders=((worker + 1) % 3,), needs=Needs(1000, 100, True),
     )  # fmt: skip
-    return TierReport(JOB, 1, worker, f"127.0.0.{worker + 1}", (replace(tiers, **changes),))
+    return TierReport(JOB_UID, 1, worker, f"127.0.0.{worker + 1}", (replace(tiers, **changes),))
 
 
 def copies(*found: Copy) -> TierReport:

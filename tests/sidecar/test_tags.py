@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stations import JOB, TOKEN, Stations, send_bytes
+from stations import TOKEN, Stations, send_bytes
+from world import JOB_UID
 
 from examples import examples
 from tiercheck.protocol.artifacts.sizing import cost
@@ -45,7 +46,7 @@ ARTIFACTS = st.builds(
     st.builds(Version, st.integers(0, 3), st.integers(1, 3)),
     st.sampled_from(Kind),
 )
-SEALED = st.tuples(ARTIFACTS, st.sampled_from([TOKEN, "another"]), st.sampled_from([JOB, "another"]))
+SEALED = st.tuples(ARTIFACTS, st.sampled_from([TOKEN, "another"]), st.sampled_from([JOB_UID, "another"]))
 
 
 @given(
@@ -79,7 +80,7 @@ def test_chunk_fits_where_it_was_sealed_and_nowhere_else(
 @pytest.mark.parametrize("size", [1, MIB // 4, MIB // 4 + 1, 4 * MIB, 4 * MIB + 1, 9 * MIB - 7])
 def test_one_pass_gives_the_digests_that_others_compute_and_a_tag_for_each_chunk(size: int) -> None:
     content = memoryview(os.urandom(size))
-    tagger = Tagger(TOKEN, JOB, ARTIFACT)
+    tagger = Tagger(TOKEN, JOB_UID, ARTIFACT)
     digests, found = digest_and_tag(content, tagger)
     assert digests == digest(content) == digest_and_tag(content, None)[0]
     assert found is not None
@@ -94,13 +95,13 @@ def test_one_pass_gives_the_digests_that_others_compute_and_a_tag_for_each_chunk
 
 def test_what_is_sealed_twice_has_a_key_of_its_own_each_time() -> None:
     """Two texts under one key and nonce would give the key of all tags away."""
-    first, second = Tagger(TOKEN, JOB, ARTIFACT), Tagger(TOKEN, JOB, ARTIFACT)
+    first, second = Tagger(TOKEN, JOB_UID, ARTIFACT), Tagger(TOKEN, JOB_UID, ARTIFACT)
     assert first.salt != second.salt
     assert tagged(b"state", first).values != tagged(b"state", second).values
 
 
 def test_tags_of_another_number_than_there_are_chunks_or_that_are_no_text_make_no_sense() -> None:
-    digests, found = digest_and_tag(memoryview(bytes(5 * MIB)), Tagger(TOKEN, JOB, ARTIFACT))
+    digests, found = digest_and_tag(memoryview(bytes(5 * MIB)), Tagger(TOKEN, JOB_UID, ARTIFACT))
     assert found is not None
     assert is_well_described(digests, found)
     assert is_well_described(digests, None)
@@ -115,7 +116,7 @@ def test_tags_of_another_number_than_there_are_chunks_or_that_are_no_text_make_n
 
 def test_tags_outlive_the_process_and_a_seal_of_before_there_were_any_is_still_one(tmp_path: Path) -> None:
     content = memoryview(os.urandom(5 * MIB))
-    digests, found = digest_and_tag(content, Tagger(TOKEN, JOB, ARTIFACT))
+    digests, found = digest_and_tag(content, Tagger(TOKEN, JOB_UID, ARTIFACT))
     seal = Seal(3, Version(5, 2), 4, Tier.LOCAL, digests, tags=found)
     write_seal(tmp_path / "slot", seal)
     read = read_seal(tmp_path / "slot")

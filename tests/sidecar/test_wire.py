@@ -14,7 +14,8 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stations import JOB, TOKEN, Stations, send_bytes
+from stations import TOKEN, Stations, send_bytes
+from world import JOB_UID
 
 from examples import examples
 from tiercheck.protocol.directive import Peer, Tier
@@ -192,13 +193,13 @@ def test_proof_of_any_text_is_refused_by_the_one_who_is_called(proof: str) -> No
     ours = socket.create_server(("127.0.0.1", 0))
     with closing(ours), closing(socket.create_connection(ours.getsockname())) as theirs:
         caller = Wire(theirs)
-        caller.send(CallerClaim(JOB, 1, 1, "nonce"))
+        caller.send(CallerClaim(JOB_UID, 1, 1, "nonce"))
         caller.send(CallerProof(proof))
         with (
             closing(Wire(ours.accept()[0])) as wire,
             pytest.raises(PeerRefused, match="does not know this job's token"),
         ):
-            admit(wire, Identity(JOB, 0, TOKEN, "127.0.0.1"), lambda _: "")
+            admit(wire, Identity(JOB_UID, 0, TOKEN, "127.0.0.1"), lambda _: "")
 
 
 def test_connection_that_is_gone_has_no_address_and_says_so_as_every_broken_one_does() -> None:
@@ -258,7 +259,7 @@ class Said:
 
     def was_sealed(self, chunk: memoryview) -> bool:
         """By the tag that came with the index, long before."""
-        tagger = Tagger(TOKEN, JOB, ARTIFACT, "salt")
+        tagger = Tagger(TOKEN, JOB_UID, ARTIFACT, "salt")
         tag = tagger.running(len(self.body))
         tag.update(memoryview(self.body))
         return tagger.fits(Tags("salt", NO_TAG * len(self.body) + tag.hex()), len(self.body), chunk)
@@ -266,7 +267,7 @@ class Said:
 
 ARTIFACT = Artifact(0, Version(5, 1))
 NO_TAG = "0" * 32
-IDENTITY = Identity(JOB, 0, TOKEN, "127.0.0.1")
+IDENTITY = Identity(JOB_UID, 0, TOKEN, "127.0.0.1")
 
 
 class Tape(socket.socket):
