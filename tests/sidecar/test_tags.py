@@ -194,7 +194,7 @@ def test_copy_that_a_restarted_holder_finds_again_is_served_as_it_was(
     seal = job[0].save(Version(5, 1), 5 * MIB)
     with job[0].line(1) as line:
         push(job[0].vault, seal, line)
-    folder = job.memory / "worker-1"
+    folder = job[1].directory
     again = Vault(folder, job.limit, (1,))
     again.open()
     held = again.find(0, Version(5, 1), Tier.PEER)
