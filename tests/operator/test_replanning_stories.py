@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from world_in_memory import Sidecar, World, make_spec
+from sidecar_model import SidecarModel
+from world_in_memory import World, make_spec
 
 from tiercheck.protocol.report import MemoryReport, Report
 from tiercheck_operator.model import conditions
@@ -266,8 +267,8 @@ def with_memory(world: World, worker: int, copies: int) -> None:
             sidecar.report = _remembering(sidecar, memory)  # type: ignore[method-assign]
 
 
-def _remembering(sidecar: Sidecar, memory: MemoryReport) -> Callable[[], Report]:
-    return lambda: replace(Sidecar.report(sidecar), memory=memory)
+def _remembering(sidecar: SidecarModel, memory: MemoryReport) -> Callable[[], Report]:
+    return lambda: replace(SidecarModel.report(sidecar), memory=memory)
 
 
 def test_a_move_waits_where_no_other_holder_has_room_and_says_so() -> None:

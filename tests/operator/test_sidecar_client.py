@@ -7,91 +7,32 @@ import contextlib
 import dataclasses
 import email.utils
 import socket
-import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from moments import TURNS, Woken, ends, turns
 from moments import until as until_turn
+from sidecar_over_https import CREDENTIALS, HOST, ServedSidecar, heard, serve, until
 from world_in_memory import World
 
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Directive
-from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.names import join_address
-from tiercheck.protocol.report import Report
 from tiercheck_operator import sidecars
 from tiercheck_operator.kubernetes.certificates import issue
-from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import HostSign
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
 
-HOST = "127.83.1.7"
-CREDENTIALS = issue("job-uid")
 _QUEUE = 128
 
 
-def some_report() -> Report:
-    world = World()
-    for _ in range(5):
-        world.tick()
-    return world.sidecars[world.member(1)].report()
-
-
-class StandIn:
-    """Answers as a sidecar does; what it says and what it was asked can be set and seen."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-        self.changed = asyncio.Event()
-        self.asked: list[float] = []
-        self.headers: dict[str, str] = {}
-        self.directives: list[Directive] = []
-
-    def tell(self, **changes: object) -> None:
-        self.report = dataclasses.replace(self.report, serial=self.report.serial + 1, **changes)  # type: ignore[arg-type]
-        self.changed.set()
-
-    async def get(self, request: web.Request) -> web.Response:
-        if request.headers.get("Authorization") != f"Bearer {CREDENTIALS.token}":
-            return web.Response(status=401)
-        wait = float(request.query["wait"])
-        self.asked.append(wait)
-        if int(request.query["after"]) >= self.report.serial:
-            self.changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await self.changed.wait()
-        return web.Response(body=to_json(self.report), headers=self.headers)
-
-    async def put(self, request: web.Request) -> web.Response:
-        self.directives.append(from_json(await request.read(), Directive))
-        self.tell(revision=self.directives[-1].revision)
-        return web.Response(body=to_json(self.report))
-
-
-async def serve(sidecar: StandIn, credentials: Credentials, folder: Path) -> web.AppRunner:
-    (folder / "crt").write_bytes(credentials.certificate)
-    (folder / "key").write_bytes(credentials.key)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(folder / "crt", folder / "key")
-    app = web.Application()
-    app.add_routes([web.get("/v1/report", sidecar.get), web.put("/v1/directive", sidecar.put)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, HOST, names.CONTROL_PORT, ssl_context=tls).start()
-    return runner
-
-
 @pytest.fixture
-async def sidecar(tmp_path: Path) -> AsyncIterator[StandIn]:
-    stand_in = StandIn(some_report())
-    runner = await serve(stand_in, CREDENTIALS, tmp_path)
-    yield stand_in
+async def sidecar(tmp_path: Path) -> AsyncIterator[ServedSidecar]:
+    served = ServedSidecar()
+    runner = await serve(served, CREDENTIALS, tmp_path)
+    yield served
     await runner.cleanup()
 
 
@@ -103,17 +44,7 @@ async def listening() -> AsyncIterator[JobSidecars]:
     await client.close()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  what is waited for is a state, not an event of ours
-            await asyncio.sleep(0.01)
-
-
-def heard(client: JobSidecars, uid: str) -> Report | None:
-    return client.reports[uid].report if uid in client.reports else None
-
-
-async def test_news_arrives_while_a_long_poll_waits(sidecar: StandIn, listening: JobSidecars) -> None:
+async def test_news_arrives_while_a_long_poll_waits(sidecar: ServedSidecar, listening: JobSidecars) -> None:
     uid = sidecar.report.pod_uid
     listening.follow({uid: HOST})
     await until(lambda: heard(listening, uid) == sidecar.report)
@@ -123,7 +54,7 @@ async def test_news_arrives_while_a_long_poll_waits(sidecar: StandIn, listening:
 
 
 async def test_probe_interrupts_a_long_poll_that_has_nothing_to_say(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid = sidecar.report.pod_uid
     listening.follow({uid: HOST})
@@ -135,35 +66,37 @@ async def test_probe_interrupts_a_long_poll_that_has_nothing_to_say(
 
 
 async def test_directive_reaches_the_sidecar_as_it_was_written(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     world = World()
     while not any(isinstance(action, Push) for action in world.last.after):
         world.tick()
     push = next(action for action in world.last.after if isinstance(action, Push))
-    uid = sidecar.report.pod_uid
-    listening.follow({uid: HOST})
-    await listening.push(uid, push.directive)
+    model = world.make_sidecar(push.pod_uid, push.directive.worker)
+    model.instance = push.directive.instance
+    sidecar.become(model)
+    listening.follow({push.pod_uid: HOST})
+    await listening.push(push.pod_uid, push.directive)
     assert sidecar.directives == [push.directive]
-    report = heard(listening, uid)
+    report = heard(listening, push.pod_uid)
     assert report is not None
-    assert report.revision == push.directive.revision
+    assert (report.revision, report.phase) == (push.directive.revision, push.directive.phase)
 
 
 async def test_sidecar_that_stops_answering_is_silent_from_then_on(
     tmp_path: Path, listening: JobSidecars
 ) -> None:
-    stand_in = StandIn(some_report())
-    runner = await serve(stand_in, CREDENTIALS, tmp_path)
-    uid = stand_in.report.pod_uid
+    served = ServedSidecar()
+    runner = await serve(served, CREDENTIALS, tmp_path)
+    uid = served.report.pod_uid
     listening.follow({uid: HOST})
     await until(lambda: heard(listening, uid))
     await runner.cleanup()
     await until(lambda: listening.reports[uid].silent_since)
     known = listening.reports[uid]
-    assert known.report == stand_in.report, "what it said last is not forgotten"
+    assert known.report == served.report, "what it said last is not forgotten"
     assert known.answered_at is not None
-    runner = await serve(stand_in, CREDENTIALS, tmp_path)
+    runner = await serve(served, CREDENTIALS, tmp_path)
     await until(lambda: listening.reports[uid].silent_since is None)
     await runner.cleanup()
 
@@ -215,7 +148,7 @@ async def test_silence_counts_from_the_call_in_vain_and_the_host_was_looked_at_b
 
 
 async def test_step_of_a_trainer_is_heard_but_not_what_a_restarted_sidecar_learns_of_old_ones(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid, attempt = sidecar.report.pod_uid, sidecar.report.attempt
     listening.follow({uid: HOST})
@@ -239,18 +172,18 @@ async def test_step_of_a_trainer_is_heard_but_not_what_a_restarted_sidecar_learn
 
 
 async def test_sidecar_of_another_job_is_refused(tmp_path: Path, listening: JobSidecars) -> None:
-    stand_in = StandIn(some_report())
-    runner = await serve(stand_in, issue("job-uid"), tmp_path)
-    uid = stand_in.report.pod_uid
+    served = ServedSidecar()
+    runner = await serve(served, issue("job-uid"), tmp_path)
+    uid = served.report.pod_uid
     listening.follow({uid: HOST})
     await until(lambda: listening.reports[uid].silent_since)
     assert heard(listening, uid) is None
-    assert stand_in.asked == []
+    assert served.asked == []
     await runner.cleanup()
 
 
 async def test_another_pod_at_the_same_address_is_not_taken_for_ours(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     listening.follow({"older-pod": HOST})
     await until(lambda: listening.reports["older-pod"].silent_since)
@@ -258,7 +191,7 @@ async def test_another_pod_at_the_same_address_is_not_taken_for_ours(
 
 
 async def test_pod_that_is_not_followed_cannot_be_told_anything(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     world = World()
     while not any(isinstance(action, Push) for action in world.last.after):
@@ -282,7 +215,7 @@ async def test_listening_ends_when_it_is_told_to_even_if_somebody_probes_at_the_
 
 
 async def test_times_of_a_sidecar_whose_clock_is_wrong_are_told_by_ours(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     ahead = 3600.0
     sidecar.headers["Date"] = email.utils.formatdate(time.time() + ahead, usegmt=True)
