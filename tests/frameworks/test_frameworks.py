@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.lives import Lives, Said
-from tests.trainer.scripted_sidecar import ScriptedSidecar
+from tests.scripted_sidecar import ScriptedSidecar
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
 from tiercheck.protocol.version import Kind

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from scripted_sidecar import ScriptedSidecar, until
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.lives import Lives
+from tests.scripted_sidecar import ScriptedSidecar, until
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage, TierCheckReader
 from tiercheck.protocol.local import Reply, Welcome

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripted_sidecar import DEADLINE, ScriptedSidecar
 from torch import nn
 
+from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.state.leaves import NotCapturable

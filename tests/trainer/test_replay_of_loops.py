@@ -8,8 +8,9 @@ import itertools
 import pytest
 import torch
 from replaying import Script, survives
-from scripted_sidecar import ScriptedSidecar
 from torch import Tensor, nn
+
+from tests.scripted_sidecar import ScriptedSidecar
 
 
 def small_model() -> nn.Module:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_sidecar import ScriptedSidecar
 
 from tests.lives import Lives
+from tests.scripted_sidecar import ScriptedSidecar
 from tiercheck.protocol.artifacts.pieces import Box, Piece, cover
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome

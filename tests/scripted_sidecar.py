@@ -1,8 +1,8 @@
-"""A sidecar that does what a test tells it: it speaks the real protocol on a real socket, and misbehaves on
-order."""
+"""A sidecar as its pod knows it, on the real socket: it does what a test tells it, right or wrong."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import threading
@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tiercheck.protocol import names
 from tiercheck.protocol.encoding import from_json, to_json
-from tiercheck.protocol.local import Hello, Reply, Welcome
+from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.requests import BeginSlot, ReportProgress, Request, ReserveSlots
 from tiercheck.protocol.version import Kind, Version
 
-DEADLINE = 30.0
+DEADLINE = 90.0
 Script = Callable[[Request], Reply | None]
 
 
@@ -29,41 +30,76 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 class ScriptedSidecar:
-    """Grants slots in `folder`, records every request. `answer` may be replaced; None means silence."""
+    """Grants slots in `run_dir`, records every request of ranks and every event of the launcher.
 
-    def __init__(self, run_dir: Path, welcome: Welcome) -> None:
-        self.welcome = welcome
+    `answer` may be replaced; None means silence. `once`: only one is let in, until `restart`.
+    """
+
+    def __init__(
+        self, run_dir: Path, welcome: Welcome | None = None, *, once: bool = False, listen: bool = True
+    ) -> None:
+        self.welcome = welcome or Welcome(attempt=1, snapshot_every=0)
         self.answer: Script = self.behave
         self.hellos: list[Hello] = []
         self.requests: list[Request] = []
+        self.events: list[LauncherEvent] = []
+        self._once = once
         self._folder = run_dir / "slots"
-        self._folder.mkdir(exist_ok=True)
-        self._path = run_dir / "sidecar.sock"
+        self._path = run_dir / names.SOCKET_NAME
         self._slot_bytes = {Kind.SNAPSHOT: 0, Kind.DELTA: 0}
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
-        self.start()
+        self._launcher: socket.socket | None = None
+        self._listener: socket.socket | None = None
+        if listen:
+            self.start()
 
     def start(self) -> None:
         self._path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._path))
-        self._listener.listen()
-        self._spawn(self._accept)
+        self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(self._path))
+        listener.listen()
+        self._spawn(lambda: self._accept(listener))
 
     def stop(self) -> None:
         """Gone, as after a crash: the socket file stays, nobody listens."""
-        for opened in (self._listener, *self._connections):
-            try:
-                opened.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
+        opened = [*self._connections, *([self._listener] if self._listener else [])]
+        for each in opened:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(DEADLINE)
-        for opened in (self._listener, *self._connections):
-            opened.close()
+        for each in opened:
+            each.close()
         self._connections.clear()
         self._threads.clear()
+        self._launcher = self._listener = None
+
+    def restart(self) -> None:
+        """What was heard before is forgotten."""
+        self.stop()
+        self.events.clear()
+        self.start()
+
+    # To the launcher
+
+    def say(self, message: Order) -> None:
+        until(lambda: self._launcher is not None, "the launcher connects")
+        assert self._launcher is not None
+        self._launcher.sendall(to_json(message) + b"\n")
+
+    def hears(self, event: str, attempt: int) -> LauncherEvent:
+        def found() -> list[LauncherEvent]:
+            return [heard for heard in list(self.events) if (heard.event, heard.attempt) == (event, attempt)]
+
+        until(lambda: bool(found()), f"{event} of attempt {attempt}; heard {self.events}")
+        return found()[-1]
+
+    def has_heard_all(self) -> bool:
+        """Whether the launcher, let in once, has hung up."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # To ranks
 
     def asked(self, op: str, kind: Kind = Kind.SNAPSHOT) -> list[Any]:
         """Requests of one operation; of those about an artifact, the ones of this kind."""
@@ -101,25 +137,34 @@ class ScriptedSidecar:
         if isinstance(request, ReserveSlots):
             self._slot_bytes = {Kind.SNAPSHOT: request.bytes, Kind.DELTA: request.delta_bytes or 0}
         if isinstance(request, BeginSlot):
+            self._folder.mkdir(exist_ok=True)
             path = self._folder / f"{request.kind.value}-{request.step}-{len(self.hellos)}"
             with open(path, "wb") as file:
                 file.truncate(self._slot_bytes[request.kind])
             return Reply(True, path=str(path))
         return Reply(True)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 return
             self._connections.append(connection)
-            self._spawn(lambda accepted=connection: self._serve(accepted))
+            if self._once:
+                return self._serve(connection)
+            self._spawn(lambda accepted=connection: self._serve(accepted))  # type: ignore[misc]
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection.makefile("rb") as lines:
-                self.hellos.append(from_json(lines.readline(), Hello))
+                hello = from_json(lines.readline(), Hello)
+                self.hellos.append(hello)
+                if hello.role == "launcher":
+                    self._launcher = connection
+                    for line in lines:
+                        self.events.append(from_json(line, LauncherEvent))
+                    return
                 connection.sendall(to_json(self.welcome) + b"\n")
                 for line in lines:
                     request: Request = from_json(line, Request)  # type: ignore[arg-type]
