@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_cluster import save_everywhere
 from test_offload import with_directory
-from world import FakeLauncher, World, until
+from world import COME_BACK, LAST_WORD, FakeLauncher, World, until
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer, Phase
@@ -26,14 +26,14 @@ from tiercheck_sidecar.decoding import decode
 MakeWorld = Callable[..., World]
 PATIENT = 3600
 """Seconds of grace: a sidecar that waits for it to end is seen."""
-LAST_WORD, GONE = "tiercheck_sidecar.app:_LAST_WORD", "tiercheck_sidecar.versions.ending:GONE"
+GONE = "tiercheck_sidecar.versions.ending:GONE"
 
 
 def training(world: World, grace: int = PATIENT) -> Path:
     """All released, with a remote tier that has nothing yet. Returns its folder."""
     store = with_directory(world, every=1000)
     world.grace = grace
-    world.patience.setdefault(LAST_WORD, 0.1)
+    world.patience[COME_BACK] = 0.2
     world.start()
     world.begin()
     return store
@@ -195,7 +195,6 @@ def test_worker_whose_coordinator_is_lost_for_good_gives_up_and_goes(make_world:
 def test_without_a_remote_tier_nobody_waits_for_anybody(make_world: MakeWorld) -> None:
     world = make_world(workers=2)
     world.grace = PATIENT
-    world.patience[LAST_WORD] = 0.1
     world.start()
     world.begin()
     save_everywhere(world, 7)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import safetensors
-from world import FakeLauncher, World, until
+from world import COME_BACK, FakeLauncher, World, until
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
@@ -178,6 +178,7 @@ def test_request_of_a_newer_library_is_refused_and_the_connection_goes_on(make_w
 
 def test_launcher_follows_the_phases_and_its_disappearance_is_a_failure(make_world: MakeWorld) -> None:
     world = make_world()
+    world.patience[COME_BACK] = 0.2
     world.start()
     launcher = FakeLauncher(world.run_dir(0) / names.SOCKET_NAME)
     world.new_attempt()

@@ -40,6 +40,8 @@ T = TypeVar("T")
 DEADLINE = 40.0
 _HOSTS = itertools.count(1)
 JOB_UID = "uid-of-the-job"
+LAST_WORD = "tiercheck_sidecar.app:_LAST_WORD"
+COME_BACK = "tiercheck_sidecar.model.trainer_watch:COME_BACK_SECONDS"
 
 
 def until(condition: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
@@ -111,7 +113,7 @@ class World:
         """In place of the sidecars' own cgroup."""
         self.grace: int | None = None
         """Seconds between SIGTERM and SIGKILL that the sidecars are told."""
-        self.patience: dict[str, float] = {}
+        self.patience = {LAST_WORD: 0.1}
         """Seconds that constants of the sidecars have in place of their own, by `module:name`."""
         self.on_one_host = False
         """Whether all are in the network of one node: then they have one address, and ports of their own."""
