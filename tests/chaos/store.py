@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from tiercheck_local.demo.object_store import ObjectStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sidecar" / "remote"))
-from faulty_proxy import BUSY, CUT, Fault, Proxy, Seen, proxying
+from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, Fault, Proxy, Seen, proxying
 
 BUCKET = "checkpoints"
 _SLOW = 1.5

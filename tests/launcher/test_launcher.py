@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from launcher_harness import Launched, alive, order
 
+from tests.launcher.launcher_harness import Launched, alive, order
 from tests.scripted_sidecar import until
 from tiercheck.launcher import app
 from tiercheck.launcher.environment import command_environment

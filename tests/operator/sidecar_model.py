@@ -31,7 +31,7 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Artifact, Kind, Share, Version, chain_to
 
 if TYPE_CHECKING:
-    from world_in_memory import World
+    from tests.operator.world_in_memory import World
 
 _LIVES = itertools.count()
 

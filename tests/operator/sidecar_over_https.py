@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
-from sidecar_model import SidecarModel
-from world_in_memory import World
 
+from tests.operator.sidecar_model import SidecarModel
+from tests.operator.world_in_memory import World
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import from_json, to_json

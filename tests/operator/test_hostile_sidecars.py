@@ -11,8 +11,17 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from sidecar_over_https import CREDENTIALS, HOST, Answer, ServedSidecar, heard, serve, some_report, until
 
+from tests.operator.sidecar_over_https import (
+    CREDENTIALS,
+    HOST,
+    Answer,
+    ServedSidecar,
+    heard,
+    serve,
+    some_report,
+    until,
+)
 from tiercheck.protocol.encoding import to_json
 from tiercheck_operator import sidecars
 from tiercheck_operator.sidecars import JobSidecars

@@ -15,12 +15,12 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sidecar_model import SidecarModel
-from sidecar_over_https import HOST, ServedSidecar, heard, some_report, until
-from test_hostile_sidecars import listening, plain, sidecar  # noqa: F401  the fixtures
-from world_in_memory import REMOTE, World, make_spec
 
 from tests.examples import examples
+from tests.operator.sidecar_model import SidecarModel
+from tests.operator.sidecar_over_https import HOST, ServedSidecar, heard, some_report, until
+from tests.operator.test_hostile_sidecars import listening, plain, sidecar  # noqa: F401  the fixtures
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Holding, Problem, Proof, Report, Unreachable, Watermarks

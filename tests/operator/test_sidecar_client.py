@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from moments import TURNS, Woken, ends, turns
-from moments import until as until_turn
-from sidecar_over_https import CREDENTIALS, HOST, ServedSidecar, heard, serve, until
-from world_in_memory import World
 
+from tests.operator.moments import TURNS, Woken, ends, turns
+from tests.operator.moments import until as until_turn
+from tests.operator.sidecar_over_https import CREDENTIALS, HOST, ServedSidecar, heard, serve, until
+from tests.operator.world_in_memory import World
 from tiercheck.protocol import names
 from tiercheck.protocol.names import join_address
 from tiercheck_operator import sidecars

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kubelet_words import SidecarContainer, sidecar_view
-from sidecar_model import SidecarModel
-
+from tests.operator.kubelet_words import SidecarContainer, sidecar_view
+from tests.operator.sidecar_model import SidecarModel
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Source, Tier
 from tiercheck.protocol.report import (
     SPARE,

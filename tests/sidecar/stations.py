@@ -9,8 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from world import JOB_UID, until
-
+from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from world import World, until
 
+from tests.sidecar.world import World, until
 from tiercheck_sidecar.throttling import CpuStat, ThrottleWatch, read_cpu_stat
 
 MakeWorld = Callable[..., World]

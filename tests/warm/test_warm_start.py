@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_harness import Launched, alive, order
 
+from tests.launcher.launcher_harness import Launched, alive, order
 from tests.scripted_sidecar import until
 from tiercheck.protocol.directive import Phase
 from tiercheck_local.addresses import free_ports

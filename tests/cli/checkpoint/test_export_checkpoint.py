@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from commands_run import run
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tests.cli.commands_run import run
 from tests.lives import Lives
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage
@@ -34,7 +34,7 @@ from tiercheck_cli.checkpoint.remote import settings_of_job, settings_of_url
 from tiercheck_cli.checkpoint.saved import SavedArtifact, read_box, slabs
 from tiercheck_cli.failure import CannotDo
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RANKS = ROOT / "tests" / "trainer" / "mesh_changes.py"
 WIDE = 1301
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recorded
-from commands_run import run
-from fake_cluster import FakeCluster
 
+from tests.cli import recorded
+from tests.cli.commands_run import run
+from tests.cli.fake_cluster import FakeCluster
 from tiercheck_cli.cluster import Cluster
 
 PLACE = ("-n", "ml", "--remote")

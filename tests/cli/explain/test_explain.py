@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recorded
-from fake_cluster import FakeCluster
-from golden import matches, rendered
 
+from tests.cli import recorded
+from tests.cli.fake_cluster import FakeCluster
+from tests.cli.golden import matches, rendered
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_cli.explain import estimate as estimates
@@ -23,7 +23,7 @@ from tiercheck_cli.files import made_up_nodes, read_job
 from tiercheck_cli.layout import layout_of, planned
 from tiercheck_operator.model.causes import Cause
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def answers(*asked: str, job: dict[str, Any] | None = None) -> list[WhatIf]:

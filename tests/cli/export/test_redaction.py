@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cli import recorded
 from tiercheck.redaction import redacted
 from tiercheck_cli.export import redact
 

@@ -8,10 +8,10 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-import recorded
-from fake_cluster import FakeCluster
-from golden import matches, rendered
 
+from tests.cli import recorded
+from tests.cli.fake_cluster import FakeCluster
+from tests.cli.golden import matches, rendered
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job, read_nodes
 from tiercheck_cli.layout import JobLayout, layout_of, planned
@@ -19,7 +19,7 @@ from tiercheck_cli.plan.links import links
 from tiercheck_cli.plan.picture import svg
 from tiercheck_cli.plan.screen import group_name, screen
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def example(job: str, nodes: str) -> JobLayout:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_run import made_up_run
 from matplotlib.image import imread
 from rich.console import Console
 
+from tests.cli.report.made_up_run import made_up_run
 from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, faults_table, render, style, verdict_line
 from tiercheck_cli.report.__main__ import main
 from tiercheck_cli.report.page import page

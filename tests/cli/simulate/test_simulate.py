@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from commands_run import run
 
+from tests.cli.commands_run import run
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
 from tiercheck_cli.layout import planned, wanted_of
@@ -15,7 +15,7 @@ from tiercheck_cli.simulate.assumptions import RECORDS, shared_domain_rate
 from tiercheck_cli.simulate.settings import settings
 from tiercheck_operator.planning.wanted import Wanted
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ("simulate", "-f", str(EXAMPLES / "realistic.yaml"), "--made-up", "8x8", "--workers", "64")
 QUICK = ("--runs", "10", "--days", "5")
 

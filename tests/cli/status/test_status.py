@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import recorded
-from golden import matches, rendered
 
+from tests.cli import recorded
+from tests.cli.golden import matches, rendered
 from tiercheck_cli import guide
 from tiercheck_cli.status.screen import jobs_table, screen
 from tiercheck_cli.status.view import StatusView, status_view, worker_views

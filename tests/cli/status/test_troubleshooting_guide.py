@@ -11,7 +11,7 @@ from tiercheck_cli import guide
 from tiercheck_operator.model import conditions
 from tiercheck_sidecar.remote.errors import Reason
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text()
 CONDITIONS, _, _ = GUIDE.partition("\n## Events\n")
 TYPES = {

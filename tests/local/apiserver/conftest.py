@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from api_client import Api
-from defining import HERE, define
 
+from tests.local.apiserver.api_client import Api
+from tests.local.apiserver.defining import HERE, define
 from tiercheck_local.controlplane import ControlPlane, open_control_plane
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from api_client import DEADLINE, Api
+
+from tests.local.apiserver.api_client import DEADLINE, Api
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_client import Api
-from builders import config_map
-from defining import eventually
 
 from tests.access import load
+from tests.local.apiserver.api_client import Api
+from tests.local.apiserver.builders import config_map
+from tests.local.apiserver.defining import eventually
 from tiercheck_local.controlplane import (
     ControlPlaneFailed,
     EmbeddedControlPlane,

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_client import Api
-from builders import widget
-from defining import HERE, eventually
 
+from tests.local.apiserver.api_client import Api
+from tests.local.apiserver.builders import widget
+from tests.local.apiserver.defining import HERE, eventually
 from tiercheck_local.controlplane import ControlPlane
 
 

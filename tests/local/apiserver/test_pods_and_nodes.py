@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_client import Api, Refused
-from builders import pod
+
+from tests.local.apiserver.api_client import Api, Refused
+from tests.local.apiserver.builders import pod
 
 
 def bound_pod(api: Api, core: str, name: str = "p", **spec: Any) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from tests.operator import attach_shapes as shapes
-from tests.operator.attach_shapes import Object
+from tests.operator.attach import attach_shapes as shapes
+from tests.operator.attach.attach_shapes import Object
 from tiercheck.protocol import names
 from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_operator.attach.admission import Admission

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.operator import attach_shapes as shapes
-from tests.operator.attach_shapes import Object
-from tests.operator.test_attach_admission import Server, admitted, made_job
+from tests.operator.attach import attach_shapes as shapes
+from tests.operator.attach.attach_shapes import Object
+from tests.operator.attach.test_attach_admission import Server, admitted, made_job
 from tiercheck.protocol import names
 from tiercheck_operator.attach.adoption import Adoption
 from tiercheck_operator.attach.left_out import LeftOut, must_go

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from moments import until
 
+from tests.operator.moments import until
 from tiercheck_local.addresses import free_ports
 from tiercheck_operator.attach import doors
 from tiercheck_operator.attach.doors import LARGEST, Doors

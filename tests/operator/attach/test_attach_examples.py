@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.operator import attach_shapes as shapes
-from tests.operator.attach_shapes import Object
-from tests.operator.test_attach_admission import admitted, environment, worker_of
+from tests.operator.attach import attach_shapes as shapes
+from tests.operator.attach.attach_shapes import Object
+from tests.operator.attach.test_attach_admission import admitted, environment, worker_of
 from tiercheck.protocol import names
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "attach"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "attach"
 POLICY = {**yaml.safe_load((EXAMPLES / "policy.yaml").read_text())}
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.operator import attach_shapes as shapes
-from tests.operator.test_attach_admission import Server
+from tests.operator.attach import attach_shapes as shapes
+from tests.operator.attach.test_attach_admission import Server
 from tiercheck.protocol import names
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.apiserver.store.patch import json_patch

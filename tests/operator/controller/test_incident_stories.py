@@ -6,7 +6,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from world_in_memory import REMOTE, World, make_spec
+
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 
 
 def running_world(**changes: object) -> World:

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import kubernetes
 import pytest
-from moments import TURNS, Woken, ends, turns, until
-from world_in_memory import TEMPLATE, World
 
+from tests.operator.moments import TURNS, Woken, ends, turns, until
+from tests.operator.world_in_memory import TEMPLATE, World
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from world_in_memory import REMOTE, World, make_spec
 
 from tests.examples import examples
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import RankFailure
 from tiercheck.protocol.version import Version

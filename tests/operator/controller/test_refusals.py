@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from world_in_memory import TEMPLATE, World, make_spec
 
+from tests.operator.world_in_memory import TEMPLATE, World, make_spec
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.execute import Executor

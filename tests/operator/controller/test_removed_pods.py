@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
-from kubelet_words import made_by
-from test_job_loop import Silent, StandIn, new_job, surroundings
-from world_in_memory import START, World
 
+from tests.operator.controller.test_job_loop import Silent, StandIn, new_job, surroundings
+from tests.operator.kubelet_words import made_by
+from tests.operator.world_in_memory import START, World
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.reconciler import JobLoop

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world_in_memory import REMOTE, World, make_spec
 
 from tests.examples import examples
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.model.actions import Push

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from world_in_memory import REMOTE, World
 
+from tests.operator.world_in_memory import REMOTE, World
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.execute import Executor

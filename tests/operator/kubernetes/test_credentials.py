@@ -7,8 +7,8 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
-from test_pod_manifest import make_job
 
+from tests.operator.manifests.test_pod_manifest import make_job
 from tiercheck.protocol.names import TLS_SERVER_NAME
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.manifests.owned import Credentials, build_secret, parse_secret

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from world_in_memory import START, World
 
+from tests.operator.world_in_memory import START, World
 from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.events import EventPoster
 from tiercheck_operator.model.actions import Notice

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moments import TURNS, Woken, ends, turns, until
-from world_in_memory import World
 
+from tests.operator.moments import TURNS, Woken, ends, turns, until
+from tests.operator.world_in_memory import World
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.resync import Hearing, Resync, WatchedKind, stuck
 from tiercheck_operator.kubernetes.watches import ClusterView, Watched, dated

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from real_cluster import post, service_account_kubeconfig
 
+from tests.operator.kubernetes.real_cluster import post, service_account_kubeconfig
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_operator.manifests.node_memory import forbidden
@@ -32,7 +32,7 @@ pytestmark = [
     ),
 ]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RESTRICTED = "restricted"
 DEADLINE = 90.0
 SECURE = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

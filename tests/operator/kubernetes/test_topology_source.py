@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from world_in_memory import World, make_spec
 
+from tests.operator.world_in_memory import World, make_spec
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.topology_source import TopologySource
 from tiercheck_operator.model import conditions

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import kubernetes_validate
-from test_pod_manifest import container, env, make_job, with_pod
-from test_pod_resources import attached
 
-from tests.operator import attach_shapes as shapes
+from tests.operator.attach import attach_shapes as shapes
+from tests.operator.manifests.test_pod_manifest import container, env, make_job, with_pod
+from tests.operator.manifests.test_pod_resources import attached
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck_operator.controller.attempt.directives import build_directives

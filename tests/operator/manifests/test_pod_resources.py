@@ -13,9 +13,9 @@ import kubernetes_validate
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_pod_manifest import container, make_job, with_pod
 
-from tests.operator import attach_shapes as shapes
+from tests.operator.attach import attach_shapes as shapes
+from tests.operator.manifests.test_pod_manifest import container, make_job, with_pod
 from tiercheck.protocol import names
 from tiercheck_operator.attach.injection import Outfit, attached_job, attachment_of, inject
 from tiercheck_operator.attach.owners import Unattachable, find_owner, find_seat

@@ -10,8 +10,8 @@ import kubernetes_validate
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_pod_manifest import container, env, make_job
 
+from tests.operator.manifests.test_pod_manifest import container, env, make_job
 from tiercheck.protocol import names
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.config import Config

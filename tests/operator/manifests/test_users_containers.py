@@ -9,10 +9,10 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-from test_pod_manifest import container, make_job, with_pod
-from test_pod_resources import attached
 
-from tests.operator import attach_shapes as shapes
+from tests.operator.attach import attach_shapes as shapes
+from tests.operator.manifests.test_pod_manifest import container, make_job, with_pod
+from tests.operator.manifests.test_pod_resources import attached
 from tiercheck.protocol import names
 from tiercheck_operator.attach.owners import Unattachable
 from tiercheck_operator.controller.decide import decide

@@ -8,11 +8,11 @@ import types
 from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import kubelet_words
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.operator import kubelet_words
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config

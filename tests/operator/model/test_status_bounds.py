@@ -7,8 +7,8 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
-from world_in_memory import START, World
 
+from tests.operator.world_in_memory import START, World
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.controller.attempt.barrier import add_summary
 from tiercheck_operator.model import conditions

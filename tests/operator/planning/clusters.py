@@ -12,7 +12,7 @@ from tiercheck_operator.planning.cluster_nodes import read_nodes
 from tiercheck_operator.planning.placement.placement import WorkerSite
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "clusters"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "clusters"
 ZONE, RACK = "topology.kubernetes.io/zone", "topology.kubernetes.io/rack"
 
 

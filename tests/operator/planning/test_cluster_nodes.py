@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import yaml
 
-from tests.planning.clusters import EXAMPLES
+from tests.operator.planning.clusters import EXAMPLES
 from tiercheck_operator.planning.cluster_nodes import build_topology, read_nodes, seat_workers
 from tiercheck_operator.planning.topology import levels_from_spec
 

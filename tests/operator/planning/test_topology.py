@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planning.clusters import RACK, ZONE, example
+from tests.operator.planning.clusters import RACK, ZONE, example
 from tiercheck_operator.planning.topology import (
     HOSTNAME_LABEL,
     PRESETS,

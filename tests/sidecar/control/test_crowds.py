@@ -17,9 +17,9 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from stations import Stations
-from world import World, write_credentials
 
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import World, write_credentials
 from tiercheck import connections
 from tiercheck.connections import Guest, Strangers, who_gives_way
 from tiercheck.protocol import names

@@ -10,9 +10,9 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from stations import Stations
-from world import World, error_of
 
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import World, error_of
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json

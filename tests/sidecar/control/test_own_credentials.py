@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from stations import Stations
 
+from tests.sidecar.stations import Stations
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import (

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from stations import send_bytes
-from test_cluster import save_everywhere
-from world import JOB_UID, World, content, error_of, layout, until
 
+from tests.sidecar.journeys.test_cluster import save_everywhere
+from tests.sidecar.stations import send_bytes
+from tests.sidecar.world import JOB_UID, World, content, error_of, layout, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.encoding import to_json

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from stations import Station, Stations
 
+from tests.sidecar.stations import Station, Stations
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from stations import Stations, send_bytes
-from world import until
 
+from tests.sidecar.stations import Stations, send_bytes
+from tests.sidecar.world import until
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.digest import length_of

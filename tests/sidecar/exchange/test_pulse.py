@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from world import DEADLINE, FakeLauncher, World, until
-
+from tests.sidecar.world import DEADLINE, FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json

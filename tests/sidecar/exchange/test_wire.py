@@ -14,10 +14,10 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stations import TOKEN, Stations, send_bytes
-from world import JOB_UID
 
-from examples import examples
+from tests.examples import examples
+from tests.sidecar.stations import TOKEN, Stations, send_bytes
+from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.app import Sidecar

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_restore import training
-from world import FakeLauncher, World, layout, until
 
+from tests.sidecar.restore.test_restore import training
+from tests.sidecar.world import FakeLauncher, World, layout, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from test_save_local import flip
-from world import World, until
-
+from tests.sidecar.trainer.test_save_local import flip
+from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
 

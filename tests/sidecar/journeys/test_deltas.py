@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from world import FakeLauncher, FakeRank, World, layout, until
-
+from tests.sidecar.world import FakeLauncher, FakeRank, World, layout, until
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.sizing import auto_cadence
 from tiercheck.protocol.directive import DeltaMode, Phase, Tier

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from test_cluster import save_everywhere
-from test_offload import with_directory
-from world import World, until
 
+from tests.sidecar.journeys.test_cluster import save_everywhere
+from tests.sidecar.offload.test_offload import with_directory
+from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from world import World, content, until
-
+from tests.sidecar.world import World, content, until
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Version
 

@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from in_process import Indoors
-from strikes import Strikes
-from test_offload import with_directory
-from world import FakeRank, content, until
 
+from tests.sidecar.in_process import Indoors
+from tests.sidecar.journeys.strikes import Strikes
+from tests.sidecar.offload.test_offload import with_directory
+from tests.sidecar.world import FakeRank, content, until
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import Source, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar import app
 from tiercheck_sidecar.supervision import INTERNAL_ERROR
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ONLY_PLACE = ROOT / "tiercheck" / "supervised.py"
 MODULES = [path for folder in ("tiercheck", "sidecar") for path in sorted((ROOT / folder).rglob("*.py"))]
 BEGINNERS = {"Thread", "Timer", "start_new_thread", "start_joinable_thread"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from test_restore import DELTA, SIZE, train, training
-from world import FakeLauncher, World, until
-
+from tests.sidecar.restore.test_restore import DELTA, SIZE, train, training
+from tests.sidecar.world import FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.encoding import to_json

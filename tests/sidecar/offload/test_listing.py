@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stations import Stations
 
+from tests.sidecar.stations import Stations
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Version

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stations import Stations
-from test_cluster import save_everywhere
-from world import JOB_UID, FakeLauncher, World, until
 
+from tests.sidecar.journeys.test_cluster import save_everywhere
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import JOB_UID, FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Policy, Source, Tier
 from tiercheck.protocol.version import Version

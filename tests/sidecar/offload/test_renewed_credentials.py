@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from world import World, until
 
+from tests.sidecar.world import World, until
 from tiercheck.protocol import names
 from tiercheck_sidecar.offload import renewal
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group import Group
+
+from tests.sidecar.parity.group import Group
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from stations import Station, Stations
-from world import until
-
+from tests.sidecar.stations import Station, Stations
+from tests.sidecar.world import until
 from tiercheck.protocol.directive import Directive, ParityGroup, Policy
 from tiercheck.protocol.version import Kind, Version
 

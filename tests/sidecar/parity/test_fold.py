@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable
 
 import pytest
-from group import Group
-from stations import Station
-from world import JOB_UID, until
 
+from tests.sidecar.parity.group import Group
+from tests.sidecar.stations import Station
+from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Share, Version

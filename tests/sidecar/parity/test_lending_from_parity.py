@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
-from group import Group
-from stations import Station
 
+from tests.sidecar.parity.group import Group
+from tests.sidecar.stations import Station
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, RankSources, Restore, Source, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed

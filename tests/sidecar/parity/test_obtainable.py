@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from group import Group
 
+from tests.sidecar.parity.group import Group
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.parity.parts import obtainable

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from group import Group, flip
-from stations import Station
-from world import until
 
+from tests.sidecar.parity.group import Group, flip
+from tests.sidecar.stations import Station
+from tests.sidecar.world import until
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Kind, Version

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from group import Group, flip
-from test_rehearsal import NoRemote
-
+from tests.sidecar.parity.group import Group, flip
+from tests.sidecar.rehearsal.test_rehearsal import NoRemote
 from tiercheck.protocol.directive import Policy, Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Artifact, Version

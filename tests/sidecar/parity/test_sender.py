@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from group import Group
-from strikes import Strikes
-from world import until
 
+from tests.sidecar.journeys.strikes import Strikes
+from tests.sidecar.parity.group import Group
+from tests.sidecar.world import until
 from tiercheck import supervised
 from tiercheck.protocol.version import Kind, Version
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from stations import Station, Stations
-from test_restore import slots, train, training
-from test_save_local import flip
-from world import World, until
 
+from tests.sidecar.restore.test_restore import slots, train, training
+from tests.sidecar.stations import Station, Stations
+from tests.sidecar.trainer.test_save_local import flip
+from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Phase, Policy, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks

@@ -16,11 +16,12 @@ from unittest import mock
 
 import boto3
 import pytest
-import radosgw
 from botocore.config import Config
 from botocore.loaders import create_loader
 from moto.server import ThreadedMotoServer
-from remote_places import BUCKET, DirectoryPlace, Place, S3Place
+
+from tests.sidecar.remote import radosgw
+from tests.sidecar.remote.remote_places import BUCKET, DirectoryPlace, Place, S3Place
 
 
 @pytest.fixture(autouse=True)

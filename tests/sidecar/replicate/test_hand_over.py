@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from world import World, until
-
+from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.version import Version

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from world import World, until
-
+from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Kind, Version
 

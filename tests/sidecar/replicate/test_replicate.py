@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from stations import Stations
-from world import until
 
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import until
 from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks

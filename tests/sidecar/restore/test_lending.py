@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from stations import Stations
-from test_exchange_fetch import MIB, copied
-from world import World, until
 
+from tests.sidecar.exchange.test_exchange_fetch import MIB, copied
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import World, until
 from tiercheck.protocol.artifacts.slot import SlotLayout, read_header
 from tiercheck.protocol.directive import Directive, RankSources, Restore, Source, Tier
 from tiercheck.protocol.manifest import Digests

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from test_save_local import flip
-from world import FakeRank, World, layout, until
-
+from tests.sidecar.trainer.test_save_local import flip
+from tests.sidecar.world import FakeRank, World, layout, until
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import DeltaMode, Phase, Source, Tier
 from tiercheck.protocol.report import RankRestore

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stations import Stations
-from test_exchange_fetch import MIB, copied
-from test_lending import directive as lending_directive
-from test_restore import REMOTE, restored, training
-from world import World, until
 
+from tests.sidecar.exchange.test_exchange_fetch import MIB, copied
+from tests.sidecar.restore.test_lending import directive as lending_directive
+from tests.sidecar.restore.test_restore import REMOTE, restored, training
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Phase, RankSources, Restore, Source, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import RankRestore, RestoreProgress, RestoreState

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import safetensors
-from world import COME_BACK, FakeLauncher, World, until
 
+from tests.sidecar.world import COME_BACK, FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.local import Reply

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from world import layout
 
+from tests.sidecar.world import layout
 from tiercheck_sidecar.vault import Vault, pages, slots
 from tiercheck_sidecar.vault.pages import near
 

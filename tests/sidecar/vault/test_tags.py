@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stations import TOKEN, Stations, send_bytes
-from world import JOB_UID
 
-from examples import examples
+from tests.examples import examples
+from tests.sidecar.stations import TOKEN, Stations, send_bytes
+from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.artifacts.sizing import cost
 from tiercheck.protocol.directive import Policy, Tier
 from tiercheck.protocol.encoding import from_json, to_json

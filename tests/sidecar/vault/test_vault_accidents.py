@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from world import content, layout
 
+from tests.sidecar.world import content, layout
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests

@@ -10,9 +10,9 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from world import content, layout
 
 from tests.examples import examples
+from tests.sidecar.world import content, layout
 from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Tier

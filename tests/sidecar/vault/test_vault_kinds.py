@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_vault_bounds import LANE, image
-from world import layout
 
+from tests.sidecar.vault.test_vault_bounds import LANE, image
+from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS, Room, auto_cadence
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier

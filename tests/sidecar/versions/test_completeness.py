@@ -7,9 +7,9 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_model import Model
 
 from tests.examples import examples
+from tests.sidecar.versions.memory_model import Model
 from tiercheck.protocol.version import Version
 
 seeds = st.integers(0, 2**32)

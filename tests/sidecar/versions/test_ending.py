@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from test_cluster import save_everywhere
-from test_offload import with_directory
-from world import COME_BACK, LAST_WORD, FakeLauncher, World, until
 
+from tests.sidecar.journeys.test_cluster import save_everywhere
+from tests.sidecar.offload.test_offload import with_directory
+from tests.sidecar.world import COME_BACK, LAST_WORD, FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer, Phase
 from tiercheck.protocol.encoding import to_json

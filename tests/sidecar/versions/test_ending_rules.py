@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import random
 
-from ending_model import Model, Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.sidecar.versions.ending_model import Model, Plan
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.versions.ending import GONE, WorkerEnd, may_go, owes_nothing
 

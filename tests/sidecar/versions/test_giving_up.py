@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from stations import Stations
 
+from tests.sidecar.stations import Stations
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version, rebuildable

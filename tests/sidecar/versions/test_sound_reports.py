@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from stations import Stations
-from world import JOB_UID, World, error_of, until
 
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import JOB_UID, World, error_of, until
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from small_runs import Run, adamw
-
+from tests.trainer.small_runs import Run, adamw
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 

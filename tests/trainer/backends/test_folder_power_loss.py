@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from crash_disk import CrashDisk
 
+from tests.crash_disk import CrashDisk
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 
 

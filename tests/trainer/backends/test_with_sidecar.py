@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from small_runs import Run, adamw, same_bits
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
+from tests.trainer.small_runs import Run, adamw, same_bits
 from tiercheck import failpoints
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.local import Reply, Welcome

@@ -29,7 +29,7 @@ from tiercheck.trainer.dcp.writer import step_of
 from tiercheck.trainer.state.leaves import NotCapturable
 
 SCRIPT = Path(__file__).parent / "dcp_script.py"
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_dcp.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_dcp.py"
 MODULES = ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "tiercheck.dcp"]
 
 Launch = Callable[..., list[dict[str, Any]]]

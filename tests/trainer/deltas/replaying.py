@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_runs import same_bits
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.small_runs import same_bits
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.state.capture import named_parameters_of

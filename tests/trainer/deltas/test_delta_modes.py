@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from replaying import Build, Script, started, survives, train
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import Build, Script, started, survives, train
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Kind
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from replaying import Script, started, survives, train
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
+from tests.trainer.deltas.replaying import Script, started, survives, train
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Reply, Welcome

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from replaying import EQUAL, REFUSED, TOLD, Script, master_weights, outcome
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from tests.scripted_sidecar import ScriptedSidecar
+from tests.trainer.deltas.replaying import EQUAL, REFUSED, TOLD, Script, master_weights, outcome
 
 WIDTH = 24
 

@@ -17,13 +17,22 @@ from typing import Any
 
 import pytest
 import torch
-from replaying import BASE, EQUAL, TOLD, Script, outcome, started, survives_from_a_snapshot, train
-from test_idioms import WIDTH, adam, loss_of, momentum, net
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import (
+    BASE,
+    EQUAL,
+    TOLD,
+    Script,
+    outcome,
+    started,
+    survives_from_a_snapshot,
+    train,
+)
+from tests.trainer.deltas.test_idioms import WIDTH, adam, loss_of, momentum, net
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.restore.load import DifferentState

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import MakeOptimizer, Run, same_bits
-from test_bitwise_restore import OPTIMIZERS
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.restore.test_bitwise_restore import OPTIMIZERS
+from tests.trainer.small_runs import MakeOptimizer, Run, same_bits
 from tiercheck.protocol.version import Kind
 
 MORE: dict[str, MakeOptimizer] = {

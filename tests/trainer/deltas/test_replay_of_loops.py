@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 import torch
-from replaying import Script, survives
 from torch import Tensor, nn
 
 from tests.scripted_sidecar import ScriptedSidecar
+from tests.trainer.deltas.replaying import Script, survives
 
 
 def small_model() -> nn.Module:

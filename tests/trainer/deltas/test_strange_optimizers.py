@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from replaying import Script, started, survives_from_a_snapshot, train
-from test_idioms import IDIOMS, Bound, Multiplies, Slow, adam, net, simple
 from torch import Tensor
 from torch.optim import SGD
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
+from tests.trainer.deltas.replaying import Script, started, survives_from_a_snapshot, train
+from tests.trainer.deltas.test_idioms import IDIOMS, Bound, Multiplies, Slow, adam, net, simple
 from tiercheck import ResumableSampler
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.state.leaves import NotCapturable

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from replaying import Build, Script, started, train
 from torch import Tensor, nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.optim import Optimizer
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import Build, Script, started, train
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas.gradients import Recorder

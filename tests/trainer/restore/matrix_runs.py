@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch._dynamo  # what an optimizer imports at its first step, and each forked rank would import again
 import torch.distributed as dist
-from sharded_script import WIDE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,6 +36,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.trainer.sharded_script import WIDE
 from tiercheck import Checkpointer
 from tiercheck.trainer.proof.state_hash import fingerprints
 from tiercheck.trainer.replicas.partitioned import Partitions

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sharded_script import make_model, make_optimizer, trainer, wrap
 
+from tests.trainer.sharded_script import make_model, make_optimizer, trainer, wrap
 from tiercheck import Checkpointer
 
 STEPS = 2

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import MakeOptimizer, Run, adamw, same_bits
 from torch import nn
 
+from tests.trainer.small_runs import MakeOptimizer, Run, adamw, same_bits
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore.load import DifferentState

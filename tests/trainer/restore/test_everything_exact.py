@@ -14,9 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from exact_lives import KILLED, LIVES, NEED_TORCHDATA, STEPS, averaged_weights, descend, net
 from torch import Tensor
 
+from tests.trainer.restore.exact_lives import (
+    KILLED,
+    LIVES,
+    NEED_TORCHDATA,
+    STEPS,
+    averaged_weights,
+    descend,
+    net,
+)
 from tiercheck import Checkpointer
 
 SCRIPT = Path(__file__).parent / "exact_lives.py"

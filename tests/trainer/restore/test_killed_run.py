@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.lives import Lives, Said
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt.py"
 STEPS, EVERY = 40, 4
 SMALL = [
     "--steps",

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from covering import covering, pairs
+
+from tests.trainer.restore.covering import covering, pairs
 
 SCRIPT = Path(__file__).parent / "matrix_runs.py"
 STEPS, EVERY = 8, 2

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Run, adamw, same_bits
 from torch import Tensor
 
+from tests.trainer.small_runs import Run, adamw, same_bits
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.backends.backend import RestoreError

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from lazy_device import LazyDevice
-from replaying import EQUAL, TOLD, Script, outcome, started, survives, train
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import EQUAL, TOLD, Script, outcome, started, survives, train
+from tests.trainer.lazy_device import LazyDevice
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas import buffers, watch
 from tiercheck.trainer.deltas.encoding import same_bits

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import Run, adamw, same_bits
 from torch import nn
 
+from tests.trainer.small_runs import Run, adamw, same_bits
 from tiercheck import Checkpointer
 from tiercheck.trainer.save import staging
 

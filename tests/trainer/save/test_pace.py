@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from replaying import Script, started, train
 from torch import Tensor, nn
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import Script, started, train
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.save.chain import Pace, there_is_time
 

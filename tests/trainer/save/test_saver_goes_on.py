@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import Run, adamw
 
+from tests.trainer.small_runs import Run, adamw
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.save.snapshot import SnapshotJob
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from replaying import master_weights
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.trainer.deltas.replaying import master_weights
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.checkpointer import find

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_client import Api, Refused
-from builders import config_map, pod
-from defining import eventually
 
+from tests.local.apiserver.api_client import Api, Refused
+from tests.local.apiserver.builders import config_map, pod
+from tests.local.apiserver.defining import eventually
 from tiercheck_operator.kubernetes.certificates import issue_pair
 
 CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"

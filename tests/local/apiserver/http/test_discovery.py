@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from api_client import Api
+
+from tests.local.apiserver.api_client import Api
 
 WANTED = {
     "/api/v1": {"namespaces", "nodes", "nodes/status", "pods", "pods/status", "pods/binding", "pods/eviction",

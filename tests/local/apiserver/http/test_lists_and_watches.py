@@ -6,8 +6,9 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from api_client import Api, Refused
-from builders import config_map
+
+from tests.local.apiserver.api_client import Api, Refused
+from tests.local.apiserver.builders import config_map
 
 
 def names(listing: dict[str, Any]) -> list[str]:

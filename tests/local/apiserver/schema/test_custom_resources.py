@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_client import Api, Refused
-from builders import widget
+
+from tests.local.apiserver.api_client import Api, Refused
+from tests.local.apiserver.builders import widget
 
 
 def refusal(api: Api, path: str, body: dict[str, Any], **query: Any) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_client import Api, Refused
-from defining import REPOSITORY, define
+
+from tests.local.apiserver.api_client import Api, Refused
+from tests.local.apiserver.defining import REPOSITORY, define
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_client import Api, Refused
-from builders import config_map, widget
+
+from tests.local.apiserver.api_client import Api, Refused
+from tests.local.apiserver.builders import config_map, widget
 
 
 @pytest.fixture

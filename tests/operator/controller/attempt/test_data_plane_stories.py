@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from world_in_memory import REMOTE, World, make_spec
 
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Kind, Version

@@ -3,8 +3,7 @@ decided upon."""
 
 from __future__ import annotations
 
-from world_in_memory import World
-
+from tests.operator.world_in_memory import World
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from world_in_memory import REMOTE, World, make_spec
 
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Version

@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from world_in_memory import REMOTE, World, make_spec
 
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.report import RankFailure, TrainerState
 from tiercheck_operator.controller.failures.failure_rules import first_match
 from tiercheck_operator.controller.failures.trigger import update_recovery

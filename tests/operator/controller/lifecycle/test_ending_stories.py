@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from world_in_memory import REMOTE, World, make_spec
-
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck_operator.model.observed import Patience
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kubelet_words import made_by
-from world_in_memory import TEMPLATE, World, make_spec
 
+from tests.operator.kubelet_words import made_by
+from tests.operator.world_in_memory import TEMPLATE, World, make_spec
 from tiercheck.protocol import names
 from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.owned_objects import Belongings

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from world_in_memory import START, World, make_spec
 
+from tests.operator.world_in_memory import START, World, make_spec
 from tiercheck_operator.controller.members.capacity import possible_size
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.status import Condition, rfc3339

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from world_in_memory import World, make_spec
 
+from tests.operator.world_in_memory import World, make_spec
 from tiercheck_operator.model.node_signs import LEAVING_TAINTS, NodeSigns, parse_signs
 from tiercheck_operator.model.parsing import parse_node
 

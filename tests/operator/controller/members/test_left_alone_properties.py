@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kubelet_words import ended, held_back, node, not_made, sidecar_view, starting, up
-from world_in_memory import World, make_spec
 
 from tests.examples import examples
+from tests.operator.kubelet_words import ended, held_back, node, not_made, sidecar_view, starting, up
+from tests.operator.world_in_memory import World, make_spec
 from tiercheck.protocol.report import Break, Unreachable
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.model.actions import DeletePod

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kubelet_words import ended as has_ended
-from kubelet_words import held_back, node, starting, trainer_view, up
-from world_in_memory import World, make_spec
 
+from tests.operator.kubelet_words import ended as has_ended
+from tests.operator.kubelet_words import held_back, node, starting, trainer_view, up
+from tests.operator.world_in_memory import World, make_spec
 from tiercheck_operator.controller.members.lost_nodes import why_lost
 from tiercheck_operator.model.observed import Observation, PodView
 

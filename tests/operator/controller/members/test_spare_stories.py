@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from world_in_memory import REMOTE, World, make_spec
 
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.model.actions import CreatePod, Promote

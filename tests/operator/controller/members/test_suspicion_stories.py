@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from world_in_memory import REMOTE, World, make_spec
 
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.members.suspicion import doubted_nodes
 from tiercheck_operator.model.actions import CreatePod, ProbeSidecar

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world_in_memory import REMOTE, World, make_spec
 
 from tests.examples import examples
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.members.membership import left_nodes

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from world_in_memory import World, make_spec
 
+from tests.operator.world_in_memory import World, make_spec
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.manifests.pod_settings import with_pull_settings

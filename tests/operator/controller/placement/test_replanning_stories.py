@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from sidecar_model import SidecarModel
-from world_in_memory import World, make_spec
 
+from tests.operator.sidecar_model import SidecarModel
+from tests.operator.world_in_memory import World, make_spec
 from tiercheck.protocol.report import MemoryReport, Report
 from tiercheck_operator.model import conditions
 from tiercheck_operator.planning.topology import HOSTNAME_LABEL

@@ -11,10 +11,10 @@ from typing import Any
 
 import kubernetes
 import pytest
-from test_event_series import JOB, Server
-from test_job_loop import StandIn, new_job, surroundings
-from world_in_memory import World
 
+from tests.operator.controller.test_job_loop import StandIn, new_job, surroundings
+from tests.operator.kubernetes.test_event_series import JOB, Server
+from tests.operator.world_in_memory import World
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 from tiercheck_operator.controller.reconciler import JobLoop
 from tiercheck_operator.controller.status.discretion import discreet

@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from test_metrics import value
-from world_in_memory import REMOTE, START, World, make_spec
 
+from tests.operator.test_metrics import value
+from tests.operator.world_in_memory import REMOTE, START, World, make_spec
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Problem, Proof
 from tiercheck.protocol.version import Version

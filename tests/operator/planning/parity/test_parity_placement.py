@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.planning.clusters import Cluster, racks, uneven
-from tests.planning.test_placement import clusters
+from tests.operator.planning.clusters import Cluster, racks, uneven
+from tests.operator.planning.placement.test_placement import clusters
 from tiercheck_operator.planning.parity.parity import CodeGroup, ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, Unplaceable
 

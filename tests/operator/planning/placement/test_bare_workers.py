@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.planning.clusters import uneven
+from tests.operator.planning.clusters import uneven
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 from tiercheck_operator.planning.placement.uncovered import cover_bare, is_bare
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level

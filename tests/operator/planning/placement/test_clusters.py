@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planning.clusters import EXAMPLES, example
+from tests.operator.planning.clusters import EXAMPLES, example
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, place
 from tiercheck_operator.planning.topology import PRESETS, Topology, levels_from_spec, spread_level
 

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.planning.clusters import RACK, Cluster, racks, uneven
+from tests.operator.planning.clusters import RACK, Cluster, racks, uneven
 from tiercheck_operator.planning.placement.placement import (
     Placement,
     PlacementPolicy,

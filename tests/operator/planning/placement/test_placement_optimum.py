@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from tests.examples import examples
-from tests.planning.clusters import Cluster, racks, uneven
+from tests.operator.planning.clusters import Cluster, racks, uneven
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, place
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.planning.clusters import racks
+from tests.operator.planning.clusters import racks
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, chain_to, rebuildable
 from tiercheck_operator.planning.parity.code_groups import CodeGroup

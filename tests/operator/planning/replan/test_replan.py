@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.planning.clusters import RACK, Cluster, racks, uneven
+from tests.operator.planning.clusters import RACK, Cluster, racks, uneven
 from tiercheck_operator.planning.placement.goals import standing
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
 from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.planning.clusters import example, racks
+from tests.operator.planning.clusters import example, racks
 from tiercheck.protocol.directive import Tier
 from tiercheck_operator.planning.parity.parity import ParityPolicy
 from tiercheck_operator.planning.placement.placement import PlacementPolicy

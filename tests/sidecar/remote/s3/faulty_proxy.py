@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from odd_servers import refusal
+from tests.sidecar.remote.s3.odd_servers import refusal
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fault, Proxy, Seen, proxying
-from remote_places import S3Place
-from test_remote_conformance import JOB, Slots, fetched, save
 
+from tests.sidecar.remote.remote_places import S3Place
+from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fault, Proxy, Seen, proxying
+from tests.sidecar.remote.test_remote_conformance import JOB, Slots, fetched, save
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteError, open_store
 from tiercheck_sidecar.remote.s3 import s3_multipart, s3_transfers

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from botocore.credentials import ReadOnlyCredentials
-from faulty_proxy import Proxy, Seen, proxying
-from odd_servers import EMPTY_LIST, Answer, refusal, serving
-from remote_places import BUCKET, S3Place
-from test_remote_conformance import JOB, Slots, fetched, save
 
+from tests.sidecar.remote.remote_places import BUCKET, S3Place
+from tests.sidecar.remote.s3.faulty_proxy import Proxy, Seen, proxying
+from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, Answer, refusal, serving
+from tests.sidecar.remote.test_remote_conformance import JOB, Slots, fetched, save
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import open_store
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers

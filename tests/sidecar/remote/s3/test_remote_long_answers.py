@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from odd_servers import listening
-from remote_places import DirectoryPlace, S3Place
-from test_remote_conformance import JOB, Slots, fetched, save
 
+from tests.sidecar.remote.remote_places import DirectoryPlace, S3Place
+from tests.sidecar.remote.s3.odd_servers import listening
+from tests.sidecar.remote.test_remote_conformance import JOB, Slots, fetched, save
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import RemoteCorrupt, RemoteError, objects, open_store
 from tiercheck_sidecar.remote.s3 import s3_transfers

@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import CUT, FORBIDDEN, Fault, Proxy, Seen, proxying
-from remote_places import BUCKET, S3Place
-from test_remote_conformance import FOLDER, JOB, UPLOAD, Slots, eventually, fetched, manifest_of
 
+from tests.sidecar.remote.remote_places import BUCKET, S3Place
+from tests.sidecar.remote.s3.faulty_proxy import CUT, FORBIDDEN, Fault, Proxy, Seen, proxying
+from tests.sidecar.remote.test_remote_conformance import (
+    FOLDER,
+    JOB,
+    UPLOAD,
+    Slots,
+    eventually,
+    fetched,
+    manifest_of,
+)
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version

@@ -16,8 +16,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from odd_servers import EMPTY_LIST, Answer, refusal, serving
 
+from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, Answer, refusal, serving
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteError, open_store
