@@ -3,14 +3,10 @@ tests."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "operator"))
 
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec

@@ -35,7 +35,7 @@ from tiercheck_cli.checkpoint.saved import SavedArtifact, read_box, slabs
 from tiercheck_cli.failure import CannotDo
 
 ROOT = Path(__file__).parents[3]
-RANKS = ROOT / "tests" / "trainer" / "mesh_changes.py"
+RANKS = ROOT / "tests" / "trainer" / "restore" / "mesh_changes.py"
 WIDE = 1301
 
 

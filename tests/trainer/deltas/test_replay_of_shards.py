@@ -21,7 +21,7 @@ from tiercheck.protocol.local import Welcome
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.state.slot_file import SlotReader
 
-SCRIPT = Path(__file__).parent / "sharded_script.py"
+SCRIPT = Path(__file__).parents[1] / "sharded_script.py"
 KINDS = {"ddp": 2, "zero": 2, "fsdp": 2, "hybrid": 4, "tensor": 2, "fsdp-tensor": 4, "pipeline": 2}
 """Ways to be parallel, and how many ranks each is run on."""
 pytestmark = pytest.mark.timeout(600)  # whichever test comes first trains for all of them
