@@ -10,6 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export TORCH_INDEX
 # Files of tests run beside each other, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs one after the other.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+PURE := tests/operator tests/protocol tests/redaction tests/simulation tests/sidecar/model tests/sidecar/versions tests/sidecar/rehearsal
 
 # The images, under the names that chart and examples give them. BUILD_ARGS="NAME=value ..." are arguments of the Dockerfile,
 # BUILD_FLAGS whatever else the builder shall be told.
@@ -23,12 +24,13 @@ arguments = $(foreach one,$(BUILD_ARGS) $(and $(PYTHON_IMAGE),PYTHON_IMAGE=$(PYT
 each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman nor buildah works here" >&2; exit 1; }; \
 	for target in $(IMAGES); do name=$(REGISTRY)/tiercheck-$$target:$(TAG); echo "== $$name"; $(1); done
 
-.PHONY: help setup demo test test-extended fuzz simulate simulate-mutations chaos lint types contracts chart docs bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
+.PHONY: help setup demo test test-extended coverage fuzz simulate simulate-mutations chaos lint types contracts chart docs bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
 	@echo "make test       the test suite (about 15 minutes on 2 cores)"
 	@echo "make test-extended  every failure class on the laptop cluster as well, and properties on more examples (about half an hour)"
+	@echo "make coverage   which branches of the pure rooms no test takes; fails below 95 %"
 	@echo "make fuzz       random nonsense into everything that reads what others wrote; TIME=seconds, TARGETS=\"seal directive\""
 	@echo "make simulate N=1000 SEED=20000 JOBS=2  the whole in one thread under random faults, from seeds (SEED_TOLD=7 prints what happens in that one)"
 	@echo "make simulate-mutations N=10000  that it finds every deliberate bug"
@@ -66,6 +68,16 @@ test: $(READY)
 
 test-extended: $(READY)
 	TIERCHECK_EXTENDED=1 $(BIN)/python -m pytest -m "not images" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
+
+# Of the rooms without I/O, as pyproject.toml lists them, by the tests of operator, protocol, redaction and sidecar.
+coverage: $(READY)
+	rm -rf build/coverage
+	$(BIN)/coverage run -m pytest -m "not extended and not images and not cluster" $(SIDE_BY_SIDE) $(PYTEST_FLAGS) $(PURE)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --show-missing
+	$(BIN)/coverage json --quiet -o build/coverage/report.json
+	$(BIN)/python -c "import json; of = json.load(open('build/coverage/report.json'))['totals']; \
+	part = 100 * of['covered_branches'] / of['num_branches']; print(f'{part:.2f} % of the branches'); raise SystemExit(part < 95)"
 
 # atheris leads by coverage where it is installed; without it the mutations are random.
 fuzz: $(READY)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, Fault, Proxy, Seen, proxying
 from tiercheck_local.demo.object_store import ObjectStore
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "sidecar" / "remote"))
-from faulty_proxy import BUSY, CUT, Fault, Proxy, Seen, proxying
 
 BUCKET = "checkpoints"
 _SLOW = 1.5

@@ -3,14 +3,10 @@ tests."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "operator"))
 
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
@@ -36,8 +32,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def helm_config(cluster: LocalCluster) -> Iterator[Any]:
     """Helm on that cluster. Whatever a test leaves installed is removed, the definition and its jobs
     included."""
-    from chart_under_test import NAMESPACE, RELEASE, helm
-    from releases import DEADLINE, DEFINITIONS, exists
+    from tests.chart.chart_under_test import NAMESPACE, RELEASE, helm
+    from tests.chart.releases import DEADLINE, DEFINITIONS, exists
 
     with helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=NAMESPACE) as config:
         yield config

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_under_test import CHART, NAMESPACE, RELEASE
-from real_cluster import service_account_kubeconfig
-from recorder import Recording, recording
 
+from tests.chart.chart_under_test import CHART, NAMESPACE, RELEASE
+from tests.chart.recorder import Recording, recording
+from tests.operator.kubernetes.real_cluster import service_account_kubeconfig
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_under_test import only
+
+from tests.chart.chart_under_test import only
 
 STORIES = Path(__file__).with_name("alerts_test.yaml")
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")

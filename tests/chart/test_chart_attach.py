@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chart_under_test import NAMESPACE, granted, of_kind, only
-
+from tests.chart.chart_under_test import NAMESPACE, granted, of_kind, only
 from tiercheck_operator.attach.webhook import PATH
 from tiercheck_operator.config import Config
 

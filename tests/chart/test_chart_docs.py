@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_under_test import CHART, ROOT, objects, only
+
+from tests.chart.chart_under_test import CHART, ROOT, objects, only
 
 PAGES = ("start/install.md", "operate/monitoring.md")
 GUIDE = "\n".join((ROOT / "docs" / page).read_text() for page in PAGES)

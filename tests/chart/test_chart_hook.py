@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from chart_under_test import ROOT, of_kind, only
-
+from tests.chart.chart_under_test import ROOT, of_kind, only
 from tiercheck_operator.metrics import Metrics
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import promql_parser
 import pytest
-from chart_under_test import ROOT, of_kind, only, strings
 
+from tests.chart.chart_under_test import ROOT, of_kind, only, strings
 from tiercheck.protocol import names
 from tiercheck.protocol.report import (
     Counters,

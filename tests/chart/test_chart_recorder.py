@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from recorder import asked_for
+
+from tests.chart.recorder import asked_for
 
 JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/a/tiercheckjobs"
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chart_under_test import CHART, helm, rendered
+
+from tests.chart.chart_under_test import CHART, helm, rendered
 
 BY_THE_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt value": ({"watchNamespace": "a"}, "additional properties 'watchNamespace' not allowed"),

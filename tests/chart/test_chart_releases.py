@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_under_test import CHART, NAMESPACE, RELEASE, ROOT, helm, objects, of_kind, values_of
-from real_cluster import post
-from releases import (
+
+from tests.chart.chart_under_test import CHART, NAMESPACE, RELEASE, ROOT, helm, objects, of_kind, values_of
+from tests.chart.releases import (
     ACCOUNT,
     CRD,
     DEADLINE,
@@ -28,7 +28,7 @@ from releases import (
     real,
     status,
 )
-
+from tests.operator.kubernetes.real_cluster import post
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = real

@@ -12,8 +12,18 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from chart_under_test import CASES, CHART, NAMESPACE, helm, objects, of_kind, only, rendered, values_of
 
+from tests.chart.chart_under_test import (
+    CASES,
+    CHART,
+    NAMESPACE,
+    helm,
+    objects,
+    of_kind,
+    only,
+    rendered,
+    values_of,
+)
 from tiercheck.about import __version__
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_under_test import NAMESPACE, objects, of_kind, only
-from real_cluster import post, service_account_kubeconfig
-from releases import ACCOUNT, JOBS, install, job, real
 
+from tests.chart.chart_under_test import NAMESPACE, objects, of_kind, only
+from tests.chart.releases import ACCOUNT, JOBS, install, job, real
+from tests.operator.kubernetes.real_cluster import post, service_account_kubeconfig
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster

@@ -8,10 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_under_test import NAMESPACE, RELEASE, granted, of_kind
-from real_cluster import post, service_account_kubeconfig
-from releases import ACCOUNT, DEADLINE, JOBS, exists, in_phase, install, job, operator, pods, real, status
 
+from tests.chart.chart_under_test import NAMESPACE, RELEASE, granted, of_kind
+from tests.chart.releases import (
+    ACCOUNT,
+    DEADLINE,
+    JOBS,
+    exists,
+    in_phase,
+    install,
+    job,
+    operator,
+    pods,
+    real,
+    status,
+)
+from tests.operator.kubernetes.real_cluster import post, service_account_kubeconfig
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = real

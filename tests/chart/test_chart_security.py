@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chart_under_test import CASES, NAMESPACE, objects, of_kind, only, values_of
 
+from tests.chart.chart_under_test import CASES, NAMESPACE, objects, of_kind, only, values_of
 from tiercheck.protocol import names
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_under_test import (
+
+from tests.chart.chart_under_test import (
     CASES,
     CHART,
     ROOT,
@@ -22,7 +23,6 @@ from chart_under_test import (
     rendered,
     values_of,
 )
-
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recorded
 import yaml
 
+from tests.cli import recorded
 from tiercheck_cli.api_server import (
     CONFIG_MAPS,
     CRDS,

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import recorded
-
+from tests.cli import recorded
 from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_operator.planning.saved_placement import SavedPlacement, read_placement_data
 

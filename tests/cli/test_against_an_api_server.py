@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recorded
 import yaml
-from commands_run import Ran, run
 
+from tests.cli import recorded
+from tests.cli.commands_run import Ran, run
 from tiercheck_cli.api_server import ApiServer
 from tiercheck_local.controlplane import ControlPlane
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-import recorded
-from golden import FOLDER, matches, rendered
 
+from tests.cli import recorded
+from tests.cli.golden import FOLDER, matches, rendered
 from tiercheck_cli.commands import app
 from tiercheck_cli.events.command import events_table
 from tiercheck_cli.events.story import story

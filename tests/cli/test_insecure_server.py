@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import recorded
 import yaml
-from test_as_a_plugin import start
 
+from tests.cli import recorded
+from tests.cli.test_as_a_plugin import start
 from tiercheck_operator.kubernetes.certificates import issue
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import Jobs
-from tests.frameworks.test_frameworks import NEEDS, command, needed, steps
+from tests.integrations.test_frameworks import NEEDS, command, needed, steps
 from tests.lives import Lives
 from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster

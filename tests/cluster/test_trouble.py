@@ -3,8 +3,8 @@ operator lives."""
 
 from __future__ import annotations
 
-import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ def s3(endpoint: str, secret: str | None = None, bucket: str = "checkpoints") ->
         "local": {"sizeLimit": "64Mi"},
         "remote": {"s3": settings | ({"credentialsSecretName": secret} if secret else {}), "everySteps": 20},
     }
+
+
+@pytest.fixture(autouse=True)
+def operator_survives_it(cluster: LocalCluster) -> Iterator[None]:
+    before = cluster.operator
+    assert before is not None
+    yield
+    assert cluster.operator is before
+    assert before.poll() is None
 
 
 @pytest.fixture
@@ -57,7 +66,7 @@ def test_unlabelled_nodes_are_named_and_the_job_runs_with_less(jobs: Jobs) -> No
         {"name": "pdu", "label": "example.com/pdu"},
         {"name": "host", "label": "kubernetes.io/hostname"},
     ]
-    manifest = jobs.manifest(workers=2, steps=30, topology={"levels": levels})
+    manifest = jobs.manifest(workers=2, steps=12, topology={"levels": levels})
     manifest["spec"]["tiers"]["peer"]["spread"] = {"level": "pdu"}
     job = jobs.apply(manifest)
     placed = job.wait_condition("Placed", "True", "NodesUnlabelled")
@@ -150,10 +159,3 @@ def test_command_that_cannot_be_started_is_named(jobs: Jobs) -> None:
     job = jobs.start(workers=1, command=["no-such-command", "--train"])
     failed = job.wait_condition("Failed", "True", "CannotStart")
     assert "no-such-command" in failed["message"]
-
-
-def test_operator_survives_all_of_it(jobs: Jobs, cluster: LocalCluster) -> None:
-    job = jobs.start(workers=1, steps=12, command=[sys.executable, str(TRAINER)])
-    job.wait_condition("Completed")
-    assert cluster.operator is not None
-    assert cluster.operator.poll() is None

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from crd_api import Api, open_api
 
+from tests.crd.crd_api import Api, open_api
 from tiercheck_local.controlplane import open_control_plane
 
 

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import yaml
-from crd_api import ROOT, Api, Refused
-from jobs import ACCEPTED, ACCEPTED_AS_CHANGE, REFUSED_AS_CHANGE, REFUSED_AT_CREATION, TOGETHER, changed, job
 
+from tests.crd.crd_api import ROOT, Api, Refused
+from tests.crd.jobs import (
+    ACCEPTED,
+    ACCEPTED_AS_CHANGE,
+    REFUSED_AS_CHANGE,
+    REFUSED_AT_CREATION,
+    TOGETHER,
+    changed,
+    job,
+)
 from tiercheck.protocol.version import Branch, History
 from tiercheck_operator.model.status import (
     Condition,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from crd_api import ROOT, Api, Refused
-from jobs import changed, job
 
-from tests.operator.test_attach_admission import made_job
+from tests.crd.crd_api import ROOT, Api, Refused
+from tests.crd.jobs import changed, job
+from tests.operator.attach.test_attach_admission import made_job
 
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _POLICIES = "/apis/tiercheck.io/v1alpha1/namespaces/default/tiercheckpolicies"

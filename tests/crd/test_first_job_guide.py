@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
-from crd_api import ROOT, Api
+
+from tests.crd.crd_api import ROOT, Api
 
 GUIDE = (ROOT / "docs" / "start" / "first-job.md").read_text()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,8 +16,6 @@ from tests.images.building import CACHE, TARGETS, Store, build_images, image_nam
 from tests.images.pods import Image, Pod
 from tiercheck.about import __version__
 from tiercheck_local.addresses import Octet
-
-sys.path.append(str(Path(__file__).parents[1] / "chart"))  # the chart as Helm renders it
 
 NEEDED = ("buildah", "debootstrap", "runc", "make", "git")
 

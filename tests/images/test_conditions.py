@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_under_test import only
 
+from tests.chart.chart_under_test import only
 from tests.images.building import BASE, CACHE, Store, image_name, write_archives
 from tests.images.conftest import StartPod
 from tests.images.pods import Image

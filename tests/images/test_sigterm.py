@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_under_test import NAMESPACE, of_kind
 
 from tests.access import Access
+from tests.chart.chart_under_test import NAMESPACE, of_kind
 from tests.images.conftest import StartPod
 from tests.images.container import Container
 from tests.images.pods import Pod

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from launcher_harness import Launched, alive, order, until
 
+from tests.launcher.launcher_harness import Launched, alive, order
+from tests.scripted_sidecar import until
 from tiercheck.protocol.directive import HealthCheck, Phase
 from tiercheck.protocol.local import Order
 

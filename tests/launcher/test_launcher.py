@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from launcher_harness import Launched, alive, order, until
 
+from tests.launcher.launcher_harness import Launched, alive, order
+from tests.scripted_sidecar import until
 from tiercheck.launcher import app
 from tiercheck.launcher.environment import command_environment
 from tiercheck.protocol.directive import Phase
@@ -127,7 +128,7 @@ def test_command_that_saves_at_the_end_of_the_pod_or_the_job_has_its_time(
             launched.sidecar.say(order(1, Phase.FINISH))
         assert launched.exit_code() == 0
         assert saved.exists()
-        launched.sidecar.vanish()
+        launched.sidecar.stop()
         (tmp_path / "launcher.attempt").unlink()
 
 
@@ -227,7 +228,7 @@ def test_signal_that_comes_while_the_loop_takes_over_is_not_lost(monkeypatch: py
 
 def test_launcher_waits_for_a_sidecar_that_comes_late(launch: Launch, tmp_path: Path) -> None:
     launched = launch(shell(SLEEP), listen=False)
-    launched.sidecar.listen()
+    launched.sidecar.start()
     launched.sidecar.say(order(1, Phase.RELEASE))
     launched.sidecar.hears("started", 1)
 
@@ -313,9 +314,9 @@ def test_command_that_ends_while_the_sidecar_is_away_is_told_afterwards(
     launched = launch(shell(f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.02; done; exit 5'))
     launched.sidecar.say(order(1, Phase.RELEASE))
     launched.sidecar.hears("started", 1)
-    launched.sidecar.vanish()
+    launched.sidecar.stop()
     (tmp_path / "go").touch()
-    launched.sidecar.listen()
+    launched.sidecar.start()
     assert launched.sidecar.hears("exited", 1).exit_code == 5
 
 
@@ -325,7 +326,7 @@ def test_restarted_container_does_not_run_the_same_attempt_twice(launch: Launch)
     launched.sidecar.hears("started", 1)
     launched.signal(signal.SIGKILL)
     launched.exit_code()
-    launched.sidecar.vanish()
+    launched.sidecar.stop()
     again = launch(shell(SLEEP))
     again.sidecar.say(order(1, Phase.RELEASE))
     assert again.sidecar.hears("exited", 1).reason == "ContainerRestarted"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from launcher_harness import order
 
+from tests.launcher.launcher_harness import order
 from tiercheck.launcher.environment import command_environment
 from tiercheck.launcher.recipe import Recipe, recipe_of
 from tiercheck.protocol.directive import Phase

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher_harness import Launched, order
 
+from tests.launcher.launcher_harness import Launched, order
 from tiercheck.protocol.directive import Phase
 from tiercheck_local.addresses import free_ports
 

@@ -6,8 +6,8 @@ import email.utils
 from dataclasses import replace
 
 import pytest
-from world_in_memory import World
 
+from tests.operator.world_in_memory import World
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Proof, TrainerReport, TrainerState
 from tiercheck.protocol.version import Version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from world_in_memory import World
+from tests.operator.world_in_memory import World
 
 from tiercheck.protocol.report import Report
 from tiercheck_operator.model.actions import ProbeSidecar

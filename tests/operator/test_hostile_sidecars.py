@@ -6,43 +6,34 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from aiohttp import web
-from test_sidecar_client import CREDENTIALS, HOST, StandIn, heard, serve, some_report, until
 
+from tests.operator.sidecar_over_https import (
+    CREDENTIALS,
+    HOST,
+    Answer,
+    ServedSidecar,
+    heard,
+    serve,
+    some_report,
+    until,
+)
 from tiercheck.protocol.encoding import to_json
 from tiercheck_operator import sidecars
 from tiercheck_operator.sidecars import JobSidecars
 
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MIB = 2**20
 
 
-class Hostile(StandIn):
-    """Answers with `answer` as long as there is one."""
-
-    def __init__(self) -> None:
-        super().__init__(some_report())
-        self.answer: Answer | None = None
-        self.answered = self.sent = 0
-
-    async def get(self, request: web.Request) -> web.StreamResponse:  # type: ignore[override]
-        if self.answer is None:
-            return await super().get(request)
-        try:
-            return await self.answer(request)
-        finally:
-            self.answered += 1
-
-
 @pytest.fixture
-async def sidecar(tmp_path: Path) -> AsyncIterator[Hostile]:
-    stand_in = Hostile()
-    runner = await serve(stand_in, CREDENTIALS, tmp_path)
-    yield stand_in
+async def sidecar(tmp_path: Path) -> AsyncIterator[ServedSidecar]:
+    served = ServedSidecar()
+    runner = await serve(served, CREDENTIALS, tmp_path)
+    yield served
     await runner.cleanup()
 
 
@@ -63,18 +54,18 @@ async def a_bomb(request: web.Request) -> web.StreamResponse:
 
 
 BOMB = bomb(96 * MIB)
-ODD: dict[str, Callable[[Hostile], Answer]] = {}
+ODD: dict[str, Callable[[ServedSidecar], Answer]] = {}
 
 
-def odd(name: str) -> Callable[[Callable[[Hostile], Answer]], Callable[[Hostile], Answer]]:
-    def add(make: Callable[[Hostile], Answer]) -> Callable[[Hostile], Answer]:
+def odd(name: str) -> Callable[[Callable[[ServedSidecar], Answer]], Callable[[ServedSidecar], Answer]]:
+    def add(make: Callable[[ServedSidecar], Answer]) -> Callable[[ServedSidecar], Answer]:
         ODD[name] = make
         return make
 
     return add
 
 
-def plain(**response: object) -> Callable[[Hostile], Answer]:
+def plain(**response: object) -> Callable[[ServedSidecar], Answer]:
     async def answer(_: web.Request) -> web.StreamResponse:
         return web.Response(**response)  # type: ignore[arg-type]
 
@@ -95,7 +86,7 @@ ODD |= {
 
 
 @odd("without end")
-def _endless(sidecar: Hostile) -> Answer:
+def _endless(sidecar: ServedSidecar) -> Answer:
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -109,7 +100,7 @@ def _endless(sidecar: Hostile) -> Answer:
 
 @pytest.mark.parametrize("name", ODD)
 async def test_it_is_said_that_it_is_silent_and_it_is_heard_again(
-    sidecar: Hostile, listening: JobSidecars, name: str
+    sidecar: ServedSidecar, listening: JobSidecars, name: str
 ) -> None:
     uid = sidecar.report.pod_uid
     sidecar.answer = ODD[name](sidecar)
@@ -120,7 +111,7 @@ async def test_it_is_said_that_it_is_silent_and_it_is_heard_again(
     await until(lambda: heard(listening, uid) == sidecar.report)
 
 
-async def test_what_is_compressed_is_never_unpacked(sidecar: Hostile, listening: JobSidecars) -> None:
+async def test_what_is_compressed_is_never_unpacked(sidecar: ServedSidecar, listening: JobSidecars) -> None:
     sidecar.answer = a_bomb
     tracemalloc.start()
     try:
@@ -132,7 +123,7 @@ async def test_what_is_compressed_is_never_unpacked(sidecar: Hostile, listening:
 
 
 async def test_an_answer_without_end_is_read_as_far_as_any_report_goes(
-    sidecar: Hostile, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     sidecar.answer = ODD["without end"](sidecar)
     listening.follow({sidecar.report.pod_uid: HOST})

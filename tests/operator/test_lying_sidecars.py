@@ -15,11 +15,12 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_hostile_sidecars import Hostile, listening, plain, sidecar  # noqa: F401  the fixtures
-from test_sidecar_client import HOST, heard, some_report, until
-from world_in_memory import REMOTE, Sidecar, World, make_spec
 
 from tests.examples import examples
+from tests.operator.sidecar_model import SidecarModel
+from tests.operator.sidecar_over_https import HOST, ServedSidecar, heard, some_report, until
+from tests.operator.test_hostile_sidecars import listening, plain, sidecar  # noqa: F401  the fixtures
+from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Holding, Problem, Proof, Report, Unreachable, Watermarks
@@ -99,7 +100,7 @@ def lying(report: Report, numbers: random.Random) -> Report:
         return plausible(by_our_clock(read, numbers.choice((0.0, 0.0, 2.5e11, -6e10))))
 
 
-def make_lie(liar: Sidecar, tell: Callable[[Report], Report]) -> None:
+def make_lie(liar: SidecarModel, tell: Callable[[Report], Report]) -> None:
     honest = liar.report
     liar.report = lambda: tell(honest())  # type: ignore[method-assign]
 
@@ -175,7 +176,7 @@ def test_a_number_that_no_job_has_is_brought_to_one_that_some_job_could_have() -
     assert found.problems[0].message == "x"
 
 
-async def test_it_is_heard_all_the_same(sidecar: Hostile, listening: JobSidecars) -> None:  # noqa: F811
+async def test_it_is_heard_all_the_same(sidecar: ServedSidecar, listening: JobSidecars) -> None:  # noqa: F811
     """Not taken for silent: that would cost a healthy worker its place."""
     uid = sidecar.report.pod_uid
     told = replace(sidecar.report, watermarks=Watermarks(Version(2**63 - 1, 1)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from world_in_memory import World, make_spec
-
+from tests.operator.world_in_memory import World, make_spec
 from tiercheck_operator.controller.failures.sidecar_ends import away
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.status import PlacementRecord, SparesRecord

@@ -13,10 +13,10 @@ from typing import Any
 
 import kubernetes
 import pytest
-from deaf_proxy import deaf_to_watches
 
 from tests.access import load
 from tests.cluster.replicas import Replicas
+from tests.operator.kubernetes.deaf_proxy import deaf_to_watches
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.addresses import free_ports

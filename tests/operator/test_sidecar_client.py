@@ -7,17 +7,20 @@ import contextlib
 import dataclasses
 import email.utils
 import socket
-import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from aiohttp import web
-from moments import TURNS, ends, turns
-from moments import until as until_turn
-from world_in_memory import World
+from tests.operator.moments import TURNS, ends, turns
+from tests.operator.moments import until as until_turn
+from tests.operator.world_in_memory import World
 
+from tests.operator.moments import TURNS, Woken, ends, turns
+from tests.operator.moments import until as until_turn
+from tests.operator.sidecar_over_https import CREDENTIALS, HOST, ServedSidecar, heard, serve, until
+from tests.operator.world_in_memory import World
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, RankRun, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.encoding import from_json, to_json
@@ -26,13 +29,10 @@ from tiercheck.protocol.report import Holding, Report
 from tiercheck.protocol.version import Version
 from tiercheck_operator import sidecars
 from tiercheck_operator.kubernetes.certificates import issue
-from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import HostSign
 from tiercheck_operator.sidecars import DirectiveEncoder, JobSidecars, SidecarError
 
-HOST = "127.83.1.7"
-CREDENTIALS = issue("job-uid")
 _QUEUE = 128
 
 
@@ -99,10 +99,10 @@ async def serve(sidecar: StandIn, credentials: Credentials, folder: Path) -> web
 
 
 @pytest.fixture
-async def sidecar(tmp_path: Path) -> AsyncIterator[StandIn]:
-    stand_in = StandIn(some_report())
-    runner = await serve(stand_in, CREDENTIALS, tmp_path)
-    yield stand_in
+async def sidecar(tmp_path: Path) -> AsyncIterator[ServedSidecar]:
+    served = ServedSidecar()
+    runner = await serve(served, CREDENTIALS, tmp_path)
+    yield served
     await runner.cleanup()
 
 
@@ -114,17 +114,7 @@ async def listening() -> AsyncIterator[JobSidecars]:
     await client.close()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  what is waited for is a state, not an event of ours
-            await asyncio.sleep(0.01)
-
-
-def heard(client: JobSidecars, uid: str) -> Report | None:
-    return client.reports[uid].report if uid in client.reports else None
-
-
-async def test_news_arrives_while_a_long_poll_waits(sidecar: StandIn, listening: JobSidecars) -> None:
+async def test_news_arrives_while_a_long_poll_waits(sidecar: ServedSidecar, listening: JobSidecars) -> None:
     uid = sidecar.report.pod_uid
     listening.follow({uid: HOST})
     await until(lambda: heard(listening, uid) == sidecar.report)
@@ -243,35 +233,37 @@ def a_directive() -> Directive:
 
 
 async def test_directive_reaches_the_sidecar_as_it_was_written(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     world = World()
     while not any(isinstance(action, Push) for action in world.last.after):
         world.tick()
     push = next(action for action in world.last.after if isinstance(action, Push))
-    uid = sidecar.report.pod_uid
-    listening.follow({uid: HOST})
-    await listening.push(uid, push.directive)
+    model = world.make_sidecar(push.pod_uid, push.directive.worker)
+    model.instance = push.directive.instance
+    sidecar.become(model)
+    listening.follow({push.pod_uid: HOST})
+    await listening.push(push.pod_uid, push.directive)
     assert sidecar.directives == [push.directive]
-    report = heard(listening, uid)
+    report = heard(listening, push.pod_uid)
     assert report is not None
-    assert report.revision == push.directive.revision
+    assert (report.revision, report.phase) == (push.directive.revision, push.directive.phase)
 
 
 async def test_sidecar_that_stops_answering_is_silent_from_then_on(
     tmp_path: Path, listening: JobSidecars
 ) -> None:
-    stand_in = StandIn(some_report())
-    runner = await serve(stand_in, CREDENTIALS, tmp_path)
-    uid = stand_in.report.pod_uid
+    served = ServedSidecar()
+    runner = await serve(served, CREDENTIALS, tmp_path)
+    uid = served.report.pod_uid
     listening.follow({uid: HOST})
     await until(lambda: heard(listening, uid))
     await runner.cleanup()
     await until(lambda: listening.reports[uid].silent_since)
     known = listening.reports[uid]
-    assert known.report == stand_in.report, "what it said last is not forgotten"
+    assert known.report == served.report, "what it said last is not forgotten"
     assert known.answered_at is not None
-    runner = await serve(stand_in, CREDENTIALS, tmp_path)
+    runner = await serve(served, CREDENTIALS, tmp_path)
     await until(lambda: listening.reports[uid].silent_since is None)
     await runner.cleanup()
 
@@ -323,7 +315,7 @@ async def test_silence_counts_from_the_call_in_vain_and_the_host_was_looked_at_b
 
 
 async def test_step_of_a_trainer_is_heard_but_not_what_a_restarted_sidecar_learns_of_old_ones(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid, attempt = sidecar.report.pod_uid, sidecar.report.attempt
     listening.follow({uid: HOST})
@@ -347,18 +339,18 @@ async def test_step_of_a_trainer_is_heard_but_not_what_a_restarted_sidecar_learn
 
 
 async def test_sidecar_of_another_job_is_refused(tmp_path: Path, listening: JobSidecars) -> None:
-    stand_in = StandIn(some_report())
-    runner = await serve(stand_in, issue("job-uid"), tmp_path)
-    uid = stand_in.report.pod_uid
+    served = ServedSidecar()
+    runner = await serve(served, issue("job-uid"), tmp_path)
+    uid = served.report.pod_uid
     listening.follow({uid: HOST})
     await until(lambda: listening.reports[uid].silent_since)
     assert heard(listening, uid) is None
-    assert stand_in.asked == []
+    assert served.asked == []
     await runner.cleanup()
 
 
 async def test_another_pod_at_the_same_address_is_not_taken_for_ours(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     listening.follow({"older-pod": HOST})
     await until(lambda: listening.reports["older-pod"].silent_since)
@@ -366,7 +358,7 @@ async def test_another_pod_at_the_same_address_is_not_taken_for_ours(
 
 
 async def test_pod_that_is_not_followed_cannot_be_told_anything(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     world = World()
     while not any(isinstance(action, Push) for action in world.last.after):
@@ -389,7 +381,7 @@ async def test_listening_ends_when_it_is_told_to_even_if_somebody_probes_at_the_
 
 
 async def test_times_of_a_sidecar_whose_clock_is_wrong_are_told_by_ours(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     ahead = 3600.0
     sidecar.headers["Date"] = email.utils.formatdate(time.time() + ahead, usegmt=True)

@@ -1,43 +1,27 @@
-"""A cluster in memory for the operator's decisions: kubelets, scheduler, sidecars and trainers as plain
-objects, one tick at a time.
+"""A cluster in memory for the operator's decisions: kubelets, scheduler and trainers around the model of a
+sidecar, one tick at a time.
 
-It plays what the real parts promise, no more: pods get addresses, sidecars restore what they are told to and
-only from copies that exist, trainers go in lock-step. The controller under test is `decide` alone; its memory
-is the status, written through its API spelling.
+It plays what the real parts promise, no more: pods get addresses, trainers go in lock-step. The controller
+under test is `decide` alone; its memory is the status, written through its API spelling.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from kubelet_words import SidecarContainer, sidecar_view
-
-from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Phase, Restore, Source, Tier
+from tests.operator.kubelet_words import SidecarContainer, sidecar_view
+from tests.operator.sidecar_model import SidecarModel
+from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Source, Tier
 from tiercheck.protocol.report import (
     SPARE,
     Break,
-    Counters,
-    Holding,
-    MemoryReport,
-    Problem,
-    Proof,
-    Quarantined,
-    RankRestore,
-    RemoteReport,
-    Report,
-    RestoreProgress,
-    RestoreReport,
-    RestoreState,
-    TrainerReport,
     TrainerState,
     Unreachable,
-    Watermarks,
 )
-from tiercheck.protocol.version import Artifact, Kind, Share, Version, chain_to
+from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
@@ -74,7 +58,6 @@ from tiercheck_operator.model.status import JobRecord, parse_record, render_reco
 from tiercheck_operator.planning.placement.replacement import SuspectNodes
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}
-_LIVES = itertools.count()
 START = 1_800_000_000.0
 
 
@@ -528,7 +511,7 @@ class World:
         }
         self.job = JobView("j", "ns", "job-uid", 1, "1", False, spec or make_spec(), JobRecord())
         self.pods: dict[str, PodView] = {}
-        self.sidecars: dict[str, Sidecar] = {}
+        self.sidecars: dict[str, SidecarModel] = {}
         self.reports: dict[str, WorkerReport] = {}
         self.placement: SavedPlacement | None = None
         self.remote: set[Version] = set()
@@ -803,9 +786,9 @@ class World:
                 self.containers[uid].tick(self.now)
                 self._publish(uid)
 
-    def make_sidecar(self, uid: str, worker: int) -> Sidecar:
+    def make_sidecar(self, uid: str, worker: int) -> SidecarModel:
         """Of a pod that has begun to run. A spare's learns its worker from a directive."""
-        return Sidecar(self, uid, worker)
+        return SidecarModel(self, uid, worker)
 
     def _no_kubelet(self, node: str | None) -> bool:
         return node in self.dead_nodes or node in self.stopped_kubelets
@@ -818,7 +801,7 @@ class World:
             said = replace(sidecar_view(container.status), since=self.now)
             self.pods[uid] = replace(self.pods[uid], sidecar=said)
 
-    def live_sidecar(self, worker: int | None) -> Sidecar | None:
+    def live_sidecar(self, worker: int | None) -> SidecarModel | None:
         """The reachable sidecar of the worker's newest pod."""
         found = [
             s
@@ -831,7 +814,7 @@ class World:
         pod = self.pods.get(uid)
         return pod is None or pod.node in self.dead_nodes
 
-    def offered(self, source: Source, rank: int, asking: Sidecar) -> list[Artifact]:
+    def offered(self, source: Source, rank: int, asking: SidecarModel) -> list[Artifact]:
         """What a sidecar finds at a source when it asks there."""
         if source.tier is Tier.REMOTE:
             versions = self.remote - self.bad_remote if self.remote_up else set()
@@ -885,7 +868,7 @@ class World:
                 found.append(Artifact(rank, version, kind))
         return found
 
-    def added_up(self, group: ParityGroup, rank: int, asking: Sidecar) -> list[Artifact]:
+    def added_up(self, group: ParityGroup, rank: int, asking: SidecarModel) -> list[Artifact]:
         """The same of ranks that are no more, whose artifacts lie at whom the group names."""
         keepers = [self.live_sidecar(peer.worker) if peer.host else None for peer in group.holders]
         there = Counter(
@@ -1061,7 +1044,7 @@ class World:
         if step % (self.job.spec.snapshot_every or 4) == 0:
             self._snapshot(team, Version(step, attempt))
 
-    def _stall(self, team: dict[int, Sidecar], step: int) -> None:
+    def _stall(self, team: dict[int, SidecarModel], step: int) -> None:
         """What the sidecars say once their limit has passed."""
         assert self.hung is not None
         for worker, s in team.items():
@@ -1072,7 +1055,7 @@ class World:
                     s.trainer, stalled_since=self.moved_at, slowest_rank=worker, slowest_step=slowest
                 )
 
-    def _snapshot(self, team: dict[int, Sidecar], version: Version) -> None:
+    def _snapshot(self, team: dict[int, SidecarModel], version: Version) -> None:
         for sidecar in team.values():
             sidecar.own.add(version)
             for holder in sidecar.directive.holders if sidecar.directive else ():
@@ -1089,7 +1072,7 @@ class World:
         if remote is not None and version.step % remote["everySteps"] == 0 and self.remote_up:
             self.remote = set(sorted({*self.remote, version})[-remote["keep"] :])
 
-    def _delta(self, team: dict[int, Sidecar], version: Version) -> None:
+    def _delta(self, team: dict[int, SidecarModel], version: Version) -> None:
         for sidecar in team.values():
             if (sidecar.worker, version.step) in self.skipped:
                 continue
@@ -1100,7 +1083,7 @@ class World:
                     team[holder.worker].hosted_deltas.setdefault(sidecar.worker, set()).add(version)
         self._fold(team, version, Kind.DELTA)
 
-    def _fold(self, team: dict[int, Sidecar], version: Version, kind: Kind) -> None:
+    def _fold(self, team: dict[int, SidecarModel], version: Version, kind: Kind) -> None:
         """A block is complete when every member's artifact is in it."""
         for sidecar in team.values():
             for group in sidecar.directive.folded if sidecar.directive else ():
@@ -1111,7 +1094,7 @@ class World:
                     share = Share(index, tuple(peer.worker for peer in group.members))
                     sidecar.blocks.add((share, version, kind))
 
-    def _free(self, team: dict[int, Sidecar], floor: int) -> None:
+    def _free(self, team: dict[int, SidecarModel], floor: int) -> None:
         """What lies before the snapshot at step `floor`, and what is kept by a placement that is over."""
         for sidecar in team.values():
             directive = sidecar.directive
@@ -1141,7 +1124,7 @@ class World:
         ends = [name if name == "controller" else (self.pods[name].node or "") for name in (one, other)]
         return frozenset(ends) in self.cut
 
-    def missed_by(self, sidecar: Sidecar) -> tuple[Unreachable, ...]:
+    def missed_by(self, sidecar: SidecarModel) -> tuple[Unreachable, ...]:
         """What its pulses say: neighbours on dead or cut off nodes are silent, closed ones refuse."""
         directive = sidecar.directive
         if not self.pulses or directive is None:

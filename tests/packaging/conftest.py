@@ -6,7 +6,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from wheels import build_wheel
+
+from tests.packaging.wheels import build_wheel
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from dockerfile import stages
 
+from tests.packaging.dockerfile import stages
 from tiercheck_operator.manifests.pod import build_pod
 from tiercheck_operator.model.parsing import parse_job
 

@@ -17,6 +17,24 @@ PARTS = {
 }
 MOST_FILES = 12
 SMALL, MOST_SMALL = 60, 40
+TESTS = {"tiercheck": "", **{part: part.removeprefix("tiercheck_") for part in PARTS if "_" in part}}
+"""By part of the product, the folder in tests/ whose rooms are named like its own."""
+ROOMS_OF_THEIR_OWN = {
+    "benchmarks": "programs of benchmarks/",
+    "chaos": "strikes on all processes of a job",
+    "chart": "charts/",
+    "cluster": "whole jobs on the laptop cluster",
+    "crd": "crds/",
+    "fuzz": "whatever reads what others wrote",
+    "hostile": "neighbours of every part that mean harm",
+    "images": "containers that were really built",
+    "local/cluster": "the laptop cluster, whole",
+    "packaging": "what is shipped, and this house",
+    "real_cluster": "kubelets, on this machine",
+    "sidecar/journeys": "what passes through several rooms of a sidecar",
+    "simulation": "operator and sidecars in one thread",
+}
+"""Folders of tests that no room of the product is like: what they are about."""
 
 
 def product() -> dict[str, Path]:
@@ -119,3 +137,21 @@ def test_few_modules_are_a_piece_of_an_idea() -> None:
         if path.name != "__init__.py" and len(path.read_text().splitlines()) < SMALL
     ]
     assert len(small) <= MOST_SMALL, small
+
+
+def rooms_of_tests() -> dict[str, int]:
+    """Folders with tests, and how many modules each holds."""
+    base = ROOT / "tests"
+    found = {path.parent for path in base.rglob("test_*.py")}
+    return {folder.relative_to(base).as_posix(): len([*folder.glob("*.py")]) for folder in found}
+
+
+def test_tests_are_in_rooms_named_like_those_that_they_test() -> None:
+    rooms = {path.parent.relative_to(PARTS[name.partition(".")[0]]) for name, path in PRODUCT.items()}
+    named = {str(Path(TESTS[room.parts[0]], *room.parts[1:])) for room in rooms}
+    assert set(rooms_of_tests()) - named == set(ROOMS_OF_THEIR_OWN)
+
+
+def test_folders_of_tests_hold_what_a_person_can_overlook() -> None:
+    full = {room: count for room, count in rooms_of_tests().items() if count > MOST_FILES}
+    assert full.keys() <= ROOMS_OF_THEIR_OWN.keys()

@@ -8,9 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from dockerfile import Stage, copied, let_through, lineage, stages
-from wheels import build_wheel
 
+from tests.packaging.dockerfile import Stage, copied, let_through, lineage, stages
+from tests.packaging.wheels import build_wheel
 from tiercheck.about import __version__
 from tiercheck_operator.config import Config
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stations import Stations
-from world import World
+
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import World
 
 
 @pytest.fixture

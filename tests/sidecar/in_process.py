@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from world import DEADLINE, World, until
-
+from tests.sidecar.world import DEADLINE, World, until
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.model.config import SidecarConfig
 

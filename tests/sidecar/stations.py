@@ -1,5 +1,5 @@
-"""Sidecars' ends of the exchange in this process: board, vault and server on loopback, without operator or
-trainer."""
+"""Real sidecars in this process, on loopback: wired as in theirs, of whose loops those run that a test asks
+for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import itertools
 import os
 import random
 from pathlib import Path
+from typing import Any
 
+from tests.sidecar.world import JOB_UID, until
+from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
-from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
+from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
-from tiercheck.protocol.version import Artifact, History, Kind, Version
-from tiercheck_local.addresses import free_ports
+from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
+from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
@@ -20,13 +23,13 @@ from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.network.interfaces import OwnAddress
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.replicate.replicate import Replicator
+from tiercheck_sidecar.parity.coding import shares
+from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.replicate.streams import Line
-from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.vault import Seal
+from tiercheck_sidecar.vault.stock import NOTHING
 from tiercheck_sidecar.versions.watermark import TierVerdict
 
-JOB = "uid-of-the-job"
 TOKEN = "token"
 _NETWORKS = itertools.count(1)
 
@@ -41,9 +44,9 @@ class Stations:
         self.rails = rails
         """Interfaces of each worker beside its pod's: net1, net2."""
         self.network = f"127.{os.getpid() % 200 + 20}.{next(_NETWORKS) % 250}"
-        (self.port,) = free_ports(1)
         self.attempt = 0
         self.history = History()
+        self.lives = [0] * workers
         self.stations = [Station(self, worker) for worker in range(workers)]
         self.next_attempt()
 
@@ -69,7 +72,32 @@ class Stations:
         self.attempt += 1
         self.history = self.history.after(self.attempt, base_step)
         for station in self.stations:
-            station.follow(policy or Policy(None, 1_000_000, 5))
+            station.follow(self.directive(station.worker, policy or Policy(None, 1_000_000, 5)))
+
+    def directive(self, worker: int, policy: Policy) -> Directive:
+        """Restored and released in the job's attempt."""
+        after, before = (worker + 1) % self.workers, (worker - 1) % self.workers
+        return Directive(
+            job_uid=JOB_UID,
+            worker=worker,
+            workers=self.workers,
+            procs_per_worker=self.procs,
+            attempt=self.attempt,
+            phase=Phase.RELEASE,
+            history=self.history,
+            policy=policy,
+            restore=None,
+            holders=(self.peer(after),) if self.workers > 1 else (),
+            hosted=(self.peer(before),) if self.workers > 1 else (),
+            coordinator=self.peer(0),
+            master_host=self.host(0),
+            master_port=29500,
+        )
+
+    def name(self, version: Version | None, **more: Any) -> None:
+        """All hear which snapshot to copy."""
+        for station in self.stations:
+            station.name(version, **more)
 
     def close(self) -> None:
         for station in self.stations:
@@ -77,69 +105,65 @@ class Stations:
 
 
 class Station:
-    """One worker's sidecar, as far as the exchange needs it."""
+    """One worker's sidecar, wired as its process wires it. Its exchange answers; `run` begins other loops."""
 
     def __init__(self, job: Stations, worker: int) -> None:
         self.job, self.worker = job, worker
-        folder = job.memory / f"worker-{worker}"
-        self.board = SidecarState(
+        self.directory = job.memory / f"worker-{worker}-{job.lives[worker]}"
+        self.sidecar = Sidecar(
             SidecarConfig(
                 job="default/gpt",
-                job_uid=JOB,
+                job_uid=JOB_UID,
                 worker=worker,
                 procs_per_worker=job.procs,
                 pod_uid=f"pod-{worker}",
                 pod_ip=job.host(worker),
-                memory_dir=folder,
+                memory_dir=self.directory,
                 memory_limit=job.limit,
-                run_dir=folder,
-                credentials_dir=folder,
+                run_dir=self.directory,
+                credentials_dir=self.directory,
                 remote=None,
                 token=TOKEN,
             )
         )
-        self.vault = Vault(folder, job.limit, self.board.config.ranks, self.board.bump, self.board.tagger)
+        self.board, self.vault, self.identity = self.sidecar.board, self.sidecar.vault, self.sidecar.identity
+        self.server, self.replicator = self.sidecar.exchange, self.sidecar.replicator
+        self.sender, self.holder = self.sidecar.parity, self.sidecar.parity_holder
         self.vault.open()
         self.identity = Identity(JOB, worker, TOKEN, job.host(worker))
         self.server = ExchangeServer(self.board, self.vault, self.identity, job.port, lambda: job.own(worker))
         self.server.start()
-        self.replicator = Replicator(self.board, self.vault, self.identity, job.port)
+        self.run(*job.loops)
 
-    def follow(self, policy: Policy) -> None:
-        """Restored and released in the job's attempt."""
-        job = self.job
-        after, before = (self.worker + 1) % job.workers, (self.worker - 1) % job.workers
-        self.board.accept(
-            Directive(
-                job_uid=JOB,
-                worker=self.worker,
-                workers=job.workers,
-                procs_per_worker=job.procs,
-                attempt=job.attempt,
-                phase=Phase.RELEASE,
-                history=job.history,
-                policy=policy,
-                restore=None,
-                holders=(job.peer(after),) if job.workers > 1 else (),
-                hosted=(job.peer(before),) if job.workers > 1 else (),
-                coordinator=job.peer(0),
-                master_host=job.host(0),
-                master_port=29500,
-            )
-        )
-        self.vault.host(range(before * job.procs, (before + 1) * job.procs) if job.workers > 1 else ())
+    def run(self, *loops: str) -> None:
+        for name, body in self.sidecar._loops():
+            if name in loops:
+                self.board.threads.loop(name, body)
+
+    def follow(self, directive: Directive) -> None:
+        """With nothing to restore."""
+        self.board.accept(directive)
+        hosted = [
+            peer.worker * self.job.procs + each for peer in directive.hosted for each in range(self.job.procs)
+        ]
+        folded = [
+            share
+            for group in directive.folded
+            for share in shares(group, group.holders.index(self.job.peer(self.worker)), self.job.procs)
+        ]
+        self.vault.host(hosted, folded)
         with self.board.lock:
             self.board.restore = RestoreReport(RestoreState.READY, None)
         self.board.bump()
 
     def replicate(self) -> None:
         """Begin to bring what is sealed here to the holder."""
-        self.board.threads.loop("replicate", self.replicator.run)
+        self.run("replicate")
 
-    def name(self, version: Version | None) -> None:
+    def name(self, version: Version | None, **more: Any) -> None:
         """The coordinator names the snapshot to copy."""
         with self.board.lock:
-            self.board.verdict = TierVerdict(self.board.attempt, Watermarks(), copy=version)
+            self.board.verdict = TierVerdict(self.board.attempt, Watermarks(), copy=version, **more)
         self.board.bump()
 
     def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT, rank: int | None = None) -> Seal:
@@ -148,9 +172,8 @@ class Station:
         layout = SlotLayout.plan([("weight", "U8", (size,), size)])
         room = self.vault.reserved(rank)
         if kind is Kind.SNAPSHOT and (room is None or room.snapshot != layout.size):
-            self.vault.reserve(rank, layout.size, layout.size)
-            self.vault.prepare()
-        path = self.vault.begin(rank, version, kind)
+            self.vault.reserve(rank, layout.size, 2 * layout.size)
+        path = until(lambda: self._begin(rank, version, kind), "a free slot")
         with open(path, "r+b") as file:
             file.write(
                 layout.state_word + layout.header(rank, version, self.job.workers * self.job.procs, {}, kind)
@@ -162,8 +185,13 @@ class Station:
         self.board.bump()
         return seal
 
-    def connect(self, worker: int) -> Wire:
-        return dial(self.identity, self.board.attempt, self.job.peer(worker), self.job.port)
+    def _begin(self, rank: int, version: Version, kind: Kind) -> Path | None:
+        self.vault.prepare()
+        return self.vault.begin(rank, version, kind)
+
+    def connect(self, worker: int | Peer) -> Wire:
+        peer = worker if isinstance(worker, Peer) else self.job.peer(worker)
+        return dial(self.identity, self.board.attempt, peer, self.job.port)
 
     def line(self, worker: int) -> Line:
         return Line(lambda: self.connect(worker))
@@ -187,7 +215,29 @@ class Station:
     def holds(self, artifact: Artifact, tier: Tier = Tier.PEER) -> bool:
         return self.vault.find(artifact.rank, artifact.version, tier, artifact.kind) is not None
 
+    def copied(self, rank: int, kind: Kind = Kind.SNAPSHOT) -> list[Version]:
+        """Versions of an own rank's artifacts that are complete at every holder of the group's blocks."""
+        assert self.board.directive is not None
+        told = self.sender.acknowledged(self.board.directive)
+        versions = [stocks.get(rank, NOTHING).of(kind) for _, stocks in told]
+        return sorted(frozenset.intersection(*versions)) if versions else []
+
+    def blocks(self) -> list[Seal]:
+        return [seal for seal in self.vault.held() if seal.share is not None]
+
+    def block_path(self, share: Share, version: Version, kind: Kind = Kind.SNAPSHOT) -> Path:
+        with self.vault.pin_share(share, version, kind) as slot:
+            return slot.path
+
+    def rebuild(
+        self, rank: int, version: Version, group: ParityGroup, kind: Kind = Kind.SNAPSHOT, **more: Any
+    ) -> bytes:
+        seal = rebuild(self.vault, Artifact(rank, version, kind), group, self.connect, **more)
+        assert (seal.rank, seal.version, seal.kind, seal.tier) == (rank, version, kind, Tier.LOCAL)
+        return self.content(seal, Tier.LOCAL)
+
     def stop(self) -> None:
+        """The process ends; nothing answers any more."""
         self.server.stop()
         self.board.stop()
 

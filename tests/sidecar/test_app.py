@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from world import World, error_of, until
-
+from tests.sidecar.world import World, error_of, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.encoding import to_json

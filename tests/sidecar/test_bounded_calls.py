@@ -8,8 +8,8 @@ import threading
 from collections.abc import Mapping
 
 import pytest
-from world import until
 
+from tests.sidecar.world import until
 from tiercheck_sidecar import bounded_calls
 from tiercheck_sidecar.bounded_calls import BoundedCall, BoundedCalls, LeftBehind, Stalled
 from tiercheck_sidecar.exchange.frames import Say, Wire, WireBroken

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_restore import train, training
-from test_save_local import flip
-from world import World, until
 
+from tests.sidecar.restore.test_restore import train, training
+from tests.sidecar.trainer.test_save_local import flip
+from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.node_memory import OWNER, FolderClaim, prepare, sweep, sweep_job

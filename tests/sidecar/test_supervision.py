@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from stations import Stations
-from test_exchange_fetch import copied
-from world import FakeLauncher, until
 
+from tests.sidecar.exchange.test_exchange_fetch import copied
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import FakeLauncher, until
 from tiercheck import supervised
 from tiercheck.protocol.directive import Phase, RankSources, Restore, Source, Tier
 from tiercheck.protocol.report import RestoreState

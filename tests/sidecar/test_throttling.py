@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from world import World, until
 
 from tiercheck_sidecar.throttling import CpuStat, ThrottleWatch, read_cpu_stat, spare_hands
 
@@ -91,6 +90,7 @@ def test_limit_that_is_taken_away_ends_the_problem() -> None:
 def test_throttled_sidecar_reports_it_as_a_problem(make_world: MakeWorld, tmp_path: Path) -> None:
     world = make_world()
     world.cgroup = v2(tmp_path / "cgroup", 0, 0)
+    world.patience["tiercheck_sidecar.app:EVERY"] = 0.2
     world.start()
     assert not world.report(0).problems
     counted = 0

@@ -23,9 +23,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from nursery import Process, nursery
-from pod_networks import PodNetworks
+from tests.sidecar.nursery import Process, nursery
+from tests.sidecar.exchange.pod_networks import PodNetworks
 
+from tests.sidecar.nursery import Process, nursery
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
@@ -41,6 +42,8 @@ T = TypeVar("T")
 DEADLINE = 40.0
 _HOSTS = itertools.count(1)
 JOB_UID = "uid-of-the-job"
+LAST_WORD = "tiercheck_sidecar.app:_LAST_WORD"
+COME_BACK = "tiercheck_sidecar.model.trainer_watch:COME_BACK_SECONDS"
 
 
 def until(condition: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
@@ -112,6 +115,8 @@ class World:
         """In place of the sidecars' own cgroup."""
         self.grace: int | None = None
         """Seconds between SIGTERM and SIGKILL that the sidecars are told."""
+        self.patience = {LAST_WORD: 0.1}
+        """Seconds that constants of the sidecars have in place of their own, by `module:name`."""
         self.on_one_host = False
         """Whether all are in the network of one node: then they have one address, and ports of their own."""
         self.networks: PodNetworks | None = None

@@ -6,9 +6,6 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "operator"))
 
 
 def main() -> int:

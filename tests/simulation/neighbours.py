@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kubelet_words import at, pod, up
-
+from tests.operator.kubelet_words import at, pod, up
 from tests.simulation.plan import FIRST_OF_ALL_FAULTS
 from tiercheck.protocol import names
 from tiercheck_operator.kubernetes.watches import ClusterView

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from world_in_memory import make_spec
-
+from tests.operator.world_in_memory import make_spec
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck_operator.model.spec import JobSpec
 

@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from world_in_memory import START, World
-
+from tests.operator.world_in_memory import START, World
 from tests.simulation.neighbours import Raw, with_neighbours
 from tests.simulation.pages import Volumes
 from tests.simulation.plan import Plan

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_sidecar import DEADLINE, ScriptedSidecar
 
+from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
 from tiercheck.trainer.backends import sidecar_backend

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from scripted_sidecar import DEADLINE
 from torch import Tensor
+
+from tests.scripted_sidecar import DEADLINE
 
 
 @dataclass

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from replaying import Script, survives
 from safetensors.torch import load_file
-from scripted_sidecar import ScriptedSidecar
 from torch import Tensor, nn
 
+from tests.scripted_sidecar import ScriptedSidecar
+from tests.trainer.deltas.replaying import Script, survives
 from tiercheck import Checkpointer
 from tiercheck.trainer.deltas.encoding import decode, encode, same_bits
 from tiercheck.trainer.proof.state_hash import fingerprints

@@ -15,11 +15,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from replaying import EQUAL, REFUSED, TOLD, Script, outcome, started, train
-from scripted_sidecar import DEADLINE, ScriptedSidecar
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import EQUAL, REFUSED, TOLD, Script, outcome, started, train
 from tiercheck.trainer.restore.load import DifferentState
 from tiercheck.trainer.state.leaves import NotCapturable
 

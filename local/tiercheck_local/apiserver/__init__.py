@@ -1,7 +1,7 @@
 """A Kubernetes API server small enough to start in a blink, so that tests and the demo need no cluster.
 
 It keeps everything in memory and serves a subset of the API. What it serves behaves as the real server does;
-the suite in tests/local/conformance runs on both and holds it to that. Left out on purpose: server-side apply
+the suite in tests/local/apiserver runs on both and holds it to that. Left out on purpose: server-side apply
 and managedFields, strategic patches of lists, protobuf, unknown fields of built-in kinds (kept, where the
 real server drops them), aggregated discovery, authentication (it listens on 127.0.0.1 only), Pod logs and
 exec. As on the real server, work that belongs to controllers is not done here: scheduling, node life-cycle,

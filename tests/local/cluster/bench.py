@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pod_builder import PodBuilder
-
+from tests.local.cluster.pod_builder import PodBuilder
 from tiercheck_cli.api_server import PODS
 from tiercheck_local.cluster import LocalCluster
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench import Bench
 
+from tests.local.cluster.bench import Bench
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import Bench, condition
-from pod_builder import PodBuilder
 
+from tests.local.cluster.bench import Bench, condition
+from tests.local.cluster.pod_builder import PodBuilder
 from tiercheck_cli.api_server import NODES, PODS, RequestFailed
 from tiercheck_local import markers
 from tiercheck_local.faults import NothingToHit

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench import Bench, condition
-from pod_builder import PodBuilder
 
+from tests.local.cluster.bench import Bench, condition
+from tests.local.cluster.pod_builder import PodBuilder
 from tiercheck_cli.api_server import PODS
 
 pytestmark = pytest.mark.cluster

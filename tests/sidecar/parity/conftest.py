@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from station import Job
+
+from tests.sidecar.parity.group import Group
 
 
 @pytest.fixture
-def make_job(memory: Path) -> Iterator[Callable[..., Job]]:
+def make_job(memory: Path) -> Iterator[Callable[..., Group]]:
     """Builds jobs whose sidecars end with the test."""
-    jobs: list[Job] = []
+    jobs: list[Group] = []
 
-    def build(*arguments: Any, **options: Any) -> Job:
-        jobs.append(Job(memory / str(len(jobs)), *arguments, **options))
+    def build(*arguments: Any, **options: Any) -> Group:
+        jobs.append(Group(memory / str(len(jobs)), *arguments, **options))
         return jobs[-1]
 
     yield build

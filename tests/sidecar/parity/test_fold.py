@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable
 
 import pytest
-from station import JOB, Job, Station, until
 
+from tests.sidecar.parity.group import Group
+from tests.sidecar.stations import Station
+from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
@@ -21,7 +23,7 @@ from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.tags import Tagger
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., Group]
 V = Version(10, 1)
 
 
@@ -66,7 +68,6 @@ def chunks_of(content: bytes, *indices: int) -> dict[int, bytes]:
 
 def test_blocks_are_the_code_of_their_members(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2, procs=2)
-    job.begin()
     saved = job.protect(V, 9_000_000, 4_000_000, 6_000_001)
     for index, holder in enumerate(job.holders):
         for local in range(2):
@@ -79,13 +80,12 @@ def test_artifact_is_folded_in_whatever_tags_it_was_sealed_with_and_read_by_nobo
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tags: str
 ) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     read = []
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *those: read.append(those) or real(*those))
     for member in job.members:
         if tags != "right":
-            made = None if tags == "none" else Tagger("another token", JOB, Artifact(member.worker, V))
+            made = None if tags == "none" else Tagger("another token", JOB_UID, Artifact(member.worker, V))
             monkeypatch.setattr(member.vault, "_tagger", lambda _, made=made: made)
     saved = job.protect(V, 9_000_000, 4_000_000)
     assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
@@ -95,7 +95,6 @@ def test_artifact_is_folded_in_whatever_tags_it_was_sealed_with_and_read_by_nobo
 def test_holder_needs_a_fraction_of_the_memory_of_copies(make_job: MakeJob) -> None:
     size, data = 8_000_000, 4
     job = make_job(data=data, parity=1)
-    job.begin()
     job.protect(V, size)
     held = sum(path.stat().st_blocks * 512 for path in job.holders[0].directory.iterdir())
     assert size <= held < 1.25 * size, "one block, not one copy per member"
@@ -103,21 +102,19 @@ def test_holder_needs_a_fraction_of_the_memory_of_copies(make_job: MakeJob) -> N
 
 def test_block_is_not_acknowledged_before_all_members_are_in(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     first, second = job.members
-    first.save(0, V, 5_000_000)
+    job.save_rank(0, V, 5_000_000)
     job.name(V)
     artifact = Artifact(0, V)
     until(lambda: artifact in job.holders[0].holder.status(claim(job, 0)).folded, "the first is in")
     assert first.copied(0) == []
     assert not job.holders[0].blocks()
-    second.save(1, V, 5_000_000)
+    job.save_rank(1, V, 5_000_000)
     until(lambda: V in first.copied(0) and V in second.copied(1), "both are protected")
 
 
 def test_a_claim_that_does_not_fit_makes_no_later_block_impossible(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     size = 1 << 38
     digests = Digests(size, CHUNK, ("a" * 32,) * (size // CHUNK))
     said = job.holders[0].holder.offer(claim(job, 0), ParityAsk("offer", Artifact(0, V), 2, digests))
@@ -125,13 +122,12 @@ def test_a_claim_that_does_not_fit_makes_no_later_block_impossible(make_job: Mak
     job.protect(V, 5_000_000)
 
 
-def claim(job: Job, worker: int) -> CallerClaim:
+def claim(job: Group, worker: int) -> CallerClaim:
     return CallerClaim("uid", worker, job.attempt, "")
 
 
 def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     saved = job.save(V, 3 * CHUNK)
     one, other, holder = *job.members, job.holders[0]
     seal, second = one.vault.find(0, V), other.vault.find(1, V)
@@ -158,7 +154,6 @@ def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make
 
 def test_chunk_that_arrives_damaged_is_not_folded(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     saved = job.save(V, CHUNK)
     seal = job.members[0].vault.find(0, V)
     assert seal is not None
@@ -174,11 +169,10 @@ def test_chunk_that_arrives_damaged_is_not_folded(make_job: MakeJob) -> None:
 
 def test_larger_member_makes_the_block_anew(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
-    saved = {0: job.members[0].save(0, V, 1_000_000)}
+    saved = {0: job.save_rank(0, V, 1_000_000)}
     job.name(V)
     until(lambda: job.holders[0].holder.status(claim(job, 0)).folded, "the small one is in")
-    saved[1] = job.members[1].save(1, V, 9_000_000)
+    saved[1] = job.save_rank(1, V, 9_000_000)
     until(job.holders[0].blocks, "the block is complete")
     assert block_of(job.holders[0], Share(0, (0, 1))) == expected(saved, (0, 1), 0)
     until(lambda: V in job.members[0].copied(0), "the first knows")
@@ -186,7 +180,6 @@ def test_larger_member_makes_the_block_anew(make_job: MakeJob) -> None:
 
 def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     saved = job.save(V, 2 * CHUNK)
     seal = job.members[0].vault.find(0, V)
     assert seal is not None
@@ -200,21 +193,20 @@ def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
     assert job.holders[0].board.counters.refused_stale >= 2
 
 
-def _later(job: Job) -> Directive:
+def _later(job: Group) -> Directive:
     job.attempt, job.history = 2, job.history.after(2, 10)
     return job.directive(job.holders[0].worker)
 
 
 def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     saved = job.save(V, 2 * CHUNK)
     seal = job.members[0].vault.find(0, V)
     assert seal is not None
     wire = talk(job.members[0], job.holders[0])
     offer(wire, seal)
     send(wire, seal, chunks_of(saved[0], 1))
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     wire = talk(job.members[0], job.holders[0])
     assert offer(wire, seal).missing == (0, 2)
     job.name(V)
@@ -224,7 +216,6 @@ def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
 
 def test_stranger_to_the_group_is_refused(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     job.save(V, 1_000)
     seal = job.members[1].vault.find(1, V)
     assert seal is not None
@@ -236,9 +227,8 @@ def test_stranger_to_the_group_is_refused(make_job: MakeJob) -> None:
 
 def test_overtaken_block_makes_room_for_the_next(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     for step in (10, 20, 30, 40):
-        job.members[0].save(0, Version(step, 1), 1_000_000)
+        job.save_rank(0, Version(step, 1), 1_000_000)
         job.name(Version(step, 1))
         version = Version(step, 1)
         until(
@@ -255,7 +245,6 @@ def test_overtaken_block_makes_room_for_the_next(make_job: MakeJob) -> None:
 
 def test_deltas_are_folded_in_the_order_of_their_steps_after_their_snapshot(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     job.save(Version(9, 1), 300_000, kind=Kind.SNAPSHOT)
     for step in (10, 11, 12):
         job.save(Version(step, 1), 100_000, 30_000, kind=Kind.DELTA)
@@ -266,11 +255,10 @@ def test_deltas_are_folded_in_the_order_of_their_steps_after_their_snapshot(make
 
 def test_killed_holder_costs_training_nothing_and_its_successor_gets_everything(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     job.protect(V, 1_000_000)
     job.lose(2)
     job.save(Version(20, 1), 1_000_000)
-    job.next_attempt(Version(20, 1))
+    job.next_attempt(Version(20, 1).step)
     job.name(Version(20, 1))
     until(lambda: Version(20, 1) in job.members[0].copied(0), "protected again")
     assert V not in job.members[0].copied(0), "the new holder never had it"

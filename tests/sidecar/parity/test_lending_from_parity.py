@@ -8,14 +8,15 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
-from station import Job, Station
 
+from tests.sidecar.parity.group import Group
+from tests.sidecar.stations import Station
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, RankSources, Restore, Source, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.restore.resharded_reads import Lender, RemotePart
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., Group]
 V = Version(10, 1)
 MIB = 1 << 20
 SIZES = (9 * MIB, 5 * MIB + 1, 12 * MIB + 345)
@@ -36,14 +37,14 @@ def lender_of(station: Station) -> Lender:
     )
 
 
-def directive(job: Job, rank: int, group: ParityGroup) -> Directive:
+def directive(job: Group, rank: int, group: ParityGroup) -> Directive:
     restore = Restore(
         V, (RankSources(rank, (Source(Tier.PEER, parity=group),)),), world_size=job.procs * len(job.members)
     )
     return dataclasses.replace(job.directive(0), restore=restore)
 
 
-def without(job: Job, *lost: int, ranks: tuple[int, ...]) -> ParityGroup:
+def without(job: Group, *lost: int, ranks: tuple[int, ...]) -> ParityGroup:
     """The group of `ranks` as a controller names it when other workers than theirs are there: all are
     numbered anew."""
     for station in job.stations:
@@ -62,10 +63,9 @@ def without(job: Job, *lost: int, ranks: tuple[int, ...]) -> ParityGroup:
 
 def test_parts_of_a_lost_rank_are_added_up_and_only_those(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1)
-    job.begin()
     content = job.protect(V, *SIZES)[2]
     job.lose(2)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     lender, word = lender_of(job.stations[0]), directive(job, 2, without(job, 2, ranks=(0, 1, 2)))
     path = lender.lend(word, Artifact(2, V), ())
     assert path.read_bytes()[:4096] == content[:4096]
@@ -80,10 +80,9 @@ def test_parts_of_a_lost_rank_are_added_up_and_only_those(make_job: MakeJob) -> 
 
 def test_each_local_rank_of_two_lost_workers(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2, procs=2)
-    job.begin()
     saved = job.protect(V, *SIZES)
     job.lose(0, 2)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     lender = lender_of(job.stations[4])
     for rank, ranks in ((0, (0, 2, 4)), (1, (1, 3, 5)), (4, (0, 2, 4)), (5, (1, 3, 5))):
         word = directive(job, rank, without(job, 0, 2, ranks=ranks))
@@ -93,11 +92,10 @@ def test_each_local_rank_of_two_lost_workers(make_job: MakeJob) -> None:
 
 def test_bad_survivor_is_noticed_and_another_block_takes_its_place(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2)
-    job.begin()
     saved = job.protect(V, *SIZES)
     job.spoil(2, V, 4_500_000)
     job.lose(1)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     lender, word = lender_of(job.stations[0]), directive(job, 1, without(job, 1, ranks=(0, 1, 2)))
     assert lender.lend(word, Artifact(1, V), [(0, len(saved[1]))]).read_bytes() == saved[1]
     assert not job.stations[2].vault.held(), "who had it has looked, and keeps it no longer"
@@ -106,10 +104,9 @@ def test_bad_survivor_is_noticed_and_another_block_takes_its_place(make_job: Mak
 
 def test_too_little_is_left_and_everything_that_is_missing_is_named(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1)
-    job.begin()
     job.protect(V, *SIZES)
     job.lose(1, 2)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     lender, word = lender_of(job.stations[0]), directive(job, 1, without(job, 1, 2, ranks=(0, 1, 2)))
     with pytest.raises(SourceFailed, match=r"parity: .*; the remote tier: the job has no remote tier"):
         lender.lend(word, Artifact(1, V), ())

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import FakeRank, World, content, layout, until
 
+from tests.sidecar.world import FakeRank, World, content, layout, until
 from tiercheck.protocol.directive import Directive, ParityGroup, Phase, Policy, Source, Tier
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Kind, Version

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from station import Job, Station, flip, until
 
+from tests.sidecar.parity.group import Group, flip
+from tests.sidecar.stations import Station
+from tests.sidecar.world import until
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Kind, Version
@@ -18,37 +20,34 @@ from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., Group]
 V = Version(10, 1)
 SIZES = (9_000_000, 5_500_001, 12_345_678)
 
 
 def test_lost_worker_is_rebuilt_from_parity(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1)
-    job.begin()
     saved = job.protect(V, *SIZES)
     job.lose(1)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     assert job.stations[1].rebuild(1, V, job.group) == saved[1]
 
 
 def test_every_member_can_be_the_lost_one(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1, procs=2)
-    job.begin()
     saved = job.protect(V, 3_000_000, 70, 5_000_000)
     for worker in range(3):
         job.lose(worker)
-        job.next_attempt(V)
+        job.next_attempt(V.step)
         for rank in job.stations[worker].vault.ranks:
             assert job.stations[worker].rebuild(rank, V, job.group) == saved[rank]
 
 
 def test_two_lost_workers_are_rebuilt_at_the_same_time(make_job: MakeJob) -> None:
     job = make_job(data=4, parity=2)
-    job.begin()
     saved = job.protect(V, *SIZES)
     job.lose(0, 2)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(lambda worker: job.stations[worker].rebuild(worker, V, job.group), (0, 2))
     assert (first, second) == (saved[0], saved[2])
@@ -56,16 +55,14 @@ def test_two_lost_workers_are_rebuilt_at_the_same_time(make_job: MakeJob) -> Non
 
 def test_member_and_holder_lost_together(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2)
-    job.begin()
     saved = job.protect(V, *SIZES)
     job.lose(2, 3)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     assert job.stations[2].rebuild(2, V, job.group) == saved[2]
 
 
 def test_deltas_are_rebuilt_like_snapshots(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1)
-    job.begin()
     job.protect(V, 1_000_000)
     step = Version(11, 1)
     saved = job.save(step, 400_000, 5_000, 900_000, kind=Kind.DELTA)
@@ -75,19 +72,18 @@ def test_deltas_are_rebuilt_like_snapshots(make_job: MakeJob) -> None:
             "the delta is protected",
         )
     job.lose(0)
-    job.next_attempt(step)
+    job.next_attempt(step.step)
     assert job.stations[0].rebuild(0, step, job.group, Kind.DELTA) == saved[0]
 
 
 def test_bad_block_is_noticed_and_another_is_used(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2)
-    job.begin()
     saved = job.protect(V, *SIZES)
     (block,) = job.holders[0].blocks()
     assert block.share is not None
     flip(job.holders[0].block_path(block.share, V), 5_000_000)
     job.lose(1)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     bad: list[Quarantined] = []
     assert job.stations[1].rebuild(1, V, job.group, on_bad=bad.append) == saved[1]
     assert [(each.worker, each.version) for each in bad] == [(3, V)]
@@ -97,11 +93,10 @@ def test_bad_block_is_noticed_and_another_is_used(make_job: MakeJob) -> None:
 
 def test_bad_survivor_is_named_and_another_block_takes_its_place(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2)
-    job.begin()
     saved = job.protect(V, *SIZES)
     job.spoil(2, V, 4_500_000)
     job.lose(1)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     bad: list[Quarantined] = []
     assert job.stations[1].rebuild(1, V, job.group, on_bad=bad.append) == saved[1]
     assert [(each.rank, each.worker) for each in bad] == [(2, 2)]
@@ -109,13 +104,12 @@ def test_bad_survivor_is_named_and_another_block_takes_its_place(make_job: MakeJ
 
 def test_bad_block_without_another_fails_and_leaves_nothing_behind(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1)
-    job.begin()
     job.protect(V, *SIZES)
     (block,) = job.holders[0].blocks()
     assert block.share is not None
     flip(job.holders[0].block_path(block.share, V), 100)
     job.lose(1)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     with pytest.raises(SourceCorrupt, match="parity block 0 at worker 3"):
         job.stations[1].rebuild(1, V, job.group)
     assert job.stations[1].vault.find(1, V) is None
@@ -123,10 +117,9 @@ def test_bad_block_without_another_fails_and_leaves_nothing_behind(make_job: Mak
 
 def test_more_losses_than_blocks_say_who_is_missing(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1)
-    job.begin()
     job.protect(V, 1_000_000)
     job.lose(0, 1)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     with pytest.raises(
         SourceFailed, match=r"2 members of the group are lost and 1 parity blocks.*rank 1.* at worker 1"
     ):
@@ -135,14 +128,12 @@ def test_more_losses_than_blocks_say_who_is_missing(make_job: MakeJob) -> None:
 
 def test_no_block_at_all_is_a_sentence(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     with pytest.raises(SourceFailed, match="no parity block"):
         job.stations[0].rebuild(0, V, job.group)
 
 
 def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     job.protect(V, 1_000_000)
     holder = job.holders[0]
     (block,) = holder.blocks()
@@ -151,7 +142,7 @@ def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job:
     draft.view[:] = b"x" * len(draft.view)
     draft.keep(dataclasses.replace(block, digests=digest(draft.view)))
     job.lose(0)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     bad: list[Quarantined] = []
     with pytest.raises(SourceCorrupt, match="does not fit to the members"):
         job.stations[0].rebuild(0, V, job.group, on_bad=bad.append)
@@ -160,10 +151,9 @@ def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job:
 
 def test_rebuild_goes_on_where_it_was_when_a_survivor_dies_in_the_middle(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2)
-    job.begin()
     saved = job.protect(V, 40_000_000)
     job.lose(1)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     headers: Counter[int] = Counter()
 
     def connect(peer: Peer) -> Wire:
@@ -187,10 +177,9 @@ def test_rebuild_goes_on_where_it_was_when_a_survivor_dies_in_the_middle(make_jo
 
 def test_connection_refused_for_once_costs_no_source(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     saved = job.protect(V, 20_000_000)
     job.lose(1)
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     dials = 0
 
     def connect(peer: Peer) -> Wire:

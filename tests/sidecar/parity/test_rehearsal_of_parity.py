@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from station import Job, flip
-from test_rehearsal import NoRemote
-
+from tests.sidecar.parity.group import Group, flip
+from tests.sidecar.rehearsal.test_rehearsal import NoRemote
 from tiercheck.protocol.directive import Policy, Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Artifact, Version
@@ -16,11 +15,11 @@ from tiercheck_sidecar.rehearsal.rehearser import Rehearser
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.versions.watermark import TierVerdict
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., Group]
 V = Version(10, 1)
 
 
-def rehearsed(job: Job) -> SidecarState:
+def rehearsed(job: Group) -> SidecarState:
     """Worker 0, once it has looked at all tiers."""
     me = job.stations[0]
     me.board.accept(replace(job.directive(0), policy=Policy(1, 1_000_000, 5, rehearse_every=600.0)))
@@ -33,7 +32,6 @@ def rehearsed(job: Job) -> SidecarState:
 
 def test_what_parity_would_give_back_is_proved(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     job.protect(V, 50_000)
     used = [station.vault.used() for station in job.stations]
     board = rehearsed(job)
@@ -46,7 +44,6 @@ def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_wha
     make_job: MakeJob,
 ) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     job.protect(V, 50_000)
     with job.stations[1].vault.pin(1, V) as slot:
         flip(slot.path, 30_000)

@@ -6,23 +6,23 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from station import Job, until
-from strikes import Strikes
 
+from tests.sidecar.journeys.strikes import Strikes
+from tests.sidecar.parity.group import Group
+from tests.sidecar.world import until
 from tiercheck import supervised
 from tiercheck.protocol.version import Kind, Version
 
-MakeJob = Callable[..., Job]
+MakeJob = Callable[..., Group]
 V = Version(10, 1)
 
 
-def problems(job: Job, worker: int) -> list[str]:
+def problems(job: Group, worker: int) -> list[str]:
     return [each.message for each in job.stations[worker].board.problems if each.reason == "PeerUnreachable"]
 
 
 def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     job.stations[2].stop()
     job.save(V, 100_000)
     job.name(V)
@@ -38,7 +38,6 @@ def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_jo
 def test_holder_that_ends_is_left_for_the_one_that_takes_its_place(make_job: MakeJob) -> None:
     """Or its last word, that it has everything, would be asked for again and again."""
     job = make_job(data=2, parity=1)
-    job.begin()
     job.protect(V, 100_000)
     job.lose(2)
     job.stations[2].follow(job.directive(2))
@@ -48,7 +47,6 @@ def test_holder_that_ends_is_left_for_the_one_that_takes_its_place(make_job: Mak
 
 def test_one_holder_in_trouble_does_not_hide_behind_the_other(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=2)
-    job.begin()
     job.stations[3].stop()
     for step in (10, 11):
         job.save(Version(step, 1), 100_000)
@@ -60,20 +58,18 @@ def test_one_holder_in_trouble_does_not_hide_behind_the_other(make_job: MakeJob)
 
 def test_what_was_brought_is_counted_once(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1, procs=2)
-    job.begin()
     job.protect(V, 100_000)
     board = job.stations[0].board
     until(lambda: board.counters.replicated == 2, "two ranks at one holder")
-    job.next_attempt(V)
+    job.next_attempt(V.step)
     until(lambda: V in job.stations[0].copied(0), "the holder says again what it has")
     assert board.counters.replicated == 2
 
 
 def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
-    job.begin()
     member = job.stations[0]
-    member.save(0, V, 1_000_000)
+    job.save_rank(0, V, 1_000_000)
     job.spoil(0, V, 500_000)
     job.name(V)
     until(lambda: member.board.quarantined, "the member looks at its own memory")
@@ -88,7 +84,6 @@ def test_deltas_and_snapshots_share_the_workers_bandwidth(make_job: MakeJob) -> 
         plain = station.sender.bucket.take
         station.sender.bucket.set_rate(1 << 30)
         station.sender.bucket.take = lambda size, plain=plain: (taken.append(size), plain(size))  # type: ignore[method-assign, misc]
-    job.begin()
     saved = job.protect(V, 1_000_000)
     job.save(Version(11, 1), 50_000, kind=Kind.DELTA)
     until(lambda: Version(11, 1) in job.stations[0].copied(0, Kind.DELTA), "the delta is protected")
@@ -100,7 +95,6 @@ def test_blocks_are_made_and_counted_although_every_wait_of_every_lane_fails_onc
 ) -> None:
     strikes = Strikes(monkeypatch)
     job = make_job(data=2, parity=1)
-    job.begin()
     job.save(V, 100_000)
     job.name(V)
     until(lambda: V in job.stations[0].copied(0), "protected")
@@ -125,7 +119,6 @@ def test_lanes_that_got_no_thread_at_first_are_begun_later(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     job = make_job(data=2, parity=1)
-    job.begin()
     job.save(V, 100_000)
     job.name(V)
     until(lambda: V in job.stations[0].copied(0), "protected")

@@ -9,15 +9,19 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import boto3
 import pytest
-import radosgw
 from botocore.config import Config
+from botocore.loaders import create_loader
 from moto.server import ThreadedMotoServer
-from remote_places import BUCKET, DirectoryPlace, Place, S3Place
+
+from tests.sidecar.remote import radosgw
+from tests.sidecar.remote.remote_places import BUCKET, DirectoryPlace, Place, S3Place
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,13 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent/config")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent/credentials")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def botocore_reads_its_models_once() -> Iterator[None]:
+    """And not for each client anew, which was most of what the tests of a few objects took."""
+    with mock.patch("botocore.session.create_loader", cache(create_loader)):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from remote_places import Place
 
+from tests.sidecar.remote.remote_places import Place
 from tiercheck.protocol.encoding import to_builtins, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import Version

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from crash_disk import CrashDisk
 
+from tests.crash_disk import CrashDisk
 from tiercheck.protocol.manifest import Digests, Manifest
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import open_store

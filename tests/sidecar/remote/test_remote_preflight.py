@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_proxy import BUSY, DEAF, FORBIDDEN, Fault, Proxy, Seen, proxying
-from odd_servers import EMPTY_LIST, refusal
-from remote_places import DirectoryPlace, Place, S3Place
-from test_remote_two_jobs import Opener, restored
-from world import World, until
 
+from tests.sidecar.remote.remote_places import DirectoryPlace, Place, S3Place
+from tests.sidecar.remote.s3.faulty_proxy import BUSY, DEAF, FORBIDDEN, Fault, Proxy, Seen, proxying
+from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, refusal
+from tests.sidecar.remote.test_remote_two_jobs import Opener, restored
+from tests.sidecar.world import World, until
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.config import SidecarConfig

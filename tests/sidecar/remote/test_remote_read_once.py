@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from faulty_proxy import proxying
-from remote_places import S3Place
-from world import World, until
 
+from tests.sidecar.remote.remote_places import S3Place
+from tests.sidecar.remote.s3.faulty_proxy import proxying
+from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Phase, Source, Tier
 from tiercheck.protocol.version import Version
 

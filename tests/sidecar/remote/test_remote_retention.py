@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import examples
+from tests.examples import examples
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.remote.retention import is_abandoned, to_delete
 

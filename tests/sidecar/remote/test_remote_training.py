@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fault, Seen, proxying
-from remote_places import S3Place
-from world import World, until
 
+from tests.sidecar.remote.remote_places import S3Place
+from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fault, Seen, proxying
+from tests.sidecar.world import World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Version
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from odd_servers import EMPTY_LIST, Answer, closed_port, refusal, serving
-from remote_places import BUCKET, S3Place
 
+from tests.sidecar.remote.remote_places import BUCKET, S3Place
+from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, Answer, closed_port, refusal, serving
 from tiercheck.protocol import names
 from tiercheck.protocol.manifest import Digests, Manifest
 from tiercheck.protocol.version import Version

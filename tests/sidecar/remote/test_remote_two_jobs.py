@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import xxhash
-from faulty_proxy import DEAF, proxying
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from remote_places import DirectoryPlace, Place, S3Place
 
-from examples import examples
+from tests.examples import examples
+from tests.sidecar.remote.remote_places import DirectoryPlace, Place, S3Place
+from tests.sidecar.remote.s3.faulty_proxy import DEAF, proxying
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.remote import (

@@ -1,0 +1,126 @@
+"""`status` fits on one screen and says what a person has to know and do."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli import recorded
+from tests.cli.golden import matches, rendered
+from tiercheck_cli import guide
+from tiercheck_cli.status.screen import jobs_table, screen
+from tiercheck_cli.status.view import StatusView, status_view, worker_views
+from tiercheck_operator.planning.topology import PRESETS, Topology
+
+
+def view(wide: bool = True) -> StatusView:
+    topology = Topology.build(
+        {node["metadata"]["name"]: node["metadata"]["labels"] for node in recorded.nodes()},
+        PRESETS["generic"],
+    )
+    members = worker_views(recorded.pods(), recorded.HOLDERS, topology) if wide else ()
+    return status_view(recorded.job(), recorded.NOW, members, topology.level_names[:-1])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_job_in_trouble_on_screens_of_several_widths(width: int) -> None:
+    shown = rendered(screen(view(), width, wide=True), width)
+    assert max(map(len, shown.splitlines())) <= width
+    matches(f"status-{width}", shown)
+
+
+def test_a_job_in_trouble_without_its_workers() -> None:
+    matches("status-narrow-80", rendered(screen(view(wide=False), 80), 80))
+
+
+def test_a_job_fits_on_one_screen_of_24_lines_while_nothing_is_wrong() -> None:
+    job = recorded.job()
+    job["status"]["conditions"] = [c for c in job["status"]["conditions"] if c["type"] != "Protected"]
+    shown = rendered(screen(status_view(job, recorded.NOW), 80), 80)
+    assert "needs attention" not in shown
+    assert len(shown.splitlines()) < 24
+
+
+def test_a_job_that_goes_on_smaller_says_so_in_its_first_line_and_why_below() -> None:
+    job = recorded.job()
+    job["status"]["size"] = {"workers": job["spec"]["workers"] - 1}
+    told = "15 of 16 workers: no node takes gpt-spare-0"
+    job["status"]["conditions"] = [recorded.condition("FullSize", "False", "Shrunk", told, 60)]
+    shown = rendered(screen(status_view(job, recorded.NOW), 100), 100)
+    assert f"· {job['spec']['workers'] - 1} of {job['spec']['workers']} workers" in shown.splitlines()[0]
+    assert told in shown
+    assert "add some" in shown
+
+
+def test_a_job_that_the_operator_has_not_seen_is_shown_too() -> None:
+    job = recorded.job()
+    del job["status"]
+    shown = rendered(screen(status_view(job, recorded.NOW), 80), 80)
+    assert "Pending" in shown
+    assert "nothing is placed yet" in shown
+    assert "nothing yet" in shown
+
+
+def test_what_needs_a_person_comes_with_the_advice_of_the_troubleshooting_guide() -> None:
+    (attention,) = view().attention
+    entry = guide.entry("RemoteForbidden")
+    assert entry is not None
+    assert attention.reason == "RemoteForbidden"
+    assert attention.advice == entry.to_do
+
+
+def test_restore_under_way_shows_how_much_is_back_and_how_fast() -> None:
+    job = recorded.job()
+    job["status"]["progress"] |= {"restoredBytes": 3 * 2**30, "restoreBytes": 4 * 2**30}
+    job["status"]["recovery"] = {"cause": "NodeLost", "decidedAt": recorded.at(6)}
+    shown = rendered(screen(status_view(job, recorded.NOW), 80), 80)
+    assert "restored  75 %   3.0 GiB of 4.0 GiB, 512 MiB/s" in shown
+    assert "  restored  " not in rendered(screen(status_view(recorded.job(), recorded.NOW), 80), 80)
+
+
+def test_pods_that_are_pulled_for_a_minute_alarm_nobody_and_after_two_they_do() -> None:
+    job = recorded.job()
+    for ago, expected in ((30, 0), (180, 1)):
+        job["status"]["conditions"] = [
+            recorded.condition("Placed", "False", "WaitingForPods", "pulling", ago)
+        ]
+        attention = status_view(job, recorded.NOW).attention
+        assert len(attention) == expected
+    assert attention[0].advice.startswith("kubectl describe pod")
+
+
+def test_every_worker_is_told_with_its_newest_pod_and_its_domains() -> None:
+    old = recorded.pods()[5]
+    old["metadata"]["name"], old["metadata"]["labels"]["tiercheck.io/incarnation"] = "gpt-large-5-0", "0"
+    topology = Topology.build(
+        {node["metadata"]["name"]: node["metadata"]["labels"] for node in recorded.nodes()},
+        PRESETS["generic"],
+    )
+    members = worker_views([old, *recorded.pods()], recorded.HOLDERS, topology)
+    assert [member.worker for member in members] == list(range(8))
+    assert (members[5].pod, members[5].replaced, members[5].domains) == (
+        "gpt-large-5-2",
+        2,
+        ("zone-a", "rack-1"),
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_all_jobs_in_a_table(width: int) -> None:
+    matches(f"status-all-{width}", rendered(jobs_table([view(False)], everywhere=True), width))
+
+
+def test_names_in_square_brackets_are_shown_and_not_interpreted() -> None:
+    job = recorded.job()
+    job["status"]["conditions"] = [
+        recorded.condition("Placed", "False", "Unschedulable", "0/8 [red]nodes[/red]", 200)
+    ]
+    assert "0/8 [red]nodes[/red]" in rendered(screen(status_view(job, recorded.NOW), 80), 80)
+
+
+def test_job_whose_copies_are_not_made_yet_promises_nothing_and_says_what_it_will() -> None:
+    job = recorded.job()
+    placement = job["status"]["placement"]
+    del placement["tolerance"]
+    placement |= {"tolerates": [], "toleratesOnceComplete": ["any one rack", "any one host"]}
+    shown = rendered(screen(status_view(job, recorded.NOW), 80), 80)
+    assert "survives  nothing yet; once its copies are made, the loss of any one rack" in shown

@@ -1,0 +1,62 @@
+"""Optimizers of torchao and bitsandbytes, whose states are quantised: a run that is left and resumed makes
+the same losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck import Checkpointer
+
+torchao = pytest.importorskip("torchao.optim")
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+_MAKES: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
+    "AdamW8bit": lambda parameters: torchao.AdamW8bit(parameters, lr=1e-3),
+    "AdamW4bit": lambda parameters: torchao.AdamW4bit(parameters, lr=1e-3),
+    "AdamWFp8": lambda parameters: torchao.AdamWFp8(parameters, lr=1e-3),
+    "bitsandbytes AdamW8bit": lambda parameters: bitsandbytes.optim.AdamW8bit(parameters, lr=1e-3),
+    "bitsandbytes Lion8bit": lambda parameters: bitsandbytes.optim.Lion8bit(parameters, lr=1e-4),
+}
+
+
+@pytest.fixture(params=["eager", pytest.param("compiled", marks=pytest.mark.extended)])
+def as_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of torchao compile their arithmetic, which takes half a minute of C++ and changes nothing of
+    their states."""
+    if request.param == "eager":
+        torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.mark.usefixtures("as_compiled")
+@pytest.mark.parametrize("name", _MAKES)
+def test_quantised_state_comes_back_exactly(tmp_path: Path, name: str) -> None:
+    def life(seed: int, folder: Path, end: int) -> list[float]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+        losses = []
+        with Checkpointer(model, _MAKES[name](model.parameters()), folder=folder, every=3) as checkpointer:
+            (optimizer,) = checkpointer._trained.optimizers
+            for step in range(checkpointer.restore(), end):
+                torch.manual_seed(1000 + step)
+                optimizer.zero_grad()
+                loss = model(torch.randn(4, 128)).square().mean()
+                loss.backward()
+                optimizer.step()
+                checkpointer.step()
+                losses.append(float(loss.detach()))
+            assert checkpointer.wait(60)
+            assert checkpointer.skipped == 0
+            assert checkpointer.captured
+        return losses
+
+    whole = life(0, tmp_path / "whole", 9)
+    life(0, tmp_path / "cut", 6)
+    assert life(1, tmp_path / "cut", 9) == whole[6:]

@@ -1,0 +1,370 @@
+"""What becomes of pods at admission: each controller's pods get the right number, and nothing of theirs is
+lost."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tests.operator.attach import attach_shapes as shapes
+from tests.operator.attach.attach_shapes import Object
+from tiercheck.protocol import names
+from tiercheck_local.apiserver.store.patch import json_patch
+from tiercheck_operator.attach.admission import Admission
+from tiercheck_operator.attach.injection import Attachment, Outfit, attached_job, job_name
+from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
+from tiercheck_operator.attach.webhook import difference
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.model.parsing import identity_of, parse_job, parse_pod
+
+PLURALS = {
+    "Job": "jobs",
+    "JobSet": "jobsets",
+    "PyTorchJob": "pytorchjobs",
+    "TierCheckPolicy": "tiercheckpolicies",
+}
+
+
+class Server(Kube):
+    """Objects by path; counts what it is asked."""
+
+    def __init__(self, *objects: Object) -> None:
+        self.asked: list[str] = []
+        self.failure: ApiFailure | None = None
+        self.objects = {}
+        for each in objects:
+            metadata, plural = each["metadata"], PLURALS.get(each["kind"], names.PLURAL)
+            self.objects[f"/apis/{each['apiVersion']}/namespaces/ml/{plural}/{metadata['name']}"] = each
+
+    async def get(self, path: str, **parts: str) -> dict[str, Any] | None:
+        self.asked.append(path.format(**parts))
+        if self.failure is not None:
+            raise self.failure
+        return self.objects.get(path.format(**parts))
+
+
+async def admitted(pod: Object, *objects: Object) -> tuple[Object, str]:
+    new, warning = await Admission(Server(*objects), Outfit("sidecar:1")).admit("ml", pod)
+    return dict(new), warning
+
+
+def worker_of(pod: Object) -> str:
+    return str(pod["metadata"]["labels"][names.LABEL_WORKER])
+
+
+def container_of(pod: Object, name: str) -> Object:
+    return next(
+        entry
+        for entry in [*pod["spec"]["containers"], *pod["spec"]["initContainers"]]
+        if entry["name"] == name
+    )
+
+
+def environment(container: Object) -> dict[str, Any]:
+    return {entry["name"]: entry.get("value") for entry in container["env"]}
+
+
+SEATS = [
+    (shapes.job(4), [shapes.job_pod(index) for index in range(4)]),
+    (
+        shapes.jobset([("driver", 1, 1, False), ("leader", 1, 1, True), ("workers", 2, 3, True)]),
+        [shapes.jobset_pod("leader", 0, 0)]
+        + [shapes.jobset_pod("workers", job, index) for job in range(2) for index in range(3)],
+    ),
+    (shapes.trainjob(), [shapes.trainjob_pod(index) for index in range(3)]),
+    (
+        shapes.pytorchjob(2),
+        [
+            shapes.pytorchjob_pod("master", 0),
+            shapes.pytorchjob_pod("worker", 0),
+            shapes.pytorchjob_pod("worker", 1),
+        ],
+    ),
+    (
+        shapes.pytorchjob(2, master=False),
+        [shapes.pytorchjob_pod("worker", 0), shapes.pytorchjob_pod("worker", 1)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("owner", "pods"), SEATS, ids=["Job", "JobSet", "TrainJob", "PyTorchJob", "elastic"])
+async def test_every_pod_of_a_workload_is_a_worker_of_its_own(owner: Object, pods: list[Object]) -> None:
+    made = [await admitted(pod, owner, shapes.POLICY) for pod in pods]
+    assert [warning for _, warning in made] == [""] * len(pods)
+    assert [worker_of(pod) for pod, _ in made] == [str(index) for index in range(len(pods))]
+    for pod, _ in made:
+        seen = parse_pod({**pod, "metadata": {**pod["metadata"], "uid": "u", "name": "p"}})
+        assert seen is not None
+        assert seen.job_uid == owner["metadata"]["uid"]
+        attachment = Attachment.from_json(seen.attached)
+        assert attachment.workers == len(pods)
+        kubernetes_validate.validate(
+            {**pod, "metadata": {**pod["metadata"], "name": "p"}}, "1.33", strict=True
+        )
+
+
+@pytest.mark.parametrize(("owner", "pods"), SEATS, ids=["Job", "JobSet", "TrainJob", "PyTorchJob", "elastic"])
+async def test_answer_turns_the_pod_that_was_sent_into_the_one_that_is_wanted_and_a_second_changes_nothing(
+    owner: Object, pods: list[Object]
+) -> None:
+    for pod in pods:
+        sent = copy.deepcopy(pod)
+        made, _ = await admitted(pod, owner, shapes.POLICY)
+        assert pod == sent, "what was sent is left alone"
+        assert json_patch(pod, difference(pod, made)) == made
+        again, warning = await admitted(made, owner, shapes.POLICY)
+        assert (again, warning) == (made, "")
+
+
+async def test_command_is_wrapped_and_all_else_of_the_users_stays() -> None:
+    pod = shapes.trainjob_pod(1)
+    made, _ = await admitted(pod, shapes.trainjob(), shapes.POLICY)
+    node = container_of(made, "node")
+    assert node["command"] == ["python3", "-m", "tiercheck.launcher", "--", "torchrun", "train.py"]
+    assert environment(node)["PET_MASTER_ADDR"] == "tune-node-0-0.tune", (
+        "the launcher sets its own at each attempt"
+    )
+    assert environment(node)["TIERCHECK_PROCS_PER_WORKER"] == "2", "as PET_NPROC_PER_NODE says"
+    assert environment(node)["TIERCHECK_JOB"] == "ml/jobset-tune"
+    assert environment(node)["TIERCHECK_JOB_UID"] == "tune-uid"
+    assert made["spec"]["restartPolicy"] == "Never"
+    assert "automountServiceAccountToken" not in made["spec"], "that is for the owner to decide"
+    assert pod["spec"]["volumes"][0] in made["spec"]["volumes"]
+    assert made["metadata"]["labels"].items() >= pod["metadata"]["labels"].items()
+    sidecar = container_of(made, names.SIDECAR_CONTAINER)
+    assert sidecar["restartPolicy"] == "Always"
+    assert "kube-api-access" not in str(sidecar)
+
+
+async def test_no_container_of_ours_gets_the_pods_api_token() -> None:
+    """The API server's ServiceAccount plug-in mounts it into every container that has no mount at its path,
+    webhooks or not."""
+    token = "/var/run/secrets/kubernetes.io/serviceaccount"
+    node_memory = shapes.policy(
+        tiers={"local": {"sizeLimit": "2Gi", "medium": "NodeMemory"}, "peer": {"copies": 1}}
+    )
+    for policy in (shapes.POLICY, node_memory):
+        theirs = {"name": "fetch", "image": "fetch:1"}
+        pod = shapes.job_pod(1)
+        pod["spec"]["initContainers"] = [theirs]
+        made, warning = await admitted(pod, shapes.job(), policy)
+        assert not warning
+        spec = made["spec"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        ours = [entry for entry in spec["initContainers"] if entry["name"].startswith("tiercheck-")]
+        assert len(ours) >= 2
+        for container in ours:
+            mounts = [mount for mount in container["volumeMounts"] if mount["mountPath"] == token]
+            assert [volumes[mount["name"]] for mount in mounts] == [
+                {"name": mounts[0]["name"], "emptyDir": {}}
+            ]
+        assert theirs in spec["initContainers"], "the user's own is theirs"
+        assert all(mount["mountPath"] != token for mount in spec["containers"][0]["volumeMounts"])
+
+
+async def test_only_the_servers_own_grace_period_is_lengthened_for_uploads() -> None:
+    made, _ = await admitted(shapes.job_pod(0), shapes.job(), shapes.POLICY)
+    assert made["spec"]["terminationGracePeriodSeconds"] == 300
+    pod = shapes.job_pod(0)
+    pod["spec"]["terminationGracePeriodSeconds"] = 77
+    made, _ = await admitted(pod, shapes.job(), shapes.POLICY)
+    assert made["spec"]["terminationGracePeriodSeconds"] == 77
+
+
+async def test_pod_without_the_label_is_not_touched() -> None:
+    pod = shapes.job_pod(0)
+    del pod["metadata"]["labels"][names.LABEL_INJECT]
+    assert await admitted(pod) == (pod, "")
+
+
+def with_container(**changes: Any) -> Object:
+    pod = shapes.job_pod(0)
+    pod["spec"]["containers"][0].update(changes)
+    return pod
+
+
+def without_command() -> Object:
+    pod = shapes.job_pod(0)
+    del pod["spec"]["containers"][0]["command"]
+    return pod
+
+
+def two_unknown_containers() -> Object:
+    pod = with_container(name="a")
+    pod["spec"]["containers"].append({"name": "b", "image": "i", "command": ["c"]})
+    return pod
+
+
+def of_nobody() -> Object:
+    pod = shapes.job_pod(0)
+    del pod["metadata"]["ownerReferences"]
+    return pod
+
+
+def of_a_stranger() -> Object:
+    pod = shapes.job_pod(0)
+    pod["metadata"]["ownerReferences"][0].update(apiVersion="ray.io/v1", kind="RayJob")
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("pod", "objects", "said"),
+    [
+        (without_command(), [shapes.job(), shapes.POLICY], "has no command; set `command`"),
+        (two_unknown_containers(), [shapes.job(), shapes.POLICY], "not clear which container trains"),
+        (of_nobody(), [shapes.POLICY], "belongs to no controller"),
+        (of_a_stranger(), [shapes.POLICY], "pods of Job, JobSet, TrainJob and PyTorchJob can be attached"),
+        (shapes.job_pod(0), [shapes.job()], "there is no TierCheckPolicy careful in namespace ml"),
+        (shapes.job_pod(0), [shapes.POLICY], "there is no Job train"),
+        (
+            shapes.job_pod(0),
+            [shapes.job(completionMode="NonIndexed"), shapes.POLICY],
+            "needs completionMode Indexed",
+        ),
+        (shapes.job_pod(0), [shapes.job(completions=9), shapes.POLICY], "must be equal"),
+        (shapes.job_pod(7), [shapes.job(4), shapes.POLICY], "has 4 workers, but this pod's index is 7"),
+        (shapes.job_pod(0), [shapes.job(1), shapes.POLICY], "needs at least 2 workers, and there are 1"),
+        (
+            shapes.pytorchjob_pod("master", 0),
+            [shapes.pytorchjob(silent="Worker"), shapes.POLICY],
+            "the worker replicas of PyTorchJob bert do not ask to be attached",
+        ),
+        (
+            with_container(env=[{"name": "PET_NPROC_PER_NODE", "value": "auto"}]),
+            [shapes.job(), shapes.POLICY],
+            "set spec.procsPerWorker of the TierCheckPolicy",
+        ),
+        (
+            with_container(name="tiercheck-sidecar"),
+            [shapes.job(), shapes.POLICY],
+            "'tiercheck-sidecar' is taken by TierCheck",
+        ),
+    ],
+)
+async def test_pod_that_cannot_be_attached_runs_as_it_is_and_says_why(
+    pod: Object, objects: list[Object], said: str
+) -> None:
+    made, warning = await admitted(pod, *objects)
+    assert said in warning
+    assert made["metadata"]["annotations"][names.ANNOTATION_NOT_ATTACHED] == warning
+    assert made["spec"] == pod["spec"]
+    assert made["metadata"]["labels"] == pod["metadata"]["labels"]
+
+
+async def test_policy_names_the_processes_where_the_pod_cannot() -> None:
+    pod = with_container(env=[{"name": "PET_NPROC_PER_NODE", "value": "auto"}])
+    made, warning = await admitted(pod, shapes.job(), shapes.policy(procsPerWorker=8))
+    assert warning == ""
+    assert environment(container_of(made, "trainer"))["TIERCHECK_PROCS_PER_WORKER"] == "8"
+
+
+async def test_annotation_names_the_container_that_trains() -> None:
+    pod = two_unknown_containers()
+    pod["metadata"]["annotations"][names.ANNOTATION_CONTAINER] = "b"
+    made, warning = await admitted(pod, shapes.job(), shapes.POLICY)
+    assert warning == ""
+    assert container_of(made, "b")["command"][:3] == ["python3", "-m", "tiercheck.launcher"]
+    assert container_of(made, "a")["command"] == ["torchrun", "train.py"]
+
+
+async def test_trouble_with_the_api_server_never_stops_a_pod() -> None:
+    server = Server()
+    server.failure = ApiFailure(503, "overloaded")
+    made, warning = await Admission(server, Outfit("sidecar:1")).admit("ml", shapes.job_pod(0))
+    assert "could not be read: 503: overloaded" in warning
+    assert made["spec"] == shapes.job_pod(0)["spec"]
+
+
+async def test_thousand_pods_of_one_job_cost_three_questions() -> None:
+    server = Server(shapes.job(1000), shapes.POLICY)
+    server.objects["/api/v1/namespaces/kube-system"] = {"metadata": {"uid": "uid-of-the-cluster"}}
+    admission = Admission(server, Outfit("sidecar:1"), clock=lambda: 0.0)
+    server.objects["/apis/tiercheck.io/v1alpha1/namespaces/ml/tiercheckjobs/job-train"] = made_job(1000)
+    for index in range(1000):
+        pod, _ = await admission.admit("ml", shapes.job_pod(index))
+        assert worker_of(dict(pod)) == str(index)
+    assert len(server.asked) == 3, "the Job, its TierCheckJob, and once what the cluster is known by"
+
+
+def made_job(workers: int = 4, **spec: Any) -> Object:
+    owner = find_owner(shapes.job_pod(0))
+    raw = attached_job(
+        "ml", Attachment(owner, "careful", "trainer", workers, 1), shapes.policy(**spec)["spec"]
+    )
+    raw["metadata"]["uid"] = "tcj-uid"
+    return raw
+
+
+async def test_policy_that_changed_meanwhile_does_not_split_a_job() -> None:
+    """A pod that is made again gets what the job's other pods have."""
+    changed = shapes.policy(tiers={"local": {"sizeLimit": "9Gi"}})
+    made, _ = await admitted(shapes.job_pod(1), shapes.job(), changed, made_job())
+    memory = next(volume for volume in made["spec"]["volumes"] if volume["name"] == "tiercheck-memory")
+    assert memory["emptyDir"]["sizeLimit"] == "2Gi"
+
+
+async def test_pod_that_is_made_again_after_an_upgrade_gets_the_sidecar_that_the_others_have() -> None:
+    job = made_job()
+    job["status"] = {"sidecarImage": "sidecar:0"}
+    made, _ = await admitted(shapes.job_pod(1), shapes.job(), shapes.POLICY, job)
+    assert container_of(made, names.SIDECAR_CONTAINER)["image"] == "sidecar:0"
+
+
+async def test_node_memory_is_the_owners_own_folder_whether_the_job_exists_or_not() -> None:
+    policy = shapes.policy(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}})
+    job = made_job(tiers=policy["spec"]["tiers"])
+    volumes = [
+        [volume for volume in made["spec"]["volumes"] if "hostPath" in volume]
+        for made, _ in [
+            await admitted(shapes.job_pod(1), shapes.job(), policy),
+            await admitted(shapes.job_pod(1), shapes.job(), policy, job),
+        ]
+    ]
+    assert volumes[0] == volumes[1]
+    assert any(volume["hostPath"]["path"].endswith("/job-uid") for volume in volumes[0])
+
+
+async def test_operators_settings_for_images_hold_for_attached_pods_too() -> None:
+    outfit = Outfit("r.example.com/sidecar:1", "Always", ("registry",))
+    server = Server(shapes.job(), shapes.POLICY)
+    made, _ = await Admission(server, outfit).admit("ml", shapes.job_pod(0))
+    assert container_of(dict(made), names.SIDECAR_CONTAINER)["imagePullPolicy"] == "Always"
+    assert made["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert "imagePullPolicy" not in container_of(dict(made), "trainer")
+
+
+def test_job_is_its_owners_and_known_by_its_owners_uid() -> None:
+    raw = made_job()
+    job = parse_job(raw)
+    assert raw["metadata"]["ownerReferences"] == [
+        {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "job-uid", "controller": False,
+            "blockOwnerDeletion": False}
+    ]  # fmt: skip
+    assert job.identity == identity_of(raw) == "job-uid"
+    assert job.spec.attach is not None
+    assert job.spec.max_restarts == 3
+    assert not job.spec.template
+
+
+def test_names_of_jobs_are_labels_and_tell_owners_apart() -> None:
+    long = "a" * 60
+    owners = [
+        Owner("v", kind, name, "u")
+        for kind in ("Job", "JobSet", "PyTorchJob")
+        for name in ("a", long, long + "b", "x.y")
+    ]
+    found = [job_name(owner) for owner in owners]
+    assert len({*found}) == len(found)
+    assert all(len(name) <= 40 and name.replace("-", "").isalnum() and name[0].isalpha() for name in found)
+    assert job_name(owners[0]) == "job-a"
+
+
+def test_owner_of_the_same_name_that_came_later_is_another_one() -> None:
+    owner = find_owner(shapes.job_pod(0))
+    later = shapes.job()
+    later["metadata"]["uid"] = "another"
+    with pytest.raises(Unattachable, match="is not the one that made the pod"):
+        find_seat(shapes.job_pod(0), owner, later)

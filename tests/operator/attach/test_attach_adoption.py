@@ -1,0 +1,158 @@
+"""The operator's half of attach mode: every owner gets its job, nobody gets one by writing annotations, and
+pods that were left out are found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from tests.operator.attach import attach_shapes as shapes
+from tests.operator.attach.attach_shapes import Object
+from tests.operator.attach.test_attach_admission import Server, admitted, made_job
+from tiercheck.protocol import names
+from tiercheck_operator.attach.adoption import Adoption
+from tiercheck_operator.attach.left_out import LeftOut, must_go
+from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.parsing import parse_pod
+
+JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/ml/tiercheckjobs"
+
+
+class Recording(Server):
+    """Remembers what is created, tells it, and refuses what is there already."""
+
+    def __init__(self, *objects: Object) -> None:
+        super().__init__(*objects)
+        self.created: list[tuple[str, Mapping[str, Any]]] = []
+        self.happened = asyncio.Event()
+
+    async def create(self, path: str, body: Mapping[str, Any], **parts: str) -> dict[str, Any]:
+        path = path.format(**parts)
+        self.happened.set()
+        if f"{path}/{body['metadata'].get('name')}" in self.objects:
+            raise ApiFailure(409, "exists")
+        self.created.append((path, body))
+        return dict(body)
+
+    def events(self) -> list[Mapping[str, Any]]:
+        return [body for path, body in self.created if path.endswith("/events")]
+
+
+async def seen_pod() -> PodView:
+    made, _ = await admitted(shapes.job_pod(0), shapes.job(), shapes.POLICY)
+    made["metadata"] |= {"name": "train-0", "uid": "pod-uid"}
+    pod = parse_pod(made)
+    assert pod is not None
+    return pod
+
+
+async def adopted(server: Recording, has_job: Callable[[str, str], bool] = lambda *_: False) -> None:
+    """Until something was created, or tried in vain."""
+    pod = await seen_pod()
+    adoption = Adoption(server, has_job, lambda *_: [pod])
+    adoption.pod_seen(pod)
+    adoption.pod_seen(pod)
+    try:
+        async with asyncio.timeout(30):
+            await server.happened.wait()
+    finally:
+        await adoption.stop()
+
+
+async def test_owner_of_an_attached_pod_gets_its_job_once() -> None:
+    server = Recording(shapes.job(), shapes.POLICY)
+    await adopted(server)
+    ((path, job),) = server.created
+    assert path == JOBS
+    assert job["metadata"]["name"] == "job-train"
+    assert (job["spec"]["workers"], job["spec"]["attach"]["owner"]["uid"]) == (4, "job-uid")
+    assert job["spec"]["failurePolicy"] == {"maxRestarts": 3}
+
+
+async def test_owner_that_has_its_job_is_left_alone() -> None:
+    server = Recording(shapes.job(), shapes.POLICY)
+    pod = await seen_pod()
+    adoption = Adoption(server, lambda _, uid: uid == "job-uid", lambda *_: [pod])
+    adoption.pod_seen(pod)
+    await asyncio.sleep(0)
+    await adoption.stop()
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("objects", "said"),
+    [
+        ([shapes.POLICY], "Job train of its pods is gone"),
+        (
+            [{**shapes.job(), "metadata": {**shapes.job()["metadata"], "uid": "another"}}, shapes.POLICY],
+            "is gone",
+        ),
+        ([shapes.job()], "there is no TierCheckPolicy careful in namespace ml any more"),
+    ],
+    ids=["no owner", "another owner", "no policy"],
+)
+async def test_annotation_alone_makes_no_job(objects: list[Object], said: str) -> None:
+    server = Recording(*objects)
+    await adopted(server)
+    (event,) = server.events()
+    assert len(server.created) == 1
+    assert event["reason"] == "NotAttached"
+    assert event["involvedObject"]["name"] == "train"
+    assert said in event["message"]
+
+
+async def test_job_of_the_same_name_that_is_somebodys_own_is_not_touched() -> None:
+    server = Recording(shapes.job(), shapes.POLICY)
+    theirs = made_job()
+    theirs["spec"]["attach"]["owner"]["uid"] = "another"
+    server.objects[f"{JOBS}/job-train"] = theirs
+    pod = await seen_pod()
+    adoption = Adoption(server, lambda *_: False, lambda *_: [pod])
+    adoption.pod_seen(pod)
+    try:
+        async with asyncio.timeout(30):
+            while not server.created:
+                server.happened.clear()
+                await server.happened.wait()
+    finally:
+        await adoption.stop()
+    (event,) = server.events()
+    assert "job-train belongs to another owner" in event["message"]
+
+
+def left_out(**changes: Any) -> Object:
+    pod = shapes.job_pod(1)
+    pod["metadata"] |= {"name": "train-1-x", "uid": "left-uid", **changes}
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("pod", "has_job", "goes"),
+    [
+        (left_out(), True, True),
+        (left_out(), False, False),
+        (left_out(annotations={names.ANNOTATION_NOT_ATTACHED: "no command"}), True, False),
+        (left_out(deletionTimestamp="2027-01-01T00:00:00Z"), True, False),
+        ({**left_out(), "status": {"phase": "Succeeded"}}, True, False),
+        (left_out(ownerReferences=[]), True, False),
+    ],
+    ids=["waited for", "not waited for", "refused", "going already", "over", "nobody's"],
+)
+async def test_pod_that_was_left_out_is_told_of_and_evicted_only_if_its_job_waits_for_it(
+    pod: Object, has_job: bool, goes: bool
+) -> None:
+    assert must_go(pod, lambda namespace, uid: has_job and (namespace, uid) == ("ml", "job-uid")) is goes
+    server = Recording()
+    server.objects["/api/v1/pods?labelSelector=tiercheck.io/inject,!tiercheck.io/job-uid"] = {"items": [pod]}
+    looked = LeftOut(server, (), 15.0, lambda *_: has_job)
+    for _ in range(3):
+        await looked.look()
+    evictions = [body for path, body in server.created if path.endswith("/pods/train-1-x/eviction")]
+    assert bool(evictions) is goes
+    assert all(body["deleteOptions"]["preconditions"] == {"uid": "left-uid"} for body in evictions)
+    over = (pod.get("status") or {}).get("phase") == "Succeeded"
+    assert len(server.events()) == (0 if over else 1), "once, however often it is seen"

@@ -1,0 +1,492 @@
+"""What a job's owner is promised of deltas, parity, divergence and memory when things break, told with the
+pure decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.report import Problem
+from tiercheck.protocol.version import Kind, Version
+from tiercheck_operator.model.actions import Push
+from tiercheck_operator.model.status import Condition, render_record
+
+
+def running_world(steps: int = 9, racks: int = 2, nodes_per_rack: int = 2, **changes: object) -> World:
+    """With deltas at every step and a snapshot every four steps."""
+    spec = make_spec(**{"delta": DeltaMode.AUTO, "snapshot_every": None, **changes})
+    world = World(spec, racks=racks, nodes_per_rack=nodes_per_rack)
+    world.until("Running")
+    world.train(steps)
+    return world
+
+
+def trained(world: World) -> int:
+    return max(sidecar.trainer.step or 0 for sidecar in world.sidecars.values())
+
+
+def recovered(world: World, attempt: int = 2) -> dict[str, Any]:
+    world.until("Running", attempt=attempt)
+    assert world.status.last_recovery is not None
+    return dict(world.status.last_recovery)
+
+
+def lose_node_of(world: World, worker: int) -> None:
+    node = world.pods[world.member(worker)].node
+    assert node is not None
+    world.kill_node(node)
+
+
+def shown(world: World, kind: str) -> Condition:
+    """A condition that the status has."""
+    found = world.status.condition(kind)
+    assert found is not None
+    return found
+
+
+def test_crash_loses_no_step_because_every_one_is_kept() -> None:
+    world = running_world()
+    last = trained(world)
+    assert last % 4, "otherwise a snapshot alone would do"
+    world.crash(2)
+    world.tick()
+    summary = recovered(world)
+    assert (summary["step"], summary["lostSteps"]) == (last, 0)
+    assert summary["deltas"] == last % 4
+    assert summary["tiers"] == {"local": 4, "peer": 0, "remote": 0}
+
+
+def test_lost_node_loses_no_step_when_a_peer_holds_the_chain() -> None:
+    world = running_world()
+    lose_node_of(world, 3)
+    last = trained(world)
+    world.train(4)
+    summary = recovered(world)
+    assert (summary["step"], summary["lostSteps"]) == (last, 0)
+    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+    assert summary["rebuilt"] == 0
+
+
+def test_delta_that_one_rank_skipped_costs_the_steps_after_it_and_the_reason_says_so() -> None:
+    world = running_world(steps=0)
+    start = trained(world)
+    gap = start + 6 - (start + 6) % 4 + 2
+    world.skipped = {(1, gap)}
+    while trained(world) <= gap:
+        world.tick()
+    world.crash(0)
+    world.tick()
+    summary = recovered(world)
+    assert summary["step"] == gap - 1
+    assert f"rank 1 lacks the delta of step {gap}" in summary["reason"]
+
+
+def test_gap_in_own_memory_is_filled_from_a_peer_when_steps_are_worth_it() -> None:
+    world = running_world(steps=0)
+    world.step_seconds = 60.0
+    world.train(9)
+    victim = world.live_sidecar(1)
+    assert victim is not None
+    victim.own_deltas.clear()
+    last = trained(world)
+    world.crash(0)
+    world.tick()
+    summary = recovered(world)
+    assert summary["step"] == last
+    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+
+
+def test_snapshot_from_the_remote_tier_is_brought_forward_by_deltas_in_memory() -> None:
+    world = running_world(remote=REMOTE, copies=0)
+    last = trained(world)
+    for sidecar in world.sidecars.values():
+        sidecar.own.clear()  # say, all were found bad
+    world.crash(0)
+    world.tick()
+    summary = recovered(world)
+    assert summary["step"] == last
+    assert summary["tiers"]["remote"] == 4
+    assert summary["deltas"] == last - max(v.step for v in world.remote if v.attempt == 1 and v.step <= last)
+
+
+def test_status_says_how_the_job_is_saved() -> None:
+    world = running_world()
+    known = world.status.checkpoint
+    assert known is not None
+    assert (known.deltas, known.deltas_reason) == ("EveryStep", "")
+    active = shown(world, "DeltasActive")
+    assert (active.status, active.reason) == (True, "EveryStep")
+    world = running_world(delta=DeltaMode.NONE, snapshot_every=4)
+    active = shown(world, "DeltasActive")
+    assert (active.status, active.reason) == (False, "TurnedOff")
+    assert world.status.checkpoint is not None
+    assert world.status.checkpoint.snapshot_every == 4
+
+
+def test_part_of_a_sidecar_that_failed_unforeseen_is_told_unless_something_better_known_is() -> None:
+    world = running_world()
+    first, second = world.live_sidecar(0), world.live_sidecar(2)
+    assert first is not None
+    assert second is not None
+    first.problems = (Problem("InternalError", "its loop reclaim failed and began again"),)
+    world.tick()
+    protected = shown(world, "Protected")
+    assert (protected.status, protected.reason) == (False, "InternalError")
+    assert protected.message == "worker 0: its loop reclaim failed and began again"
+    assert world.status.phase == "Running"
+    second.problems = (Problem("RemoteFull", "the bucket is full"),)
+    world.tick()
+    protected = shown(world, "Protected")
+    assert protected.reason == "RemoteFull"
+
+
+def test_sidecar_that_the_kernel_holds_back_is_named_until_it_is_not_and_the_job_stays_protected() -> None:
+    world = running_world()
+    assert world.status.condition("Throttled") is None, "nothing is said of jobs that it never happened to"
+    sidecar = world.live_sidecar(2)
+    assert sidecar is not None
+    sidecar.problems = (Problem("SidecarThrottled", "it used up its limit of 0.5 cores"),)
+    world.tick()
+    throttled = shown(world, "Throttled")
+    assert (throttled.status, throttled.reason) == (True, "SidecarThrottled")
+    assert throttled.message == "worker 2: it used up its limit of 0.5 cores"
+    assert "SidecarThrottled" in world.notices
+    assert world.status.holds("Protected")
+    sidecar.problems = ()
+    world.tick()
+    throttled = shown(world, "Throttled")
+    assert (throttled.status, throttled.reason) == (False, "NotThrottled")
+
+
+def test_worker_without_a_named_interface_is_named_and_the_job_stays_protected() -> None:
+    world = running_world()
+    before = shown(world, "Protected")
+    sidecar = world.live_sidecar(2)
+    assert sidecar is not None
+    sidecar.problems = (Problem("InterfaceMissing", "this pod has no interface net1. It has eth0"),)
+    world.tick()
+    told = shown(world, "Protected")
+    assert (told.status, told.reason) == (True, "InterfaceMissing")
+    assert told.message == f"{before.message}. Worker 2: this pod has no interface net1. It has eth0"
+    assert "InterfaceMissing" in world.notices
+    sidecar.problems = ()
+    world.tick()
+    assert shown(world, "Protected").message == before.message
+
+
+def test_interfaces_reach_every_sidecar_and_nonsense_is_refused_with_a_sentence() -> None:
+    named = ("net1", "10.20.0.7/16", "fd00:20::/64")
+    world = running_world(peer_interfaces=named)
+    policies = [each.directive.policy for each in world.sidecars.values() if each.directive is not None]
+    assert [policy.peer_interfaces for policy in policies] == [named] * 4
+    world = World(make_spec(peer_interfaces=("net1", "1:2::3::4/64")))
+    world.tick()
+    placed = shown(world, "Placed")
+    assert (placed.status, placed.reason) == (False, "InvalidSpec")
+    assert placed.message.startswith("spec.tiers.peer.interfaces: ")
+    assert "1:2::3::4" in placed.message
+    assert not world.pods
+
+
+def test_store_that_keeps_a_promise_not_is_named_and_the_job_stays_protected() -> None:
+    world = running_world(remote=REMOTE)
+    assert world.status.condition("RemoteSafe") is None, "nothing is said where it never happened"
+    sidecar = world.live_sidecar(0)
+    assert sidecar is not None
+    sidecar.problems = (Problem("RemoteNotSafe", "it ignores If-None-Match"),)
+    world.tick()
+    safe = shown(world, "RemoteSafe")
+    assert (safe.status, safe.reason, safe.message) == (False, "RemoteNotSafe", "it ignores If-None-Match")
+    assert "RemoteNotSafe" in world.notices
+    assert world.status.holds("Protected")
+    sidecar.problems = ()
+    world.tick()
+    safe = shown(world, "RemoteSafe")
+    assert (safe.status, safe.reason) == (True, "PromisesKept")
+
+
+def test_optimizer_that_cannot_be_replayed_is_named_and_the_job_stays_protected() -> None:
+    world = running_world()
+    sidecar = world.live_sidecar(2)
+    assert sidecar is not None
+    sidecar.trainer = replace(sidecar.trainer, no_deltas="the optimizer of rank 2 needs a closure")
+    world.tick()
+    active = shown(world, "DeltasActive")
+    assert (active.status, active.reason) == (False, "DeltasOff")
+    assert active.message == "worker 2: the optimizer of rank 2 needs a closure"
+    assert "DeltasOff" in world.notices
+    assert world.status.holds("Protected")
+
+
+# Parity
+
+
+def parity_world(steps: int = 9, parity: tuple[int, int] = (2, 1), **changes: object) -> World:
+    return running_world(steps, copies=0, parity=parity, **changes)
+
+
+def test_lost_node_is_rebuilt_from_parity_without_a_lost_step() -> None:
+    world = parity_world()
+    assert world.status.placement is not None
+    assert "any one host" in world.status.placement.tolerates
+    lose_node_of(world, 1)
+    last = trained(world)
+    world.train(4)
+    summary = recovered(world)
+    assert (summary["step"], summary["lostSteps"]) == (last, 0)
+    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+    assert summary["rebuilt"] == 1
+    assert summary["deltas"] == last % 4
+
+
+def test_no_copies_are_kept_with_parity() -> None:
+    world = parity_world()
+    assert not any(sidecar.hosted or sidecar.hosted_deltas for sidecar in world.sidecars.values())
+    holders = [sidecar for sidecar in world.sidecars.values() if sidecar.blocks]
+    assert len(holders) == 2, "two groups of two, one block each"
+    assert world.status.holds("Protected")
+
+
+def test_two_losses_in_one_group_are_rebuilt_with_parity_of_two() -> None:
+    world = parity_world(parity=(2, 2), workers=8, racks=4)
+    assert world.placement is not None
+    group = world.placement.groups[0]
+    for worker in group.members:
+        lose_node_of(world, worker)
+    last = trained(world)
+    world.train(4)
+    summary = recovered(world)
+    assert (summary["step"], summary["lostSteps"]) == (last, 0)
+    assert summary["rebuilt"] == 2
+
+
+def test_more_losses_than_parity_go_back_to_the_remote_tier() -> None:
+    world = parity_world(parity=(2, 1), remote=REMOTE, workers=6, racks=3, steps=12)
+    assert world.placement is not None
+    for worker in world.placement.groups[0].members:
+        lose_node_of(world, worker)
+    stored = max(world.remote)
+    world.train(4)
+    summary = recovered(world)
+    assert summary["step"] >= stored.step
+    assert summary["tiers"]["remote"] > 0
+    assert summary["rebuilt"] == 0
+
+
+def test_lost_holder_costs_nothing_and_its_replacement_folds_again() -> None:
+    world = parity_world()
+    assert world.placement is not None
+    holder = world.placement.groups[0].holders[0]
+    lose_node_of(world, holder)
+    last = trained(world)
+    world.train(4)
+    assert recovered(world)["step"] == last
+    world.train(6)
+    assert world.placement is not None
+    kept = {
+        (share.ranks, kind)
+        for sidecar in world.sidecars.values()
+        if world.live_sidecar(sidecar.worker) is sidecar
+        for share, _, kind in sidecar.blocks
+    }
+    assert kept == {(group.members, kind) for group in world.placement.groups for kind in Kind}
+
+
+def change(world: World, **fields: object) -> None:
+    spec = replace(world.job.spec, **fields)  # type: ignore[arg-type]
+    world.job = replace(world.job, spec=spec, generation=world.job.generation + 1)
+
+
+def test_change_from_copies_to_parity_takes_effect_with_the_next_attempt_and_loses_nothing() -> None:
+    world = running_world()
+    change(world, copies=0, parity=(2, 1))
+    world.train(3)
+    assert world.status.attempt == 1
+    assert all(sidecar.hosted for sidecar in world.sidecars.values()), "until then copies go on"
+    assert world.status.holds("Protected")
+    lose_node_of(world, 3)
+    last = trained(world)
+    world.train(4)
+    summary = recovered(world)
+    assert (summary["step"], summary["lostSteps"], summary["rebuilt"]) == (last, 0, 0)
+    world.train(8)
+    assert not any(sidecar.hosted for sidecar in world.sidecars.values())
+    lose_node_of(world, 0)
+    last = trained(world)
+    world.train(4)
+    summary = recovered(world, attempt=3)
+    assert (summary["step"], summary["lostSteps"]) == (last, 0)
+    assert summary["rebuilt"] >= 1
+
+
+def test_change_from_parity_to_copies_still_rebuilds_from_the_blocks_once() -> None:
+    world = parity_world()
+    change(world, copies=1, parity=None)
+    lose_node_of(world, 1)
+    last = trained(world)
+    world.train(4)
+    summary = recovered(world)
+    assert (summary["step"], summary["lostSteps"], summary["rebuilt"]) == (last, 0, 1)
+    world.train(8)
+    assert not any(sidecar.blocks for sidecar in world.sidecars.values())
+    assert all(world.placement.holders().values()) if world.placement else False
+
+
+def test_released_attempt_gets_no_new_directive_while_deltas_come_and_go() -> None:
+    for world in (running_world(), parity_world()):
+        for _ in range(6):
+            world.tick()
+            assert not [action for action in world.last.after if isinstance(action, Push)]
+
+
+# Divergence
+
+
+def test_job_that_diverges_goes_back_to_the_last_good_version_and_it_counts() -> None:
+    world = running_world(rollback_after=3)
+    good = trained(world)
+    world.poisoned = {1}
+    world.train(2)
+    assert world.status.attempt == 1
+    world.tick()
+    summary = recovered(world)
+    assert summary["cause"] == "Diverged"
+    assert summary["step"] == good
+    assert "not finite for 3 steps in a row" in summary["message"]
+    assert "Diverged" in world.notices
+    assert (world.status.crashes, world.status.disruptions) == (1, 0)
+    world.train(20)
+    assert world.status.attempt == 2
+
+
+def test_job_that_diverges_again_and_again_is_given_up() -> None:
+    world = running_world(rollback_after=2, max_restarts=2)
+    world.poisoned = {1, 2, 3}
+    world.until("Failed")
+    failed = shown(world, "Failed")
+    assert failed.reason == "MaxRestartsExceeded"
+    assert "not finite" in failed.message
+    assert world.status.crashes == 2
+
+
+def test_without_the_policy_a_job_that_diverged_trains_on() -> None:
+    world = running_world()
+    world.poisoned = {1}
+    world.train(30)
+    assert world.status.attempt == 1
+
+
+# Replays that differ
+
+
+def test_replay_that_differs_goes_back_to_the_snapshot_and_is_no_crash() -> None:
+    world = running_world(max_restarts=1)
+    last = trained(world)
+    assert last % 4 >= 2
+    bad = Version(last - 1, 1)
+    world.bad_replays = {(2, bad)}
+    world.crash(0)
+    world.tick()
+    summary = recovered(world, attempt=3)
+    assert summary["cause"] == "RestoreFailed"
+    assert f"rank 2: replaying the delta of step {bad.step} did not give" in summary["message"]
+    assert (summary["step"], summary["deltas"]) == (last - last % 4, 0)
+    assert world.status.crashes == 1, "the first one; the exit after the replay is not another"
+    world.train(20)
+    assert world.status.attempt == 3
+
+
+def test_replay_that_differs_on_a_replaced_worker_is_not_tried_again_from_its_peer() -> None:
+    world = running_world()
+    last = trained(world)
+    world.bad_replays = {(3, Version(last, 1))}
+    lose_node_of(world, 3)
+    world.train(4)
+    summary = recovered(world, attempt=3)
+    assert summary["cause"] == "RestoreFailed"
+    assert summary["step"] == last - last % 4
+    world.train(20)
+    assert world.status.attempt == 3
+    assert world.status.crashes == 0
+
+
+def test_snapshot_of_unequal_replicas_is_not_chosen_again_and_its_failure_is_no_crash() -> None:
+    world = running_world(max_restarts=1)
+    last = trained(world)
+    newest = Version(last - last % 4, 1)
+    world.unequal = {newest}
+    world.crash(0)
+    world.tick()
+    summary = recovered(world, attempt=3)
+    assert summary["cause"] == "RestoreFailed"
+    assert "replicas held different bits" in summary["message"]
+    assert world.status.crashes == 1, "the first one; the exits after the restore are not another"
+    assert (summary["step"], summary["deltas"]) == (newest.step - 1, 3), (
+        "what led to it and on from it counts no more"
+    )
+    world.train(20)
+    assert world.status.attempt == 3
+
+
+# Memory
+
+
+def test_job_that_cannot_fit_is_refused_with_numbers_before_any_pod_is_made() -> None:
+    world = World(
+        make_spec(delta=DeltaMode.AUTO, snapshot_every=None, state_size=300 * 2**20, size_limit="1Gi")
+    )
+    world.train(5)
+    placed = shown(world, "Placed")
+    assert (placed.status, placed.reason) == (False, "MemoryTooSmall")
+    assert "1Gi" in placed.message
+    assert "at least 1.2 GiB" in placed.message
+    assert not world.created
+    assert world.status.phase == "Pending"
+    memory = world.status.memory
+    assert memory is not None
+    assert memory.limit == 2**30
+    assert memory.needed == memory.local + memory.peer > memory.limit
+    assert (memory.local, memory.peer) == pytest.approx(
+        ((3 + 8 / 3) * 300 * 2**20, (2 + 8 / 3) * 300 * 2**20), rel=0.03
+    )
+    change(world, size_limit="4Gi")
+    world.until("Running")
+
+
+def test_parity_lets_a_job_fit_that_copies_do_not() -> None:
+    size = {"state_size": 230 * 2**20, "size_limit": "1000Mi", "workers": 8}
+    world = World(make_spec(copies=2, **size), racks=4)
+    world.train(5)
+    assert not world.created
+    world = World(make_spec(copies=0, parity=(4, 2), **size), racks=4)
+    world.until("Running")
+    assert world.status.memory is not None
+    assert world.status.memory.peer < 3 * 230 * 2**20
+
+
+def test_running_job_is_not_stopped_by_a_forecast() -> None:
+    world = running_world()
+    change(world, state_size=2**40)
+    world.crash(0)
+    world.tick()
+    world.until("Running", attempt=2)
+
+
+def test_status_of_a_thousand_workers_stays_small() -> None:
+    workers = 1000
+    spec = make_spec(
+        workers=workers, delta=DeltaMode.AUTO, snapshot_every=None, state_size=2**20, size_limit="64Gi"
+    )
+    for shape in ({"copies": 2}, {"copies": 0, "parity": (8, 2)}):
+        world = World(replace(spec, **shape), racks=20, nodes_per_rack=10)  # type: ignore[arg-type]
+        world.until("Running", limit=30)
+        for worker in range(0, workers, 3):
+            world._gone(world.member(worker))
+        world.tick()
+        size = len(repr(render_record(world.status)))
+        world.until("Running", limit=30, attempt=2)
+        assert max(size, len(repr(render_record(world.status)))) < 20 * 1024

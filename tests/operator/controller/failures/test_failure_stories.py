@@ -1,0 +1,626 @@
+"""Every class of failure, told with the pure decision in a cluster in memory: what it is called, what it
+costs, what the user can rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tiercheck.protocol.report import RankFailure, TrainerState
+from tiercheck_operator.controller.failures.failure_rules import first_match
+from tiercheck_operator.controller.failures.trigger import update_recovery
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import ContainerView
+from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
+from tiercheck_operator.model.spelling import read_as
+from tiercheck_operator.model.status import Facts, Recovery
+
+
+def running_world(**changes: object) -> World:
+    world = World(make_spec(**changes))
+    world.until("Running")
+    world.train(9)
+    return world
+
+
+def failure(world: World) -> tuple[str, str]:
+    found = world.status.condition("Failed")
+    assert found is not None
+    return found.reason, found.message
+
+
+def on_codes(name: str, action: str, *values: int, operator: str = "In") -> dict[str, Any]:
+    return {"name": name, "action": action, "onExitCodes": {"operator": operator, "values": list(values)}}
+
+
+def on_reasons(name: str, action: str, *reasons: str) -> dict[str, Any]:
+    return {"name": name, "action": action, "onReasons": list(reasons)}
+
+
+def rules(*raw: dict[str, Any]) -> tuple[FailureRule, ...]:
+    return tuple(read_as(FailureRule, entry) for entry in raw)
+
+
+# The user's rules.
+
+
+def test_exit_code_that_a_rule_calls_final_fails_the_job_at_once_and_names_the_rule() -> None:
+    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world.crash(1, code=42)
+    world.until("Failed")
+    reason, message = failure(world)
+    assert reason == "FailurePolicyRule"
+    assert "bad-data" in message
+    assert "exit code 42" in message
+    assert world.status.attempt == 1, "no attempt was spent on it"
+
+
+def test_rule_for_other_codes_leaves_a_crash_what_it_is() -> None:
+    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world.crash(1, code=43)
+    assert world.recovered()["cause"] == "TrainerCrash"
+    assert (world.status.crashes, world.status.counted) == (1, 1)
+
+
+def test_restart_that_ignores_the_limit_is_not_counted_however_often_it_happens() -> None:
+    world = running_world(max_restarts=1, rules=rules(on_codes("flaky-disk", "RestartIgnoringLimit", 75)))
+    for attempt in (2, 3, 4):
+        world.crash(0, code=75)
+        summary = world.recovered(attempt)
+        assert summary["rule"] == "flaky-disk"
+        assert "rule flaky-disk" in summary["message"]
+        world.train(4)
+    assert (world.status.crashes, world.status.disruptions, world.status.counted) == (0, 3, 0)
+
+
+def test_first_rule_that_matches_decides() -> None:
+    world = running_world(
+        rules=rules(on_codes("first", "RestartIgnoringLimit", 7), on_codes("second", "Fail", 7))
+    )
+    world.crash(2, code=7)
+    assert world.recovered()["rule"] == "first"
+
+
+def test_eviction_counts_if_a_rule_says_so() -> None:
+    world = running_world(max_restarts=1, rules=rules(on_reasons("evicted", "Restart", "PodEvicted")))
+    world.evict(world.member(1))
+    assert world.recovered()["rule"] == "evicted"
+    assert (world.status.crashes, world.status.disruptions, world.status.counted) == (1, 0, 1)
+    world.train(4)
+    world.evict(world.member(1))
+    world.until("Failed")
+    reason, message = failure(world)
+    assert reason == "MaxRestartsExceeded"
+    assert "evicted" in message
+
+
+def test_pods_own_reason_is_still_known_when_the_pod_is_gone() -> None:
+    world = running_world(rules=rules(on_reasons("preempted", "Fail", "EvictionByEvictionAPI")))
+    world.evict(world.member(1))
+    world.until("Failed")
+    assert failure(world)[0] == "FailurePolicyRule"
+
+
+def test_condition_of_the_node_makes_a_crash_the_hardwares_fault() -> None:
+    rule = {"name": "gpu", "action": "RestartIgnoringLimit", "onNodeConditions": [{"type": "GpuEcc"}]}
+    world = running_world(rules=rules(rule))
+    node = world.pods[world.member(2)].node
+    assert node is not None
+    world.nodes[node] = replace(world.nodes[node], conditions={"GpuEcc": "True"})
+    world.crash(2, code=1)
+    assert world.recovered()["rule"] == "gpu"
+    assert world.status.counted == 0
+    world.train(4)
+    world.crash(1, code=1)
+    assert "rule" not in world.recovered(3), "another node's condition says nothing about this one"
+
+
+def test_lost_node_behind_a_crash_is_not_judged_by_the_echos_exit_code() -> None:
+    world = running_world(rules=rules(on_codes("final", "Fail", 1)))
+    node = world.pods[world.member(3)].node
+    assert node is not None
+    world.nodes[node] = replace(world.nodes[node], lost="node is not ready")
+    world.sidecars[world.member(3)].reachable = False
+    world.crash(0, code=1)
+    assert world.recovered()["cause"] == "NodeLost"
+
+
+def test_rule_that_fails_the_job_waits_until_no_dead_node_can_explain_the_crash() -> None:
+    world = running_world(rules=rules(on_codes("final", "Fail", 1)))
+    node = world.pods[world.member(3)].node
+    assert node is not None
+    world.kill_node(node)
+    world.crash(0, code=1)
+    summary = world.recovered()
+    assert summary["cause"] in ("NodeLost", "NodeSilent", "SidecarSilent")
+    assert "rule" not in summary
+
+
+def test_failed_restore_is_no_matter_for_rules() -> None:
+    assert first_match(rules(on_reasons("r", "Fail", "NodeLost")), Cause.RESTORE_FAILED, Facts(), {}) is None
+
+
+def test_origin_of_a_crash_is_the_end_that_is_no_echo_even_if_clocks_differ() -> None:
+    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world.crash(0, code=1)
+    sidecar = world.live_sidecar(2)
+    assert sidecar is not None
+    sidecar.trainer = replace(
+        sidecar.trainer, state=TrainerState.FAILED, exit_code=42, reason="Crashed", ended_at=world.now + 1
+    )
+    world.until("Failed")
+    assert "worker 2" in failure(world)[1]
+
+
+@given(
+    code=st.one_of(st.none(), st.integers(0, 255)),
+    values=st.frozensets(st.integers(1, 255), min_size=1, max_size=5),
+)
+def test_in_and_not_in_share_out_the_failures_and_success_is_neither(
+    code: int | None, values: frozenset[int]
+) -> None:
+    within, without = ExitCodes(values).match(code), ExitCodes(values, within=False).match(code)
+    assert within + without == (1 if code else 0)
+    assert within is bool(code and code in values)
+
+
+@given(
+    actions=st.lists(st.sampled_from(list(RuleAction)), max_size=6),
+    code=st.integers(1, 5),
+    codes=st.lists(st.integers(1, 5), min_size=6, max_size=6),
+)
+def test_no_rule_behind_the_one_that_matches_is_ever_asked(
+    actions: list[RuleAction], code: int, codes: list[int]
+) -> None:
+    listed = [
+        FailureRule(f"r{place}", action, ExitCodes(frozenset({codes[place]})))
+        for place, action in enumerate(actions)
+    ]
+    found = first_match(listed, Cause.TRAINER_CRASH, Facts(code), {})
+    expected = next(
+        (rule for rule in listed if code in (rule.exit_codes or ExitCodes(frozenset())).values), None
+    )
+    assert found == expected
+
+
+# What is usual.
+
+
+def test_shell_that_does_not_find_the_command_ends_the_job_before_it_spends_restarts() -> None:
+    world = World(make_spec())
+    world.stillborn, world.stillborn_code = True, 127
+    world.until("Failed")
+    assert world.status.attempt == 1
+    assert failure(world)[0] == "CannotStart"
+
+
+def test_exit_code_of_a_shell_in_the_middle_of_training_is_a_crash() -> None:
+    world = running_world()
+    world.crash(0, code=127)
+    assert world.recovered()["cause"] == "TrainerCrash"
+
+
+def test_process_that_the_kernel_killed_for_memory_is_told_from_other_kills_with_numbers() -> None:
+    world = running_world()
+    uid = world.member(1)
+    world.pods[uid] = replace(world.pods[uid], trainer=ContainerView(memory_limit="64Gi"))
+    sidecar = world.live_sidecar(1)
+    assert sidecar is not None
+    world.crash(1, code=137, reason="OOMKilled")
+    summary = world.recovered()
+    assert summary["cause"] == "OOMKilled"
+    assert "64Gi" in summary["message"]
+    assert "resources.limits.memory" in summary["message"]
+    assert "OOMKilled" in world.notices
+    assert (world.status.crashes, world.status.counted) == (1, 1), "to try again forever would not help"
+
+
+def test_container_that_the_kernel_killed_for_memory_is_told_from_one_that_was_restarted() -> None:
+    world = running_world()
+    uid = world.member(1)
+    ended = ContainerView(1, "OOMKilled", world.now, 137, "64Gi")
+    world.pods[uid] = replace(world.pods[uid], trainer=ended)
+    world.crash(1, code=137, reason="ContainerRestarted")
+    assert world.recovered()["cause"] == "OOMKilled"
+    world.train(5)
+    world.crash(1, code=137, reason="ContainerRestarted")
+    assert world.recovered(3)["cause"] == "TrainerCrash", (
+        "the container's last end is one of an earlier attempt"
+    )
+
+
+def test_plain_kill_is_a_crash_that_names_the_signal() -> None:
+    world = running_world()
+    world.crash(1, code=137, reason="Signalled")
+    summary = world.recovered()
+    assert summary["cause"] == "TrainerCrash"
+    assert "137 (Signalled)" in summary["message"]
+
+
+def say(world: World, worker: int, reason: str, message: str, exit_code: int = 1) -> None:
+    """What a rank of the worker says before it ends."""
+    sidecar = world.live_sidecar(worker)
+    assert sidecar is not None
+    sidecar.trainer = replace(sidecar.trainer, failure=RankFailure(worker, reason, message, exit_code))
+
+
+def test_ranks_own_words_are_in_the_message_and_its_own_exit_code_goes_before_torchruns() -> None:
+    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    say(world, 2, "Exited", "SystemExit: 42", 42)
+    world.crash(2, code=1)
+    world.until("Failed")
+    reason, message = failure(world)
+    assert reason == "FailurePolicyRule"
+    assert "rank 2: SystemExit: 42 (exit code 42)" in message
+
+
+def test_broken_collective_is_an_echo_of_the_exception_elsewhere_even_if_it_ended_first() -> None:
+    world = running_world()
+    say(world, 0, "CollectiveFailed", "RuntimeError: Connection closed by peer")
+    world.crash(0)
+    sidecar = world.live_sidecar(3)
+    assert sidecar is not None
+    say(world, 3, "UncaughtException", "ValueError: bad sample")
+    sidecar.trainer = replace(sidecar.trainer, state=TrainerState.FAILED, exit_code=1, ended_at=world.now + 2)
+    summary = world.recovered()
+    assert "rank 3: ValueError: bad sample" in summary["message"]
+
+
+def test_rule_can_ask_for_the_ranks_reason() -> None:
+    world = running_world(rules=rules(on_reasons("too-big", "Fail", "OutOfGPUMemory")))
+    say(world, 1, "OutOfGPUMemory", "OutOfMemoryError: CUDA out of memory")
+    world.crash(1)
+    world.until("Failed")
+    assert "too-big" in failure(world)[1]
+
+
+def test_worker_with_a_broken_gpu_moves_and_nobody_is_blamed() -> None:
+    world = running_world(max_restarts=0)
+    node = world.pods[world.member(2)].node
+    survivors = {world.member(worker) for worker in (0, 1, 3)}
+    say(world, 2, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    world.crash(2)
+    summary = world.recovered()
+    assert summary["cause"] == "GPUFault"
+    assert "uncorrectable ECC" in summary["message"]
+    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+    assert world.pods[world.member(2)].node != node
+    assert survivors <= set(world.pods)
+    assert (world.status.crashes, world.status.disruptions) == (0, 1)
+
+
+def test_worker_whose_memory_nobody_shares_stays_where_it_is_whatever_its_gpu_says() -> None:
+    world = running_world(copies=0)
+    pods = set(world.pods)
+    say(world, 2, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    world.crash(2)
+    assert world.recovered()["cause"] == "TrainerCrash"
+    assert set(world.pods) == pods
+
+
+def test_gpus_that_all_complain_at_once_move_nobody() -> None:
+    world = running_world()
+    pods = set(world.pods)
+    for worker in range(4):
+        say(world, worker, "GPUFault", "RuntimeError: CUDA error: hardware stack error")
+        world.crash(worker)
+    assert world.recovered()["cause"] == "TrainerCrash"
+    assert set(world.pods) == pods
+
+
+def test_bus_error_comes_with_the_advice_that_usually_helps() -> None:
+    world = running_world()
+    world.crash(1, code=135, reason="Signalled")
+    assert "/dev/shm" in world.recovered()["message"]
+
+
+# How restarts are counted.
+
+
+def test_crashes_far_apart_do_not_end_a_long_run() -> None:
+    world = running_world(max_restarts=2, reset_seconds=50)
+    for attempt in range(2, 8):
+        world.crash(attempt % 4, code=1)
+        world.recovered(attempt)
+        world.train(60)
+        assert world.status.counted == 0
+    assert world.status.crashes == 6
+
+
+def test_crashes_at_the_same_step_spend_the_restarts_however_long_each_takes() -> None:
+    world = running_world(max_restarts=2, reset_seconds=5, snapshot_every=1000)
+    for attempt in (2, 3):
+        world.crash(0, code=1)
+        world.recovered(attempt)
+        assert world.status.last_recovery is not None
+        while world.newest_step() < 9:
+            world.tick()
+    world.crash(0, code=1)
+    world.until("Failed")
+    assert failure(world)[0] == "MaxRestartsExceeded"
+
+
+def test_node_loss_neither_counts_nor_forgives() -> None:
+    world = running_world(max_restarts=2)
+    world.crash(0, code=1)
+    world.recovered()
+    world.train(4)
+    world.evict(world.member(1))
+    world.recovered(3)
+    assert (world.status.crashes, world.status.disruptions, world.status.counted) == (1, 1, 1)
+
+
+def test_command_that_never_makes_a_step_is_held_back_even_if_no_limit_counts() -> None:
+    world = World(make_spec(rules=rules(on_codes("again", "RestartIgnoringLimit", 1))))
+    world.until("Starting")
+    world.stillborn = True
+    world.train(120)
+    assert 3 <= world.status.attempt <= 9, "1, 2, 4, 8 ... seconds between them"
+    assert world.status.counted == 0
+
+
+# Hangs.
+
+
+def hanging_world(worker: int | None, **changes: object) -> World:
+    world = running_world(hang=HangSpec(factor=2, least=20.0), **changes)
+    world.hung = (1, worker)
+    return world
+
+
+def test_job_that_makes_no_step_is_restarted_in_place_and_the_one_behind_is_named() -> None:
+    world = hanging_world(2)
+    pods = set(world.pods)
+    world.train(15)
+    assert world.status.attempt == 1, "not before its time"
+    summary = world.recovered()
+    assert summary["cause"] == "Hung"
+    assert "worker 2 (rank 2) is at step" in summary["message"]
+    assert summary["tiers"] == {"local": 4, "peer": 0, "remote": 0}
+    assert summary["detectSeconds"] >= 20
+    assert set(world.pods) == pods
+    assert world.status.counted == 1
+    assert "Hung" in world.notices
+
+
+def test_hang_without_a_laggard_sends_the_reader_to_the_stacks() -> None:
+    world = hanging_world(None)
+    summary = world.recovered()
+    assert "no single worker is behind" in summary["message"]
+    assert "stacks" in summary["message"]
+    assert world.status.hang is None
+
+
+def test_worker_that_holds_the_others_up_again_moves_to_another_node() -> None:
+    world = hanging_world(2)
+    node = world.pods[world.member(2)].node
+    survivors = {world.member(worker) for worker in (0, 1, 3)}
+    world.recovered()
+    world.train(4)
+    world.hung = (2, 2)
+    summary = world.recovered(3)
+    assert summary["cause"] == "Hung"
+    assert "again" in summary["message"]
+    assert world.pods[world.member(2)].node != node
+    assert survivors <= set(world.pods)
+    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
+
+
+def test_another_worker_that_hangs_the_next_time_stays() -> None:
+    world = hanging_world(2)
+    world.recovered()
+    world.train(4)
+    world.hung = (2, 1)
+    pods = set(world.pods)
+    world.recovered(3)
+    assert set(world.pods) == pods
+    assert world.status.hang is not None
+    assert (world.status.hang.worker, world.status.hang.times) == (1, 1)
+
+
+def test_hang_can_be_ruled_no_fault_of_training() -> None:
+    world = hanging_world(
+        None, max_restarts=0, rules=rules(on_reasons("fabric", "RestartIgnoringLimit", "Hung"))
+    )
+    assert world.recovered()["rule"] == "fabric"
+    assert (world.status.crashes, world.status.disruptions) == (0, 1)
+
+
+def test_job_whose_owner_wants_no_hang_detection_is_left_alone() -> None:
+    world = running_world(hang=None)
+    world.hung = (1, 2)
+    world.train(500)
+    assert world.status.attempt == 1
+
+
+def test_lost_node_explains_a_hang() -> None:
+    world = hanging_world(2)
+    world.train(18)
+    node = world.pods[world.member(3)].node
+    assert node is not None
+    world.kill_node(node)
+    summary = world.recovered()
+    assert summary["cause"] in ("NodeLost", "SidecarSilent")
+
+
+def test_hang_that_passes_before_anything_was_decided_is_forgotten() -> None:
+    world = hanging_world(2)
+    for sidecar in world.sidecars.values():
+        sidecar.trainer = replace(
+            sidecar.trainer, stalled_since=world.now - 30, slowest_rank=0, slowest_step=1
+        )
+    obs = replace(
+        world.observe(),
+        job=replace(
+            world.job, status=replace(world.status, recovery=Recovery("Hung", "m", world.now, world.now))
+        ),
+    )
+    assert update_recovery(Situation.of(obs), None) is None
+
+
+# Sidecars.
+
+
+def protected(world: World) -> tuple[bool, str, str]:
+    found = world.status.condition("Protected")
+    assert found is not None
+    return found.status, found.reason, found.message
+
+
+def test_sidecar_that_ended_is_told_until_a_version_is_complete_again_and_training_goes_on() -> None:
+    world = running_world(snapshot_every=20)
+    while world.newest_step() < 22:
+        world.tick()
+    uid = world.member(1)
+    world.pods[uid] = replace(world.pods[uid], sidecar=ContainerView(1, "Error", world.now, 137))
+    world.train(3)
+    status, reason, message = protected(world)
+    assert (status, reason) == (False, "SidecarRestarted")
+    assert "worker 1 ended (Error, exit code 137)" in message
+    assert "--previous" in message
+    world.train(20)
+    assert protected(world)[:2] == (True, "CopiesComplete")
+    assert world.status.attempt == 1
+    assert world.notices.count("SidecarRestarted") == 1
+
+
+def test_sidecar_without_enough_memory_says_which_number_to_raise() -> None:
+    world = running_world(snapshot_every=20)
+    uid = world.member(1)
+    world.pods[uid] = replace(
+        world.pods[uid], sidecar=ContainerView(1, "OOMKilled", world.now, 137, "1342177280")
+    )
+    world.tick()
+    assert "limit of 1342177280" in protected(world)[2]
+    assert "tiers.local.sizeLimit" in protected(world)[2]
+
+
+# Pods.
+
+
+def test_pod_that_fails_for_no_known_reason_is_replaced_alone() -> None:
+    world = running_world(rules=rules(on_reasons("odd", "RestartIgnoringLimit", "UnexpectedAdmissionError")))
+    survivors = {world.member(worker) for worker in (0, 2, 3)}
+    uid = world.member(1)
+    world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="UnexpectedAdmissionError")
+    summary = world.recovered()
+    assert summary["cause"] == "PodFailed"
+    assert summary["rule"] == "odd"
+    assert survivors <= set(world.pods)
+
+
+# Failure domains.
+
+
+def lose(world: World, *names: str) -> None:
+    for name in names:
+        world.kill_node(name)
+        world.nodes[name] = replace(world.nodes[name], lost="node is not ready")
+
+
+def test_lost_rack_is_called_by_its_name() -> None:
+    world = running_world()
+    lose(world, "n00", "n01")
+    summary = world.recovered()
+    workers = sorted(pod.worker for pod in world.pods.values() if pod.incarnation)
+    assert summary["cause"] == "DomainLost"
+    assert summary["message"].startswith(f"rack r0 lost: workers {workers[0]}, {workers[1]}")
+    assert (world.status.crashes, world.status.disruptions) == (0, 1)
+
+
+def test_rule_on_lost_nodes_means_those_of_a_lost_rack_as_well() -> None:
+    world = running_world(rules=rules(on_reasons("nodes", "Restart", "NodeLost")))
+    lose(world, "n00", "n01")
+    summary = world.recovered()
+    assert (summary["cause"], summary["rule"]) == ("DomainLost", "nodes")
+
+
+def test_one_lost_node_of_a_rack_is_a_lost_node() -> None:
+    world = running_world()
+    lose(world, "n00")
+    summary = world.recovered()
+    assert summary["cause"] == "NodeLost"
+    assert "rack" not in summary["message"]
+
+
+def test_two_nodes_of_different_racks_are_not_a_lost_rack() -> None:
+    world = World(make_spec(workers=6, copies=2), racks=3)
+    world.until("Running")
+    world.train(9)
+    lose(world, "n00", "n10")
+    summary = world.recovered()
+    assert summary["cause"] == "NodeLost"
+    assert "rack" not in summary["message"]
+
+
+def test_rack_of_which_a_node_is_well_is_said_to_have_lost_what_the_job_had_there() -> None:
+    world = World(make_spec(), racks=2, nodes_per_rack=3)
+    world.nodes["n02"] = replace(world.nodes["n02"], schedulable=False)
+    world.nodes["n12"] = replace(world.nodes["n12"], schedulable=False)
+    world.until("Running")
+    world.train(9)
+    lose(world, "n00", "n01")
+    summary = world.recovered()
+    assert summary["cause"] == "NodeLost"
+    assert summary["message"].startswith("all nodes of the job in rack r0 lost: workers ")
+
+
+def test_zone_is_named_where_more_than_one_rack_of_it_is_gone() -> None:
+    world = World(make_spec(workers=8, copies=1, spread_level="zone"), racks=4, nodes_per_rack=2)
+    for name, node in world.nodes.items():
+        zone = "east" if name[1] in "01" else "west"
+        world.nodes[name] = replace(node, labels={**node.labels, "topology.kubernetes.io/zone": zone})
+    world.until("Running")
+    world.train(9)
+    lose(world, "n00", "n01", "n10", "n11")
+    assert world.recovered()["message"].startswith("zone east lost: workers ")
+
+
+# activeDeadlineSeconds.
+
+
+def test_job_that_takes_longer_than_it_may_fails_and_its_pods_go() -> None:
+    world = running_world(active_deadline=40.0)
+    world.until("Failed")
+    reason, message = failure(world)
+    assert reason == "DeadlineExceeded"
+    assert "40 s" in message
+    world.train(60)
+    assert all(pod.terminal or pod.deleting for pod in world.pods.values())
+
+
+def test_restarts_do_not_prolong_the_deadline() -> None:
+    world = running_world(active_deadline=60.0)
+    began = world.now
+    world.evict(world.member(1))
+    world.recovered()
+    world.until("Failed")
+    assert world.now - began < 60
+
+
+def test_time_in_suspension_is_not_held_against_the_job() -> None:
+    world = running_world(active_deadline=60.0, remote=REMOTE)
+    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
+    world.until("Suspended")
+    world.train(200)
+    assert not world.status.holds("Failed")
+    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.until("Running", attempt=2)
+    world.train(20)
+    assert not world.status.holds("Failed")
+    world.until("Failed")
+    assert failure(world)[0] == "DeadlineExceeded"
+
+
+def test_job_that_was_created_suspended_has_not_started() -> None:
+    world = World(make_spec(suspend=True, active_deadline=30.0))
+    world.train(100)
+    assert world.status.started is None
+    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.until("Running")
+    assert world.status.started is not None

@@ -1,0 +1,217 @@
+"""What the loop of one job costs the API server, and that it ends with its job, however it hears of the
+end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import kubernetes
+import pytest
+
+from tests.operator.moments import TURNS, Woken, ends, turns, until
+from tests.operator.world_in_memory import TEMPLATE, World
+from tiercheck_operator.app import Operator
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
+from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
+from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.parsing import parse_job
+
+
+class StandIn:
+    """An API server in place of the client: has at most one job and whatever was made for it, and counts."""
+
+    def __init__(self, job: dict[str, Any] | None) -> None:
+        self.job = job
+        self.asked: list[str] = []
+        self.made: list[str] = []
+        self.away = 0
+        """Times that the job cannot be read."""
+        self.pod_made: Callable[[], object] = lambda: None
+
+    @property
+    def pods_made(self) -> int:
+        return sum("/pods" in path for path in self.made)
+
+    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
+        self.asked.append(path)
+        if path != JOBS + "/{name}":
+            return None
+        if self.away:
+            self.away -= 1
+            raise ApiFailure(0, "the API server does not answer")
+        return copy.deepcopy(self.job)
+
+    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+        self.made.append(path)
+        if "/pods" in path:
+            self.pod_made()
+        return dict(body)
+
+    async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+        if self.job is None:
+            raise ApiFailure(404, 'tiercheckjobs.tiercheck.io "j" not found')
+        metadata = self.job["metadata"]
+        if body["metadata"]["uid"] != metadata["uid"]:
+            raise ApiFailure(409, "the UID in the precondition is another one")
+        metadata["resourceVersion"] = str(int(metadata["resourceVersion"]) + 1)
+        self.job["status"] = {**self.job.get("status", {}), **body["status"]}
+        return copy.deepcopy(self.job)
+
+
+class Silent:
+    """Sidecars that are never heard of."""
+
+    reports: Mapping[str, Any] = {}
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Whatever the real ones want to know."""
+
+    def follow(self, hosts: Mapping[str, str]) -> None:
+        """Nobody is listened to."""
+
+    def want_holdings(self, wanted: bool) -> None:
+        """Nobody is asked."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def surroundings(
+    kube: object, pods: Iterable[PodView] = (), gone: Callable[[str], object] = lambda uid: None
+) -> Surroundings:
+    return Surroundings(
+        lambda *_: pods, dict, cast(Kube, kube), Config(), Metrics(), sidecars=cast(Any, Silent), gone=gone
+    )
+
+
+def new_job(uid: str = "u") -> dict[str, Any]:
+    job = finished_job()
+    del job["status"]
+    job["metadata"]["uid"] = uid
+    return job
+
+
+def finished_job() -> dict[str, Any]:
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckJob",
+        "metadata": {"name": "j", "namespace": "default", "uid": "u", "resourceVersion": "1",
+            "generation": 1},
+        "spec": {"workers": 1, "template": TEMPLATE},
+        "status": {
+            "conditions": [
+                {
+                    "type": "Completed", "status": "True", "reason": "AllTrainersSucceeded", "message": "",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z",
+                }
+            ]
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("phase", "asks"), [("Succeeded", False), ("Running", True)])
+async def test_finished_job_that_is_kept_costs_the_api_server_nothing(phase: str, asks: bool) -> None:
+    kube = StandIn(finished_job())
+    world = World()
+    world.until("Running")
+    pod: PodView = replace(next(iter(world.pods.values())), phase=phase, job_uid="u")
+    loop = JobLoop(finished_job(), surroundings(kube, [pod]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_observe", _stop)
+        with pytest.raises(_Seen):
+            await loop._reconcile()
+    assert bool(kube.asked) is asks
+
+
+@pytest.mark.parametrize("between", TURNS)
+async def test_loop_ends_with_its_job_even_if_news_came_at_the_same_moment(between: int) -> None:
+    """The pods of a deleted job go when it goes, and wake its loop."""
+    loop = JobLoop(finished_job(), surroundings(StandIn(finished_job())))
+    woken = loop._woken = Woken()
+    loop.start()
+    await until(lambda: woken.waits)
+    loop.wake()
+    await turns(between)
+    await ends(loop.stop())
+    assert loop.dead
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures are followed up at once."""
+    monkeypatch.setattr("tiercheck_operator.controller.reconciler._ERROR_BACKOFF", (0.0,))
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("namesake", [None, new_job("another")])
+async def test_job_that_the_api_server_does_not_have_is_forgotten_whatever_the_watch_says(
+    namesake: dict[str, Any] | None,
+) -> None:
+    kube, forgotten = StandIn(new_job()), list[str]()
+    kube.pod_made = lambda: setattr(kube, "job", namesake)
+    around = surroundings(kube, gone=forgotten.append)
+    around.metrics.job_seen(parse_job(new_job()))
+    loop = JobLoop(new_job(), around)
+    loop.start()
+    await until(lambda: bool(forgotten) and loop.dead)
+    assert forgotten == ["u"]
+    assert kube.pods_made == 1, "after the first 404 it gets no more pods"
+    assert b'job="j"' not in around.metrics.text()
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_after_a_404_nothing_is_made_until_the_job_was_found() -> None:
+    """The 404 may have been about something else, and the API server may not answer for a while."""
+    kube = StandIn(new_job())
+
+    def gone_for_a_while() -> None:
+        kube.job, kube.away = None, 5
+        kube.pod_made = lambda: found.append(kube.away)
+
+    kube.pod_made = gone_for_a_while
+    found: list[int] = []
+    loop = JobLoop(new_job(), surroundings(kube))
+    loop.start()
+    await until(lambda: kube.away in (1, 2))
+    kube.job = new_job()
+    await until(lambda: bool(found))
+    assert set(found) == {0}
+    await ends(loop.stop())
+
+
+async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:
+    kube, forgotten = StandIn(None), list[str]()
+    loop = JobLoop(new_job(), surroundings(kube, gone=forgotten.append))
+    loop.start()
+    await until(lambda: bool(forgotten) and loop.dead)
+    assert not kube.made
+
+
+async def test_operator_has_forgotten_a_job_and_is_well_when_its_loop_found_it_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kube = StandIn(None)
+    monkeypatch.setattr("tiercheck_operator.app.Kube", lambda *_, **__: kube)
+    operator = Operator(Config(), kubernetes.client.Configuration(host="http://127.0.0.1:1"))
+    operator._job_changed(new_job())
+    (loop,) = operator._loops.values()
+    await until(lambda: loop.dead)
+    assert not operator._loops
+    assert not operator._jobs.uids()
+    assert not operator._known_as
+    assert operator._trouble() == ""
+    await operator._job_gone("u")  # the watch says so at last
+
+
+class _Seen(Exception):
+    pass
+
+
+def _stop(_: object) -> Any:
+    raise _Seen

@@ -1,0 +1,130 @@
+"""What becomes of a reconcile when the API server says no."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from tests.operator.world_in_memory import TEMPLATE, World, make_spec
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.decide import decide, refused
+from tiercheck_operator.controller.execute import Executor
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.owned_objects import Belongings
+from tiercheck_operator.model.actions import CreatePod, Decision, DeletePod
+from tiercheck_operator.model.observed import Observation
+
+
+class Refusing:
+    """A server without room: it counts what it is asked and refuses every pod."""
+
+    def __init__(self, status: int = 403) -> None:
+        self.status = status
+        self.created: list[str] = []
+        self.deleted: list[str] = []
+
+    async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+        self.created.append(body["metadata"]["name"])
+        raise ApiFailure(self.status, "exceeded quota: gpus")
+
+    async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
+        self.deleted.append(names["name"])
+        return True
+
+
+def executor(server: Refusing) -> Executor:
+    kube = cast(Kube, server)
+    return Executor(kube, Config(), Belongings(kube))
+
+
+async def test_a_large_job_does_not_ask_for_every_pod_once_one_was_refused() -> None:
+    server = Refusing()
+    actions = [
+        *(CreatePod(worker, 0, ()) for worker in range(500)),
+        DeletePod("old", "u", force=False, why="pod old: it is lost"),
+    ]
+    with pytest.raises(ApiFailure, match="exceeded quota"):
+        await executor(server).run(World().observe().job, actions, None)
+    assert len(server.created) < 50
+    assert server.deleted == ["old"]
+
+
+async def test_a_moment_of_trouble_does_not_keep_other_pods_from_being_tried() -> None:
+    server = Refusing(status=503)
+    with pytest.raises(ApiFailure):
+        await executor(server).run(
+            World().observe().job, [CreatePod(worker, 0, ()) for worker in range(50)], None
+        )
+    assert len(server.created) == 50
+
+
+ODD_FIELDS: tuple[Mapping[str, Any], ...] = (
+    {"securityContext": "x"}, {"affinity": []}, {"affinity": {"nodeAffinity": "x"}}, {"volumes": 5},
+    {"initContainers": "x"}, {"terminationGracePeriodSeconds": {}, "securityContext": 5},
+    {"containers": [{**TEMPLATE["spec"]["containers"][0], "volumeMounts": 5}]},
+    {"containers": [{**TEMPLATE["spec"]["containers"][0], "resources": "x"}]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD_FIELDS, ids=str)
+def test_a_template_that_is_no_pod_is_refused_with_a_sentence(odd: Mapping[str, Any]) -> None:
+    world = World(make_spec(template={"spec": {**TEMPLATE["spec"], **odd}}))
+    world.train(3)
+    placed = world.status.condition("Placed")
+    assert placed is not None
+    assert (placed.status, placed.reason) == (False, "InvalidTemplate")
+    assert "kubectl explain pod.spec" in placed.message
+    assert not world.created
+
+
+async def test_of_a_job_that_trains_a_template_that_became_no_pod_is_told_as_a_refusal() -> None:
+    world = World()
+    world.until("Running")
+    job = world.observe().job
+    spoilt = replace(
+        job, spec=replace(job.spec, template={"spec": {**TEMPLATE["spec"], "securityContext": "x"}})
+    )
+    server = Refusing()
+    with pytest.raises(ApiFailure, match="cannot be made a pod") as caught:
+        await executor(server).run(
+            spoilt, [CreatePod(0, 1, ()), DeletePod("old", "u", force=False, why="pod old: it is lost")], None
+        )
+    assert (caught.value.refused, server.created, server.deleted) == (True, [], ["old"])
+    decision = decide(replace(world.observe(), job=spoilt))
+    assert (decision.status or spoilt.status).phase == "Running", "its pods go on"
+
+
+def test_refused_pods_are_said_in_the_status_and_in_an_event() -> None:
+    obs = World().observe()
+    answer = refused(obs, decide(obs), "403: exceeded quota: gpus")
+    assert answer.status is not None
+    placed = answer.status.condition("Placed")
+    assert placed is not None
+    assert (placed.status, placed.reason, placed.message) == (False, "Refused", "403: exceeded quota: gpus")
+    assert answer.status.phase == "Pending"
+    assert any("exceeded quota" in notice.message for notice in answer.notices)
+    assert (answer.before, answer.after) == ((), ())
+
+
+def test_attempt_whose_placement_was_refused_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    begun: list[tuple[Observation, Decision]] = []
+    reconcile = world.reconcile
+
+    def watched(killed_after: int | None = None) -> None:
+        obs = world.observe()
+        decision = decide(obs)
+        if decision.status is not None and decision.status.attempt > obs.job.status.attempt:
+            begun.append((obs, decision))
+        reconcile(killed_after)
+
+    monkeypatch.setattr(world, "reconcile", watched)
+    world.until("Running")
+    obs, decision = begun[0]
+    answer = refused(obs, decision, "403: exceeded quota: configmaps")
+    assert answer.status is not None
+    assert answer.status.attempt == obs.job.status.attempt
+    assert answer.status.history == obs.job.status.history

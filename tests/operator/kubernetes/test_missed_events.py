@@ -1,0 +1,152 @@
+"""Watches lose events. What is gone is found, what is late is waited for, and a watch that stays deaf is
+noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.operator.moments import TURNS, Woken, ends, turns, until
+from tests.operator.world_in_memory import World
+from tiercheck_operator.kubernetes.client import Kube
+from tiercheck_operator.kubernetes.resync import Hearing, Resync, WatchedKind, stuck
+from tiercheck_operator.kubernetes.watches import ClusterView, Watched, dated
+from tiercheck_operator.model.observed import ContainerState, NodeView, PodView
+
+OBJECTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9))
+
+
+@given(OBJECTS, OBJECTS)
+def test_after_a_comparison_nothing_that_is_gone_is_left_and_all_that_is_new_is_known_to_be_missed(
+    seen: dict[str, int], there: dict[str, int]
+) -> None:
+    watched: Watched[str] = Watched()
+    for uid, version in seen.items():
+        watched.put(uid, version, uid)
+    difference = watched.compare(watched.uids(), there)
+    for uid in difference.gone:
+        watched.drop(uid)
+    assert watched.uids() == seen.keys() & there.keys()
+    assert difference.unseen == {uid: v for uid, v in there.items() if seen.get(uid, 0) < v}
+
+
+def test_object_that_appeared_while_the_list_was_on_its_way_is_not_taken_for_gone() -> None:
+    watched: Watched[str] = Watched()
+    before = watched.uids()
+    watched.put("new", 5, "new")
+    assert watched.compare(before, {}).gone == ()
+
+
+def test_older_news_than_what_is_known_changes_nothing() -> None:
+    watched: Watched[str] = Watched()
+    watched.put("a", 5, "new")
+    watched.put("a", 4, "old")
+    assert watched.get("a") == "new"
+
+
+def test_watch_is_deaf_only_if_the_same_news_is_missed_for_longer_than_the_grace() -> None:
+    hearing, watched = Hearing("Pod", grace=30), Watched[str]()
+    hearing.compared(watched.compare(watched.uids(), {"a": 5}), now=100.0)
+    assert not hearing.complete
+    assert hearing.trouble(120.0) == ""
+    hearing.compared(watched.compare(watched.uids(), {"a": 9}), now=125.0)
+    assert "the watch of Pod is deaf" in hearing.trouble(131.0), "newer news of it do not start the time anew"
+    watched.put("a", 5, "a")
+    hearing.heard("a", 5)
+    assert hearing.trouble(131.0) == ""
+    assert hearing.complete
+
+
+def test_watch_that_was_late_is_well_again_after_the_next_comparison() -> None:
+    hearing, watched = Hearing("Pod", grace=30), Watched[str]()
+    hearing.compared(watched.compare(watched.uids(), {"a": 5}), now=0.0)
+    hearing.compared(watched.compare(watched.uids(), {}), now=40.0)
+    assert hearing.trouble(40.0) == ""
+
+
+def test_reconcile_that_does_not_end_is_named() -> None:
+    assert stuck({"ns/a": 0.0, "ns/b": 90.0}, now=100.0, limit=300.0) == ""
+    assert stuck({"ns/a": 0.0, "ns/b": 90.0}, now=301.0, limit=300.0) == (
+        "1 jobs are stuck in a reconcile; ns/a for 301 s"
+    )
+
+
+@pytest.mark.parametrize("between", TURNS)
+async def test_comparing_ends_when_it_is_told_to_even_if_a_watch_listed_at_the_same_moment(
+    between: int,
+) -> None:
+    class Nothing:
+        async def list_metadata(self, path: str, query: str) -> list[dict[str, Any]]:
+            return []
+
+    async def gone(uid: str) -> None:
+        """Nothing ever goes."""
+
+    kind = WatchedKind("/api/v1", "pods", "", Watched[Any](), gone)
+    resync = Resync(cast(Kube, Nothing()), {"Pod": kind}, namespaces=(), every=3600.0, grace=30.0)
+    due = resync._due = Woken()
+    began = asyncio.Event()
+    began.set()
+    task = asyncio.create_task(resync.run(began))
+    await until(lambda: due.waits)
+    resync.heard("Pod", "uid", 1, listed=True)
+    await turns(between)
+    task.cancel()
+    await ends(task)
+
+
+@pytest.fixture
+def pod() -> PodView:
+    world = World()
+    world.until("Running")
+    return next(iter(world.pods.values()))
+
+
+def test_pods_are_found_by_job_until_they_are_gone(pod: PodView) -> None:
+    view = ClusterView()
+    view.put_pod(pod.uid, pod, 1)
+    view.put_pod("other", replace(pod, uid="other", job_uid="another"), 2)
+    assert list(view.pods_of(pod.namespace, pod.job_uid)) == [pod]
+    moved = replace(pod, job_uid="another")
+    view.put_pod(pod.uid, moved, 3)
+    assert list(view.pods_of(pod.namespace, pod.job_uid)) == []
+    assert len(list(view.pods_of(pod.namespace, "another"))) == 2
+    assert view.drop_pod(pod.uid) == moved
+    assert view.drop_pod(pod.uid) is None
+    assert [entry.uid for entry in view.pods_of(pod.namespace, "another")] == ["other"]
+
+
+def test_pod_whose_labels_make_no_sense_is_seen_but_belongs_to_no_job(pod: PodView) -> None:
+    view = ClusterView()
+    view.put_pod(pod.uid, pod, 1)
+    view.put_pod(pod.uid, None, 2)
+    assert list(view.pods_of(pod.namespace, pod.job_uid)) == []
+    assert view.pods.compare(view.pods.uids(), {pod.uid: 2}).unseen == {}
+
+
+def test_what_a_kubelet_says_is_dated_when_it_is_first_heard_by_our_clock(pod: PodView) -> None:
+    """Whatever else changes about the pod, and however often it is listed anew."""
+    first = dated(pod, None, 100.0)
+    assert (first.sidecar.since, first.trainer.since) == (100.0, 100.0)
+    again = dated(replace(pod, phase="Running", resource_version="9"), first, 200.0)
+    assert (again.sidecar.since, again.trainer.since) == (100.0, 100.0)
+    ended = replace(pod, sidecar=replace(pod.sidecar, state=ContainerState.ENDED))
+    assert dated(ended, again, 300.0).sidecar.since == 300.0
+    assert dated(ended, again, 300.0).trainer.since == 100.0
+
+
+def test_heartbeats_of_nodes_change_nothing_and_wake_nobody() -> None:
+    view, node = ClusterView(), NodeView("n", {"a": "b"})
+    assert view.put_node("u", node, 1)
+    known = view.all_nodes()
+    assert not view.put_node("u", NodeView("n", {"a": "b"}), 2)
+    assert view.all_nodes() is known
+    assert view.put_node("u", replace(node, lost="gone"), 3)
+    assert view.all_nodes()["n"].lost == "gone"
+    view.drop_node("u")
+    assert not view.all_nodes()

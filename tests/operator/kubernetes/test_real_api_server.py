@@ -1,0 +1,464 @@
+"""What only a real API server can tell: Pod Security admits our pods without a word, and the shipped RBAC is
+enough."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.operator.kubernetes.real_cluster import post, service_account_kubeconfig
+from tiercheck_local.cluster import LocalCluster
+from tiercheck_local.nodespec import NodeSpec
+from tiercheck_operator.manifests.node_memory import forbidden
+from tiercheck_operator.manifests.owned import build_service
+from tiercheck_operator.manifests.pod import build_pod, build_spare
+from tiercheck_operator.manifests.resources import limits_advice
+from tiercheck_operator.model.observed import JobView
+from tiercheck_operator.model.parsing import parse_job
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        not os.environ.get("KUBEBUILDER_ASSETS"),
+        reason="KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver",
+    ),
+]
+
+ROOT = Path(__file__).parents[3]
+RESTRICTED = "restricted"
+DEADLINE = 90.0
+SECURE = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """With a namespace in which only restricted pods may be made, and with what `kubectl apply -f deploy/`
+    makes."""
+    with LocalCluster(
+        tmp_path_factory.mktemp("cluster"), [NodeSpec("n1"), NodeSpec("n2")], "real"
+    ) as started:
+        started.apply_crds(ROOT / "crds")
+        levels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn", "audit")}
+        started.apply(
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": RESTRICTED, "labels": levels}}
+        )
+        started.apply_file(ROOT / "deploy" / "operator.yaml")
+        yield started
+
+
+def job(**changes: Any) -> JobView:
+    """A compliant user's job, as the operator sees it."""
+    tiers = {"local": {"sizeLimit": "1Gi"}, **changes.pop("tiers", {})}
+    template = {
+        "spec": {
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 1000,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "trainer",
+                    "image": "train:1",
+                    "command": ["torchrun", "train.py"],
+                    "resources": {"limits": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": "1"}},
+                    "securityContext": SECURE,
+                }
+            ],
+        }
+    }
+    return parse_job(
+        {
+            "metadata": {
+                "name": "gpt",
+                "namespace": RESTRICTED,
+                "uid": "0b0e1b9e-6ad5-4a43-9d0c-6b2c4d9f7a10",
+            },
+            "spec": {"workers": 2, "template": template, "tiers": tiers, **changes},
+        }
+    )
+
+
+S3 = {"bucket": "b", "prefix": "p", "region": "eu-central-1"}
+CASES = {
+    "no remote tier": job(),
+    "s3 with the pod's own identity": job(tiers={"remote": {"s3": S3}}),
+    "s3 with a Secret": job(tiers={"remote": {"s3": {**S3, "credentialsSecretName": "aws"}}}),
+    "a directory": job(
+        tiers={
+            "remote": {"directory": {"volume": {"persistentVolumeClaim": {"claimName": "c"}}, "subPath": "x"}}
+        }
+    ),
+    "eight processes": job(procsPerWorker=8, topology={"preset": "gke"}),
+}
+
+
+@pytest.mark.parametrize("avoid", [(), ("n1",)], ids=["anywhere", "not on n1"])
+@pytest.mark.parametrize("case", CASES)
+def test_restricted_namespace_admits_our_pods_without_a_warning(
+    cluster: LocalCluster, case: str, avoid: tuple[str, ...]
+) -> None:
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
+    pod = build_pod(CASES[case], 1, 0, avoid, "tiercheck-sidecar:1")
+    status, answer, warnings = post(cluster.kubeconfig, path, pod)
+    assert (status, warnings) == (201, []), answer.get("message")
+
+
+BOUND = {"requests": {"cpu": "16", "memory": "64Gi"}, "limits": {"cpu": "16", "memory": "64Gi"}}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["each container", "the pod as a whole"])
+@pytest.mark.parametrize("resources", [BOUND, {"limits": BOUND["limits"]}], ids=["both", "limits only"])
+def test_api_server_calls_a_guaranteed_pod_guaranteed_with_our_containers_in_it_too(
+    cluster: LocalCluster, resources: dict[str, Any], whole: bool
+) -> None:
+    template = job().spec.template["spec"]
+    bound = [{**entry, "resources": {} if whole else resources} for entry in template["containers"]]
+    spec = {**template, "containers": bound, **({"resources": resources} if whole else {})}
+    pod = build_pod(
+        replace(job(), spec=replace(job().spec, template={"spec": spec})), 0, 0, (), "tiercheck-sidecar:1"
+    )
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
+    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    assert status == 201, answer.get("message")
+    if whole and "resources" not in answer["spec"]:
+        pytest.skip("this API server is older than resources of pods (1.34)")
+    assert answer["status"]["qosClass"] == "Guaranteed"
+
+
+LIMITS = [
+    {"type": "Container", "default": {"cpu": "100m"}},
+    {"type": "Container", "maxLimitRequestRatio": {"cpu": "4"}},
+]
+
+
+@pytest.mark.parametrize("rule", LIMITS, ids=["default limit", "ratio"])
+def test_pod_that_a_limit_range_refuses_is_accepted_once_the_advice_is_followed(
+    cluster: LocalCluster, rule: dict[str, Any]
+) -> None:
+    namespace = f"limited-{LIMITS.index(rule)}"
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    limit_range = {
+        "apiVersion": "v1",
+        "kind": "LimitRange",
+        "metadata": {"name": "rules"},
+        "spec": {"limits": [rule]},
+    }
+    assert post(cluster.kubeconfig, f"/api/v1/namespaces/{namespace}/limitranges", limit_range)[0] == 201
+    bounds = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
+    template = job().spec.template["spec"]
+    template = {
+        **template,
+        "containers": [{**entry, "resources": bounds} for entry in template["containers"]],
+    }
+    view = replace(job(), namespace=namespace, spec=replace(job().spec, template={"spec": template}))
+
+    def answer(view: JobView) -> tuple[int, str]:
+        pod = build_pod(view, 0, 0, (), "s:1")
+        status, said, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/{namespace}/pods?dryRun=All", pod)
+        return status, str(said.get("message"))
+
+    cluster.wait_for(lambda: answer(view)[0] >= 400, DEADLINE, "the API server knows the rule")
+    assert "spec.sidecar.resources.limits.cpu" in limits_advice(answer(view)[1])
+    advised = {"requests": {"cpu": "500m"}, "limits": {"cpu": "1"}}
+    status, said = answer(replace(view, spec=replace(view.spec, sidecar_resources=advised)))
+    assert status == 201, said
+
+
+def test_pod_in_its_nodes_network_is_accepted_where_that_is_allowed_and_refused_with_words_where_not(
+    cluster: LocalCluster,
+) -> None:
+    template = {**job().spec.template["spec"], "hostNetwork": True}
+    pod = build_pod(replace(job(), spec=replace(job().spec, template={"spec": template})), 0, 0, (), "s:1")
+    query = "dryRun=All&fieldValidation=Strict"
+    elsewhere = {**pod, "metadata": {**pod["metadata"], "namespace": "default"}}
+    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/default/pods?{query}", elsewhere)
+    assert status == 201, answer.get("message")
+    sidecar = next(entry for entry in answer["spec"]["initContainers"] if entry.get("ports"))
+    assert all(port["hostPort"] == port["containerPort"] for port in sidecar["ports"])
+    status, answer, _ = post(cluster.kubeconfig, f"/api/v1/namespaces/{RESTRICTED}/pods?{query}", pod)
+    assert status == 403
+    assert "host namespaces (hostNetwork=true)" in answer["message"]
+
+
+def test_restricted_namespace_is_really_restricted(cluster: LocalCluster) -> None:
+    pod = build_pod(CASES["no remote tier"], 1, 0, (), "tiercheck-sidecar:1")
+    del pod["spec"]["containers"][0]["securityContext"]
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All"
+    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    assert status == 403
+    assert "violates PodSecurity" in answer["message"]
+
+
+def test_service_is_admitted_under_strict_validation(cluster: LocalCluster) -> None:
+    path = f"/api/v1/namespaces/{RESTRICTED}/services?dryRun=All&fieldValidation=Strict"
+    assert post(cluster.kubeconfig, path, build_service(job()))[::2] == (201, [])
+
+
+def test_shipped_manifests_are_valid_and_their_pod_is_restricted(cluster: LocalCluster) -> None:
+    documents = [
+        entry for entry in yaml.safe_load_all((ROOT / "deploy" / "operator.yaml").read_text()) if entry
+    ]
+    (deployment,) = [entry for entry in documents if entry["kind"] == "Deployment"]
+    path = "/apis/apps/v1/namespaces/tiercheck-system/deployments?dryRun=All&fieldValidation=Strict"
+    copy = {**deployment, "metadata": {**deployment["metadata"], "name": "copy"}}
+    assert post(cluster.kubeconfig, path, copy)[::2] == (201, [])
+    template = deployment["spec"]["template"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {**template["metadata"], "name": "p"},
+        "spec": template["spec"],
+    }
+    path = f"/api/v1/namespaces/{RESTRICTED}/pods?dryRun=All&fieldValidation=Strict"
+    status, answer, warnings = post(cluster.kubeconfig, path, pod)
+    assert (status, warnings) == (201, []), answer.get("message")
+
+
+# The operator as its own service account.
+
+
+JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
+
+
+def short_job(name: str, namespace: str, **changes: Any) -> dict[str, Any]:
+    """Two workers that have nothing to do; everything in it is allowed in a restricted namespace."""
+    container = {
+        "name": "trainer",
+        "image": "i",
+        "command": ["/bin/sh", "-c", "exit 0"],
+        "securityContext": SECURE,
+    }
+    secure = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "workers": 2,
+            "tiers": {"local": {"sizeLimit": "16Mi"}},
+            "template": {
+                "spec": {
+                    "terminationGracePeriodSeconds": 3,
+                    "securityContext": secure,
+                    "containers": [container],
+                }
+            },
+            **changes,
+        },
+    }
+
+
+def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
+    found = cluster.api.request("GET", f"{JOBS.format(namespace)}/{name}")
+    return dict(found.get("status") or {})
+
+
+def condition(cluster: LocalCluster, name: str, namespace: str, kind: str) -> dict[str, Any]:
+    conditions = status(cluster, name, namespace).get("conditions") or []
+    return next((entry for entry in conditions if entry["type"] == kind), {})
+
+
+def gone(cluster: LocalCluster, name: str, namespace: str) -> bool:
+    found = cluster.api.request("GET", JOBS.format(namespace))["items"]
+    return name not in {entry["metadata"]["name"] for entry in found}
+
+
+def run_as_service_account(
+    cluster: LocalCluster, tmp_path: Path, account: str = "tiercheck-operator", **env: str
+) -> Path:
+    """Start the operator with the shipped rights and no others; returns its log."""
+    kubeconfig = service_account_kubeconfig(
+        cluster.kubeconfig, "tiercheck-system", account, tmp_path / "kubeconfig"
+    )
+    log = cluster.logs / "operator.log"
+    log.unlink(missing_ok=True)
+    cluster.start_operator({"KUBECONFIG": str(kubeconfig), **env})
+    return log
+
+
+@pytest.fixture
+def stopped_operator(cluster: LocalCluster) -> Iterator[None]:
+    yield
+    if cluster.operator is not None:
+        cluster.operator.terminate()
+        cluster.operator.wait(30)
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_shipped_rights_are_enough_for_the_whole_life_of_a_job(cluster: LocalCluster, tmp_path: Path) -> None:
+    log = run_as_service_account(cluster, tmp_path)
+    cluster.apply(short_job("whole", RESTRICTED, ttlSecondsAfterFinished=3))
+    cluster.wait_for(
+        lambda: status(cluster, "whole", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
+    )
+    core = f"/api/v1/namespaces/{RESTRICTED}"
+    for path in ("services/whole", "secrets/whole-credentials", "configmaps/whole-placement"):
+        assert (
+            cluster.api.request("GET", f"{core}/{path}")["metadata"]["ownerReferences"][0]["name"] == "whole"
+        )
+    reasons = {event["reason"] for event in cluster.api.request("GET", f"{core}/events")["items"]}
+    assert reasons, "no Event was posted"
+    cluster.wait_for(
+        lambda: gone(cluster, "whole", RESTRICTED), DEADLINE, "the job to be removed after its time"
+    )
+    said = log.read_text()
+    assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
+
+
+def rbac(kind: str, name: str, role: str, namespace: str | None = None) -> dict[str, Any]:
+    """Binds the service account `narrow`."""
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": kind,
+        "metadata": {"name": name, **({"namespace": namespace} if namespace else {})},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+        "subjects": [{"kind": "ServiceAccount", "name": "narrow", "namespace": "tiercheck-system"}],
+    }
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_operator_of_one_namespace_needs_rights_there_only(cluster: LocalCluster, tmp_path: Path) -> None:
+    account = {"name": "narrow", "namespace": "tiercheck-system"}
+    cluster.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
+    cluster.apply(rbac("ClusterRoleBinding", "narrow", "tiercheck-operator"))
+    cluster.apply(rbac("RoleBinding", "narrow", "tiercheck-operator-jobs", RESTRICTED))
+    log = run_as_service_account(cluster, tmp_path, "narrow", TIERCHECK_NAMESPACES=RESTRICTED)
+    cluster.apply(short_job("elsewhere", "default"))
+    cluster.apply(short_job("here", RESTRICTED))
+    cluster.wait_for(
+        lambda: status(cluster, "here", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
+    )
+    assert status(cluster, "elsewhere", "default") == {}
+    said = log.read_text()
+    assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_pods_that_admission_refuses_are_explained_and_made_once_it_allows_them(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    log = run_as_service_account(cluster, tmp_path)
+    manifest = short_job("careless", RESTRICTED)
+    del manifest["spec"]["template"]["spec"]["securityContext"]
+    cluster.apply(manifest)
+    cluster.wait_for(
+        lambda: condition(cluster, "careless", RESTRICTED, "Placed").get("reason") == "Refused",
+        DEADLINE,
+        "the reason",
+    )
+    placed = condition(cluster, "careless", RESTRICTED, "Placed")
+    assert placed["status"] == "False"
+    assert "violates PodSecurity" in placed["message"]
+    assert status(cluster, "careless", RESTRICTED)["phase"] == "Pending"
+    cluster.wait_for(  # Events follow the status that they tell of
+        lambda: any(
+            "violates PodSecurity" in event["message"]
+            for event in cluster.api.request("GET", f"/api/v1/namespaces/{RESTRICTED}/events")["items"]
+        ),
+        DEADLINE,
+        "the Event",
+    )
+    labels = {"pod-security.kubernetes.io/enforce": "privileged"}
+    cluster.api.patch(
+        cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}}
+    )
+    try:
+        cluster.wait_for(
+            lambda: status(cluster, "careless", RESTRICTED).get("phase") == "Completed",
+            DEADLINE,
+            "completion",
+        )
+    finally:
+        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+        cluster.api.patch(
+            cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}}
+        )
+    assert condition(cluster, "careless", RESTRICTED, "Placed")["status"] == "True"
+    tries = [
+        line for line in log.read_text().splitlines() if "violates PodSecurity" in line and "WARNING" in line
+    ]
+    assert len(tries) < 20, "refused pods are tried again in a tight loop"
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_misspelt_field_of_the_template_is_named(cluster: LocalCluster, tmp_path: Path) -> None:
+    run_as_service_account(cluster, tmp_path)
+    manifest = short_job("misspelt", RESTRICTED)
+    manifest["spec"]["template"]["spec"]["priorityClasName"] = "high"
+    cluster.apply(manifest)
+    cluster.wait_for(
+        lambda: condition(cluster, "misspelt", RESTRICTED, "Placed").get("reason") == "Refused",
+        DEADLINE,
+        "the reason",
+    )
+    assert (
+        'unknown field "spec.priorityClasName"'
+        in condition(cluster, "misspelt", RESTRICTED, "Placed")["message"]
+    )
+
+
+@pytest.mark.usefixtures("stopped_operator")
+def test_secret_of_somebody_else_is_left_alone_and_named(cluster: LocalCluster, tmp_path: Path) -> None:
+    run_as_service_account(cluster, tmp_path)
+    foreign = {"name": "taken-credentials", "namespace": RESTRICTED}
+    cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": foreign, "stringData": {"mine": "x"}})
+    cluster.apply(short_job("taken", RESTRICTED))
+    cluster.wait_for(
+        lambda: condition(cluster, "taken", RESTRICTED, "Placed").get("reason") == "Refused",
+        DEADLINE,
+        "the reason",
+    )
+    assert "taken-credentials" in condition(cluster, "taken", RESTRICTED, "Placed")["message"]
+    secret = f"/api/v1/namespaces/{RESTRICTED}/secrets/taken-credentials"
+    assert set(cluster.api.request("GET", secret)["data"]) == {"mine"}
+    cluster.api.request("DELETE", secret)
+    cluster.wait_for(
+        lambda: status(cluster, "taken", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
+    )
+
+
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+def test_node_memory_in_a_namespace_that_allows_no_host_path_is_refused_in_words_that_are_recognised(
+    cluster: LocalCluster, level: str
+) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": level}
+    cluster.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": f"no-host-path-{level}", "labels": labels},
+        }
+    )
+    wanted = job(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}})
+    wanted = replace(wanted, namespace=f"no-host-path-{level}")
+    pod = build_pod(wanted, 1, 0, (), "tiercheck-sidecar:1")
+    path = f"/api/v1/namespaces/no-host-path-{level}/pods?dryRun=All"
+    status, answer, _ = post(cluster.kubeconfig, path, pod)
+    assert status == 403
+    assert "pod-security.kubernetes.io/enforce=privileged" in forbidden(wanted, answer["message"])
+
+
+def test_node_memory_is_admitted_where_host_paths_are(cluster: LocalCluster) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": "privileged"}
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "host-path", "labels": labels}}
+    )
+    wanted = replace(
+        job(tiers={"local": {"medium": "NodeMemory", "sizeLimit": "1Gi"}}), namespace="host-path"
+    )
+    for pod in (
+        build_pod(wanted, 1, 0, (), "tiercheck-sidecar:1"),
+        build_spare(wanted, 0, (), "tiercheck-sidecar:1"),
+    ):
+        path = "/api/v1/namespaces/host-path/pods?dryRun=All&fieldValidation=Strict"
+        status, answer, _ = post(cluster.kubeconfig, path, pod)
+        assert status == 201, answer.get("message")

@@ -1,0 +1,158 @@
+"""The pods of spares, and of workers whose memory is the node's: what differs from a worker's pod, and that
+nothing else does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.operator.manifests.test_pod_manifest import container, env, make_job
+from tiercheck.protocol import names
+from tiercheck.protocol.report import SPARE
+from tiercheck_operator.config import Config
+from tiercheck_operator.manifests.node_memory import NodeMemory, forbidden
+from tiercheck_operator.manifests.pod import build_pod, build_spare
+from tiercheck_operator.model.parsing import parse_pod
+from tiercheck_operator.planning.placement.replacement import choose_spare
+from tiercheck_operator.planning.topology import PRESETS, Topology
+
+NODE_MEMORY = {"tiers": {"local": {"medium": "NodeMemory", "sizeLimit": "2Gi"}}}
+
+
+def seen(pod: dict[str, Any]) -> Any:
+    """As the operator's watch shows it."""
+    return parse_pod({**pod, "metadata": {**pod["metadata"], "uid": "u", "resourceVersion": "7"}})
+
+
+def test_spare_is_a_workers_pod_without_an_identity() -> None:
+    spare, worker = build_spare(make_job(), 3, (), "sidecar:1"), build_pod(make_job(), 1, 0, (), "sidecar:1")
+    kubernetes_validate.validate(spare, "1.33", strict=True)
+    assert spare["metadata"]["name"] == "gpt-spare-3"
+    view = seen(spare)
+    assert (view.worker, view.spare, view.is_spare, view.resource_version) == (SPARE, 3, True, "7")
+    for name in (names.SIDECAR_CONTAINER, names.TRAINER_CONTAINER):
+        assert env(container(spare, name))[names.ENV_WORKER] == "spare"
+        assert (
+            container(spare, name)["resources" if name == names.SIDECAR_CONTAINER else "command"]
+            == (container(worker, name)["resources" if name == names.SIDECAR_CONTAINER else "command"])
+        )
+
+
+def test_spare_with_the_label_of_a_worker_is_that_worker_and_remembers_that_it_was_one() -> None:
+    spare = build_spare(make_job(), 3, (), "sidecar:1")
+    spare["metadata"]["labels"] |= {names.LABEL_WORKER: "2", names.LABEL_INCARNATION: "5"}
+    view = seen(spare)
+    assert (view.worker, view.incarnation, view.spare, view.is_spare) == (2, 5, 3, False)
+
+
+def test_template_cannot_give_a_spare_an_identity() -> None:
+    job = make_job()
+    template = {**job.spec.template, "metadata": {"labels": {names.LABEL_WORKER: "0", "team": "a"}}}
+    job = replace(job, spec=replace(job.spec, template=template))
+    labels = build_spare(job, 0, (), "sidecar:1")["metadata"]["labels"]
+    assert names.LABEL_WORKER not in labels
+    assert labels["team"] == "a"
+
+
+def test_workers_are_spread_as_if_there_were_no_spares_and_spares_away_from_all() -> None:
+    worker, spare = build_pod(make_job(), 1, 0, (), "sidecar:1"), build_spare(make_job(), 0, (), "sidecar:1")
+    for constraint in worker["spec"]["topologySpreadConstraints"]:
+        assert constraint["labelSelector"]["matchExpressions"] == [
+            {"key": names.LABEL_WORKER, "operator": "Exists"}
+        ]
+    for constraint in spare["spec"]["topologySpreadConstraints"]:
+        assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+        assert constraint["labelSelector"] == {"matchLabels": {names.LABEL_JOB_UID: "u-1"}}
+
+
+def test_pod_memory_needs_no_privilege_and_is_the_default() -> None:
+    pod = build_pod(make_job(), 1, 0, (), "sidecar:1")
+    assert not any("hostPath" in volume for volume in pod["spec"]["volumes"])
+    assert names.ENV_NODE_MEMORY_KEEP not in env(container(pod, names.SIDECAR_CONTAINER))
+
+
+def test_node_memory_is_a_folder_of_the_job_that_root_without_capabilities_opens() -> None:
+    settings = NodeMemory("/run/tiercheck", 60.0)
+    pod = build_pod(make_job(**NODE_MEMORY), 1, 0, (), "sidecar:1", prefer="n7", node_memory=settings)
+    kubernetes_validate.validate(pod, "1.33", strict=True)
+    (memory,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "tiercheck-memory"]
+    assert memory["hostPath"] == {"path": "/run/tiercheck/u-1", "type": "DirectoryOrCreate"}
+    order = [entry["name"] for entry in pod["spec"]["initContainers"]]
+    assert order.index(names.NODE_MEMORY_CONTAINER) < order.index(names.SIDECAR_CONTAINER)
+    preparing = container(pod, names.NODE_MEMORY_CONTAINER)
+    assert preparing["command"][-2:] == ["u-1", "60"]
+    assert preparing["securityContext"]["runAsUser"] == 0
+    assert preparing["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    for name in (names.SIDECAR_CONTAINER, names.TRAINER_CONTAINER):
+        mounted = [mount["name"] for mount in container(pod, name)["volumeMounts"]]
+        assert "tiercheck-memory" in mounted
+        assert "tiercheck-node-memory" not in mounted, "no worker sees another job's folder"
+    assert env(container(pod, names.SIDECAR_CONTAINER))[names.ENV_NODE_MEMORY_KEEP] == "60"
+    (liking,) = pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert liking["preference"]["matchExpressions"][0]["values"] == ["n7"]
+
+
+def test_refusal_of_a_host_path_is_told_with_what_to_do_about_it_and_other_refusals_are_not() -> None:
+    said = (
+        'pods "gpt-1-0" is forbidden: violates PodSecurity "baseline:latest": hostPath volumes '
+        '(volume "tiercheck-memory")'
+    )
+    advice = forbidden(make_job(**NODE_MEMORY), said)
+    assert "pod-security.kubernetes.io/enforce=privileged" in advice
+    assert said in advice
+    assert forbidden(make_job(), said) == "", "it is the user's own volume"
+    assert forbidden(make_job(**NODE_MEMORY), "exceeded quota: gpus") == ""
+
+
+def test_operators_settings_of_node_memory() -> None:
+    env = {"TIERCHECK_NODE_MEMORY_PATH": "/run/tc/", "TIERCHECK_NODE_MEMORY_KEEP_SECONDS": "90"}
+    assert Config.from_env(env).node_memory == NodeMemory("/run/tc", 90.0)
+    assert Config.from_env({}).node_memory == NodeMemory("/dev/shm/tiercheck", 3600.0)
+    assert Config.from_env({"TIERCHECK_CAPACITY_SECONDS": "60"}).patience.capacity == 60.0
+    for wrong in ("run/tc", "/", "/dev", "/dev/../etc"):
+        with pytest.raises(ValueError, match="TIERCHECK_NODE_MEMORY_PATH"):
+            Config.from_env({"TIERCHECK_NODE_MEMORY_PATH": wrong})
+
+
+NODES = {
+    f"r{rack}-n{index}": {
+        "topology.kubernetes.io/rack": f"r{rack}",
+        "kubernetes.io/hostname": f"r{rack}-n{index}",
+    }
+    for rack in range(3)
+    for index in range(4)
+}
+
+
+@given(
+    survivors=st.lists(st.sampled_from(sorted(NODES)), max_size=12),
+    spares=st.dictionaries(st.integers(0, 8), st.sampled_from(sorted(NODES)), max_size=5),
+)
+def test_spare_that_is_chosen_crowds_its_rack_least_and_the_choice_is_the_same_every_time(
+    survivors: list[str], spares: dict[int, str]
+) -> None:
+    topology = Topology.build(NODES, PRESETS["generic"])
+    chosen = choose_spare(survivors, spares, topology, "rack")
+    assert chosen == choose_spare(
+        list(reversed(survivors)), dict(sorted(spares.items(), reverse=True)), topology, "rack"
+    )
+    if chosen is None:
+        assert not spares
+        return
+
+    def crowd(number: int) -> tuple[int, int]:
+        rack, node = NODES[spares[number]]["topology.kubernetes.io/rack"], spares[number]
+        there = [name for name in survivors if NODES[name]["topology.kubernetes.io/rack"] == rack]
+        return len(there), there.count(node)
+
+    assert crowd(chosen) == min(crowd(number) for number in spares)
+
+
+def test_spare_on_a_node_whose_rack_is_not_known_is_the_last_choice() -> None:
+    topology = Topology.build({**NODES, "bare": {"kubernetes.io/hostname": "bare"}}, PRESETS["generic"])
+    assert choose_spare(["r0-n0", "r0-n1", "r1-n0"], {0: "bare", 1: "r0-n2"}, topology, "rack") == 1

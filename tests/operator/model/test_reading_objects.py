@@ -1,0 +1,402 @@
+"""What the operator makes of the API's objects, its environment and its own status."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.operator import kubelet_words
+from tiercheck.protocol.directive import HealthCheck
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.reconciler import merge_patch
+from tiercheck_operator.model.observed import ContainerState, ContainerView
+from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod
+from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
+from tiercheck_operator.model.status import (
+    CheckpointRecord,
+    Condition,
+    Facts,
+    FailedStartRecord,
+    HangRecord,
+    JobRecord,
+    MemoryRecord,
+    PlacementRecord,
+    Recovery,
+    SizeRecord,
+    TierRecord,
+    parse_record,
+    parse_time,
+    render_record,
+    rfc3339,
+)
+
+LABELS = {"tiercheck.io/worker": "3", "tiercheck.io/job-uid": "u", "tiercheck.io/incarnation": "2"}
+
+
+def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
+    owned = {"labels": LABELS, "ownerReferences": kubelet_words.made_by("u")}
+    return {"metadata": {"name": "p", "uid": "x", **owned, **metadata}, "spec": {}, "status": status or {}}
+
+
+def test_evicted_pod_tells_why_and_when() -> None:
+    view = parse_pod(
+        pod(
+            {
+                "conditions": [
+                    {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+                ]
+            },
+            deletionTimestamp="2026-01-01T00:00:30Z",
+            deletionGracePeriodSeconds=30,
+        )
+    )
+    assert view is not None
+    assert view.deleting
+    assert view.disruption == "EvictionByEvictionAPI"
+    assert view.deleted_at == parse_time("2026-01-01T00:00:00Z")
+
+
+def test_unschedulable_pod_carries_the_schedulers_sentence() -> None:
+    condition = {
+        "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+        "message": "0/3 nodes are available",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }  # fmt: skip
+    view = parse_pod(pod({"conditions": [condition]}))
+    assert view is not None
+    assert view.message == "Unschedulable: 0/3 nodes are available"
+    assert view.unschedulable_since == parse_time("2026-01-01T00:00:00Z")
+
+
+def test_image_that_cannot_be_pulled_is_named() -> None:
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}}
+    view = parse_pod(pod({"containerStatuses": [{"name": "trainer", "state": waiting}]}))
+    assert view is not None
+    assert view.message == "container trainer: ImagePullBackOff: Back-off pulling image"
+
+
+@pytest.mark.parametrize("labels", [{}, {"tiercheck.io/worker": "x", "tiercheck.io/job-uid": "u"}])
+def test_pod_of_nobody_is_ignored(labels: dict[str, str]) -> None:
+    assert parse_pod({"metadata": {"labels": labels}}) is None
+
+
+@pytest.mark.parametrize(
+    ("node", "lost"),
+    [
+        ({"status": {"conditions": [{"type": "Ready", "status": "True"}]}}, False),
+        (
+            {
+                "status": {
+                    "conditions": [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}]
+                }
+            },
+            True,
+        ),
+        ({"status": {"conditions": [{"type": "Ready", "status": "False"}]}}, True),
+        ({"spec": {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}}, True),
+        ({"spec": {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}]}}, False),
+        ({"spec": {"taints": [{"key": "node.kubernetes.io/out-of-service", "effect": "NoExecute"}]}}, True),
+        ({"spec": {"unschedulable": True}}, False),
+        ({}, False),
+    ],
+)
+def test_node_counts_as_lost_by_condition_or_taint_and_not_when_cordoned(
+    node: dict[str, Any], lost: bool
+) -> None:
+    assert bool(parse_node({"metadata": {"name": "n"}, **node}).lost) is lost
+
+
+def test_containers_last_end_is_read_whether_it_runs_again_or_not() -> None:
+    end = {"terminated": {"reason": "OOMKilled", "exitCode": 137, "finishedAt": "2026-01-01T00:00:10Z"}}
+    for state, status in (
+        (ContainerState.STARTING, {"state": {"running": {}}, "lastState": end}),
+        (ContainerState.ENDED, {"state": end, "lastState": {}}),
+        (ContainerState.HELD_BACK, {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": end}),
+    ):
+        raw = {
+            "metadata": {
+                "name": "p",
+                "uid": "u",
+                "labels": LABELS,
+                "ownerReferences": kubelet_words.made_by("u"),
+            },
+            "spec": {"containers": [{"name": "trainer", "resources": {"limits": {"memory": "64Gi"}}}]},
+            "status": {"containerStatuses": [{"name": "trainer", "restartCount": 2, **status}]},
+        }
+        pod = parse_pod(raw)
+        assert pod is not None
+        assert pod.trainer == ContainerView(
+            2, "OOMKilled", parse_time("2026-01-01T00:00:10Z"), 137, "64Gi", state
+        )
+        assert pod.trainer.oom_killed
+        assert pod.sidecar == ContainerView()
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "restarting"),
+    [
+        (kubelet_words.not_made(), ContainerState.UNBORN, False),
+        (kubelet_words.not_made(reason="ImagePullBackOff"), ContainerState.UNBORN, False),
+        (kubelet_words.starting(5), ContainerState.STARTING, False),
+        (kubelet_words.up(5), ContainerState.UP, False),
+        (kubelet_words.ended(5), ContainerState.ENDED, True),
+        (kubelet_words.held_back(5, 10), ContainerState.HELD_BACK, True),
+        (kubelet_words.starting(5, restarts=1, last=kubelet_words.end(4)), ContainerState.STARTING, True),
+        (kubelet_words.up(5, restarts=1, last=kubelet_words.end(4)), ContainerState.UP, False),
+    ],
+)
+def test_sidecar_is_up_when_its_kubelet_says_started_and_not_when_it_says_running(
+    status: dict[str, Any], state: ContainerState, restarting: bool
+) -> None:
+    view = kubelet_words.sidecar_view(status)
+    assert (view.state, view.restarting) == (state, restarting)
+
+
+@pytest.mark.parametrize("seconds", [10, 20, 40, 80, 160, 300])
+def test_kubelets_word_for_how_long_it_waits_is_understood(seconds: int) -> None:
+    view = kubelet_words.sidecar_view(kubelet_words.held_back(1_800_000_000, seconds))
+    assert (view.back_off, view.ended_at) == (seconds, 1_800_000_000)
+
+
+def test_trainer_that_its_pod_never_restarts_is_told_from_one_that_is_forgotten() -> None:
+    assert kubelet_words.trainer_view(kubelet_words.ended(5, "trainer")).restartable
+    assert not kubelet_words.trainer_view(kubelet_words.ended(5, "trainer"), policy="Never").restartable
+
+
+def test_node_that_is_not_ready_is_told_from_one_that_an_admin_gave_up() -> None:
+    unready = kubelet_words.node("n", {}, unready="Unknown", kubelet="v1.35.2")
+    assert (bool(unready.lost), unready.out_of_service, unready.kubelet) == (True, False, "v1.35.2")
+    assert kubelet_words.node("n", {}, out_of_service=True).out_of_service
+
+
+def test_conditions_of_a_node_are_read_for_rules() -> None:
+    raw = {
+        "metadata": {"name": "n"},
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True"}, {"type": "GpuEcc", "status": "False"}, {}]
+        },
+    }
+    assert parse_node(raw).conditions == {"Ready": "True", "GpuEcc": "False"}
+
+
+def test_what_the_user_says_about_failures_is_read() -> None:
+    policy = {
+        "maxRestarts": 3,
+        "resetAfterSeconds": 60,
+        "hang": {"mode": "Restart", "stepFactor": 5, "minSeconds": 7, "firstStepSeconds": 9},
+        "healthCheck": {"command": ["sh", "-c", "true"], "timeoutSeconds": 8},
+        "rules": [
+            {"name": "a", "action": "Fail", "onExitCodes": {"operator": "NotIn", "values": [1, 2]}},
+            {"name": "b", "action": "Restart", "onReasons": ["Hung"]},
+            {"name": "c", "action": "RestartIgnoringLimit", "onNodeConditions": [{"type": "X"}]},
+        ],
+    }
+    raw = {
+        "metadata": {"name": "j", "namespace": "ns", "uid": "u"},
+        "spec": {"workers": 1, "template": {}, "failurePolicy": policy, "activeDeadlineSeconds": 5},
+    }
+    spec = parse_job(raw).spec
+    assert (spec.max_restarts, spec.reset_seconds, spec.active_deadline) == (3, 60.0, 5.0)
+    assert spec.hang == HangSpec(5.0, 7.0, 9.0)
+    assert spec.health_check == HealthCheck(("sh", "-c", "true"), 8.0)
+    assert spec.rules == (
+        FailureRule("a", RuleAction.FAIL, ExitCodes(frozenset({1, 2}), within=False)),
+        FailureRule("b", RuleAction.RESTART, reasons=frozenset({"Hung"})),
+        FailureRule("c", RuleAction.RESTART_IGNORING_LIMIT, node_conditions=(("X", "True"),)),
+    )
+    raw["spec"]["failurePolicy"] = {"hang": {"mode": "Off"}}  # type: ignore[index]
+    assert (parse_job(raw).spec.hang, parse_job(raw).spec.health_check) == (None, None)
+
+
+def test_status_means_the_same_after_a_round_trip() -> None:
+    record = JobRecord(
+        observed_generation=3,
+        attempt=7,
+        phase="Restoring",
+        members="abc",
+        history=History((Branch(1, 0), Branch(7, 40, ranks=16))),
+        crashes=2,
+        counted=1,
+        crash_step=30,
+        disruptions=4,
+        step=41,
+        step_seconds=0.25,
+        tiers={"peer": TierRecord(40, "2026-01-01T00:00:00Z", 1)},
+        placement=PlacementRecord("h", "rack", ("any one rack",), 0),
+        checkpoint=CheckpointRecord(6, "Off", "worker 1: a closure"),
+        memory=MemoryRecord(40, 50, 30, 10),
+        hang=HangRecord(3, "n", 2),
+        failed_start=FailedStartRecord(2, "n", 1, (4,)),
+        recovery=Recovery(
+            "NodeLost",
+            "m",
+            10.5,
+            11.25,
+            7,
+            "r",
+            40,
+            1,
+            3,
+            12.0,
+            failed_versions=(Version(45, 1), Version(45, 1)),
+            facts=Facts(7, ("Evicted",), ("n",)),
+            rule="moved",
+            tries=2,
+            reached=43,
+            noticed_at=11.0,
+        ),
+        last_recovery={"attempt": 6},
+        started=rfc3339(0),
+        conditions=(Condition("Running", False, "Copying", "m", rfc3339(1), 3),),
+    )
+    assert parse_record(render_record(record)) == record
+    assert record.restored_version == Version(40, 1)
+
+
+def anything(hint: Any) -> st.SearchStrategy[Any]:
+    """Of a field of the status."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return st.none() | anything(inside[0])
+    if origin is tuple:
+        return st.lists(anything(inside[0]), max_size=2).map(tuple)
+    if origin is Mapping:
+        inner = st.integers() if inside[1] is Any else anything(inside[1])
+        return st.dictionaries(st.sampled_from(["local", "peer"]), inner, min_size=1)
+    if dataclasses.is_dataclass(hint):
+        return st.builds(hint, **{name: anything(inner) for name, inner in get_type_hints(hint).items()})
+    return {bool: st.booleans(), int: st.integers(0, 2**53), float: st.floats(1, 4e9)}.get(
+        hint, st.text("ab", min_size=1)
+    )
+
+
+@given(anything(JobRecord))
+def test_status_that_was_read_back_is_written_as_it_was(record: JobRecord) -> None:
+    raw = render_record(record)
+    assert render_record(parse_record(raw)) == raw
+
+
+MOMENTS = ("failed_at", "detected_at", "decided_at", "restored_at", "released_at", "noticed_at")
+
+
+@given(st.lists(st.floats(1, 4e9), min_size=6, max_size=6), st.floats(1, 4e9))
+def test_moments_survive_the_api_to_the_millisecond(times: list[float], room: float) -> None:
+    written = dict(zip(MOMENTS, times, strict=True))
+    record = JobRecord(recovery=Recovery("NodeLost", "m", **written), size=SizeRecord(3, room))  # type: ignore[arg-type]
+    raw = render_record(record)
+    spelled = [raw["recovery"][name] for name in ("failedAt", "detectedAt", "releasedAt")] + [
+        raw["size"]["roomSince"]
+    ]
+    assert all(text.endswith("Z") for text in spelled)
+    read = parse_record(raw)
+    assert read.recovery is not None
+    assert all(abs(getattr(read.recovery, name) - at) < 0.001 for name, at in written.items())
+    assert parse_record(render_record(read)) == read
+
+
+def test_status_of_an_operator_that_wrote_moments_as_numbers_is_understood() -> None:
+    """A recovery may be under way while the operator is upgraded."""
+    old = {
+        "attempt": 2,
+        "recovery": {
+            "cause": "NodeLost",
+            "message": "m",
+            "failedAt": 10.5,
+            "detectedAt": 11.25,
+            "decidedAt": 12,
+        },
+        "size": {"workers": 3, "roomSince": 9.5},
+        "placement": {"hash": "h", "tolerates": ["any one rack"], "tolerance": "any one rack"},
+    }
+    record = parse_record(old)
+    assert record.recovery is not None
+    assert (record.recovery.failed_at, record.recovery.detected_at, record.recovery.decided_at) == (
+        10.5,
+        11.25,
+        12.0,
+    )
+    assert record.size == SizeRecord(3, 9.5)
+    assert record.placement is not None
+    assert record.placement.survives == ("any one rack",)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("promised", [(), ("any one rack", "any one host")])
+def test_what_a_placement_promises_is_kept_whether_it_is_true_yet_or_not(
+    complete: bool, promised: tuple[str, ...]
+) -> None:
+    record = JobRecord(placement=PlacementRecord("h", "rack", promised, 0, complete=complete))
+    raw = render_record(record)["placement"]
+    assert raw["tolerates"] == (list(promised) if complete else [])
+    assert raw.get("tolerance") == ((", ".join(promised) or "nothing") if complete else None)
+    assert parse_record(render_record(record)) == record
+
+
+def test_status_that_is_not_there_yet_is_a_new_job() -> None:
+    assert parse_record({}) == JobRecord()
+
+
+_JSON = st.recursive(
+    st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2),
+    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+    max_leaves=8,
+)
+_OBJECT = st.dictionaries(st.sampled_from("abcd"), _JSON, max_size=4)
+
+
+def _apply(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """RFC 7396."""
+    for key, value in patch.items():
+        if value is None:
+            target.pop(key, None)
+        elif isinstance(value, dict):
+            before = target.get(key)
+            target[key] = _apply(before if isinstance(before, dict) else {}, value)
+        else:
+            target[key] = value
+    return target
+
+
+@given(old=_OBJECT, new=_OBJECT)
+def test_merge_patch_turns_the_old_status_into_the_new(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert _apply(copy.deepcopy(old), merge_patch(old, new)) == new
+
+
+def test_settings_come_from_the_environment() -> None:
+    config = Config.from_env(
+        {
+            "TIERCHECK_NAMESPACES": "a, b",
+            "TIERCHECK_METRICS_ADDRESS": "127.0.0.1:9999",
+            "TIERCHECK_SETTLE_SECONDS": "0.5",
+            "TIERCHECK_SIDECAR_IMAGE": "",
+        }
+    )
+    assert config.namespaces == ("a", "b")
+    assert (config.metrics_host, config.metrics_port) == ("127.0.0.1", 9999)
+    assert config.patience.settle == 0.5
+    assert config.patience.suspect == 10.0
+    assert config.sidecar_image == Config().sidecar_image
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TIERCHECK_SETTLE_SECONDS", "soon"), ("TIERCHECK_METRICS_ADDRESS", "localhost")]
+)
+def test_setting_that_cannot_be_understood_is_named(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Config.from_env({name: value})
+
+
+def test_a_tainted_node_is_not_cordoned_and_a_cordoned_one_is() -> None:
+    """GPU nodes carry taints all their life; only `kubectl cordon` says that somebody means to empty one."""
+    taint = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
+    tainted = parse_node({"metadata": {"name": "n"}, "spec": {"taints": [taint]}})
+    assert (tainted.schedulable, tainted.cordoned) == (False, False)
+    assert parse_node({"metadata": {"name": "n"}, "spec": {"unschedulable": True}}).cordoned

@@ -1,0 +1,432 @@
+"""What a sidecar is to the operator, and its trainer with it: a model in memory, one second at a time.
+
+It plays what the real one promises, no more: it restores what it is told to, only from copies that exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from tiercheck.protocol.directive import Directive, Phase, Restore, Source, Tier
+from tiercheck.protocol.report import (
+    SPARE,
+    Counters,
+    Holding,
+    MemoryReport,
+    Problem,
+    Proof,
+    Quarantined,
+    RankRestore,
+    RemoteReport,
+    Report,
+    RestoreProgress,
+    RestoreReport,
+    RestoreState,
+    TrainerReport,
+    TrainerState,
+    Watermarks,
+)
+from tiercheck.protocol.version import Artifact, Kind, Share, Version, chain_to
+
+if TYPE_CHECKING:
+    from tests.operator.world_in_memory import World
+
+_LIVES = itertools.count()
+
+
+@dataclass
+class SidecarModel:
+    """One pod's sidecar and trainer, in a world that says what of all else they meet."""
+
+    world: World
+    pod: str
+    worker: int
+    directive: Directive | None = None
+    own: set[Version] = field(default_factory=set)
+    hosted: dict[int, set[Version]] = field(default_factory=dict)
+    own_deltas: set[Version] = field(default_factory=set)
+    hosted_deltas: dict[int, set[Version]] = field(default_factory=dict)
+    blocks: set[tuple[Share, Version, Kind]] = field(default_factory=set)
+    past: dict[int, set[Version]] = field(default_factory=dict)
+    """Own snapshots from when this was another worker, by that one's rank."""
+    past_deltas: dict[int, set[Version]] = field(default_factory=dict)
+    captured_deltas: int = 0
+    restore: RestoreReport = field(default_factory=lambda: RestoreReport(RestoreState.IDLE, None))
+    trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
+    quarantined: tuple[Quarantined, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    proofs: tuple[Proof, ...] = ()
+    uploading: bool = False
+    """At the end of the job."""
+    settled: bool = False
+    reachable: bool = True
+    closed: bool = False
+    """Its process is gone, its host is well."""
+    hung: bool = False
+    """Its process is there and answers nobody."""
+    serial: int = 0
+    instance: str = field(default_factory=lambda: f"life-{next(_LIVES)}")
+    followed: int = 0
+    flushed_for: int = 0
+    owes: bool = False
+    killed_at: float | None = None
+    """When a command was killed of which something is still there."""
+    waiting_since: float | None = None
+    """In a restore, for something that does not come."""
+    stuck_in: int = 0
+    """The attempt in which it gave a mount up."""
+
+    def accept(self, directive: Directive) -> None:
+        old = self.directive
+        if directive == old or directive.instance != self.instance or directive.number <= self.followed:
+            return
+        if self.worker == SPARE:
+            self.worker = directive.worker
+        if self.worker != directive.worker:
+            assert old is None or directive.attempt > old.attempt, (
+                "told to be another worker within an attempt"
+            )
+            assert directive.pod_uid == self.pod, "told what another pod should hear"
+            self.past.setdefault(self.worker, set()).update(self.own)
+            self.past_deltas.setdefault(self.worker, set()).update(self.own_deltas)
+            self.worker = directive.worker
+            self.own, self.own_deltas = (
+                self.past.pop(self.worker, set()),
+                self.past_deltas.pop(self.worker, set()),
+            )
+        if old is not None and (
+            directive.attempt < old.attempt
+            or (directive.attempt == old.attempt and directive.phase.order < old.phase.order)
+        ):
+            return
+        if old is None or directive.attempt > old.attempt:
+            self.quarantined = ()
+            if self.trainer.state is TrainerState.RUNNING and self.pod in self.world.undying:
+                self.killed_at = self.world.now
+            self.trainer = (
+                self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
+            )
+            self.restore = RestoreReport(
+                RestoreState.RUNNING, directive.restore.version if directive.restore else None
+            )
+            self.waiting_since = None
+        self.directive, self.followed = directive, directive.number
+
+    def tick(self) -> None:
+        directive = self.directive
+        if directive is None:
+            return
+        if self.restore.state is RestoreState.RUNNING:
+            self._restore(directive)
+        if directive.phase is Phase.HOLD and self.restore.state is RestoreState.READY:
+            self._hand_on(directive)
+        if (
+            directive.policy.health_check is not None
+            and self.killed_at is None
+            and directive.phase is Phase.HOLD
+        ):
+            self._check()
+        if self.killed_at is not None:
+            self.killed_at = self.killed_at if self.pod in self.world.undying else None
+            self.trainer = (
+                self._ending() if self.killed_at is not None else TrainerReport(TrainerState.WAITING)
+            )
+        if directive.phase is Phase.RELEASE and self.trainer.state is TrainerState.WAITING:
+            version = directive.restore.version if directive.restore else None
+            self.world.started(directive.attempt, self.worker, version, directive)
+            step = version.step if version else 0
+            self.trainer = TrainerReport(TrainerState.RUNNING, started_at=self.world.now, step=None)
+            self.world.position[self.pod] = step
+            self._replay(version)
+        if (
+            directive.phase is Phase.FINISH or self.flushed_for
+        ):  # its launcher is gone: a later directive brings nobody back
+            self._flush()
+
+    def _hand_on(self, directive: Directive) -> None:
+        """Its holders get what they lack of it, and a moment later that is known."""
+        self.owes = False
+        for peer in directive.holders:
+            holder = self.world.live_sidecar(peer.worker)
+            if holder is None or holder.directive is None or holder.directive.attempt != directive.attempt:
+                continue
+            for mine, theirs in ((self.own, holder.hosted), (self.own_deltas, holder.hosted_deltas)):
+                kept = theirs.setdefault(self.worker, set())
+                self.owes |= not mine <= kept
+                kept |= mine
+
+    def _check(self) -> None:
+        """It takes a second, and is repeated while it fails."""
+        here = {self.worker, self.world.pods[self.pod].node}
+        if here & self.world.unhealthy:
+            why = "failurePolicy.healthCheck (sh) ended with exit code 3: no GPU"
+            self.trainer = TrainerReport(TrainerState.ABSENT, unhealthy=why)
+        elif self.trainer.unhealthy:
+            self.trainer = TrainerReport(TrainerState.WAITING)
+
+    def _ending(self) -> TrainerReport:
+        assert self.killed_at is not None
+        stuck = "SIGKILL does not end process 7" if self.world.now - self.killed_at >= 30 else ""
+        return TrainerReport(TrainerState.ABSENT, busy="ends the command of attempt 1", stuck=stuck)
+
+    def _flush(self) -> None:
+        """The training command stops after the step that it is at; what is owed to the remote tier is brought
+        there, and all end."""
+        world = self.world
+        if self.trainer.state is TrainerState.RUNNING:
+            self.trainer = replace(self.trainer, state=TrainerState.FAILED, exit_code=143, ended_at=world.now)
+        self.flushed_for += 1
+        if self.flushed_for <= world.flush_seconds:
+            return
+        if (
+            world.flush_seconds
+            and world.job.spec.remote is not None
+            and world.committed is not None
+            and world.remote_up
+        ):
+            world.remote.add(world.committed)
+        if self.flushed_for > world.flush_seconds + bool(world.flush_seconds):
+            self.settled = not self.uploading
+            if self.settled and not world.beside:
+                world.finished(self.pod)
+
+    def _restore(self, directive: Directive) -> None:
+        if directive.restore is None:
+            self.restore = RestoreReport(RestoreState.READY, None)
+            return
+        version = directive.restore.version
+        assert directive.history.accepts(version), "told to restore what the history does not accept"
+        here = {self.worker, self.world.pods[self.pod].node}
+        if here & (self.world.hanging | self.world.dead_mounts | self.world.slow):
+            if self._waits(directive, here):
+                return
+        else:
+            self.waiting_since = None
+        if directive.restore.world_size:
+            self.restore = self._look_at_others(directive.restore)
+            return
+        ranks = tuple(
+            self._bring_back(entry.rank, entry.sources, version) for entry in directive.restore.ranks
+        )
+        state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
+        self.restore = RestoreReport(state, version, ranks)
+
+    def _waits(self, directive: Directive, here: set[int | str | None]) -> bool:
+        """Whether it still does: for ever if it hangs itself, until it gives the mount up, or as long as
+        little by little comes."""
+        since = self.waiting_since = self.waiting_since or self.world.now
+        waited, bound = self.world.now - since, directive.policy.restore_stall
+        if here & self.world.dead_mounts and (waited >= bound or directive.attempt > self.stuck_in > 0):
+            self.stuck_in = self.stuck_in or directive.attempt
+            ranks = (
+                RankRestore(self.worker, None, None, 0, waited, ("the remote tier: nothing came from it",)),
+            )
+            self.restore = replace(
+                self.restore,
+                state=RestoreState.FAILED,
+                ranks=ranks,
+                progress=None,
+                stalled=("the remote tier",),
+            )
+            return True
+        if here & self.world.slow and waited > self.world.slow_for:
+            return False
+        idle = 1.0 if here & self.world.slow else waited
+        self.restore = replace(
+            self.restore, progress=RestoreProgress(int(waited), 10**6, idle, ("the remote tier",))
+        )
+        return True
+
+    def _look_at_others(self, restore: Restore) -> RestoreReport:
+        """Whether something of every old rank can be read; nothing of it becomes an own slot."""
+        assert [entry.rank for entry in restore.ranks] == list(range(restore.world_size))
+        assert self.world.made[restore.version] == restore.world_size, "told that others made it"
+        wanting = [
+            entry.rank
+            for entry in restore.ranks
+            if Artifact(entry.rank, restore.version)
+            not in {each for source in entry.sources for each in self.world.offered(source, entry.rank, self)}
+        ]
+        tier = None if wanting else Tier.PEER
+        return RestoreReport(
+            RestoreState.FAILED if wanting else RestoreState.READY,
+            restore.version,
+            (
+                RankRestore(
+                    self.worker, tier, None, 0, 0.1, tuple(f"rank {rank} is nowhere" for rank in wanting)
+                ),
+            ),
+        )
+
+    def _bring_back(self, rank: int, sources: tuple[Source, ...], version: Version) -> RankRestore:
+        """The shortest chain of what the sources really have; a copy found bad is reported, and another one
+        used."""
+        assert self.directive is not None
+        failures: list[str] = []
+        while True:
+            found: dict[Artifact, Source] = {}
+            for source in sources:
+                for artifact in self.world.offered(source, rank, self):
+                    found.setdefault(artifact, source)
+            snapshots = {artifact.version for artifact in found if artifact.kind is Kind.SNAPSHOT}
+            deltas = {artifact.version for artifact in found if artifact.kind is Kind.DELTA}
+            chain = chain_to(version, snapshots, deltas, self.directive.history)
+            if chain is None:
+                return RankRestore(rank, None, None, 0, 0.1, (*failures, "no source has a chain"))
+            wanted = [
+                Artifact(rank, chain.base),
+                *(Artifact(rank, delta, Kind.DELTA) for delta in chain.deltas),
+            ]
+            used = [found[artifact] for artifact in wanted]
+            bad = next(
+                (
+                    (artifact, source.peer.worker)
+                    for artifact, source in zip(wanted, used, strict=True)
+                    if source.peer is not None
+                    and (source.peer.worker, rank, artifact.version) in self.world.bad_copies
+                    and artifact.kind is Kind.SNAPSHOT
+                ),
+                None,
+            )
+            if bad is not None:
+                artifact, worker = bad
+                failures.append("digest mismatch")
+                self.quarantined = (
+                    *self.quarantined,
+                    Quarantined(rank, artifact.version, worker, "digest mismatch"),
+                )
+                sources = tuple(
+                    source for source in sources if source.peer is None or source.peer.worker != worker
+                )
+                continue
+            self.own.add(chain.base)
+            self.own_deltas |= set(chain.deltas)
+            tier = max((source.tier for source in used), key=list(Tier).index)
+            peer = next((source.peer.worker for source in used if source.peer is not None), None)
+            rebuilt = used[0].parity is not None
+            return RankRestore(
+                rank, tier, peer, 1, 0.1, tuple(failures), deltas=len(chain.deltas), rebuilt=rebuilt
+            )
+
+    def _replay(self, version: Version | None) -> None:
+        """The rank loads the snapshot and replays the deltas; if a hash differs it says so and ends, and the
+        whole chain is bad. So it does if the replicas of the snapshot differ.
+        """
+        for rank in self.restore.ranks:
+            base = None if version is None else version.step - rank.deltas
+            for unequal in (each for each in self.world.unequal if each.step == base):
+                why = f"replicas held different bits when {unequal} was saved"
+                after = {each for each in self.own_deltas if each.step >= unequal.step}
+                bad = [(unequal, Kind.SNAPSHOT), *((each, Kind.DELTA) for each in sorted(after))]
+                self.quarantined += tuple(
+                    Quarantined(rank.rank, each, self.worker, why, kind, everywhere=True)
+                    for each, kind in bad
+                )
+                self.own, self.own_deltas = self.own - {unequal}, self.own_deltas - after
+                self.trainer = TrainerReport(
+                    TrainerState.FAILED,
+                    1,
+                    "Crashed",
+                    "unequal",
+                    ended_at=self.world.now,
+                    started_at=self.world.now,
+                )
+            for bad in sorted(self.world.bad_replays):
+                if (
+                    version is not None
+                    and bad[0] == rank.rank
+                    and -rank.deltas < bad[1].step - version.step <= 0
+                ):
+                    assert version is not None
+                    why = (
+                        f"replaying the delta of step {bad[1].step} did not give the state that it was "
+                        "taken from"
+                    )
+                    chain = [v for v in self.own_deltas if -rank.deltas < v.step - version.step <= 0]
+                    self.quarantined += tuple(
+                        Quarantined(rank.rank, delta, self.worker, why, Kind.DELTA, everywhere=True)
+                        for delta in sorted(chain)
+                    )
+                    self.own_deltas -= set(chain)
+                    self.trainer = TrainerReport(
+                        TrainerState.FAILED,
+                        1,
+                        "Crashed",
+                        "replay",
+                        ended_at=self.world.now,
+                        started_at=self.world.now,
+                    )
+
+    def report(self) -> Report:
+        world = self.world
+        self.serial += 1
+        directive = self.directive
+        absent = self.trainer.state is TrainerState.WAITING and self.worker in world.slow_trainers
+        holdings = [Holding(self.worker, version, Tier.LOCAL, 1) for version in sorted(self.own)]
+        holdings += [
+            Holding(rank, version, Tier.PEER, 1)
+            for rank, held in self.hosted.items()
+            for version in sorted(held)
+        ]
+        holdings += [
+            Holding(rank, version, Tier.LOCAL, 1)
+            for rank, held in self.past.items()
+            for version in sorted(held)
+        ]
+        holdings += [
+            Holding(self.worker, version, Tier.LOCAL, 1, Kind.DELTA) for version in sorted(self.own_deltas)
+        ]
+        holdings += [
+            Holding(rank, version, Tier.LOCAL, 1, Kind.DELTA)
+            for rank, held in self.past_deltas.items()
+            for version in sorted(held)
+        ]
+        holdings += [
+            Holding(rank, version, Tier.PEER, 1, Kind.DELTA)
+            for rank, held in self.hosted_deltas.items()
+            for version in sorted(held)
+        ]
+        holdings += [
+            Holding(share.ranks[0], version, Tier.PEER, 1, kind, share)
+            for share, version, kind in sorted(self.blocks, key=repr)
+        ]
+        remote = world.job.spec.remote is not None
+        return Report(
+            job_uid=world.job.uid,
+            worker=self.worker,
+            pod_uid=self.pod,
+            instance=self.instance,
+            serial=self.serial,
+            attempt=directive.attempt if directive else 0,
+            revision=directive.revision if directive else "",
+            phase=directive.phase if directive else None,
+            restore=self.restore,
+            trainer=TrainerReport(TrainerState.ABSENT) if absent else self.trainer,
+            holdings=tuple(holdings),
+            remote=RemoteReport(
+                remote, world.remote_up if remote else None,
+                "" if world.remote_up else "the bucket does not answer.",
+                tuple(sorted(world.remote)) if world.remote_up else (),
+                tuple(world.made.get(version, 0) for version in sorted(world.remote))
+                if world.remote_up and self.worker == 0
+                else (),
+            ),
+            watermarks=Watermarks(
+                world.committed,
+                world.copied.get((directive.attempt, directive.placement)) if directive else None,
+                max(world.remote, default=None),
+                snapshot=world.committed,
+            ),
+            memory=MemoryReport(1, 0, 0),
+            can_change_worker=self.world.new_sidecars,
+            owes=self.owes and self.trainer.state is not TrainerState.RUNNING,
+            quarantined=self.quarantined,
+            problems=self.problems,
+            proofs=self.proofs,
+            settled=self.settled,
+            unreachable=world.missed_by(self),
+            counters=Counters(deltas=self.captured_deltas),
+            followed=self.followed,
+        )  # fmt: skip

@@ -1,0 +1,106 @@
+"""The model of a sidecar behind the API that the operator calls, over HTTPS on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from tests.operator.sidecar_model import SidecarModel
+from tests.operator.world_in_memory import World
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.encoding import from_json, to_json
+from tiercheck.protocol.report import Report
+from tiercheck_operator.kubernetes.certificates import issue
+from tiercheck_operator.manifests.owned import Credentials
+from tiercheck_operator.sidecars import JobSidecars
+
+HOST = "127.83.1.7"
+CREDENTIALS = issue("job-uid")
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ServedSidecar:
+    """What the model says, until a test tells something else; what it was asked can be seen."""
+
+    def __init__(self, model: SidecarModel | None = None) -> None:
+        self.become(model or some_sidecar())
+        self.changed = asyncio.Event()
+        self.asked: list[float] = []
+        self.headers: dict[str, str] = {}
+        self.directives: list[Directive] = []
+        self.answer: Answer | None = None
+        """What it answers instead, whatever the model says."""
+        self.answered = self.sent = 0
+
+    def become(self, model: SidecarModel) -> None:
+        self.model, self.report = model, model.report()
+
+    def tell(self, **changes: object) -> None:
+        self.report = dataclasses.replace(self.report, serial=self.report.serial + 1, **changes)  # type: ignore[arg-type]
+        self.changed.set()
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        if self.answer is not None:
+            try:
+                return await self.answer(request)
+            finally:
+                self.answered += 1
+        if request.headers.get("Authorization") != f"Bearer {CREDENTIALS.token}":
+            return web.Response(status=401)
+        wait = float(request.query["wait"])
+        self.asked.append(wait)
+        if int(request.query["after"]) >= self.report.serial:
+            self.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self.changed.wait()
+        return web.Response(body=to_json(self.report), headers=self.headers)
+
+    async def put(self, request: web.Request) -> web.Response:
+        self.directives.append(from_json(await request.read(), Directive))
+        self.model.accept(self.directives[-1])
+        self.report = dataclasses.replace(self.model.report(), serial=self.report.serial + 1)
+        self.changed.set()
+        return web.Response(body=to_json(self.report))
+
+
+def some_sidecar() -> SidecarModel:
+    """Of worker 1, while its job trains."""
+    world = World()
+    for _ in range(5):
+        world.tick()
+    return world.sidecars[world.member(1)]
+
+
+def some_report() -> Report:
+    return some_sidecar().report()
+
+
+async def serve(sidecar: ServedSidecar, credentials: Credentials, folder: Path) -> web.AppRunner:
+    (folder / "crt").write_bytes(credentials.certificate)
+    (folder / "key").write_bytes(credentials.key)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(folder / "crt", folder / "key")
+    app = web.Application()
+    app.add_routes([web.get("/v1/report", sidecar.get), web.put("/v1/directive", sidecar.put)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, HOST, names.CONTROL_PORT, ssl_context=tls).start()
+    return runner
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  what is waited for is a state, not an event of ours
+            await asyncio.sleep(0.01)
+
+
+def heard(client: JobSidecars, uid: str) -> Report | None:
+    return client.reports[uid].report if uid in client.reports else None

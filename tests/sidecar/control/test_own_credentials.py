@@ -1,0 +1,137 @@
+"""What a sidecar holds is in no report and no log of it, whatever a library, a server or a script says."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.sidecar.stations import Stations
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import (
+    Quarantined,
+    RankFailure,
+    RankRestore,
+    RemoteReport,
+    RestoreReport,
+    RestoreState,
+    TrainerReport,
+    TrainerState,
+)
+from tiercheck.protocol.version import Version
+from tiercheck.redaction import log_redacted
+from tiercheck_sidecar.control.own_credentials import own_credentials
+from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar.remote.config import clean_credentials
+from tiercheck_sidecar.remote.errors import RemoteError
+
+WORD = "plain letters only".replace(" ", "")
+"""Nothing tells it from a word, but that it is held here."""
+LOOKS = "gh" + "p_" + "0f9a" * 9
+
+
+def test_own_credentials_are_known_by_their_variables_and_the_jobs_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("the-token-of-the-job\n")
+    env = {
+        names.ENV_CREDENTIALS_DIR: str(tmp_path),
+        "AWS_SECRET_ACCESS_KEY": f"{WORD}\n",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "/var/run/token",
+        "PWD": "/workspace",
+        "AWS_REGION": "eu-central-1",
+        "AWS_SESSION_TOKEN": "none",
+    }
+    assert own_credentials(env) == {WORD, "the-token-of-the-job"}
+
+
+def test_report_holds_no_credential_in_any_of_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", WORD)
+    station = Stations(tmp_path, workers=1)[0]
+    reporter, version = Reporter(station.board, station.vault), Version(3, 1)
+    said = f"refused {WORD} and {LOOKS}"
+    board = station.board
+    board.problem("RemoteOther", said)
+    board.remote = RemoteReport(True, False, said, (version,))
+    board.quarantine(Quarantined(0, version, 1, said))
+    tried = RankRestore(0, Tier.REMOTE, None, 0, 1.0, (said,))
+    board.restore = RestoreReport(RestoreState.FAILED, version, (tried,))
+    ended = TrainerReport(
+        TrainerState.FAILED, 1, message=said, failure=RankFailure(0, "Error", said, 1), unhealthy=said
+    )
+    monkeypatch.setattr(type(board.trainer), "report", property(lambda _: ended))
+    report = reporter.report()
+    assert WORD not in repr(report)
+    assert LOOKS not in repr(report)
+    assert report.problems[0].message == "refused REDACTED and REDACTED"
+    assert report.restore.ranks[0].failures == ("refused REDACTED and REDACTED",)
+    assert report.trainer.state is TrainerState.FAILED
+    assert (report.job_uid, report.remote.versions) == (board.config.job_uid, (version,))
+    assert reporter.report().serial == report.serial, "what is hidden is no news"
+
+
+def test_log_holds_no_credential_not_even_in_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, root = io.StringIO(), logging.getLogger()
+    monkeypatch.setattr("sys.stderr", written)
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    monkeypatch.setattr("threading.excepthook", threading.excepthook)
+    log_redacted(known={WORD})
+    try:
+        raise ValueError(f"Invalid header value b'{LOOKS}'")
+    except ValueError:
+        logging.getLogger("any.library").exception("signing with %s failed", WORD)
+    shown = written.getvalue()
+    assert WORD not in shown
+    assert LOOKS not in shown
+    assert "signing with REDACTED failed" in shown
+    assert "ValueError" in shown
+
+
+def test_traceback_of_what_nobody_caught_holds_no_credential(tmp_path: Path) -> None:
+    script = (
+        "import sys, threading; from tiercheck.redaction import log_redacted; "
+        "log_redacted(known={sys.argv[1]})\n"
+        "def fail(): raise ValueError(sys.argv[1] + ' ' + sys.argv[2])\n"
+        "thread = threading.Thread(target=fail, name='lane'); thread.start(); thread.join(); fail()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, WORD, LOOKS], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 1
+    assert "thread lane ended unexpectedly" in ran.stderr
+    assert "the process ends unexpectedly" in ran.stderr
+    assert ran.stderr.count("ValueError: REDACTED REDACTED") == 2
+    assert WORD not in ran.stderr
+    assert LOOKS not in ran.stderr
+
+
+def test_line_break_around_a_credential_is_left_out_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    env = {
+        "AWS_SESSION_TOKEN": f"{WORD}\n",
+        "AWS_ACCESS_KEY_ID": " id",
+        "AWS_REGION": "eu-central-1",
+        "OTHER": " x ",
+    }
+    clean_credentials(env)
+    assert env == {
+        "AWS_SESSION_TOKEN": WORD, "AWS_ACCESS_KEY_ID": "id", "AWS_REGION": "eu-central-1", "OTHER": " x "
+    }  # fmt: skip
+    assert "AWS_SESSION_TOKEN has blanks or a line break around its value" in caplog.text
+    assert WORD not in caplog.text
+
+
+@pytest.mark.parametrize("middle", ["\n", " ", "\x00", "\u00e9"])
+def test_credential_that_no_header_can_hold_is_refused_by_name_and_not_shown(middle: str) -> None:
+    with pytest.raises(RemoteError, match="AWS_SECRET_ACCESS_KEY") as refusal:
+        clean_credentials({"AWS_SECRET_ACCESS_KEY": f"{WORD}{middle}more"})
+    assert WORD not in str(refusal.value)

@@ -1,0 +1,283 @@
+"""Nobody without the job's credentials, and nothing of an older attempt, is heard on any channel."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.sidecar.journeys.test_cluster import save_everywhere
+from tests.sidecar.stations import send_bytes
+from tests.sidecar.world import JOB_UID, World, content, error_of, layout, until
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Directive, Phase
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.report import Report, Watermarks
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.decoding import decode
+from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.handshake import (
+    CallerClaim,
+    CallerProof,
+    Challenge,
+    Identity,
+    PeerRefused,
+    dial,
+)
+from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
+
+MakeWorld = Callable[..., World]
+
+
+def identity(world: World, worker: int, token: str | None = None, job_uid: str = JOB_UID) -> Identity:
+    return Identity(job_uid, worker, token or world.token, world.host(worker))
+
+
+def reach(world: World, who: Identity, attempt: int, target: int) -> Wire:
+    return dial(who, attempt, world.peer(target), names.EXCHANGE_PORT)
+
+
+def test_control_api_refuses_without_the_token(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.new_attempt()
+    body = to_json(world.directive(0, Phase.HOLD))
+    for method, path in (
+        ("PUT", "/v1/directive"),
+        ("GET", "/v1/report"),
+        ("POST", "/v1/tiers"),
+        ("PUT", "/v1/watermarks"),
+    ):
+        for token in ("", "wrong", world.token[:-1]):
+            assert world.call(0, method, path, body, token=token)[0] == 401
+    assert world.report(0).attempt == 0
+
+
+def test_certificate_is_of_the_jobs_own_authority(make_world: MakeWorld) -> None:
+    world, other = make_world(), make_world()
+    world.start()
+    context = ssl.create_default_context(cafile=str(other.root / "credentials" / "ca.crt"))
+    with socket.create_connection((world.host(0), names.CONTROL_PORT)) as raw, pytest.raises(ssl.SSLError):
+        context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
+
+
+def test_exchange_refuses_a_caller_without_the_token(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    with pytest.raises(PeerRefused, match="does not know this job's token"):
+        reach(world, identity(world, 1, token="guessed"), 1, 0)
+
+
+def test_exchange_refuses_a_caller_that_ignores_the_servers_proof(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    wire = Wire(socket.create_connection((world.host(0), names.EXCHANGE_PORT)))
+    wire.send(CallerClaim(JOB_UID, 1, 1, "nonce"))
+    challenge = wire.receive(Challenge)
+    wire.send(CallerProof(challenge.proof))  # the server's own proof, sent back
+    with pytest.raises(WireBroken):
+        wire.receive(Say)
+    wire.close()
+
+
+def test_caller_recognises_a_server_without_the_token(make_world: MakeWorld) -> None:
+    """A process that took a dead pod's address learns nothing and is sent nothing."""
+    world = make_world(workers=2)
+    with socket.create_server((world.host(1), names.EXCHANGE_PORT)) as impostor:
+        import threading
+
+        def pretend() -> None:
+            wire = Wire(impostor.accept()[0])
+            wire.receive(CallerClaim)
+            wire.send(Challenge(1, "nonce", "0" * 64))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(PeerRefused, match="does not know this job's token"):
+            reach(world, identity(world, 0), 1, 1)
+        thread.join()
+
+
+def test_exchange_refuses_another_jobs_sidecar(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    with pytest.raises(PeerRefused, match="belongs to job"):
+        reach(world, identity(world, 1, job_uid="recreated"), 1, 0)
+
+
+def test_partitioned_old_worker_is_refused_and_nothing_it_sends_is_readable(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    save_everywhere(world, 10)
+    early = reach(world, identity(world, 1), 1, 0)  # a connection from before the partition healed
+    artifact = image(1, Version(20, 1), 2)
+    early.send(Ask("offer", 1, Version(20, 1), 2, digest(memoryview(artifact))))
+    offered = early.receive(Say)
+    assert offered.state == "send"
+    world.begin(Version(10, 1))
+    with pytest.raises(PeerRefused, match="attempt 1 is over"):
+        reach(world, identity(world, 1), 1, 0)
+    early.send(Ask("join", transfer=offered.transfer))
+    send_bytes(early, 0, artifact)
+    early.send_end()
+    assert early.receive(Say).damaged == ()
+    early.send(Ask("commit", transfer=offered.transfer))
+    assert early.receive(Say).state == "refused"
+    early.send(Ask("offer", 1, Version(21, 1), 2, digest(memoryview(artifact))))
+    assert early.receive(Say).state == "refused"
+    early.close()
+    assert not world.holds(0, 1, Version(20, 1))
+    assert world.report(0).counters.refused_stale >= 3
+
+
+def test_older_directive_verdict_and_tier_report_are_refused(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    old = world.directive(0, Phase.HOLD)
+    world.begin()
+    status, body = world.call(0, "PUT", "/v1/directive", to_json(old))
+    assert (status, error_of(body)) == (409, "attempt 1 is over, the job is at attempt 2")
+    status, body = world.call(0, "PUT", "/v1/directive", to_json(world.directive(0, Phase.HOLD)))
+    assert status == 409
+    assert "past Hold" in error_of(body)
+    stale = TierVerdict(1, Watermarks(local=Version(99, 1)), floor=Version(99, 1))
+    assert world.call(0, "PUT", "/v1/watermarks", to_json(stale))[0] == 409
+    assert world.call(0, "POST", "/v1/tiers", to_json(TierReport(JOB_UID, 1, 0, world.host(0), ())))[0] == 409
+    assert world.report(0).counters.refused_stale >= 3
+
+
+def meant_for(report: Report, directive: Directive) -> bytes:
+    """As an operator that has heard `report` last would send it."""
+    return to_json(replace(directive, instance=report.instance, number=report.followed + 1))
+
+
+def test_directive_that_arrives_after_a_later_one_of_its_attempt_is_refused_and_may_be_repeated(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    early = replace(world.directive(0, Phase.RELEASE), placement="one", revision="early")
+    later = replace(early, placement="other", revision="later")
+    known = world.report(0)
+    first = meant_for(known, early)
+    assert world.call(0, "PUT", "/v1/directive", first)[0] == 200
+    answer = world.call(0, "PUT", "/v1/directive", meant_for(world.report(0), later))
+    assert decode(answer[1], Report).followed == known.followed + 2
+    for _ in range(2):
+        status, body = world.call(0, "PUT", "/v1/directive", first)
+        assert (status, error_of(body)) == (
+            409,
+            f"directive {known.followed + 1} comes too late, {known.followed + 2} is followed",
+        )
+        assert world.report(0).revision == "later"
+    repeated = meant_for(replace(known, followed=known.followed + 1), later)
+    assert world.call(0, "PUT", "/v1/directive", repeated)[0] == 200, "the same again does no harm"
+    assert world.report(0).followed == known.followed + 2
+    beside = meant_for(
+        replace(known, followed=known.followed + 1), replace(early, revision="of another operator")
+    )
+    assert world.call(0, "PUT", "/v1/directive", beside)[0] == 409, (
+        "who decided without knowing of the later one"
+    )
+    assert world.call(0, "PUT", "/v1/directive", meant_for(world.report(0), early))[0] == 200, (
+        "who knows of it"
+    )
+    assert world.report(0).revision == "early"
+
+
+def test_directive_for_the_process_that_was_there_before_is_refused(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    known, wanted = world.report(0), world.directive(0, Phase.RELEASE)
+    world.kill(0)
+    world.start(0)
+    status, body = world.call(0, "PUT", "/v1/directive", meant_for(known, wanted))
+    assert status == 409
+    assert "started again" in error_of(body)
+    assert world.report(0).attempt == 0
+    assert world.call(0, "PUT", "/v1/directive", meant_for(world.report(0), wanted))[0] == 200
+    assert world.report(0).attempt == wanted.attempt
+
+
+def test_worker_pushing_someone_elses_rank_or_to_a_stranger_is_refused(make_world: MakeWorld) -> None:
+    world = make_world(workers=3)
+    world.start()
+    world.begin()
+    artifact = digest(memoryview(image(1, Version(5, 1), 3)))
+    for sender, rank, wrong in ((2, 1, "not of worker 2"), (1, 1, "does not keep copies for worker 1")):
+        wire = reach(world, identity(world, sender), 1, 0)
+        wire.send(Ask("offer", rank, Version(5, 1), 3, artifact))
+        said = wire.receive(Say)
+        assert said.state == "refused"
+        assert wrong in said.message
+        wire.close()
+
+
+def test_bytes_that_are_not_the_artifact_they_claim_to_be_are_not_kept(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    lie = image(1, Version(6, 1), 2)
+    wire = reach(world, identity(world, 1), 1, 0)
+    wire.send(Ask("offer", 1, Version(5, 1), 2, digest(memoryview(lie))))
+    said = wire.receive(Say)
+    wire.send(Ask("join", transfer=said.transfer))
+    send_bytes(wire, 0, lie)
+    wire.send_end()
+    wire.receive(Say)
+    wire.send(Ask("commit", transfer=said.transfer))
+    assert "its seal says" in wire.receive(Say).message
+    wire.close()
+    assert world.report(0).holdings == ()
+
+
+def test_damaged_chunk_is_named_and_not_acknowledged_until_it_is_good(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    good = image(1, Version(5, 1), 2)
+    bad = good[:100_000] + bytes([good[100_000] ^ 4]) + good[100_001:]
+    wire = reach(world, identity(world, 1), 1, 0)
+    wire.send(Ask("offer", 1, Version(5, 1), 2, digest(memoryview(good))))
+    transfer = wire.receive(Say).transfer
+    for sent, damaged, commit in ((bad, (0,), "again"), (good, (), "ok")):
+        wire.send(Ask("join", transfer=transfer))
+        send_bytes(wire, 0, sent)
+        wire.send_end()
+        assert wire.receive(Say).damaged == damaged
+        wire.send(Ask("commit", transfer=transfer))
+        assert wire.receive(Say).state == commit
+    wire.close()
+    until(lambda: world.holds(0, 1, Version(5, 1)), "kept")
+
+
+def test_socket_refuses_ranks_of_other_workers(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    with world.rank(0) as rank:
+        assert not rank.welcome.error
+    stranger = world.rank(0, world_size=7)
+    assert "the job has 2 ranks" in stranger.welcome.error
+    stranger.close()
+
+
+def image(rank: int, version: Version, world_size: int, size: int = 300_000) -> bytes:
+    """A whole artifact as a trainer would have written it."""
+    plan = layout(size)
+    return (
+        plan.state_word
+        + plan.header(rank, version, world_size, {})
+        + content(rank, version.step, plan.size - plan.data_begin)
+    )

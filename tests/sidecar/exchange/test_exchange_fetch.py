@@ -1,0 +1,249 @@
+"""Restoring from peers: several holders at once, and none of them able to harm what another can give."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.sidecar.stations import Station, Stations
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
+from tiercheck_sidecar.exchange.frames import Wire, WireBroken
+from tiercheck_sidecar.vault import NoFreeSlot, Seal
+
+MIB = 1 << 20
+LARGE = 41 * MIB
+MakeStations = Callable[..., Stations]
+
+
+def copied(job: Stations, size: int = LARGE, kind: Kind = Kind.SNAPSHOT) -> tuple[Seal, Artifact, bytes]:
+    """Worker 0's artifact, at workers 1 and 2 as well; then worker 0 loses it."""
+    version = Version(5, 1)
+    if kind is Kind.DELTA:
+        job[0].save(Version(4, 1), size)
+    seal = job[0].save(version, size, kind)
+    content = job[0].content(seal, Tier.LOCAL)
+    for worker in (1, 2):
+        plant(job[worker], seal, content)
+    job[0].vault.free(lambda each: True)
+    return seal, Artifact(0, version, kind), content
+
+
+def plant(station: Station, seal: Seal, content: bytes) -> None:
+    station.vault.host([seal.rank])
+    draft = station.vault.draft(replace(seal, tier=Tier.PEER))
+    draft.view[:] = content
+    draft.keep()
+
+
+class Cable(Wire):
+    """A connection over which only `chunks` chunks arrive."""
+
+    def __init__(self, wire: Wire, chunks: int) -> None:
+        self.__dict__ = wire.__dict__
+        self._left = chunks
+
+    def receive_chunk_header(self) -> tuple[int, int]:
+        if self._left == 0:
+            self.cut()
+            raise WireBroken("the cable was pulled")
+        self._left -= 1
+        return super().receive_chunk_header()
+
+
+def test_artifact_comes_back_from_two_holders_at_once(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    seal, artifact, content = copied(job)
+    fetched = fetch(job[0].vault, artifact, job[0].dials(1, 2))
+    assert fetched.workers == (1, 2), "each brought a part"
+    assert fetched.seal == seal
+    assert not fetched.bad
+    assert job[0].content(seal, Tier.LOCAL) == content
+
+
+@pytest.mark.parametrize("size", [1, 5000, 4 * MIB, 9 * MIB])
+def test_delta_of_any_size_comes_back(stations: MakeStations, size: int) -> None:
+    job = stations(workers=3, limit=1 << 30)
+    seal, artifact, content = copied(job, size, Kind.DELTA)
+    fetch(job[0].vault, artifact, job[0].dials(1))
+    assert job[0].content(seal, Tier.LOCAL) == content
+
+
+def test_bad_copy_is_named_and_the_good_one_is_used(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    seal, artifact, content = copied(job)
+    job[1].flip(seal, Tier.PEER, *range(len(seal.digests.values)))
+    answered = threading.Event()
+
+    class Eager(Wire):
+        def __init__(self, wire: Wire) -> None:
+            self.__dict__ = wire.__dict__
+
+        def receive_chunk_header(self) -> tuple[int, int]:
+            header = super().receive_chunk_header()
+            answered.set()
+            return header
+
+    class Patient(Eager):
+        def send_index(self, index: int) -> None:
+            """Lets the bad copy be asked first: else the good one might bring everything."""
+            assert answered.wait(20)
+            super().send_index(index)
+
+    sources = [Dial(1, lambda: Eager(job[0].connect(1))), Dial(2, lambda: Patient(job[0].connect(2)))]
+    fetched = fetch(job[0].vault, artifact, sources)
+    assert [bad.worker for bad in fetched.bad] == [1]
+    assert fetched.workers == (2,)
+    assert job[0].content(seal, Tier.LOCAL) == content
+    assert not job[1].holds(artifact), "its holder read it again, and gave it up"
+    assert [bad.worker for bad in job[1].board.quarantined] == [1]
+
+
+def test_copies_that_are_bad_in_different_places_make_a_good_one(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    seal, artifact, content = copied(job)
+    job[1].flip(seal, Tier.PEER, 2)
+    job[2].flip(seal, Tier.PEER, 7)
+    fetch(job[0].vault, artifact, job[0].dials(1, 2))
+    assert job[0].content(seal, Tier.LOCAL) == content
+
+
+def test_only_copy_being_bad_is_an_error_that_names_it(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    seal, artifact, _ = copied(job)
+    job[1].flip(seal, Tier.PEER, 2, 3)
+    with pytest.raises(FetchFailed, match="the copy at worker 1 is bad") as failure:
+        fetch(job[0].vault, artifact, job[0].dials(1))
+    assert [bad.worker for bad in failure.value.bad] == [1]
+    assert not job[0].holds(artifact, Tier.LOCAL), "a half-restored slot is never offered"
+    fetch(job[0].vault, artifact, job[0].dials(2))
+
+
+def test_holder_that_dies_in_the_middle_is_made_up_for(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    seal, artifact, content = copied(job)
+    cables = [Cable(job[0].connect(1), 2)]
+
+    def dying() -> Wire:
+        if not cables:
+            raise WireBroken("no route to host")
+        return cables.pop()
+
+    fetched = fetch(job[0].vault, artifact, [Dial(1, dying), *job[0].dials(2)])
+    assert 2 in fetched.workers
+    assert not fetched.bad, "a broken line is no bad copy"
+    assert job[0].content(seal, Tier.LOCAL) == content
+
+
+def test_broken_line_to_the_only_holder_costs_what_was_on_it(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    seal, artifact, content = copied(job)
+    made: list[Cable] = []
+
+    def flaky() -> Wire:
+        made.append(Cable(job[0].connect(1), 3))
+        return made[-1]
+
+    fetch(job[0].vault, artifact, [Dial(1, flaky)])
+    assert job[0].content(seal, Tier.LOCAL) == content
+    assert len(made) >= 4, "eleven chunks, three for each connection"
+
+
+def test_holder_that_stalls_holds_up_nobody(stations: MakeStations) -> None:
+    """What it owes is asked of the other one, long before its connection counts as broken."""
+    job = stations(workers=3)
+    seal, artifact, content = copied(job)
+
+    class Stalled(Wire):
+        def __init__(self, wire: Wire) -> None:
+            self.__dict__ = wire.__dict__
+
+        def send_index(self, index: int) -> None:
+            """Nobody hears it, so nothing comes."""
+
+    fetched = fetch(job[0].vault, artifact, [Dial(1, lambda: Stalled(job[0].connect(1))), *job[0].dials(2)])
+    assert fetched.workers == (2,)
+    assert job[0].content(seal, Tier.LOCAL) == content
+
+
+def test_holder_that_does_not_answer_is_not_waited_for(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    seal, artifact, content = copied(job, 5 * MIB)
+    with socket.create_server((job.host(7), 0)) as silent:
+
+        def deaf() -> Wire:
+            wire = Wire(socket.create_connection(silent.getsockname()))
+            wire.receive(dict)
+            return wire
+
+        fetched = fetch(job[0].vault, artifact, [Dial(1, deaf), *job[0].dials(2)])
+    assert fetched.workers == (2,)
+    assert job[0].content(seal, Tier.LOCAL) == content
+
+
+def test_holder_without_it_and_holder_with_other_content_do_no_harm(stations: MakeStations) -> None:
+    job = stations(workers=4)
+    seal, artifact, content = copied(job, 5 * MIB)
+    job[3].vault.host([0])
+    fetched = fetch(job[0].vault, artifact, job[0].dials(3, 1, 2))
+    assert fetched.seal == seal
+    assert job[0].content(seal, Tier.LOCAL) == content
+
+
+def test_nobody_having_it_says_so_for_each(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    with pytest.raises(FetchFailed) as failure:
+        fetch(job[0].vault, Artifact(0, Version(5, 1)), job[0].dials(1, 2))
+    said = sorted(failure.value.reasons)
+    assert [reason.split(":")[0] for reason in said] == ["worker 1", "worker 2"]
+    assert all("not here" in reason for reason in said)
+    with pytest.raises(FetchFailed, match="no source is known"):
+        fetch(job[0].vault, Artifact(0, Version(5, 1)), [])
+
+
+def test_no_room_is_said_before_a_byte_travels(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    _, artifact, _ = copied(job, 5 * MIB)
+    for step in (10, 11, 12):
+        job[0].save(Version(step, 1), 5 * MIB)
+    with pytest.raises(NoFreeSlot):
+        fetch(job[0].vault, artifact, job[0].dials(1))
+
+
+def test_what_a_peer_holds_can_be_asked(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    snapshot = job[0].save(Version(4, 1), MIB)
+    delta = job[0].save(Version(5, 1), 5000, Kind.DELTA)
+    for seal in (snapshot, delta):
+        plant(job[1], seal, job[0].content(seal, Tier.LOCAL))
+    (dial,) = job[2].dials(1)
+    listed = {each.artifact: each.bytes for each in holdings(dial, 0)}
+    assert listed == {
+        Artifact(0, Version(4, 1)): snapshot.digests.size,
+        Artifact(0, Version(5, 1), Kind.DELTA): delta.digests.size,
+    }
+    assert holdings(dial, 2) == ()
+
+
+def test_line_that_damages_is_not_taken_for_a_bad_copy(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    seal, artifact, content = copied(job, 13 * MIB)
+
+    class Noisy(Wire):
+        def __init__(self, wire: Wire) -> None:
+            self.__dict__ = wire.__dict__
+
+        def _fill(self, view: memoryview) -> None:
+            super()._fill(view)
+            if len(view) > MIB:
+                view[77] ^= 1
+
+    fetched = fetch(job[0].vault, artifact, [Dial(1, lambda: Noisy(job[0].connect(1))), *job[0].dials(2)])
+    assert not fetched.bad
+    assert job[1].holds(artifact)
+    assert job[0].content(seal, Tier.LOCAL) == content

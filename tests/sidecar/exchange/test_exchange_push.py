@@ -1,0 +1,285 @@
+"""Copies are made: verified before they are acknowledged, taken up again where a stream broke, never at
+another's cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.sidecar.stations import Stations, send_bytes
+from tests.sidecar.world import until
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.exchange import server, transfers
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken, from_bitmap
+from tiercheck_sidecar.exchange.handshake import CallerClaim
+from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, push
+from tiercheck_sidecar.replicate.streams import Line, TooDamaged
+from tiercheck_sidecar.vault import NoFreeSlot, Seal
+
+MIB = 1 << 20
+LARGE = 21 * MIB  # six chunks, so that there are several streams and a short last chunk
+
+
+class Breaking(Wire):
+    """A connection that breaks once it has carried `after` chunks."""
+
+    def __init__(self, wire: Wire, after: int = 1 << 30) -> None:
+        self.__dict__ = wire.__dict__
+        self._left = after
+
+    def send_chunk(self, *arguments: object, **more: object) -> None:  # type: ignore[override]
+        if self._left == 0:
+            self.cut()
+            raise WireBroken("the cable was pulled")
+        self._left -= 1
+        super().send_chunk(*arguments, **more)  # type: ignore[arg-type]
+
+
+def send_by_hand(wire: Wire, seal: Seal, content: bytes, transfer: str, *chunks: int) -> Say:
+    """As a sender does, but only `chunks`."""
+    wire.send(Ask("join", transfer=transfer))
+    for index in chunks:
+        begin, length = index * seal.digests.chunk, length_of(seal.digests, index)
+        send_bytes(wire, index, content[begin : begin + length])
+    wire.send_end()
+    return wire.receive(Say)
+
+
+def offer(seal: Seal) -> Ask:
+    return Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
+
+
+def test_copy_is_byte_for_byte_what_was_saved(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    with job[0].line(1) as line:
+        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert line.sent == seal.digests.size
+        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert line.sent == seal.digests.size, "what the holder has is not sent again"
+    assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
+
+
+def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    job[0].save(Version(5, 1), 8 * MIB)
+    seal = job[0].save(Version(6, 1), 5000, Kind.DELTA)
+    with job[0].vault.pin(0, Version(6, 1), kind=Kind.DELTA) as slot:
+        assert slot.size > seal.digests.size
+    with job[0].line(1) as line:
+        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert line.sent == seal.digests.size
+    assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
+    assert not job[1].holds(Artifact(0, Version(6, 1), Kind.SNAPSHOT))
+
+
+def test_broken_stream_is_taken_up_where_it_stopped(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    cables = [Breaking(job[0].connect(1), after=2)]
+    with Line(lambda: cables.pop() if cables else job[0].connect(1)) as line:
+        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        resent = line.sent - seal.digests.size
+    assert resent == 0, "both chunks had arrived"
+    assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
+
+
+def test_sender_that_comes_back_is_told_what_is_there(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    content = job[0].content(seal, Tier.LOCAL)
+    chunks = len(seal.digests.values)
+    first = job[0].connect(1)
+    first.send(offer(seal))
+    said = first.receive(Say)
+    assert (said.state, said.verified) == ("send", "")
+    assert send_by_hand(first, seal, content, said.transfer, 0, 3, 5).damaged == ()
+    first.close()
+    second = job[0].connect(1)
+    second.send(offer(seal))
+    again = second.receive(Say)
+    assert (again.transfer, from_bitmap(again.verified, chunks)) == (said.transfer, {0, 3, 5})
+    second.close()
+    with job[0].line(1) as line:
+        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert line.sent == sum(length_of(seal.digests, index) for index in (1, 2, 4))
+
+
+def test_other_content_under_the_same_name_starts_over(stations: Callable[..., Stations]) -> None:
+    """A restarted worker may save the same version again; not one chunk of the two may be mixed."""
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    wire = job[0].connect(1)
+    wire.send(offer(seal))
+    said = wire.receive(Say)
+    send_by_hand(wire, seal, job[0].content(seal, Tier.LOCAL), said.transfer, 0)
+    other = Seal(
+        0, seal.version, seal.world_size, Tier.LOCAL, type(seal.digests)(LARGE, 4 * MIB, ("0" * 32,) * 6)
+    )
+    wire.send(offer(other))
+    again = wire.receive(Say)
+    assert again.state == "send"
+    assert again.transfer != said.transfer
+    assert again.verified == ""
+    wire.close()
+
+
+def test_stream_of_before_cannot_write_once_its_sender_began_again(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    old = job[0].connect(1)
+    old.send(offer(seal))
+    said = old.receive(Say)
+    old.send(Ask("join", transfer=said.transfer))
+    inbox = job[1].server.inbox
+    transfer = until(lambda: inbox.find(said.transfer, 0), "offered")
+    until(lambda: transfer.idle() == 0, "the stream is open")
+    with job[0].line(1) as line:
+        assert push(job[0].vault, seal, line) is Pushed.KEPT
+    with pytest.raises(WireBroken):
+        old.receive(Say)
+    old.close()
+
+
+def test_chunk_that_arrives_damaged_is_sent_again(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    content = job[0].content(seal, Tier.LOCAL)
+    bad = content[: 9 * MIB] + bytes([content[9 * MIB] ^ 1]) + content[9 * MIB + 1 :]
+    wire = job[0].connect(1)
+    wire.send(offer(seal))
+    transfer = wire.receive(Say).transfer
+    assert send_by_hand(wire, seal, bad, transfer, *range(6)).damaged == (2,)
+    wire.send(Ask("commit", transfer=transfer))
+    assert wire.receive(Say).state == "again"
+    assert not job[1].holds(Artifact(0, seal.version)), "nothing is acknowledged before it is verified"
+    assert send_by_hand(wire, seal, content, transfer, 2).damaged == ()
+    assert send_by_hand(wire, seal, bad, transfer, 2).damaged == (2,), (
+        "a bad chunk does not replace a good one"
+    )
+    wire.send(Ask("commit", transfer=transfer))
+    assert wire.receive(Say).state == "ok"
+    wire.close()
+    assert job[1].content(seal, Tier.PEER) == content
+
+
+def test_copy_that_rotted_at_its_owner_is_never_acknowledged(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    job[0].flip(seal, Tier.LOCAL, 3)
+    with job[0].line(1) as line, pytest.raises(TooDamaged, match="chunk 3"):
+        push(job[0].vault, seal, line)
+    assert not job[1].holds(Artifact(0, seal.version))
+
+
+def test_idle_connection_that_the_holder_closed_costs_nothing(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    first, second = job[0].save(Version(5, 1), MIB), job[0].save(Version(6, 1), MIB)
+    with job[0].line(1) as line:
+        assert push(job[0].vault, first, line) is Pushed.KEPT
+        for wire in line.wires(1):
+            wire.cut()
+        assert push(job[0].vault, second, line) is Pushed.KEPT
+
+
+def test_one_connection_carries_many_deltas(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    made = 0
+
+    def connect() -> Wire:
+        nonlocal made
+        made += 1
+        return job[0].connect(1)
+
+    job[0].save(Version(1, 1), MIB)
+    with Line(connect) as line:
+        for step in range(2, 6):
+            assert push(job[0].vault, job[0].save(Version(step, 1), 1000, Kind.DELTA), line) is Pushed.KEPT
+    assert made == 1
+
+
+def test_holder_without_room_says_so_and_takes_it_later(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    seals = [job[0].save(Version(step, 1), MIB) for step in (1, 2, 3)]
+    with job[0].line(1) as line:
+        said = [push(job[0].vault, seal, line) for seal in seals]
+        assert said == [Pushed.KEPT, Pushed.KEPT, Pushed.BUSY]
+        job[1].vault.free(lambda seal: seal.version == Version(1, 1))
+        assert push(job[0].vault, seals[2], line) is Pushed.KEPT
+
+
+def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(
+    stations: Callable[..., Stations],
+) -> None:
+    job = stations()
+    old, kept, new = (job[0].save(Version(step, 1), MIB) for step in (1, 2, 3))
+    with job[0].line(1) as line:
+        push(job[0].vault, kept, line)
+    abandoned = job[0].connect(1)
+    abandoned.send(offer(old))
+    assert abandoned.receive(Say).state == "send"
+    abandoned.close()
+    with job[0].line(1) as line:
+        assert push(job[0].vault, new, line) is Pushed.KEPT
+
+
+def test_transfer_that_nobody_comes_back_for_is_given_up(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    now = 100.0
+    inbox = Inbox(job[1].vault, lambda: now)
+    transfer = inbox.open(CallerClaim("uid", 0, 1, ""), Seal(0, seal.version, 2, Tier.PEER, seal.digests))
+    now += transfers.LINGER
+    inbox.sweep()
+    assert inbox.find(transfer.name, 0) is transfer
+    assert inbox.find(transfer.name, 1) is None, "it is its sender's alone"
+    now += 1
+    inbox.sweep()
+    assert inbox.find(transfer.name, 0) is None
+    for step in (6, 7):  # its slot is free again
+        job[1].vault.draft(Seal(0, Version(step, 1), 2, Tier.PEER, seal.digests))
+    with pytest.raises(NoFreeSlot):
+        job[1].vault.draft(Seal(0, Version(8, 1), 2, Tier.PEER, seal.digests))
+
+
+def test_sender_of_an_older_attempt_is_refused_in_mid_transfer(stations: Callable[..., Stations]) -> None:
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    wire = job[0].connect(1)
+    wire.send(offer(seal))
+    transfer = wire.receive(Say).transfer
+    job.next_attempt()
+    assert send_by_hand(wire, seal, job[0].content(seal, Tier.LOCAL), transfer, *range(6)).damaged == ()
+    wire.send(Ask("commit", transfer=transfer))
+    assert "attempt 1 is over" in wire.receive(Say).message
+    wire.close()
+    assert not job[1].holds(Artifact(0, seal.version))
+
+
+def test_rank_that_is_not_the_senders_is_refused(stations: Callable[..., Stations]) -> None:
+    job = stations(workers=3)
+    seal = job[0].save(Version(5, 1), MIB)
+    with job[0].line(2) as line, pytest.raises(PushRefused, match="does not keep copies for worker 0"):
+        push(job[0].vault, seal, line)
+
+
+def test_one_worker_cannot_take_all_connections(
+    stations: Callable[..., Stations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MOST_PER_WORKER", 2)
+    job = stations(workers=3)
+    wires = [job[0].connect(1) for _ in range(3)]
+    for wire in wires[:2]:
+        wire.send(Ask("list", 0))
+        assert wire.receive(Say).state == "listed"
+    with pytest.raises(WireBroken):
+        wires[2].receive(Say)
+    seal = job[1].save(Version(5, 1), MIB)
+    with job[1].line(2) as line:
+        assert push(job[1].vault, seal, line) is Pushed.KEPT
+    for wire in wires:
+        wire.close()

@@ -1,0 +1,160 @@
+"""Several sidecars together: what is saved is copied, what is lost comes back, and no stranger is heard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.sidecar.trainer.test_save_local import flip
+from tests.sidecar.world import World, until
+from tiercheck.protocol.directive import Phase, Tier
+from tiercheck.protocol.version import Version
+
+MakeWorld = Callable[..., World]
+
+
+def save_everywhere(world: World, *steps: int) -> None:
+    """Every rank captures each step, and all copies are made."""
+    with world.ranks() as ranks:
+        for step in steps:
+            for rank in ranks:
+                until(lambda rank=rank, step=step: rank.save(step), f"a free slot for step {step}")
+            version = Version(step, world.attempt)
+            until(
+                lambda version=version: world.report(0).watermarks.peer == version, f"{version} is protected"
+            )
+
+
+def copies(world: World, worker: int, rank: int) -> list[Path]:
+    return sorted(world.memory_dir(worker).glob(f"copy-{rank}-*.safetensors"))
+
+
+def test_snapshot_is_sealed_copied_and_both_watermarks_rise(make_world: MakeWorld) -> None:
+    world = make_world(workers=2, procs=2)
+    world.start()
+    world.begin()
+    save_everywhere(world, 1, 2, 3, 4, 5, 6)
+    for worker in range(2):
+        until(lambda worker=worker: world.report(worker).watermarks.local == Version(6, 1), "watermark")
+        for rank in range(4):
+            tier = Tier.LOCAL if rank // 2 == worker else Tier.PEER
+            assert world.holds(worker, rank, Version(6, 1), tier)
+        until(lambda worker=worker: not world.holds(worker, 0, Version(4, 1)), "older ones are freed")
+    assert world.report(0).counters.replicated >= 6
+
+
+def test_four_workers_lose_two_and_all_ranks_come_back(make_world: MakeWorld) -> None:
+    world = make_world(workers=4, procs=2)
+    world.start()
+    world.begin()
+    save_everywhere(world, 10, 20)
+    world.lose(1, 3)
+    world.start(1, 3)
+    lost = {rank: (world.from_peer((rank // 2 + 1) % 4),) for rank in (2, 3, 6, 7)}
+    world.begin(Version(20, 1), lost)
+    for worker in range(4):
+        for rank in world.report(worker).restore.ranks:
+            expected = (Tier.PEER, (worker + 1) % 4) if worker in (1, 3) else (Tier.LOCAL, None)
+            assert (rank.tier, rank.worker) == expected, rank
+    until(lambda: world.report(0).watermarks.peer == Version(20, 1), "protected again without a new snapshot")
+    save_everywhere(world, 30)
+
+
+def test_flipped_bit_in_a_peers_copy_is_noticed_and_the_next_source_is_used(make_world: MakeWorld) -> None:
+    world = make_world(workers=3)
+    world.start()
+    world.new_attempt()
+    world.direct(Phase.HOLD, holders=(1, 2))
+    world.direct(Phase.RELEASE, holders=(1, 2))
+    save_everywhere(world, 10)
+    (copy,) = copies(world, 1, 0)
+    flip(copy, 150_000)
+    world.lose(0)
+    world.start(0)
+    world.new_attempt(Version(10, 1))
+    world.direct(Phase.HOLD, {0: (world.from_peer(1),)}, holders=(1, 2))
+    until(lambda: world.report(0).restore.state.value == "Failed", "nothing else was named")
+    assert "worker 1 is bad" in world.report(0).restore.ranks[0].failures[0]
+    assert [(bad.rank, bad.version, bad.worker) for bad in world.report(0).quarantined] == [
+        (0, Version(10, 1), 1)
+    ]
+    world.begin(Version(10, 1), {0: (world.from_peer(1), world.from_peer(2))})
+    restore = world.report(0).restore.ranks[0]
+    assert (restore.tier, restore.worker) == (Tier.PEER, 2)
+    until(lambda: world.holds(1, 0, Version(10, 1), Tier.PEER), "the bad copy is replaced by a good one")
+
+
+def test_restore_without_any_good_source_fails_and_says_why(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    save_everywhere(world, 10)
+    (copy,) = copies(world, 1, 0)
+    flip(copy, 150_000)
+    world.lose(0)
+    world.start(0)
+    world.new_attempt(Version(10, 1))
+    world.direct(Phase.HOLD, {0: (world.from_peer(1),)})
+    until(lambda: world.report(0).restore.state.value == "Failed", "failed")
+    assert "bad" in world.report(0).restore.ranks[0].failures[0]
+    assert not world.holds(0, 0, Version(10, 1)), "a half-restored slot is never offered"
+
+
+def test_sidecar_killed_while_training_comes_back_with_what_it_held(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    save_everywhere(world, 10)
+    world.kill(1)
+    world.start(1)
+    assert world.holds(1, 1, Version(10, 1), Tier.LOCAL)
+    assert world.holds(1, 0, Version(10, 1), Tier.PEER)
+    world.direct(Phase.RELEASE)
+    save_everywhere(world, 20)
+
+
+def test_unreachable_holder_never_delays_a_capture(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    save_everywhere(world, 10)
+    world.pause(1)
+    with world.rank(0) as rank:
+        rank.socket.settimeout(2.0)  # what a trainer would wait; far less than any exchange timeout
+        rank.reserve(300_000)
+        assert rank.save(20)
+        assert rank.save(30)
+        assert rank.begin(40).skip, "memory is bounded: the committed and two pending ones"
+    world.resume(1)
+    assert world.holds(0, 0, Version(10, 1)), "the newest complete version is kept"
+
+
+def test_ranks_that_skip_independently_agree_in_the_end(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    with world.ranks() as (one, other):
+        assert one.save(1)
+        assert other.save(2)
+        assert one.save(3)
+        assert other.save(3)
+        until(lambda: world.report(1).watermarks.peer == Version(3, 1), "step 3 is complete")
+        until(
+            lambda: [each.version.step for each in world.report(0).holdings] == [3, 3], "the others are freed"
+        )
+
+
+def test_versions_cut_off_by_the_history_are_dropped_after_release(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    world.start()
+    world.begin()
+    with world.ranks() as (one, other):
+        for rank in (one, other):
+            assert rank.save(10)
+        until(lambda: world.report(1).watermarks.peer == Version(10, 1), "complete")
+        assert one.save(20)
+        until(lambda: world.holds(0, 0, Version(20, 1)), "sealed")
+    world.begin(Version(10, 1))
+    until(lambda: not world.holds(0, 0, Version(20, 1)), "dropped")
+    until(lambda: not world.holds(1, 0, Version(20, 1)), "its copy too")
+    assert world.holds(0, 0, Version(10, 1))

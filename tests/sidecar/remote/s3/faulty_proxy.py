@@ -1,0 +1,158 @@
+"""An S3 server's bad day: a loopback proxy that passes requests on, but for those that a test wants delayed,
+refused or cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+from tests.sidecar.remote.s3.odd_servers import refusal
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request that arrived."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    """Names in lower case."""
+
+    @property
+    def part(self) -> int:
+        """The number of the part that it uploads; 0 if it does not."""
+        query = parse_qs(urlsplit(self.path).query)
+        return int(query.get("partNumber", ["0"])[0]) if self.method == "PUT" else 0
+
+    @property
+    def key(self) -> str:
+        return urlsplit(self.path).path
+
+
+@dataclass
+class Fault:
+    """What happens instead. In this order: the answer waits for `until`; the connection is cut in mid-body;
+    an error is answered."""
+
+    until: threading.Event | None = None
+    cut: bool = False
+    answer: tuple[int, bytes] | None = None
+    without: str = ""
+    """A header that does not reach the server, in lower case: then it is passed on."""
+
+
+BUSY = Fault(answer=refusal("SlowDown", 503))
+FORBIDDEN = Fault(answer=refusal("AccessDenied", 403))
+FULL = Fault(answer=refusal("InsufficientStorage", 507))
+CUT = Fault(cut=True)
+DEAF = Fault(without="if-none-match")
+"""As a server that does not mind conditions."""
+
+
+@dataclass
+class Proxy:
+    url: str = ""
+    rule: Callable[[Seen], Fault | None] = lambda seen: None
+    seen: list[Seen] = field(default_factory=list)
+    """Requests that were passed on, in order of arrival."""
+    answered: Callable[[Seen, bytes, int], None] = lambda seen, body, status: None
+    """Told of each of them, with its body and the server's status, before the client is."""
+
+    def parts(self) -> list[int]:
+        """Numbers of the parts that reached the server."""
+        return sorted(each.part for each in self.seen if each.part)
+
+    def reads(self) -> list[str]:
+        """Keys of artifacts that were read, once per request that reached the server."""
+        return [each.key for each in self.seen if each.method == "GET" and each.key.endswith(".safetensors")]
+
+
+@contextlib.contextmanager
+def proxying(endpoint: str) -> Iterator[Proxy]:
+    """A proxy of the S3 server at `endpoint`; its rule may be exchanged while it runs."""
+    proxy, target = Proxy(), urlsplit(endpoint)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _pass_on(self) -> None:
+            seen = Seen(
+                self.command, self.path, {name.lower(): value for name, value in self.headers.items()}
+            )
+            fault = proxy.rule(seen) or Fault()
+            length = int(self.headers.get("Content-Length", 0))
+            if fault.cut:
+                self.rfile.read(length // 2)
+                linger = struct.pack("ii", 1, 0)  # close sends a reset
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            body = self.rfile.read(length)
+            if fault.until is not None:
+                fault.until.wait(60)
+            if fault.answer is not None:
+                self._answer(fault.answer[0], {"Content-Type": "application/xml"}, fault.answer[1])
+                return
+            proxy.seen.append(seen)
+            onward = http.client.HTTPConnection(target.hostname or "", target.port or 80, timeout=60)
+            try:
+                # The Host header that was signed goes along.
+                onward.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+                for name, value in self.headers.items():
+                    if name.lower() != fault.without:
+                        onward.putheader(name, value)
+                onward.endheaders(body)
+                response = onward.getresponse()
+                content = response.read()
+                proxy.answered(seen, body, response.status)
+                kept = {
+                    k: v
+                    for k, v in response.getheaders()
+                    if k.lower() not in ("connection", "transfer-encoding", "date", "server")
+                }
+                self._answer(response.status, kept, content)
+            finally:
+                onward.close()
+
+        def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                if name.lower() != "content-length":
+                    self.send_header(name, value)
+            self.send_header(
+                "Content-Length",
+                headers.get("Content-Length", str(len(body))) if self.command == "HEAD" else str(len(body)),
+            )
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on  # noqa: N815
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *args: object) -> None:
+            pass  # connections that a test cuts off
+
+    server = Server(("127.0.0.1", 0), Handler)
+    proxy.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,221 @@
+"""An upload that was interrupted goes on where it stopped: parts that the store has are not sent again,
+unless they are not ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sidecar.remote.remote_places import BUCKET, S3Place
+from tests.sidecar.remote.s3.faulty_proxy import CUT, FORBIDDEN, Fault, Proxy, Seen, proxying
+from tests.sidecar.remote.test_remote_conformance import (
+    FOLDER,
+    JOB,
+    UPLOAD,
+    Slots,
+    eventually,
+    fetched,
+    manifest_of,
+)
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, keys, open_store
+from tiercheck_sidecar.remote.s3 import crc64nvme, s3_multipart, s3_transfers
+from tiercheck_sidecar.remote.store import RemoteStore
+from tiercheck_sidecar.remote.verify import digest_of
+
+VERSION = Version(100, 1)
+PART = 5 * 1024 * 1024  # the least that S3 allows
+PARTS = 5
+SIZE = (PARTS - 1) * PART + 12345
+
+
+def key_of(digests: Digests) -> str:
+    return f"{FOLDER}/{keys.artifact_key(VERSION, 0, digest_of(digests))}"
+
+
+@pytest.fixture
+def proxy(s3_server: tuple[str, Any]) -> Iterator[Proxy]:
+    with proxying(s3_server[0]) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def place(proxy: Proxy, s3_server: tuple[str, Any]) -> S3Place:
+    return S3Place(proxy.url, s3_server[1])
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Slots:
+    return Slots(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def small_parts_and_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_multipart, "PART", PART)
+    monkeypatch.setattr(s3_transfers, "TRIES", 2)
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
+
+
+def upload(place: S3Place, path: Path, digests: object) -> RemoteStore:
+    """As a sidecar that was just started does."""
+    store = open_store(place.settings(), JOB)
+    try:
+        store.put_artifact(0, VERSION, path, digests, None)
+    finally:
+        store.close()
+    return store
+
+
+def complete(place: S3Place, content: bytes, path: Path, digests: object) -> None:
+    store = open_store(place.settings(), JOB)
+    artifact = store.put_artifact(0, VERSION, path, digests, None)
+    assert store.commit(manifest_of(VERSION, artifact))
+    assert fetched(store, artifact) == content
+    assert place.unfinished() == 0
+    store.close()
+
+
+def stored_parts(place: S3Place) -> set[int]:
+    (entry,) = place.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
+    listed = place.client.list_parts(Bucket=BUCKET, Key=entry["Key"], UploadId=entry["UploadId"])
+    return {part["PartNumber"] for part in listed.get("Parts", ())}
+
+
+def outage_from_part(number: int, place: S3Place) -> Callable[[Seen], Fault | None]:
+    """The parts before it arrive; then nothing does, not even that the upload is given up."""
+
+    def rule(seen: Seen) -> Fault | None:
+        if seen.part >= number:
+            eventually(lambda: stored_parts(place) == set(range(1, number)))
+        return CUT if seen.part >= number or seen.method == "DELETE" else None
+
+    return rule
+
+
+def test_upload_that_an_outage_ended_goes_on_from_there(place: S3Place, proxy: Proxy, slots: Slots) -> None:
+    content = os.urandom(SIZE)
+    sealed = slots.seal(content)
+    proxy.rule = outage_from_part(4, place)
+    with pytest.raises(RemoteError) as caught:
+        upload(place, *sealed)
+    assert caught.value.reason is Reason.UNREACHABLE
+    assert proxy.parts() == [1, 2, 3]
+    proxy.rule = lambda seen: None
+    complete(place, content, *sealed)
+    assert proxy.parts() == [1, 2, 3, 4, 5], "each part reached the store once"
+
+
+def test_upload_that_the_store_refused_leaves_nothing(place: S3Place, proxy: Proxy, slots: Slots) -> None:
+    proxy.rule = lambda seen: FORBIDDEN if seen.part >= 4 else None
+    with pytest.raises(RemoteError) as caught:
+        upload(place, *slots.seal(os.urandom(SIZE)))
+    assert caught.value.reason is Reason.FORBIDDEN
+    assert place.unfinished() == 0
+
+
+def test_upload_of_a_killed_sidecar_goes_on_in_the_next_process(
+    place: S3Place, proxy: Proxy, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = 16 * 1024 * 1024
+    monkeypatch.setattr(s3_multipart, "PART", usual)  # as the process that is killed has it
+    content = os.urandom(2 * usual + 5)
+    path, digests = slots.seal(content)
+    uploader = subprocess.Popen([sys.executable, "-c", UPLOAD, place.settings(), JOB, path, to_json(digests)])
+    try:
+        eventually(lambda: len(proxy.parts()) == 1)
+        eventually(lambda: place.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads"))
+        (entry,) = place.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
+        eventually(
+            lambda: place.client.list_parts(Bucket=BUCKET, Key=entry["Key"], UploadId=entry["UploadId"]).get(
+                "Parts"
+            )
+        )
+    finally:
+        uploader.kill()
+        uploader.wait()
+    complete(place, content, path, digests)
+    assert proxy.parts() == [1, 2, 3]
+
+
+def test_store_that_is_closed_in_mid_upload_leaves_what_the_next_one_goes_on_from(
+    place: S3Place, proxy: Proxy, slots: Slots
+) -> None:
+    content = os.urandom(SIZE)
+    path, digests = slots.seal(content)
+    store = open_store(place.settings(), JOB)
+
+    def close_at_the_third(seen: Seen) -> None:
+        if seen.part >= 3:
+            eventually(lambda: stored_parts(place) >= {1, 2})
+            store.close()
+
+    proxy.rule = close_at_the_third
+    with pytest.raises(RemoteClosed):
+        store.put_artifact(0, VERSION, path, digests, None)
+    proxy.rule = lambda seen: None
+    assert open_store(place.settings(), JOB).versions() == []
+    complete(place, content, path, digests)
+    assert proxy.parts().count(1) == proxy.parts().count(2) == 1
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_parts_that_are_not_ours_are_sent_again(
+    place: S3Place, proxy: Proxy, slots: Slots, checksums: bool
+) -> None:
+    """Whoever wrote them: the server's checksum, or where it keeps none the ETag, tells."""
+    content = os.urandom(SIZE)
+    sealed = slots.seal(content)
+    algorithm = {"ChecksumAlgorithm": "CRC64NVME"} if checksums else {}
+    left = place.client.create_multipart_upload(Bucket=BUCKET, Key=key_of(sealed[1]), **algorithm)["UploadId"]
+    for number, body in ((1, content[:PART]), (2, os.urandom(PART)), (3, content[:1000])):
+        more = {"ChecksumCRC64NVME": crc64nvme.header_value(body)} if checksums else {}
+        place.client.upload_part(
+            Bucket=BUCKET, Key=key_of(sealed[1]), UploadId=left, PartNumber=number, Body=body, **more
+        )
+    complete(place, content, *sealed)
+    assert proxy.parts() == [2, 3, 4, 5]
+
+
+def test_slot_that_rotted_in_mid_upload_is_not_completed_and_nothing_stays(
+    place: S3Place, proxy: Proxy, slots: Slots
+) -> None:
+    content = bytearray(os.urandom(SIZE))
+    path, digests = slots.seal(bytes(content))
+    proxy.rule = outage_from_part(5, place)
+    with pytest.raises(RemoteError):
+        upload(place, path, digests)
+    content[-1] ^= 1
+    path.write_bytes(content)
+    proxy.rule = lambda seen: None
+    with pytest.raises(RemoteCorrupt, match="does not match its digest"):
+        upload(place, path, digests)
+    assert place.unfinished() == 0
+    assert key_of(digests) not in place.names()
+
+
+def test_policy_that_forbids_listing_uploads_costs_only_the_resume(
+    place: S3Place, proxy: Proxy, slots: Slots
+) -> None:
+    content = os.urandom(SIZE)
+    proxy.rule = lambda seen: FORBIDDEN if seen.method == "GET" and "uploads" in seen.path else None
+    complete(place, content, *slots.seal(content))
+    assert proxy.parts() == [1, 2, 3, 4, 5]
+
+
+def test_parts_carry_the_checksum_that_the_server_compares(
+    place: S3Place, proxy: Proxy, slots: Slots
+) -> None:
+    content = os.urandom(SIZE)
+    sealed = slots.seal(content)
+    complete(place, content, *sealed)
+    assert all(each.headers.get("x-amz-checksum-crc64nvme") for each in proxy.seen if each.part)
+    head = place.client.head_object(Bucket=BUCKET, Key=key_of(sealed[1]))
+    assert head["ContentLength"] == SIZE

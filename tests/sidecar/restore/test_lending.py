@@ -1,0 +1,244 @@
+"""Ranks that come back on another mesh read parts of other ranks' artifacts: only those, and only
+verified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.sidecar.exchange.test_exchange_fetch import MIB, copied
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import World, until
+from tiercheck.protocol.artifacts.slot import SlotLayout, read_header
+from tiercheck.protocol.directive import Directive, RankSources, Restore, Source, SourceTable, Tier
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.offload.job_store import JobStore
+from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.restore.resharded_reads import Lender
+from tiercheck_sidecar.vault import MemoryTooSmall
+
+MakeStations = Callable[..., Stations]
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def job(stations: MakeStations) -> Stations:
+    """Worker 0's artifact lies at workers 1 and 2; worker 3 wants parts of it."""
+    return stations(workers=4)
+
+
+@pytest.fixture
+def lender(job: Stations) -> Iterator[Lender]:
+    station = job[3]
+    remote = RemoteSource(station.board, station.vault, JobStore(station.board.config))
+    made = Lender(
+        station.vault,
+        station.board.config.vault_dir / "lent",
+        lambda peer: station.connect(peer.worker),
+        remote,
+    )
+    yield made
+    made.close()
+    assert not list((station.board.config.vault_dir / "lent").glob("*"))
+
+
+def directive(job: Stations, *workers: int, listed: bool = False) -> Directive:
+    """`listed`: as an operator says it that knows of no tables."""
+    known = job[3].board.directive
+    assert known is not None
+    sources = tuple(Source(Tier.PEER, job.peer(worker)) for worker in workers)
+    restore = Restore(Version(5, 1), (), world_size=2, table=SourceTable.of({0: sources}, 2))
+    if listed:
+        restore = Restore(Version(5, 1), (RankSources(0, sources),), world_size=2)
+    return dataclasses.replace(known, restore=restore)
+
+
+def there(path: Path) -> int:
+    """Bytes of the volume that a sparse file takes."""
+    return path.stat().st_blocks * 512
+
+
+def test_only_the_chunks_that_are_asked_for_are_brought(job: Stations, lender: Lender) -> None:
+    _, artifact, content = copied(job)
+    path = lender.lend(directive(job, 1, 2), artifact, ())
+    assert path.read_bytes()[:4096] == content[:4096]
+    assert there(path) <= 4 * MIB
+    begin, end = 20 * MIB + 7, 25 * MIB
+    assert lender.lend(directive(job, 1, 2), artifact, [(begin, end)]) == path
+    assert path.read_bytes()[begin:end] == content[begin:end]
+    assert path.stat().st_size == len(content)
+    assert there(path) <= 12 * MIB
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_damaged_chunk_is_brought_by_another_holder(job: Stations, lender: Lender, listed: bool) -> None:
+    seal, artifact, content = copied(job)
+    job[1].flip(seal, Tier.PEER, 3)
+    path = lender.lend(directive(job, 1, 2, listed=listed), artifact, [(0, len(content))])
+    assert path.read_bytes() == content
+
+
+def test_nobody_has_it_and_each_is_named(job: Stations, lender: Lender) -> None:
+    with pytest.raises(SourceFailed, match=r"worker 1: .*; the remote tier: the job has no remote tier"):
+        lender.lend(directive(job, 1), Artifact(0, Version(5, 1)), ())
+
+
+def test_loans_stay_within_the_memory_volume(job: Stations, lender: Lender) -> None:
+    _, artifact, content = copied(job)
+    job[3].vault.limit = job[3].vault.used() + 9 * MIB
+    lender.lend(directive(job, 1), artifact, [(0, 8 * MIB)])
+    with pytest.raises(MemoryTooSmall, match="sizeLimit"):
+        lender.lend(directive(job, 1), artifact, [(0, len(content))])
+
+
+def test_artifact_smaller_than_a_chunk_takes_no_more_room_than_it_has_bytes(
+    job: Stations, lender: Lender
+) -> None:
+    _, artifact, content = copied(job, 100_000)
+    job[3].vault.limit = job[3].vault.used() + len(content)
+    assert lender.lend(directive(job, 1), artifact, [(0, len(content))]).read_bytes() == content
+
+
+def test_what_lies_here_is_lent_as_it_is_unless_it_is_bad(job: Stations, lender: Lender) -> None:
+    seal = job[3].save(Version(5, 1), 9 * MIB, rank=3)
+    with job[3].vault.pin(3, seal.version) as slot:
+        assert lender.lend(directive(job), Artifact(3, seal.version), ()) == slot.path
+
+
+def test_rank_of_a_smaller_job_borrows_from_ranks_that_are_no_more(make_world: MakeWorld) -> None:
+    world = make_world(workers=2)
+    store = world.root / "store"
+    store.mkdir()
+    world.remote = json.dumps({"directory": {"path": str(store)}})
+    world.policy = dataclasses.replace(world.policy, remote_every=1)
+    world.start()
+    world.begin()
+    with world.ranks(9 * MIB) as ranks:
+        for rank in ranks:
+            assert rank.save(1)
+        until(lambda: world.report(0).watermarks.remote == Version(1, 1), "step 1 is in the remote tier")
+        assert world.report(1).remote.ranks == (), (
+            "manifests name every rank, so one worker reads them for all"
+        )
+    world.lose(0, 1)
+    world.workers, world.others = 1, 2
+    world.start(0)
+    until(lambda: world.report(0).remote.ranks == (2,), "by how many ranks it was made is told")
+    world.begin(Version(1, 1))
+    with world.rank(0) as rank:
+        assert (rank.welcome.restore_world_size, rank.welcome.restore_path) == (2, "")
+        path = Path(rank.ask("borrow", step=1, rank=1, ranges=((5 * MIB, 5 * MIB + 1),)).path)
+        original = next(store.rglob("rank-1.safetensors")).read_bytes()
+        assert path.read_bytes()[4 * MIB : 8 * MIB] == original[4 * MIB : 8 * MIB]
+        assert there(path) <= 8 * MIB
+        assert rank.ask("borrow", step=1, rank=2).error
+        assert rank.ask("restored", step=1).ok
+        assert not path.exists()
+
+
+def test_fewer_ranks_come_back_from_memory_which_keeps_the_old_snapshot_until_their_own_version_is_complete(
+    make_world: MakeWorld,
+) -> None:
+    """Deltas had led further than the snapshot, from which alone other ranks can start."""
+    world = make_world(workers=3)
+    world.policy = dataclasses.replace(world.policy, snapshot_every=3)
+    world.start()
+    world.begin()
+    reached, old, new = Version(3, 1), Version(1, 1), Version(4, 2)
+    with world.ranks(300_000, 40_000) as ranks:
+        for rank in ranks:
+            assert rank.save(1)
+        for rank in ranks:
+            until(lambda r=rank: r.save_delta(2), "a slot for the delta of step 2")
+        assert all(rank.save_delta(3) for rank in ranks)
+        until(lambda: world.report(0).watermarks.peer == reached, "step 3 lies at its holders")
+    world.lose(2)
+    world.workers, world.others = 2, 3
+    where = {0: (0, 1), 1: (1,), 2: (0,)}
+    world.begin(old, {rank: tuple(map(world.from_peer, workers)) for rank, workers in where.items()})
+    with world.ranks() as ranks:
+        for rank in ranks:
+            assert (rank.welcome.restore_version, rank.welcome.restore_world_size) == (old, 3)
+            for lost in range(3):
+                path = rank.ask("borrow", step=1, rank=lost).path
+                assert read_header(Path(path).read_bytes()).version == old, f"rank {lost}"
+            assert "needs no snapshot of step 3" in rank.ask("borrow", step=3, rank=1).error
+            assert "needs no delta of step 2" in rank.ask("borrow", step=2, kind=Kind.DELTA, rank=1).error
+            assert rank.ask("restored", step=1).ok
+        assert world.report(0).watermarks.local is None, "what three ranks saved is not what two have saved"
+        assert ranks[0].save(4)
+        until(lambda: world.holds(0, 0, new), "rank 0 has saved step 4")
+        for rank, workers in where.items():
+            for worker in workers:
+                assert world.holds(worker, rank, old), "rank 1 has not, so all must stay"
+        assert ranks[1].save(4)
+        until(lambda: world.report(0).watermarks.peer == new, "step 4 lies at its holders")
+        for rank, workers in where.items():
+            for worker in workers:
+                until(lambda w=worker, r=rank: not world.holds(w, r, old), f"{worker} gives up rank {rank}")
+
+
+class Bucket:
+    """A remote tier that gives `body`, described by `digests`."""
+
+    def __init__(self, body: bytes, digests: Digests) -> None:
+        self.body, self.described = body, digests
+
+    def digests(self, artifact: Artifact) -> Digests:
+        return self.described
+
+    def fetch_chunks(
+        self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: object
+    ) -> None:
+        chunk = self.described.chunk
+        for index in indices:
+            part = self.body[index * chunk : (index + 1) * chunk]
+            into[index * chunk : index * chunk + len(part)] = part
+
+
+def described(body: bytes) -> Digests:
+    return digest(memoryview(body), 4096)
+
+
+def slot_of(rank: int) -> bytes:
+    plan = SlotLayout.plan([("weight", "U8", (20_000,), 20_000)])
+    return plan.state_word + plan.header(rank, Version(5, 1), 2, {}) + bytes(20_000)
+
+
+TOO_LONG = struct.pack("<Q", 1 << 20) + bytes(8192)
+
+
+@pytest.mark.parametrize(
+    ("body", "digests", "reason"),
+    [
+        (TOO_LONG, described(TOO_LONG), "its header reaches to byte 1048584 of 8200"),
+        (b"", described(b""), "it has 0 bytes"),
+        (bytes(8192), described(bytes(8192)), "torn"),
+        (slot_of(0), Digests(20_000, 4096, ()), "it has digests of 0 of 20000 bytes"),
+        (slot_of(1), described(slot_of(1)), "rank 1"),
+    ],
+)
+def test_artifact_that_is_none_is_refused_and_not_read_for_ever(
+    job: Stations, body: bytes, digests: Digests, reason: str
+) -> None:
+    vault, folder = job[3].vault, job[3].board.config.vault_dir / "lent"
+    lender = Lender(vault, folder, lambda peer: job[3].connect(peer.worker), Bucket(body, digests))
+    with pytest.raises(SourceFailed, match=reason):
+        lender.lend(directive(job), Artifact(0, Version(5, 1)), ())
+    lender.close()
+
+
+def test_artifact_of_the_remote_tier_is_lent(job: Stations) -> None:
+    vault, folder, body = job[3].vault, job[3].board.config.vault_dir / "lent", slot_of(0)
+    lender = Lender(vault, folder, lambda peer: job[3].connect(peer.worker), Bucket(body, described(body)))
+    assert lender.lend(directive(job), Artifact(0, Version(5, 1)), [(0, len(body))]).read_bytes() == body
+    lender.close()

@@ -1,0 +1,306 @@
+"""Promise: no source holds up a restore for ever by yielding nothing. The next one is used, and the one that
+hangs is named."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sidecar.exchange.test_exchange_fetch import MIB, copied
+from tests.sidecar.restore.test_lending import directive as lending_directive
+from tests.sidecar.restore.test_restore import REMOTE, restored, training
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import World, until
+from tiercheck.protocol.directive import Phase, RankSources, Restore, Source, Tier
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.report import RankRestore, RestoreProgress, RestoreState
+from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar import bounded_calls
+from tiercheck_sidecar.control.report import _essence
+from tiercheck_sidecar.exchange import session
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.restore.rank_restore import RankRestorer
+from tiercheck_sidecar.restore.restore import Restorer
+from tiercheck_sidecar.restore.sources import SOURCE_STALLED, RestoreSources
+
+MakeStations = Callable[..., Stations]
+MakeWorld = Callable[..., World]
+
+
+class DeadMount:
+    """A remote tier whose file server is gone, until the test brings it back."""
+
+    def __init__(self, hangs_at: str) -> None:
+        self.hangs_at, self.calls = hangs_at, list[str]()
+        self.entered, self.back = threading.Event(), threading.Event()
+
+    def _wait(self, what: str) -> None:
+        self.calls.append(what)
+        if what == self.hangs_at:
+            self.entered.set()
+            assert self.back.wait(60)
+
+    def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
+        self._wait("listed")
+        return {Artifact(rank, version): 100_000}
+
+    def fetch(self, rank: int, version: Version, heard: Callable[[int], None]) -> None:
+        self._wait("fetch")
+        heard(1)
+        raise AssertionError("what comes too late is nobody's any more")
+
+    def digests(self, artifact: Artifact) -> Digests:
+        self._wait("digests")
+        raise AssertionError("what comes too late is nobody's any more")
+
+
+@pytest.fixture
+def dead_mount() -> Iterator[Callable[[str], DeadMount]]:
+    made: list[DeadMount] = []
+
+    def build(hangs_at: str) -> DeadMount:
+        made.append(DeadMount(hangs_at))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.back.set()
+
+
+def hours_pass(
+    reach: RestoreSources,
+    board: SidecarState,
+    place: str,
+    hangs: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While nothing but `place` is waited for, which hangs. For all others no time passes, however busy this
+    machine is."""
+    now = [0.0]
+
+    def clock() -> float:
+        if hangs.is_set() and board.meter.told().sources == (place,):
+            now[0] += 60.0
+        return now[0]
+
+    monkeypatch.setattr(bounded_calls, "_LOOK_EVERY", 0.01)
+    reach._calls._clock = clock
+
+
+def bring_back(job: Stations, reach: RestoreSources, artifact: Artifact, *sources: Source) -> RankRestore:
+    known = job[0].board.directive
+    assert known is not None
+    wanted = replace(known, restore=Restore(artifact.version, ()))
+    with ThreadPoolExecutor(1) as verifiers:
+        return RankRestorer(
+            job[0].board,
+            job[0].vault,
+            reach,
+            verifiers,
+            directive=wanted,
+            rank=artifact.rank,
+            sources=sources,
+        ).run()
+
+
+def reach_of(job: Stations, remote: object) -> RestoreSources:
+    return RestoreSources(job[0].board, job[0].vault, job[0].identity, job.port, remote)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hangs_at", ["listed", "fetch"])
+def test_mount_that_hangs_is_gone_round_and_named_until_it_is_back(
+    stations: MakeStations,
+    dead_mount: Callable[[str], DeadMount],
+    monkeypatch: pytest.MonkeyPatch,
+    hangs_at: str,
+) -> None:
+    job, mount = stations(workers=3), dead_mount(hangs_at)
+    seal, artifact, content = copied(job, 100_000)
+    board, reach = job[0].board, reach_of(job, mount)
+    hours_pass(reach, board, "the remote tier", mount.entered, monkeypatch)
+    found = bring_back(job, reach, artifact, Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1)))
+    assert (found.tier, found.worker) == (Tier.PEER, 1)
+    assert found.failures[0].startswith("the remote tier: nothing came from it for ")
+    assert job[0].content(seal, Tier.LOCAL) == content
+    assert board.meter.stalled == ("the remote tier",)
+    (problem,) = board.problems
+    assert problem.reason == SOURCE_STALLED
+    assert problem.message.startswith("the remote tier hangs: ")
+    # The next restore loses no time there.
+    job[0].vault.free(lambda each: True)
+    before = list(mount.calls)
+    again = bring_back(job, reach, artifact, Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1)))
+    assert (again.tier, mount.calls) == (Tier.PEER, before)
+    assert "an earlier call to it has not come back" in again.failures[0]
+    mount.back.set()
+    until(lambda: not board.problems, "it is told that the mount is well again")
+
+
+def test_slot_that_a_dead_mount_may_still_write_to_is_never_used_again(
+    stations: MakeStations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = stations(workers=3)
+    seal, artifact, content = copied(job, 100_000)
+    vault, back, late = job[0].vault, threading.Event(), list[BaseException]()
+
+    class Drafting(DeadMount):
+        def fetch(self, rank: int, version: Version, heard: Callable[[int], None]) -> None:
+            draft = vault.draft(replace(seal, tier=Tier.LOCAL))
+            self.entered.set()
+            try:
+                assert back.wait(60)
+                draft.view[:] = bytes(len(draft.view))
+                heard(1)
+            except BaseException as error:
+                late.append(error)
+                raise
+            finally:
+                draft.discard()
+
+    mount = Drafting("")
+    reach = reach_of(job, mount)
+    hours_pass(reach, job[0].board, "the remote tier", mount.entered, monkeypatch)
+    used = vault.used()
+    found = bring_back(job, reach, artifact, Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1)))
+    assert found.tier is Tier.PEER
+    assert vault.used() <= used + seal.digests.size + MIB, "one slot, not two"
+    back.set()
+    until(lambda: late, "the late bytes came")
+    until(lambda: not job[0].board.problems, "it is over")
+    assert job[0].content(seal, Tier.LOCAL) == content
+
+
+def test_holder_that_says_nothing_more_is_cut_off_and_the_next_one_is_asked(
+    stations: MakeStations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its connection would time out."""
+    job, mute_now, asleep = stations(workers=4), threading.Event(), threading.Event()
+    seal, artifact, content = copied(job, 100_000)
+    real = session.Session._send_chunks
+
+    def mute(self: session.Session, *what: Any) -> None:
+        if self._board is job[1].board:
+            mute_now.set()
+            assert asleep.wait(60)
+        real(self, *what)
+
+    monkeypatch.setattr(session.Session, "_send_chunks", mute)
+
+    def one_by_one(sources: list[Source]) -> Iterator[list[Source]]:
+        yield from ([source] for source in sources)
+
+    monkeypatch.setattr("tiercheck_sidecar.restore.rank_restore._at_once", one_by_one)
+    places = [Source(Tier.PEER, job.peer(worker)) for worker in (1, 2)]
+    reach = reach_of(job, object())
+    hours_pass(reach, job[0].board, "worker 1", mute_now, monkeypatch)
+    found = bring_back(job, reach, artifact, *places)
+    asleep.set()
+    assert (found.tier, found.worker) == (Tier.PEER, 2)
+    assert found.failures[0].startswith("worker 1: nothing came from it for ")
+    assert job[0].content(seal, Tier.LOCAL) == content
+    until(lambda: not job[0].board.problems, "nothing of the call is left")
+
+
+def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
+    stations: MakeStations, dead_mount: Callable[[str], DeadMount]
+) -> None:
+    job, mount = stations(workers=4), dead_mount("digests")
+    station = job[3]
+    wanted = replace(lending_directive(job), attempt=2, phase=Phase.HOLD, revision="2")
+    wanted = replace(
+        wanted, history=wanted.history.after(2, 5), policy=replace(wanted.policy, restore_stall=0.2)
+    )
+    wanted = replace(
+        wanted, restore=Restore(Version(5, 1), (RankSources(3, (Source(Tier.REMOTE),)),), world_size=4)
+    )
+    station.board.accept(wanted)
+    reach = RestoreSources(station.board, station.vault, station.identity, job.port, mount)  # type: ignore[arg-type]
+    Restorer(station.board, station.vault, reach).carry_out(wanted)
+    report = station.board.restore
+    assert (report.state, report.stalled) == (RestoreState.FAILED, ("the remote tier",))
+    assert "the remote tier: nothing came from it for " in report.ranks[0].failures[0]
+
+
+def hung_object(world: World) -> Path:
+    """The rank's object in the shared directory is one whose reader waits for ever: a FIFO that nobody writes
+    to."""
+    (path,) = (world.root / "store").glob("**/rank-0.safetensors")
+    path.unlink()
+    os.mkfifo(path)
+    return path
+
+
+def test_worker_goes_on_to_its_peer_and_says_what_hangs(make_world: MakeWorld) -> None:
+    world = training(make_world(workers=2), remote=True)
+    with world.ranks(100_000) as ranks:
+        for rank in ranks:
+            assert rank.save(1)
+        until(lambda: world.report(0).watermarks.remote == Version(1, 1), "uploaded")
+        until(lambda: world.report(0).watermarks.peer == Version(1, 1), "copied")
+    path = hung_object(world)
+    world.lose(0)
+    world.start(0)
+    world.policy = replace(world.policy, restore_stall=4.0)
+    world.new_attempt(Version(1, 1))
+    world.direct(Phase.HOLD, {0: (REMOTE, world.from_peer(1))})
+    until(lambda: world.report(0).restore.state is RestoreState.READY, "restored")
+    back = restored(world)
+    assert (back.tier, back.worker) == (Tier.PEER, 1)
+    restore = world.report(0).restore
+    assert (restore.stalled, restore.progress) == (("the remote tier",), None)
+    assert [each.reason for each in world.report(0).problems] == [SOURCE_STALLED]
+    with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb"):
+        until(lambda: not world.report(0).problems, "the mount is back")
+
+
+def restore_from_hung_store(world: World, seconds: float) -> None:
+    """The only worker has nothing but an object that never comes. `seconds`: its bound."""
+    with world.ranks(100_000) as (rank,):
+        assert rank.save(1)
+        until(lambda: world.report(0).watermarks.remote == Version(1, 1), "uploaded")
+    hung_object(world)
+    world.lose(0)
+    world.start(0)
+    world.policy = replace(world.policy, restore_stall=seconds)
+    world.new_attempt(Version(1, 1))
+    world.direct(Phase.HOLD, {0: (REMOTE,)})
+
+
+def test_worker_without_another_source_says_so_and_which_one_hangs(make_world: MakeWorld) -> None:
+    world = training(make_world(), remote=True)
+    restore_from_hung_store(world, seconds=0.3)
+    until(lambda: world.report(0).restore.state is RestoreState.FAILED, "it is reported")
+    restore = world.report(0).restore
+    assert restore.stalled == ("the remote tier",)
+    assert "the remote tier: nothing came from it for " in restore.ranks[0].failures[0]
+
+
+def test_worker_says_what_it_waits_for_and_how_long_and_wakes_nobody_by_it(make_world: MakeWorld) -> None:
+    """A report's serial grows with what the controller may act on, and it looks at the progress every few
+    seconds anyway."""
+    world = training(make_world(), remote=True)
+    restore_from_hung_store(world, seconds=60.0)
+
+    def progress() -> RestoreProgress:
+        found = world.report(0).restore.progress
+        assert found is not None
+        return found
+
+    until(
+        lambda: progress().sources == ("the remote tier",) and progress().wanted > 100_000,
+        "it waits for the bytes",
+    )
+    before = world.report(0)
+    idle = progress().idle_seconds
+    until(lambda: progress().idle_seconds > idle, "time passes")
+    later = replace(before, restore=world.report(0).restore)
+    assert later != before
+    assert _essence(later) == _essence(before)
+    assert world.report(0).problems == (), "it is too early to complain"

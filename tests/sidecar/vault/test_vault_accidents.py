@@ -1,0 +1,166 @@
+"""What goes wrong with one slot harms no other, and what nobody could keep changes no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sidecar.world import content, layout
+from tiercheck.protocol.artifacts.slot import NotASlot
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Kind, Version
+from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault, vault
+from tiercheck_sidecar.vault.slots import SlotState
+
+LIMIT = 4 << 20
+SIZE = 100_000
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Vault:
+    """Rank 0's, which keeps copies of rank 1."""
+    made = Vault(tmp_path, LIMIT, [0])
+    made.open()
+    made.host([1])
+    made.reserve(0, layout(SIZE).size)
+    return made
+
+
+def save(own: Vault, step: int) -> Path:
+    plan = layout(SIZE)
+    path = own.begin(0, Version(step, 1))
+    body = content(0, step, plan.size - plan.data_begin)
+    path.write_bytes(plan.state_word + plan.header(0, Version(step, 1), 2, {}) + body)
+    own.complete(path, 2)
+    return path
+
+
+def claim(size: int, kind: Kind = Kind.SNAPSHOT) -> Seal:
+    return Seal(1, Version(5, 1), 2, Tier.PEER, Digests(size, 4096, ()), kind)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("size", [LIMIT - SIZE, 1 << 40])
+def test_claim_that_does_not_fit_stops_no_saving(own: Vault, size: int, kind: Kind) -> None:
+    before = own.size_plan()
+    with pytest.raises(NoFreeSlot):
+        own.draft(claim(size, kind))
+    assert own.size_plan() == before
+    assert own.too_small() == ""
+    assert own.seal(save(own, 5)) is not None
+
+
+def test_size_that_fits_is_learned_and_its_next_one_too(own: Vault) -> None:
+    own.draft(claim(SIZE)).discard()
+    assert own.size_plan().peer > 0
+    own.draft(claim(2 * SIZE)).discard()
+    assert own.size_plan().peer >= 4 * SIZE
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("nobody thought of it")
+
+
+def states(own: Vault) -> set[SlotState]:
+    with own._table as table:
+        return {slot.state for slot in table.slots.values()}
+
+
+def test_slot_is_free_again_whatever_ended_its_sealing(own: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(own, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(vault, "digest_and_tag", fail)
+        with pytest.raises(RuntimeError, match="nobody thought"):
+            own.seal(path)
+    assert states(own) == {SlotState.FREE}
+    assert own.unfinished() == set()
+
+
+def test_slot_is_free_again_whatever_ended_its_completion(
+    own: Vault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(vault, "read_header", fail)
+        with pytest.raises(RuntimeError, match="nobody thought"):
+            save(own, 5)
+    assert states(own) == {SlotState.FREE}
+
+
+@pytest.mark.parametrize("where", ["SlotDraft", "write_seal"])
+def test_slot_of_a_copy_is_free_again_whatever_ended_it(
+    own: Vault, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(vault, where, fail)
+        with pytest.raises(RuntimeError, match="nobody thought"):
+            receive(own)
+    assert states(own) == {SlotState.FREE}
+
+
+def receive(own: Vault) -> None:
+    plan = layout(SIZE)
+    draft = own.draft(claim(plan.size))
+    body = plan.state_word + plan.header(1, Version(5, 1), 2, {}) + content(1, 5, plan.size - plan.data_begin)
+    draft.view[:] = body
+    draft.keep()
+
+
+def put_folder(path: Path) -> None:
+    path.unlink()
+    (path / "inner").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, put_folder])
+def test_slot_that_a_trainer_took_away_holds_up_no_other(own: Vault, spoil: Callable[[Path], None]) -> None:
+    for step in (5, 6):
+        own.seal(save(own, step))
+    with own._table as table:
+        first = next(path for path, slot in table.slots.items() if slot.seal and slot.seal.version.step == 5)
+    spoil(first)
+    own.free(lambda seal: seal.version.step == 5)
+    own.free(lambda seal: seal.version.step == 6)
+    own.tidy()
+    assert own.held() == ()
+    for step in (7, 8):
+        assert own.seal(save(own, step)) is not None
+
+
+def test_link_in_place_of_a_slot_leads_the_sidecar_nowhere(
+    own: Vault, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It may write where the trainer cannot, as in a remote tier that is a folder."""
+    elsewhere = tmp_path_factory.mktemp("store") / "manifest"
+    elsewhere.write_bytes(b"m" * (LIMIT // 2))
+    before = elsewhere.read_bytes()
+
+    def point_elsewhere(path: Path) -> None:
+        path.unlink()
+        path.symlink_to(elsewhere)
+
+    own.seal(save(own, 5))
+    with own._table as table:
+        (sealed,) = (path for path, slot in table.slots.items() if slot.seal)
+    point_elsewhere(sealed)
+    with pytest.raises(OSError, match="bytes long"):
+        own.fault(0, Version(5, 1))
+    own.free(lambda seal: seal.version.step == 5)
+    begun = own.begin(0, Version(6, 1))
+    point_elsewhere(begun)
+    with pytest.raises(NotASlot):
+        own.complete(begun, 2)
+    own.tidy()
+    assert elsewhere.read_bytes() == before
+    assert own.seal(save(own, 7)) is not None
+
+
+def test_slot_that_could_not_be_made_takes_no_room(own: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = own.used()
+    with monkeypatch.context() as patch:
+        patch.setattr(vault, "create", fail)
+        with pytest.raises(RuntimeError, match="nobody thought"):
+            own.draft(claim(SIZE))
+    assert own.used() == before
+    receive(own)

@@ -1,0 +1,200 @@
+"""Promise: a proven peer whose report is senseless, or breaks what reckons with it, is refused and named, and
+the others go on without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.sidecar.stations import Stations
+from tests.sidecar.world import JOB_UID, World, error_of, until
+from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.manifest import RankArtifact
+from tiercheck.protocol.version import Version
+from tiercheck_sidecar.model.cadence import Needs
+from tiercheck_sidecar.model.span import Span
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.versions import coordinator as coordinating
+from tiercheck_sidecar.versions.coordinator import BAD_REPORT, BadReport, Coordinator
+from tiercheck_sidecar.versions.sound_reports import objection
+from tiercheck_sidecar.versions.tally import Tally
+from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierStanding, TierVerdict
+from tiercheck_sidecar.versions.words import Vocabulary
+
+MakeStations = Callable[..., Stations]
+MakeWorld = Callable[..., World]
+HUGE = 2**62
+
+
+def report(worker: int, step: int = 4, **changes: Any) -> TierReport:
+    """Of a worker with one rank, which has one snapshot here and at its holder."""
+    version = Version(step, 1)
+    tiers = RankTiers(
+        worker, local=(Span(1, step, step),), snapshots=(version,), reached=version,
+        copied=(Span(1, step, step),),
+        copied_snapshots=(version,), holders=((worker + 1) % 3,), needs=Needs(1000, 100, True),
+    )  # fmt: skip
+    return TierReport(JOB_UID, 1, worker, f"127.0.0.{worker + 1}", (replace(tiers, **changes),))
+
+
+def copies(*found: Copy) -> TierReport:
+    return replace(report(1), copies=found)
+
+
+SENSELESS = {
+    "worker": replace(report(1), worker=7),
+    "negative worker": replace(report(1), worker=-1),
+    "other's rank": report(1, rank=0),
+    "no such rank": report(1, rank=-5),
+    "endless span": report(1, local=(Span(1, 0, HUGE),)),
+    "endless copied span": report(1, copied=(Span(1, 0, 2**40),)),
+    "backward span": report(1, local=(Span(1, 9, 3),)),
+    "negative span": report(1, local=(Span(1, -(2**40), 3),)),
+    "many spans": report(1, local=tuple(Span(1, 0, 9999) for _ in range(100))),
+    "endless copies": copies(Copy((0,), versions=(Span(1, 0, HUGE),))),
+    "copies of nobody": copies(Copy((2**30,), versions=(Span(1, 0, 1),))),
+    "huge step": report(1, snapshots=(Version(2**63, 1),)),
+    "negative attempt": report(1, unfinished=(Version(3, -1),)),
+    "no sizes": report(1, needs=Needs(0, 0, True)),
+    "negative sizes": report(1, needs=Needs(10, -1, True)),
+    "other's upload": report(1, uploaded=(RankArtifact(2, Version(4, 1), "k", size=5, digest="d"),)),
+    "senseless upload": report(1, uploaded=(RankArtifact(1, Version(4, 1), "k", size=-5, digest="d"),)),
+    "no address": replace(report(1), host="[::1"),
+    "no port": replace(report(1), host="10.0.0.1:99999999"),
+    "no name": replace(report(1), host="." * 300),
+}
+
+
+@pytest.fixture
+def board(stations: MakeStations) -> SidecarState:
+    return stations(workers=3)[0].board
+
+
+def complete_at(coordinator: Coordinator, step: int, *workers: int) -> TierVerdict:
+    for worker in workers:
+        verdict = coordinator.hear(report(worker, step))
+    return verdict
+
+
+def test_what_honest_workers_say_is_never_objected_to(board: SidecarState) -> None:
+    assert board.directive is not None
+    for worker in range(3):
+        assert objection(Vocabulary().word_of(report(worker)), board.directive) == ""
+    long = report(1, local=(Span(1, 0, 5000),), copied=(Span(1, 0, 5000),))
+    word = Vocabulary().word_of(replace(long, host="[fd00::1]:12000"))
+    assert objection(word, board.directive) == ""
+
+
+@pytest.mark.parametrize("bad", SENSELESS.values(), ids=SENSELESS)
+def test_senseless_report_is_refused_counted_and_shown_and_the_last_good_one_stands(
+    board: SidecarState, bad: TierReport, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = Coordinator(board)
+    complete_at(coordinator, 4, 0, 1, 2)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            with pytest.raises(BadReport):
+                coordinator.hear(bad)
+    assert len(caplog.records) == 1, "it comes every second"
+    assert f"worker {bad.worker}" in caplog.text
+    assert board.counters.refused_reports == 3
+    (problem,) = board.problems
+    assert problem.reason == BAD_REPORT
+    assert problem.message.startswith(f"the report of worker {bad.worker} is refused: ")
+    news = coordinator.news()
+    assert news is not None
+    assert news[0].watermarks.peer == Version(4, 1)
+
+
+def test_worker_that_comes_to_its_senses_is_heard_again(board: SidecarState) -> None:
+    coordinator = Coordinator(board)
+    complete_at(coordinator, 4, 0, 1, 2)
+    with pytest.raises(BadReport):
+        coordinator.hear(SENSELESS["endless span"])
+    complete_at(coordinator, 6, 0, 1, 2)
+    news = coordinator.news()
+    assert news is not None
+    assert news[0].watermarks.peer == Version(6, 1)
+    assert board.problems == ()
+
+
+def breaks_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a bug would: whoever reckons with that step of worker 1 fails."""
+    real = coordinating.judge
+
+    def judge(world: int, tally: Tally, *more: Any) -> tuple[TierStanding, TierVerdict]:
+        if 1 in tally.ranks and any(each.step == step for each in tally.ranks[1].held.value.snapshots):
+            raise ZeroDivisionError
+        return real(world, tally, *more)
+
+    monkeypatch.setattr(coordinating, "judge", judge)
+
+
+def test_report_that_breaks_the_reckoning_is_taken_back_and_the_others_go_on(
+    board: SidecarState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks_at(666, monkeypatch)
+    coordinator = Coordinator(board)
+    complete_at(coordinator, 4, 0, 1, 2)
+    assert coordinator.news() is not None
+    for step in (6, 8):
+        # In any order, and again and again: nobody is harmed but worker 1.
+        coordinator.hear(report(0, step))
+        coordinator.hear(report(1, 666))
+        coordinator.hear(report(2, step))
+        coordinator.news()
+        verdict = coordinator.hear(report(2, step))
+        assert verdict.watermarks.peer == Version(4, 1), "what was complete stays so"
+        (problem,) = board.problems
+        assert problem.message.startswith(
+            "the report of worker 1 is refused: it cannot be reckoned with (ZeroDivisionError"
+        )
+    assert board.counters.refused_reports >= 1
+    complete_at(coordinator, 8, 1)
+    news = coordinator.news()
+    assert news is not None
+    assert news[0].watermarks.peer == Version(8, 1), "what the others said meanwhile was heard"
+    assert board.problems == ()
+
+
+def test_first_report_of_all_that_breaks_the_reckoning_is_refused_at_once(
+    board: SidecarState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks_at(666, monkeypatch)
+    coordinator = Coordinator(board)
+    with pytest.raises(BadReport, match="cannot be reckoned with"):
+        coordinator.hear(report(1, 666))
+    assert complete_at(coordinator, 4, 0, 2, 1).attempt == 1
+
+
+def test_sidecar_of_worker_0_lives_on_beside_a_peer_that_only_talks_nonsense(make_world: MakeWorld) -> None:
+    world = make_world(workers=3)
+    world.start(0, 2)
+    world.begin()
+    for name in ("worker", "endless span", "endless copies", "no address"):
+        body = to_json(replace(SENSELESS[name], job_uid="uid-of-the-job"))
+        status, said = world.call(0, "POST", "/v1/tiers", body)
+        assert (status, "the report is refused" in error_of(said)) == (422, True)
+    assert world.is_ready(0)
+    until(lambda: any(each.reason == BAD_REPORT for each in world.report(0).problems), "it is told")
+    assert not [each for each in world.report(0).problems if each.reason == "InternalError"]
+    assert world.report(0).counters.refused_reports == 4
+
+
+def test_reckoning_that_fails_whatever_is_left_out_ends_nothing(
+    board: SidecarState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop that reckons is a vital one: what it raises again and again ends the process."""
+    coordinator = Coordinator(board)
+    complete_at(coordinator, 4, 0, 1, 2)
+    known = coordinator.news()
+    assert known is not None
+    monkeypatch.setattr(coordinating, "judge", lambda *_: 1 / 0)
+    for step in range(5, 20):
+        assert complete_at(coordinator, step, 0, 1, 2) == known[0]
+        assert coordinator.news() == known
+    assert not any(each.reason == "InternalError" for each in board.problems)

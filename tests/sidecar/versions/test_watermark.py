@@ -1,0 +1,248 @@
+"""The rules of completeness: what is named complete, what to copy, what to upload, what nobody needs any
+more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.sidecar.versions.judging import judge, next_upload
+
+from tiercheck.protocol.manifest import Digests, RankArtifact
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_sidecar.model.span import spans
+from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding
+
+HISTORY = History((Branch(1, 0),))
+
+
+def v(step: int, attempt: int = 1) -> Version:
+    return Version(step, attempt)
+
+
+def tiers(
+    rank: int,
+    snapshots: list[int],
+    copied: list[int] | None = None,
+    steps: list[int] | None = None,
+    copied_steps: list[int] | None = None,
+    **more: object,
+) -> RankTiers:
+    """`steps` and `copied_steps`: what can be rebuilt, beside the snapshots themselves. Without `copied`: no
+    holders."""
+    return RankTiers(
+        rank,
+        local=spans({v(step) for step in (*snapshots, *(steps or []))}),
+        snapshots=tuple(map(v, snapshots)),
+        copied=spans({v(step) for step in (*(copied or []), *(copied_steps or []))}),
+        copied_snapshots=tuple(map(v, copied or [])),
+        holders=() if copied is None else (9,),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_watermark_is_the_newest_common_version_never_the_minimum_of_the_newest() -> None:
+    ranks = {0: tiers(0, [8, 10], []), 1: tiers(1, [8, 9], [])}
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert verdict.watermarks.local == v(8)
+
+
+def test_nothing_is_freed_before_every_rank_was_heard() -> None:
+    _, verdict = judge(2, {0: tiers(0, [8, 10], [8, 10])}, HISTORY, TierStanding())
+    assert verdict.floor is None
+    assert verdict.abandoned == ()
+
+
+def test_floor_is_the_older_of_local_and_peer() -> None:
+    ranks = {0: tiers(0, [10, 20], [10]), 1: tiers(1, [10, 20], [10, 20])}
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert (verdict.watermarks.local, verdict.watermarks.peer, verdict.floor) == (v(20), v(10), v(10))
+
+
+def test_job_without_any_holder_frees_by_the_local_tier_and_claims_no_protection() -> None:
+    _, verdict = judge(1, {0: tiers(0, [10, 20])}, HISTORY, TierStanding())
+    assert (verdict.watermarks.peer, verdict.floor) == (None, v(20))
+
+
+def test_version_that_a_rank_passed_by_is_abandoned_and_one_it_may_still_reach_is_not() -> None:
+    ranks = {0: tiers(0, [5, 7], []), 1: tiers(1, [3], [], reached=v(6))}
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert verdict.abandoned == (v(5),), "3 is not passed by rank 0, which never said how far it came"
+
+
+def test_rank_that_lost_a_complete_version_does_not_make_the_others_throw_it_away() -> None:
+    ranks = {0: tiers(0, [10], [10]), 1: tiers(1, [10], [10])}
+    standing, _ = judge(2, ranks, HISTORY, TierStanding())
+    ranks[1] = tiers(1, [], [], reached=v(12))
+    _, verdict = judge(2, ranks, HISTORY, standing)
+    assert verdict.abandoned == ()
+    assert verdict.floor == v(10)
+
+
+def test_version_that_some_rank_has_nowhere_any_more_is_given_up_by_all() -> None:
+    """The one that was to be copied: kept, it leaves the others one slot less, and they may miss each other
+    for ever."""
+    whole = {rank: tiers(rank, [4, 8], [4], reached=v(8)) for rank in (0, 1)}
+    standing, _ = judge(2, whole, HISTORY, TierStanding())
+    rotten = {0: tiers(0, [4, 8], [4], reached=v(9)), 1: tiers(1, [4], [4], reached=v(9))}
+    _, verdict = judge(2, rotten, HISTORY, standing)
+    assert (verdict.abandoned, verdict.lost) == ((v(8),), v(8))
+    for had in (Copy((1,), (v(8),), spans({v(8)})), None):
+        _, verdict = judge(2, rotten, HISTORY, standing, copies=[had] if had else [])
+        assert (verdict.lost is None) == (had is not None), "a holder's copy of it is as good"
+
+
+def test_what_a_rank_leaves_out_of_its_report_for_now_is_not_lost() -> None:
+    whole = {rank: tiers(rank, [4, 8], [4], reached=v(8)) for rank in (0, 1)}
+    standing, _ = judge(2, whole, HISTORY, TierStanding())
+    leaving = tiers(1, [4, 8], [4], reached=v(8), leaving=(v(8),))
+    whole[1] = replace(leaving, local=spans({v(4)}))
+    _, verdict = judge(2, whole, HISTORY, standing)
+    assert verdict.lost is None
+
+
+def test_snapshot_that_a_rank_skipped_is_abandoned_at_once_where_no_delta_can_make_up_for_it() -> None:
+    """A snapshot later the others have no slot again when that rank has one."""
+    ranks = {0: tiers(0, [4, 8], []), 1: tiers(1, [4], [], reached=v(8))}
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert verdict.abandoned == (v(8),)
+    ranks[1] = tiers(1, [4], [], steps=[5, 6, 7], reached=v(8))
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert verdict.abandoned == (), "its delta of step 8 may be yet to come"
+
+
+def test_what_may_rest_on_a_snapshot_that_a_rank_leaves_out_for_now_is_not_abandoned() -> None:
+    """It may keep it after all, and then the version is complete by its deltas."""
+    ranks = {0: tiers(0, [4, 16], []), 1: tiers(1, [4, 14], [], reached=v(18), leaving=(v(14),))}
+    ranks[1] = replace(ranks[1], local=spans({v(4)}))
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert v(16) not in verdict.abandoned
+    ranks[1] = replace(ranks[1], leaving=(v(17),))
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert v(16) in verdict.abandoned
+
+
+def test_copy_of_a_version_that_its_owner_gave_up_is_abandoned_too() -> None:
+    """Or a holder that missed the word would keep it, and refuse newer ones, for ever."""
+    ranks = {rank: tiers(rank, [10, 50], [10], reached=v(50)) for rank in (0, 1)}
+    _, verdict = judge(2, ranks, HISTORY, TierStanding(), copies=[copy(0, 10), copy(1, 20), copy(0, 50)])
+    assert verdict.abandoned == (v(20),)
+
+
+def test_all_ranks_copy_one_version_until_it_is_done_and_then_the_newest() -> None:
+    ranks = {0: tiers(0, [10, 20], []), 1: tiers(1, [10, 20], [])}
+    standing, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert verdict.copy == v(20)
+    ranks = {0: tiers(0, [20, 30, 40], [20]), 1: tiers(1, [20, 30, 40], [])}
+    standing, verdict = judge(2, ranks, HISTORY, standing)
+    assert verdict.copy == v(20)
+    assert verdict.abandoned == (v(30),), "overtaken before its turn"
+    ranks = {0: tiers(0, [20, 40], [20]), 1: tiers(1, [20, 40], [20])}
+    standing, verdict = judge(2, ranks, HISTORY, standing)
+    assert verdict.copy == v(40)
+
+
+def test_what_an_earlier_attempt_completed_with_holders_is_kept_until_this_one_has_done_as_much() -> None:
+    history = HISTORY.after(2, 16)
+    ranks = {0: tiers(0, [12, 16], []), 1: tiers(1, [12, 16], [])}
+    copies = [copy(0, 12, 14), copy(1, 12)]
+    _, verdict = judge(2, ranks, history, TierStanding(), copies)
+    assert verdict.copy == v(16)
+    assert verdict.backed == v(12)
+
+
+def copy(rank: int, *snapshots: int) -> Copy:
+    return Copy((rank,), tuple(map(v, snapshots)), spans(set(map(v, snapshots))))
+
+
+def artifact(rank: int, version: Version) -> RankArtifact:
+    return RankArtifact(rank, version, "key", Digests(1, 1, ("0",)))
+
+
+def upload(
+    mark: int, stored: list[int], every: int = 10, current: int | None = None, finishing: bool = False
+) -> Version | None:
+    ranks = {0: tiers(0, [mark, current or mark], [])}
+    return next_upload(
+        TierStanding(snapshot=v(mark)),
+        HISTORY,
+        ranks,
+        stored=map(v, stored),
+        every=every,
+        current=v(current) if current else None,
+        finishing=finishing,
+    )
+
+
+def test_upload_is_owed_once_per_interval() -> None:
+    assert upload(9, []) is None
+    assert upload(12, []) == v(12)
+    assert upload(19, [12]) is None
+    assert upload(20, [12]) == v(20)
+    assert upload(35, [12], current=20) == v(20), "one at a time"
+    assert upload(35, [12, 20], current=20) == v(35)
+    assert upload(15, [12], finishing=True) == v(15)
+    assert upload(12, [12], finishing=True) is None
+
+
+def test_upload_that_a_rank_can_no_longer_give_is_replaced() -> None:
+    ranks = {0: tiers(0, [35], [], uploaded=(artifact(0, v(20)),)), 1: tiers(1, [35], [])}
+    chosen = next_upload(
+        TierStanding(snapshot=v(35)), HISTORY, ranks, stored=[], every=10, current=v(20), finishing=False
+    )
+    assert chosen == v(35)
+
+
+def test_step_is_complete_as_soon_as_every_rank_can_rebuild_it() -> None:
+    ranks = {
+        0: tiers(0, [10], [10], steps=[11, 12, 13], copied_steps=[11, 12]),
+        1: tiers(1, [10], [10], steps=[11, 12], copied_steps=[11, 12]),
+    }
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    marks = verdict.watermarks
+    assert (marks.local, marks.peer, marks.snapshot, verdict.anchor) == (v(12), v(12), v(10), v(10))
+
+
+def test_snapshot_is_named_to_be_copied_not_the_newest_step() -> None:
+    ranks = {
+        rank: tiers(rank, [10, 14], [10], steps=[11, 12, 13, 14, 15], copied_steps=[11, 12, 13, 14])
+        for rank in (0, 1)
+    }
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert verdict.copy == v(14)
+    assert verdict.watermarks.peer == v(14)
+    assert verdict.anchor == v(10)
+
+
+def test_sidecar_that_forgot_what_its_holders_have_is_told_to_offer_the_snapshot_again() -> None:
+    ranks = {0: tiers(0, [10], [10]), 1: tiers(1, [10], [10])}
+    standing, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert verdict.copy is None
+    ranks[1] = tiers(1, [10], [], steps=[11])
+    assert judge(2, ranks, HISTORY, standing)[1].copy == v(10)
+
+
+def test_upload_waits_for_a_whole_snapshot() -> None:
+    standing = TierStanding(local=v(25), snapshot=v(19))
+    ranks = {0: tiers(0, [19], steps=[20, 21, 22, 23, 24, 25])}
+    chosen = next_upload(standing, HISTORY, ranks, stored=[v(12)], every=10, current=None, finishing=False)
+    assert chosen is None
+    assert next_upload(standing, HISTORY, ranks, stored=[v(12)], every=10, current=None, finishing=True) == v(
+        19
+    )
+
+
+def test_holder_that_is_behind_holds_the_floor() -> None:
+    ranks = {
+        0: tiers(0, [10], [10], steps=[11, 12]),
+        1: tiers(1, [10], [10], steps=[11, 12], copied_steps=[11, 12]),
+    }
+    _, verdict = judge(2, ranks, HISTORY, TierStanding())
+    assert verdict.floor == v(10)
+
+
+def test_parity_block_backs_every_rank_that_it_was_made_of() -> None:
+    history = HISTORY.after(2, 16)
+    ranks = {0: tiers(0, [16], []), 1: tiers(1, [16], [])}
+    block = Copy((0, 1), (v(12),), spans({v(12), v(13)}))
+    _, verdict = judge(2, ranks, history, TierStanding(), [block])
+    assert verdict.backed == v(13)

@@ -1,0 +1,292 @@
+"""What changed, applied to what was known, is all that a worker says; and judging what changed is judging
+all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+from tests.sidecar.versions import plain_rules
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.sidecar.stations import JOB, Stations
+
+from tiercheck.protocol.manifest import RankArtifact
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_sidecar.decoding import decode, encode
+from tiercheck_sidecar.model.cadence import Needs
+from tiercheck_sidecar.model.span import Span, spans
+from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
+from tiercheck_sidecar.versions.tally import RankHoldings, Tally, WorkerWord
+from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierStanding, judge
+from tiercheck_sidecar.versions.words import TierAnswer, TierNews, Vocabulary, difference
+
+PROCS, WORKERS = 2, 3
+HISTORY = History((Branch(1, 0),))
+
+steps = st.sets(st.integers(1, 6), max_size=4)
+
+
+def _versions(found: set[int]) -> tuple[Version, ...]:
+    return tuple(Version(step, 1) for step in sorted(found))
+
+
+def _runs(found: set[int]) -> tuple[Span, ...]:
+    return spans(set(_versions(found)))
+
+
+versions, runs = steps.map(_versions), steps.map(_runs)
+
+
+def ranks_of(worker: int) -> st.SearchStrategy[tuple[RankTiers, ...]]:
+    def one(rank: int) -> st.SearchStrategy[RankTiers]:
+        return st.builds(
+            RankTiers,
+            st.just(rank),
+            local=runs,
+            snapshots=versions,
+            leaving=st.just(()) | versions,
+            unfinished=versions,
+            unfinished_deltas=versions,
+            reached=st.none() | st.builds(Version, st.integers(1, 6), st.just(1)),
+            copied=runs,
+            copied_snapshots=versions,
+            holders=st.sampled_from([(), (1,), (0, 2)]),
+            uploaded=st.sampled_from([(), (RankArtifact(rank, Version(3, 1), "key", size=1),)]),
+            needs=st.sampled_from([None, Needs(10, 1, True)]),
+        )
+
+    return st.tuples(*(one(rank) for rank in range(worker * PROCS, (worker + 1) * PROCS)))
+
+
+copies = st.lists(
+    st.builds(Copy, st.sampled_from([(0,), (1,), (3,), (4, 5), (0, 2)]), versions, runs), max_size=3
+).map(tuple)
+
+
+def reports_of(worker: int) -> st.SearchStrategy[TierReport]:
+    return st.builds(
+        TierReport,
+        st.just(JOB),
+        st.just(1),
+        st.just(worker),
+        st.sampled_from(["10.0.0.1", "10.0.0.2"]),
+        ranks_of(worker),
+        copies,
+        st.just(""),
+        st.booleans(),
+        st.booleans(),
+    )
+
+
+def said_by(word: WorkerWord) -> TierReport:
+    """The word as a report, copies in some order."""
+    ranks = tuple(
+        RankTiers(
+            rank,
+            holders=own.holders,
+            uploaded=own.uploaded,
+            needs=own.needs,
+            **{
+                field.name: getattr(word.shapes[rank].held.value, field.name)
+                for field in fields(RankHoldings)
+            },
+        )
+        for rank, own in word.own.items()
+    )
+    kept = [
+        Copy(each, shared.value.snapshots, shared.value.versions) for of, shared in word.copies for each in of
+    ]
+    return TierReport(ranks=ranks, copies=tuple(kept), **vars(word.head))
+
+
+def same(one: TierReport, other: TierReport) -> bool:
+    return replace(one, copies=()) == replace(other, copies=()) and sorted(map(repr, one.copies)) == sorted(
+        map(repr, other.copies)
+    )
+
+
+@given(st.lists(reports_of(1), min_size=1, max_size=5))
+def test_differences_applied_one_after_the_other_are_the_whole_report(said: list[TierReport]) -> None:
+    mine, theirs = Vocabulary(), Vocabulary()
+    base: WorkerWord | None = None
+    known: WorkerWord | None = None
+    for number, report in enumerate(said, 1):
+        word = mine.word_of(report)
+        news = decode(encode(difference(base, word, number, number - 1)), TierNews)
+        base, known = word, theirs.updated(known if news.base else None, news)
+        assert same(said_by(known), report)
+        for rank, own in known.own.items():
+            shape = known.shapes[rank]
+            assert (shape.guarded, shape.uploaded) == (
+                bool(own.holders),
+                tuple(each.version for each in own.uploaded),
+            )
+
+
+@given(reports_of(1), st.data())
+def test_nothing_is_said_of_what_did_not_change(report: TierReport, data: st.DataObject) -> None:
+    vocabulary = Vocabulary()
+    base = vocabulary.word_of(report)
+    news = difference(base, vocabulary.word_of(report), 2, 1)
+    assert news == TierNews(2, 1)
+    changed = data.draw(ranks_of(1))
+    after = replace(report, ranks=(report.ranks[0], *changed[1:]))
+    named = difference(base, vocabulary.word_of(after), 2, 1)
+    assert {rank for group in named.ranks for rank in group.ranks} <= {changed[1].rank}
+
+
+@given(st.lists(st.integers(0, WORKERS - 1).flatmap(reports_of), max_size=8))
+def test_judging_what_changed_is_judging_all_anew(said: list[TierReport]) -> None:
+    """Of one tally that heard everything, of one that hears it all at once, and by the plain formulas."""
+    vocabulary, tally = Vocabulary(), Tally()
+    newest: dict[int, TierReport] = {}
+    standing, plain_standing = TierStanding(), TierStanding()
+    for report in said:
+        tally.put(vocabulary.word_of(report))
+        newest[report.worker] = report
+        anew = Tally()
+        for each in newest.values():
+            anew.put(Vocabulary().word_of(each))
+        ranks = {tiers.rank: tiers for each in newest.values() for tiers in each.ranks}
+        kept = [copy for each in newest.values() for copy in each.copies]
+        before = standing
+        standing, verdict = judge(PROCS * WORKERS, tally, HISTORY, before)
+        assert (standing, verdict) == judge(PROCS * WORKERS, anew, HISTORY, before)
+        plain_standing, plain = plain_rules.judge(PROCS * WORKERS, ranks, HISTORY, plain_standing, kept)
+        assert (standing, verdict) == (plain_standing, plain)
+
+
+@given(st.lists(reports_of(0), min_size=1, max_size=3), reports_of(1))
+def test_worker_that_is_dropped_leaves_nothing(said: list[TierReport], other: TierReport) -> None:
+    vocabulary, tally, alone = Vocabulary(), Tally(), Tally()
+    for report in said:
+        tally.put(vocabulary.word_of(report))
+    tally.put(vocabulary.word_of(other))
+    alone.put(vocabulary.word_of(other))
+    tally.drop(0, range(PROCS))
+    assert tally.ranks == alone.ranks
+    assert set(tally.shapes) == set(alone.shapes)
+    assert list(tally.copies) == list(alone.copies)
+
+
+# The coordinator
+
+
+@pytest.fixture
+def coordinator(stations: Callable[..., Stations]) -> Coordinator:
+    return Coordinator(stations(workers=2)[0].board)
+
+
+def report(worker: int, step: int) -> TierReport:
+    version = Version(step, 1)
+    tiers = RankTiers(worker, (Span(1, step, step),), (version,), reached=version)
+    return TierReport(JOB, 1, worker, "127.0.0.1", (tiers,))
+
+
+class Speaker:
+    """A sidecar on a connection."""
+
+    def __init__(self, coordinator: Coordinator, worker: int) -> None:
+        self.coordinator, self.worker, self.caller = coordinator, worker, Caller()
+        self.vocabulary, self.number = Vocabulary(), 0
+        self.base: WorkerWord | None = None
+
+    def say(self, step: int, whole: bool = False) -> TierAnswer:
+        word = self.vocabulary.word_of(report(self.worker, step))
+        self.number += 1
+        news = difference(None if whole else self.base, word, self.number, self.number - 1)
+        answer = self.coordinator.hear_news(self.caller, encode(news))
+        self.base = self.base if answer.refused else word
+        return answer
+
+    def mark(self) -> Version | None:
+        news = self.coordinator.news()
+        assert news is not None
+        return news[0].watermarks.local
+
+
+def test_what_changed_moves_the_watermark_as_the_whole_does(coordinator: Coordinator) -> None:
+    one, other = Speaker(coordinator, 0), Speaker(coordinator, 1)
+    for step in (4, 5, 6):
+        assert not one.say(step).refused
+        assert not other.say(step).refused
+        assert one.mark() == Version(step, 1)
+
+
+def test_coordinator_that_lacks_the_base_asks_for_the_whole_and_changes_nothing(
+    coordinator: Coordinator,
+) -> None:
+    one, other = Speaker(coordinator, 0), Speaker(coordinator, 1)
+    one.say(4), other.say(4)
+    assert one.mark() == Version(4, 1)
+    other.caller = Caller()  # a new connection, as to a process that was started again
+    answer = other.say(5)
+    assert (answer.to, bool(answer.refused), answer.whole) == (2, True, True)
+    one.say(5)
+    assert one.mark() == Version(4, 1)
+    assert not other.say(5, whole=True).refused
+    assert one.mark() == Version(5, 1)
+
+
+def test_what_comes_late_on_an_older_connection_takes_nothing_back(coordinator: Coordinator) -> None:
+    one, other = Speaker(coordinator, 0), Speaker(coordinator, 1)
+    for each in (one, other):
+        coordinator.connect(each.caller)
+        each.say(4)
+    older, other.caller = other.caller, Caller()
+    coordinator.connect(other.caller)
+    one.say(5), other.say(5, whole=True)
+    newer, other.caller = other.caller, older
+    assert other.say(4, whole=True).refused
+    assert one.mark() == Version(5, 1)
+    other.caller = newer
+    assert not other.say(6, whole=True).refused
+
+
+def test_after_a_refusal_differences_begin_anew(coordinator: Coordinator) -> None:
+    one = Speaker(coordinator, 0)
+    assert not one.say(4).refused
+    assert one.say(-1).refused
+    assert one.say(6).whole
+    assert not one.say(6, whole=True).refused
+
+
+def test_message_that_is_none_is_refused_and_kills_nobody(coordinator: Coordinator) -> None:
+    one = Speaker(coordinator, 0)
+    assert not one.say(4).refused
+    for text in (b"", b"[]", b'{"number":2,"base":1,"ranks":[{"ranks":[7],"held":{}}]}', b'{"number":9}'):
+        assert coordinator.hear_news(one.caller, text).refused
+    assert coordinator.hear_news(Caller(), b'{"number":1,"base":0}').refused
+    assert not one.say(5, whole=True).refused
+
+
+def test_everybody_is_told_the_same_and_each_only_once(coordinator: Coordinator) -> None:
+    one, other = Speaker(coordinator, 0), Speaker(coordinator, 1)
+    one.say(4), other.say(4)
+    coordinator.news()
+    (first,), (second,) = (coordinator.replies(each.caller, None) for each in (one, other))
+    assert first is second
+    assert coordinator.replies(one.caller, None) == []
+
+
+def test_upload_on_record_is_told_to_its_own_worker_alone(stations: Callable[..., Stations]) -> None:
+    board = stations(workers=2)[0].board
+    board.config = replace(board.config, remote="{}")
+    assert board.directive is not None
+    board.directive = replace(board.directive, policy=replace(board.directive.policy, remote_every=1))
+    coordinator = Coordinator(board)
+    coordinator.stored(())
+    first = report(0, 4)
+    coordinator.hear(first)
+    coordinator.hear(report(1, 4))
+    news = coordinator.news()
+    assert news is not None
+    upload = news[0].upload
+    assert upload == Version(4, 1)
+    done = replace(first.ranks[0], uploaded=(RankArtifact(0, upload, "key", size=1),))
+    said = Vocabulary().word_of(replace(first, ranks=(done,)))
+    answer = coordinator.hear_news(Caller(), encode(difference(None, said, 1, 0)))
+    assert (answer.upload, answer.received) == (upload, (0,))
+    assert coordinator.hear(report(1, 4)).received == ()

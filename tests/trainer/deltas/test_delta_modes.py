@@ -1,0 +1,300 @@
+"""Promise: whether an optimizer can be replayed exactly is found out and reported; if it cannot, there are
+snapshots only."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from operator import attrgetter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import Build, Script, started, survives, train
+from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.version import Kind
+
+
+class Lion(Optimizer):
+    """Exact, but unknown to us."""
+
+    def __init__(self, params: object, lr: float = 1e-3, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                parameter.sub_(self.direction(parameter.grad, momentum, group["beta"]), alpha=group["lr"])
+                momentum.lerp_(parameter.grad, 1 - group["beta"])
+
+    def direction(self, gradient: Tensor, momentum: Tensor, beta: float) -> Tensor:
+        return momentum.lerp(gradient, 1 - beta).sign()
+
+
+class Dithering(Lion):
+    """Draws random numbers, as stochastic rounding does."""
+
+    def direction(self, gradient: Tensor, momentum: Tensor, beta: float) -> Tensor:
+        return super().direction(gradient, momentum, beta) + torch.rand_like(gradient) * 0.1
+
+
+class Counting(Lion):
+    """Keeps something outside of its state, which no checkpoint holds."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params)
+        self.calls = 0
+
+    def direction(self, gradient: Tensor, momentum: Tensor, beta: float) -> Tensor:
+        self.calls += 1
+        return super().direction(gradient, momentum, beta) * (1 + 1 / self.calls)
+
+
+class Restless(torch.optim.SGD):
+    """Draws random numbers, and never has a state: that there is none must not hide it."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        super().step(closure)
+
+
+class Closed(Lion):
+    """Is given a closure."""
+
+
+def script(make: type[Optimizer], closure: bool = False) -> Build:
+    def build() -> Script:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+        optimizer = make(model.parameters())
+
+        def evaluate() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 6)).square().mean()
+            loss.backward()
+            return loss
+
+        def update() -> Tensor:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                return optimizer.step(evaluate)
+            loss = evaluate()
+            if closure:
+                optimizer.step(lambda: loss)
+            else:
+                optimizer.step()
+            return loss
+
+        return Script(model, [optimizer], update)
+
+    return build
+
+
+def test_unknown_optimizer_is_believed_once_clones_gave_the_same_bits(delta_sidecar: ScriptedSidecar) -> None:
+    survives(delta_sidecar, script(Lion))
+    assert not delta_sidecar.asked("no-deltas")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Dithering, "random"),
+        (Restless, "random"),
+        (Counting, "other bits"),
+        (torch.optim.LBFGS, "several times"),
+        (Closed, "closure"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_optimizer_that_cannot_be_replayed_is_refused_and_reported_once(
+    delta_sidecar: ScriptedSidecar, make: type[Optimizer], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    running, checkpointer = started(script(make, closure=make is Closed))
+    checkpointer.restore()
+    train(running, checkpointer, 6)
+    checkpointer.close()
+    (said,) = delta_sidecar.asked("no-deltas")
+    assert reason in said.message
+    assert caplog.text.count("only snapshots are taken") == 1
+    assert delta_sidecar.completed(Kind.DELTA) == {}
+    assert checkpointer.every == 50  # nothing was decided, and snapshots alone are expensive
+
+
+class Decayed(torch.optim.SGD):
+    """Exact, and calls the step of its base class, which runs the hooks once more."""
+
+    def __init__(self, params: object) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.999)
+        super().step(closure)
+
+
+def test_step_inside_a_step_is_one_update(delta_sidecar: ScriptedSidecar) -> None:
+    survives(delta_sidecar, script(Decayed))
+    assert not delta_sidecar.asked("no-deltas")
+
+
+def test_rank_whose_optimizer_is_still_probed_does_not_say_that_it_takes_no_deltas(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
+    """The job would stop asking all ranks for them, and name a cadence without."""
+    running, checkpointer = started(script(Lion), every=1)
+    checkpointer.restore()
+    train(running, checkpointer, 6)
+    checkpointer.close()
+    told = [request.delta_bytes for request in delta_sidecar.asked("reserve")]
+    assert told[0] is None
+    assert 0 not in told
+    assert told[-1]
+
+
+def test_rank_that_takes_no_deltas_says_so_when_it_reserves(delta_sidecar: ScriptedSidecar) -> None:
+    running, checkpointer = started(script(Dithering), every=1)
+    checkpointer.restore()
+    train(running, checkpointer, 6)
+    checkpointer.close()
+    assert delta_sidecar.asked("reserve")[-1].delta_bytes == 0
+
+
+def test_probing_does_not_disturb_training(delta_sidecar: ScriptedSidecar) -> None:
+    losses = {}
+    for mode in (DeltaMode.NONE, DeltaMode.AUTO):
+        delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, delta=mode)
+        running, checkpointer = started(script(Lion))
+        checkpointer.restore()
+        losses[mode] = train(running, checkpointer, 6)
+        checkpointer.close()
+    assert losses[DeltaMode.NONE] == losses[DeltaMode.AUTO]
+
+
+def test_user_may_vouch_for_an_optimizer(delta_sidecar: ScriptedSidecar) -> None:
+    delta_sidecar.welcome = dataclasses.replace(
+        delta_sidecar.welcome, delta=DeltaMode.REPLAY, snapshot_every=1
+    )
+    running, checkpointer = started(script(Dithering))
+    checkpointer.restore()
+    train(running, checkpointer, 3)
+    checkpointer.close()
+    assert sorted(delta_sidecar.completed(Kind.DELTA)) == [2, 3]
+    assert not delta_sidecar.asked("no-deltas")
+
+
+def test_job_that_wants_none_gets_none(delta_sidecar: ScriptedSidecar) -> None:
+    delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, delta=DeltaMode.NONE, snapshot_every=2)
+    running, checkpointer = started(script(torch.optim.SGD))
+    checkpointer.restore()
+    train(running, checkpointer, 5)
+    checkpointer.close()
+    assert delta_sidecar.completed(Kind.DELTA) == {}
+    assert sorted(delta_sidecar.completed(Kind.SNAPSHOT)) == [2, 4]
+    assert {request.delta_bytes for request in delta_sidecar.asked("reserve")} == {0}
+    assert not delta_sidecar.asked("no-deltas")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "_deltas._recorder._event",
+        "_deltas._recorder.after",
+        "_deltas._watch.read",
+        "_deltas._delta",
+        "_trained.inventories.take",
+    ],
+)
+def test_no_failure_of_ours_ends_an_update(
+    delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As when a device's memory is full."""
+    delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=2)
+    running, checkpointer = started(script(torch.optim.SGD))
+    checkpointer.restore()
+    train(running, checkpointer, 3)
+
+    def full(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    owner, name = where.rsplit(".", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(attrgetter(owner)(checkpointer), name, full)
+        train(running, checkpointer, 4)
+    train(running, checkpointer, 8)
+    checkpointer.close()
+    told = delta_sidecar.asked("cannot-save" if "inventories" in where else "no-deltas")
+    assert "no memory for a copy" in told[0].message
+    assert 8 in delta_sidecar.completed(Kind.SNAPSHOT)
+
+
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_parameters_that_move_outside_the_optimizer_end_deltas(
+    delta_sidecar: ScriptedSidecar, how: str
+) -> None:
+    delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=2)
+    running, checkpointer = started(script(torch.optim.SGD))
+    checkpointer.restore()
+    for step in range(1, 9):
+        running.update()
+        if step in (4, 6, 8):
+            bias = running.model[0].bias
+            with torch.no_grad():  # torch's counters do not see what is written by way of `.data`
+                (bias.data if how == "data" else bias).mul_(0.5)
+        checkpointer.step()
+        checkpointer.wait(DEADLINE)
+    checkpointer.close()
+    assert sorted(delta_sidecar.completed(Kind.DELTA)) == [3, 5, 7]
+    (said,) = delta_sidecar.asked("no-deltas")
+    assert "something else than the optimizer" in said.message
+
+
+def test_frozen_average_kept_in_the_model_is_seen_too(delta_sidecar: ScriptedSidecar) -> None:
+    def build() -> Script:
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)])
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+        def update() -> Tensor:
+            optimizer.zero_grad()
+            loss = model[0](torch.ones(1, 3)).square().sum()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                model[1].weight.lerp_(model[0].weight, 0.1)
+            return loss
+
+        return Script(model, [optimizer], update)
+
+    running, checkpointer = started(build, every=1)
+    checkpointer.restore()
+    train(running, checkpointer, 5)
+    checkpointer.close()
+    assert delta_sidecar.completed(Kind.DELTA) == {}
+    assert len(delta_sidecar.asked("no-deltas")) == 1
+
+
+def test_what_cannot_be_saved_is_told_when_it_was_due_and_taken_back(delta_sidecar: ScriptedSidecar) -> None:
+    running, checkpointer = started(script(torch.optim.SGD))
+    checkpointer.restore()
+    train(running, checkpointer, 2)
+    running.model.register_buffer("odd", torch.ones(3).to_sparse())
+    train(running, checkpointer, checkpointer.every)
+    checkpointer.wait(DEADLINE)
+    (said,) = delta_sidecar.asked("cannot-save")
+    assert "sparse" in said.message
+    del running.model.odd
+    train(running, checkpointer, checkpointer.every)
+    checkpointer.close()
+    assert [each.message for each in delta_sidecar.asked("cannot-save")] == [said.message, ""]

@@ -1,0 +1,217 @@
+"""Promise: however the training loop treats its gradients, replaying what the optimizer consumed gives the
+same bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.scripted_sidecar import ScriptedSidecar
+from tests.trainer.deltas.replaying import Script, survives
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.randn(12, 8)).square().mean()
+
+
+def clipping_and_accumulation() -> Script:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-1, total_steps=40)
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        for _ in range(3):
+            loss = loss_of(model)
+            (loss / 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    return Script(model, [optimizer], update, {"scheduler": scheduler})
+
+
+def gradients_zeroed_in_place() -> Script:
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def update() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update)
+
+
+def groups_frozen_and_tensor_rate() -> Script:
+    model = small_model()
+    model[0].bias.requires_grad_(False)
+    groups = [
+        {"params": [model[0].weight, model[0].bias], "weight_decay": 0.3, "lr": torch.tensor(1e-2)},
+        {"params": model[4].parameters(), "lr": torch.tensor(1e-3)},
+    ]
+    optimizer = torch.optim.AdamW(groups, foreach=False)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    return Script(model, [optimizer], update, {"scheduler": scheduler})
+
+
+def several_optimizers_some_of_them_twice() -> Script:
+    model = small_model()
+    first = torch.optim.SGD(model[0].parameters(), lr=1e-2, momentum=0.9)
+    second = torch.optim.AdamW(itertools.chain(model[1].parameters(), model[4].parameters()), fused=True)
+
+    def update() -> Tensor:
+        for optimizer in (second, first, second):
+            first.zero_grad()
+            second.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    return Script(model, [first, second], update)
+
+
+def bf16_parameters_and_gradients() -> Script:
+    model = small_model().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(12, 8, dtype=torch.bfloat16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update)
+
+
+def channels_last() -> Script:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
+    optimizer = torch.optim.Adafactor(model.parameters())
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 4, 9, 9).to(memory_format=torch.channels_last)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update)
+
+
+def closure() -> Script:
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    return Script(model, [optimizer], lambda: optimizer.step(evaluate))
+
+
+def sparse_gradients() -> Script:
+    embedding = nn.EmbeddingBag(4000, 8, sparse=True)
+    head = nn.Linear(8, 2)
+    model = nn.ModuleDict({"embedding": embedding, "head": head})
+    optimizers = [torch.optim.SparseAdam(embedding.parameters()), torch.optim.Adagrad(head.parameters())]
+
+    def update() -> Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = head(embedding(torch.randint(0, 4000, (6, 5)))).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+    return Script(model, optimizers, update)
+
+
+def rows_and_unused_experts() -> Script:
+    model = nn.ParameterDict({"words": torch.randn(3000, 16), "experts": torch.randn(8, 64, 64)})
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        words = model["words"][torch.randint(0, 3000, (20,))]
+        loss = (words.sum() + model["experts"][int(torch.randint(0, 8, ()))].square().mean()) * 0.1
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        clipping_and_accumulation,
+        gradients_zeroed_in_place,
+        groups_frozen_and_tensor_rate,
+        several_optimizers_some_of_them_twice,
+        bf16_parameters_and_gradients,
+        channels_last,
+        closure,
+        sparse_gradients,
+        rows_and_unused_experts,
+    ],
+    ids=lambda build: build.__name__,
+)
+def test_loop_is_replayed(delta_sidecar: ScriptedSidecar, build: object) -> None:
+    survives(delta_sidecar, build)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_updates_skipped_by_the_gradient_scaler_are_replayed_as_such(
+    delta_sidecar: ScriptedSidecar, fused: bool
+) -> None:
+    skipped = []
+
+    def build() -> Script:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        position = {"step": 0}
+
+        def update() -> Tensor:
+            position["step"] += 1
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            scaler.scale(loss).backward()
+            if position["step"] in (6, 8):
+                model[0].weight.grad[0, 0] = float("inf")
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped.append(scaler.get_scale() < before)
+            return loss
+
+        return Script(model, [optimizer], update, {"scaler": scaler, "position": position})
+
+    survives(delta_sidecar, build)
+    assert skipped.count(True) == 2

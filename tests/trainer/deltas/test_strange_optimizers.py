@@ -1,0 +1,253 @@
+"""Promise: classes of optimizers that nobody here has seen are neither disturbed nor believed, and a call
+from an odd place is none that hurts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
+from tests.trainer.deltas.replaying import Script, started, survives_from_a_snapshot, train
+from tests.trainer.deltas.test_idioms import IDIOMS, Bound, Multiplies, Slow, adam, net, simple
+from tiercheck import ResumableSampler
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.state.leaves import NotCapturable
+
+
+class Falling:
+    """A rate that falls with each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 1e-2 / self.calls
+
+
+class Asks(SGD):
+    """Something that remembers, for its rate."""
+
+    def __init__(self, parameters: Iterable[Tensor], rate: Callable[[], float]) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.rate = rate
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] = self.rate()
+        super().step()
+
+
+def closed_over() -> Callable[[], float]:
+    falling = Falling()
+
+    def rate() -> float:
+        return falling()
+
+    return rate
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        simple(Bound),
+        simple(lambda p: Slow(p, lazy=True)),
+        simple(lambda p: Asks(p, Falling())),
+        simple(lambda p: Asks(p, closed_over())),
+    ],
+    ids=["bound method", "list that the first step makes", "object that is called", "function with a memory"],
+)
+def test_probe_changes_nothing_that_a_strangers_class_keeps(
+    delta_sidecar: ScriptedSidecar, build: Callable[[], Script]
+) -> None:
+    torch.manual_seed(0)
+    alone = build()
+    expected = [float(alone.update().detach()).hex() for _ in range(6)]
+    script, checkpointer = started(build)
+    with checkpointer:
+        checkpointer.restore()
+        assert train(script, checkpointer, 6) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "slow weights in a list",
+        "slow weights made at the first step",
+        "generator of the optimizer's own",
+        "mask of model and optimizer",
+        "buffer made in forward",
+    ],
+)
+def test_idiom_comes_back_equal_from_a_snapshot(tmp_path: Path, name: str) -> None:
+    build, _ = IDIOMS[name]
+    survives_from_a_snapshot(build, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode],
+    ids=["autocast", "inference mode"],
+)
+def test_restore_gives_the_same_bits_wherever_it_is_called(
+    delta_sidecar: ScriptedSidecar, inside: Callable[[], AbstractContextManager[None]]
+) -> None:
+    build = simple(Multiplies)
+    whole, checkpointer = started(build, every=4)
+    with checkpointer:
+        checkpointer.restore()
+        train(whole, checkpointer, 7)
+        assert checkpointer.wait(DEADLINE)
+        assert sorted(delta_sidecar.completed(Kind.DELTA)) == [5, 6, 7]
+        delta_sidecar.offer(4, 7)
+        expected = train(whole, checkpointer, 3)
+    again, checkpointer = started(build, seed=77, every=4)
+    with checkpointer:
+        with inside():
+            assert checkpointer.restore() == 7
+        assert train(again, checkpointer, 3) == expected
+
+
+def test_default_device_of_the_script_is_no_business_of_ours(tmp_path: Path) -> None:
+    """What is made on the device of its choice, here one without memory, has no place in a file."""
+    try:
+        torch.set_default_device("meta")
+        with torch.device("cpu"):
+            script, checkpointer = started(simple(adam), folder=tmp_path, every=2)
+        with checkpointer:
+            checkpointer.restore()
+            for _ in range(3):
+                with torch.device("cpu"):
+                    script.update()
+                checkpointer.step()
+            with torch.device("cpu"):
+                expected = float(script.update().detach())
+        with torch.device("cpu"):
+            again, checkpointer = started(simple(adam), seed=77, folder=tmp_path, every=9)
+        with checkpointer:
+            assert checkpointer.restore() == 2
+            with torch.device("cpu"):
+                again.update()
+                assert float(again.update().detach()) == expected
+        assert sorted(index for batch in ResumableSampler(6, 2, seed=1) for index in batch) == [*range(6)]
+        assert list(ResumableSampler(4, 2, seed=1, shuffle=False)) == [[0, 1], [2, 3]]
+    finally:
+        torch.set_default_device(None)
+
+
+def test_steps_that_end_in_inference_mode_are_saved(tmp_path: Path) -> None:
+    script, checkpointer = started(simple(adam), folder=tmp_path, every=1)
+    with checkpointer:
+        checkpointer.restore()
+        for _ in range(3):
+            script.update()
+            with torch.inference_mode():
+                checkpointer.step()
+        assert checkpointer.wait(DEADLINE)
+        assert checkpointer.captured == 3
+
+
+def test_forked_process_never_waits_for_copies_that_nobody_makes_there(
+    delta_sidecar: ScriptedSidecar,
+) -> None:
+    """It forks while a snapshot waits for its slot, and goes on as a script does."""
+    forked = threading.Event()
+
+    delta_sidecar.grants_no_slot_before(forked)
+    script, checkpointer = started(simple(adam), every=1)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 1)
+        reads, writes = os.pipe()
+        pid = os.fork()
+        if not pid:
+            script.optimizers[0].zero_grad()
+            script.optimizers[
+                0
+            ].step()  # without gradients: the threads of a matrix product are not here either
+            checkpointer.step()
+            refused = False
+            try:
+                checkpointer.restore()
+            except NotCapturable:
+                refused = True
+            os.write(writes, b"yes" if refused and not checkpointer.wait() else b"no")
+            os._exit(0)
+        os.close(writes)
+        ended: list[int] = []
+
+        def gone() -> bool:
+            ended.append(os.waitpid(pid, os.WNOHANG)[0])
+            return ended[-1] == pid
+
+        try:
+            until(gone, "the forked process ends")
+        except AssertionError:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            raise
+        finally:
+            forked.set()
+        with open(reads, "rb") as said:
+            assert said.read() == b"yes"
+
+
+class Around(torch.optim.Optimizer):
+    """Shows the state of the one inside as its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+        self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_optimizer_whose_state_another_shows_is_no_stranger(tmp_path: Path) -> None:
+    script, checkpointer = started(simple(lambda p: Around(adam(p))), folder=tmp_path, every=1)
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 2)
+        assert checkpointer.wait(DEADLINE)
+        assert checkpointer.captured == 2
+
+
+def test_optimizer_that_the_scripts_state_leads_to_is_no_stranger(tmp_path: Path) -> None:
+    """Its own object saves it."""
+
+    class Engine:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def state_dict(self) -> Any:
+            return self.optimizer.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self.optimizer.load_state_dict(state)
+
+    model = net()
+    mine, others = adam(model[0].parameters()), adam(model[3].parameters())
+
+    def update() -> Tensor:
+        loss: Tensor = model(torch.randn(4, 24)).square().mean()
+        loss.backward()
+        mine.step()
+        others.step()
+        return loss
+
+    script, checkpointer = started(
+        lambda: Script(model, [mine], update, {"engine": Engine(others)}), folder=tmp_path, every=1
+    )
+    with checkpointer:
+        checkpointer.restore()
+        train(script, checkpointer, 2)
+        assert checkpointer.wait(DEADLINE)
+        assert checkpointer.captured == 2

@@ -1,0 +1,163 @@
+"""Promise: after a restore, every following loss and every tensor has the bits of a run that was never
+interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trainer.small_runs import MakeOptimizer, Run, adamw, same_bits
+from tiercheck import Checkpointer
+from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.restore.load import DifferentState
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2),
+    "sgd-momentum": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2),
+    "adam-amsgrad": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True),
+    "adamw-foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True),
+    "adamw-fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+    "adamw-tensor-lr": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True),
+    "adamw-two-groups": lambda model: torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 1e-3},
+        ]
+    ),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3, centered=True),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_run_continues_with_the_same_bits(tmp_path: Path, optimizer: str) -> None:
+    make = OPTIMIZERS[optimizer]
+    whole = Run(make, tmp_path / "whole")
+    expected = whole.train(9)
+
+    first = Run(make, tmp_path / "cut")
+    losses = first.train(5)
+    first.checkpointer.close()
+
+    second = Run(
+        make, tmp_path / "cut", seed=99
+    )  # other parameters, other random numbers: all must be replaced
+    assert second.checkpointer.restore() == 5
+    losses += second.train(4)
+    assert losses == expected
+    same_bits(second.state(), whole.state())
+    assert second.data == {"position": 9}
+    assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path)
+    before = run.state()
+    assert run.checkpointer.restore() == 0
+    same_bits(run.state(), before)
+
+
+def test_several_optimizers_and_a_frozen_parameter(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].requires_grad_(False)
+        return model, [torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.5), adamw(model[2])]
+
+    def update(model: nn.Module, optimizers: list[torch.optim.Optimizer], checkpointer: Checkpointer) -> None:
+        model(torch.ones(2, 4)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpointer.step()
+
+    model, optimizers = build()
+    with Checkpointer(model, optimizers, folder=tmp_path, every=2) as checkpointer:
+        update(model, optimizers, checkpointer)
+        update(model, optimizers, checkpointer)
+    again, optimizers_again = build()
+    with Checkpointer(again, optimizers_again, folder=tmp_path, every=100) as checkpointer_again:
+        assert checkpointer_again.restore() == 2
+        same_bits(again.state_dict(), model.state_dict())
+        for one, other in ((model, optimizers), (again, optimizers_again)):
+            update(one, other, checkpointer_again)
+    same_bits(again.state_dict(), model.state_dict())
+
+
+def test_low_precision_parameters_and_channels_last_keep_their_bits_and_order(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(2, 2).to(torch.bfloat16))
+        return model.to(memory_format=torch.channels_last)
+
+    model = build()
+    optimizer = adamw(model)
+    with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
+        (
+            model[0](torch.randn(1, 3, 4, 4)).sum() + model[1](torch.ones(1, 2, dtype=torch.bfloat16)).sum()
+        ).backward()
+        optimizer.step()
+        checkpointer.step()
+    again = build()
+    optimizer_again = adamw(again)
+    with Checkpointer(again, optimizer_again, folder=tmp_path) as checkpointer_again:
+        assert checkpointer_again.restore() == 1
+    same_bits(again.state_dict(), model.state_dict())
+    for old, new in zip(model.parameters(), again.parameters(), strict=True):
+        same_bits(optimizer_again.state[new], optimizer.state[old])
+        assert optimizer_again.state[new]["exp_avg"].stride() == optimizer.state[old]["exp_avg"].stride()
+
+
+def test_checkpoint_of_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path)
+    run.train(1)
+    run.checkpointer.close()
+    other = nn.Linear(3, 3)
+    before = other.weight.detach().clone()
+    checkpointer = Checkpointer(other, adamw(other), folder=tmp_path)
+    with pytest.raises(DifferentState, match="only in"):
+        checkpointer.restore()
+    assert torch.equal(other.weight, before)
+
+
+def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path)
+    run.train(1)
+    run.checkpointer.close()
+    other = Run(OPTIMIZERS["sgd"], tmp_path)
+    with pytest.raises(DifferentState, match="AdamW"):
+        other.checkpointer.restore()
+
+
+def test_state_that_would_need_code_to_read_is_refused_before_training(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    checkpointer = Checkpointer(model, adamw(model), state={"data": {"object": Path("x")}}, folder=tmp_path)
+    with pytest.raises(
+        TypeError, match=r"state\['data'\]/object: a pathlib\.PosixPath could not be read back"
+    ):
+        checkpointer.restore()
+
+
+def test_state_that_outgrows_its_place_is_still_saved(tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path)
+    run.train(1)
+    run.data["seen"] = list(range(100_000))  # more than the headroom
+    run.train(1)
+    run.checkpointer.close()
+    again = Run(adamw, tmp_path)
+    assert again.checkpointer.restore() == 2
+    assert again.data["seen"] == list(range(100_000))
+
+
+def test_missing_user_state_is_named(tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path)
+    run.train(1)
+    run.checkpointer.close()
+    again = Run(adamw, tmp_path)
+    again.checkpointer._trained.state = {"sampler": {}}
+    with pytest.raises((KeyError, RestoreError), match="sampler"):
+        again.checkpointer.restore()

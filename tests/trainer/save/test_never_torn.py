@@ -1,0 +1,160 @@
+"""Promise: a snapshot is the state after its step, whatever training does the moment `step` has returned."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.trainer.small_runs import Run, adamw, same_bits
+from tiercheck import Checkpointer
+from tiercheck.trainer.save import staging
+
+DEADLINE = 30.0
+
+
+def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "rank-0-of-1" / f"{step:012d}-0.safetensors")
+    return {
+        name: value
+        for name, value in tensors.items()
+        if name not in ("user", "pieces", "proof") and not name.startswith("__pad")
+    }
+
+
+def without_ties(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if name != "model/last.weight"}
+
+
+def test_every_snapshot_is_the_state_after_its_step_though_training_goes_on_at_once(tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path, keep=100)
+    states = {}
+    for step in range(1, 31):
+        loss = run.update()
+        states[step] = without_ties(run.state())
+        run.checkpointer.step(loss)
+    run.checkpointer.close()
+    assert (run.checkpointer.captured, run.checkpointer.skipped) == (30, 0)
+    for step, state in states.items():
+        same_bits(saved(tmp_path, step), state)
+
+
+def test_update_waits_until_the_copy_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copying_began, may_copy, at_the_barrier = threading.Event(), threading.Event(), threading.Event()
+    copy = staging.copy_tensor
+
+    def slow_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        copying_began.set()
+        assert may_copy.wait(DEADLINE)
+        copy(target, source)
+
+    monkeypatch.setattr(staging, "copy_tensor", slow_copy)
+    model = nn.Linear(64, 64)
+    optimizer = adamw(model)
+    optimizer.register_step_pre_hook(lambda *_: at_the_barrier.set())
+    checkpointer = Checkpointer(model, optimizer, folder=tmp_path, every=1)
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    before = model.weight.detach().clone()
+    at_the_barrier.clear()
+    checkpointer.step()
+    assert copying_began.wait(DEADLINE)
+    update = threading.Thread(target=optimizer.step)
+    update.start()
+    assert at_the_barrier.wait(DEADLINE)
+    update.join(0.1)
+    assert update.is_alive()
+    assert torch.equal(model.weight, before)
+    may_copy.set()
+    update.join(DEADLINE)
+    assert not torch.equal(model.weight, before)
+    checkpointer.close()
+    assert torch.equal(saved(tmp_path, 1)["model/weight"], before)
+
+
+def test_training_does_not_wait_for_the_copy_before_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_copy = threading.Event()
+    copy = staging.copy_tensor
+
+    def slow_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        assert may_copy.wait(DEADLINE)
+        copy(target, source)
+
+    monkeypatch.setattr(staging, "copy_tensor", slow_copy)
+    run = Run(adamw, tmp_path)
+    run.update()
+    norm_before = run.model.norm.running_mean.clone()
+    run.checkpointer.step()  # returns although the copy cannot end
+    run.model(torch.randn(16, 8)).sum().backward()
+    assert not torch.equal(run.model.norm.running_mean, norm_before)  # forward moves buffers ...
+    may_copy.set()
+    run.checkpointer.close()
+    assert torch.equal(
+        saved(tmp_path, 1)["model/norm.running_mean"], norm_before
+    )  # ... but not those of the snapshot
+
+
+def test_parameter_changed_behind_the_optimizers_back_never_makes_a_torn_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed, copying_began = threading.Event(), threading.Event()
+    copy = staging.copy_tensor
+
+    def copy_after_the_change(target: torch.Tensor, source: torch.Tensor) -> None:
+        copying_began.set()
+        assert changed.wait(DEADLINE)
+        copy(target, source)
+
+    monkeypatch.setattr(staging, "copy_tensor", copy_after_the_change)
+    run = Run(adamw, tmp_path, keep=9)
+    averaged = run.model.first.bias
+    for _ in range(2):
+        changed.clear()
+        copying_began.clear()
+        run.update()
+        run.checkpointer.step()
+        expected = averaged.detach().clone()
+        assert copying_began.wait(DEADLINE)
+        with torch.no_grad():
+            averaged.mul_(0.5)
+        changed.set()
+        assert run.checkpointer.wait(DEADLINE)
+    run.checkpointer.close()
+    assert (run.checkpointer.captured, run.checkpointer.skipped) == (
+        1,
+        1,
+    )  # refused once, then copied at once
+    assert torch.equal(saved(tmp_path, 2)["model/first.bias"], expected)
+
+
+@pytest.mark.parametrize("poison", ["loss", "parameter", "moment"])
+def test_poisoned_state_never_becomes_a_snapshot(tmp_path: Path, poison: str) -> None:
+    run = Run(adamw, tmp_path)
+    run.train(1)
+    loss = run.update()
+    with torch.no_grad():
+        if poison == "parameter":
+            run.model.first.weight[0, 0] = float("nan")
+        if poison == "moment":
+            run.optimizer.state[run.model.first.weight]["exp_avg"][1, 1] = float("inf")
+    run.checkpointer.step(float("nan") if poison == "loss" else loss)
+    run.checkpointer.close()
+    assert (run.checkpointer.captured, run.checkpointer.skipped) == (1, 1)
+    assert Run(adamw, tmp_path, seed=9).checkpointer.restore() == 1
+
+
+def test_minus_infinity_in_a_mask_buffer_is_no_poison(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2, 2), float("-inf")))
+    optimizer = adamw(model)
+    with Checkpointer(model, optimizer, folder=tmp_path, every=1) as checkpointer:
+        model(torch.randn(1, 2)).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+    assert checkpointer.captured == 1

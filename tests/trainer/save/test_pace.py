@@ -1,0 +1,186 @@
+"""Promise: deltas that take longer than steps end by themselves, the owner is told, and they come back when
+there is time."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import Script, started, train
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.save.chain import Pace, there_is_time
+
+seconds = st.floats(1e-6, 1e4)
+
+
+@given(st.booleans(), seconds, seconds, seconds)
+def test_modules_that_take_a_good_part_of_a_step_to_tell_what_they_keep_end_deltas(
+    taken: bool, delta: float, step: float, asked: float
+) -> None:
+    if asked > step / 10:
+        assert not there_is_time(taken, delta, step, asked)
+    now = there_is_time(taken, delta, step, asked)
+    assert there_is_time(now, delta, step, asked) is now
+
+
+@given(st.booleans(), seconds, seconds)
+def test_delta_that_takes_as_long_as_its_step_is_never_taken(taken: bool, delta: float, step: float) -> None:
+    if delta >= step:
+        assert not there_is_time(taken, delta, step)
+
+
+@given(seconds, seconds)
+def test_answer_stands_as_long_as_nothing_changes(delta: float, step: float) -> None:
+    """Whatever was before: else deltas would come and go, and each time a snapshot would have to begin a new
+    chain."""
+    for taken in (False, True):
+        now = there_is_time(taken, delta, step)
+        assert there_is_time(now, delta, step) is now
+
+
+@given(st.booleans(), seconds, seconds, seconds)
+def test_more_time_never_takes_deltas_away(taken: bool, delta: float, step: float, more: float) -> None:
+    if there_is_time(taken, delta, step):
+        assert there_is_time(taken, delta, step + more)
+        assert there_is_time(True, delta, step)
+
+
+@given(st.floats(0.01, 10), st.lists(st.floats(1, 1.9), max_size=8))
+def test_noise_makes_one_change_at_most(least: float, noise: list[float]) -> None:
+    """A machine whose steps and deltas vary by less than the bounds lie apart settles on one answer."""
+    taken, changes = True, 0
+    for factor in noise:
+        now = there_is_time(taken, least * factor, 1.0)
+        taken, changes = now, changes + (now is not taken)
+    assert changes <= 1
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(
+    measured: Pace,
+    clock: Clock,
+    steps: int,
+    *,
+    step: float,
+    delta: float | None,
+    taken: bool,
+    waited: float = 0,
+) -> bool:
+    for _ in range(steps):
+        clock.now += step + waited
+        measured.waited(waited)
+        if delta is not None:
+            measured.took(delta)
+        taken = measured.ends_step(taken)
+    return taken
+
+
+def test_waiting_for_copies_is_no_part_of_a_step() -> None:
+    clock = Clock()
+    assert not run(Pace(clock), clock, 100, step=1, delta=1, taken=True, waited=9)
+
+
+def test_extra_state_that_is_slow_to_tell_ends_deltas_for_good() -> None:
+    clock = Clock()
+    measured = Pace(clock)
+    taken = True
+    for step in range(200):
+        clock.now += 1
+        if taken:
+            measured.took(0.01)
+            measured.told(0.2)
+        taken = measured.ends_step(taken)
+        assert taken or step >= 8
+    assert not taken
+
+
+def test_nothing_is_decided_by_a_few_slow_ones() -> None:
+    clock = Clock()
+    measured = Pace(clock)
+    assert run(measured, clock, 7, step=100, delta=1000, taken=True), "too few of them"
+    assert not run(measured, clock, 1, step=100, delta=1000, taken=True)
+    measured = Pace(clock)
+    assert run(measured, clock, 20, step=1, delta=1000, taken=True), "a minute is not over"
+    assert run(measured, clock, 70, step=1, delta=0.1, taken=True), "the first were slow, most are not"
+
+
+def test_without_deltas_steps_alone_bring_them_back() -> None:
+    clock = Clock()
+    measured = Pace(clock)
+    taken = run(measured, clock, 100, step=1, delta=2, taken=True)
+    assert not taken
+    taken = run(measured, clock, 100, step=4, delta=None, taken=taken)
+    assert not taken, "they would take half of it"
+    assert run(measured, clock, 100, step=6, delta=None, taken=taken)
+
+
+def script() -> Script:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.randn(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update)
+
+
+def test_slow_deltas_end_are_told_and_come_back(
+    delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each step takes a second of this clock, and each delta what it says."""
+    caplog.set_level(logging.INFO)
+    running, checkpointer = started(script, every=4)
+    clock, delta = Clock(), 0.5
+    checkpointer._saver.pace = measured = Pace(clock)
+    took = measured.took
+    monkeypatch.setattr(measured, "took", lambda _: took(delta))
+    monkeypatch.setattr(measured, "waited", lambda _: None)
+    checkpointer.restore()
+
+    def steps(count: int, step: float = 1.0) -> set[int]:
+        before = set(delta_sidecar.completed(Kind.DELTA))
+        for _ in range(count):
+            clock.now += step
+            train(running, checkpointer, 1)
+            checkpointer.wait(DEADLINE)
+        return set(delta_sidecar.completed(Kind.DELTA)) - before
+
+    assert steps(60) == {*range(5, 61)}
+    delta = 1.5
+    assert max(steps(80)) == 119, "the second minute tells"
+    (said,) = delta_sidecar.asked("no-deltas")
+    assert "a delta takes 1.5 s, a step 1 s" in said.message
+    assert said.step == 0, "those that there are are as good as any"
+    assert said.message in caplog.text
+    assert steps(60, step=2.0) == set(), "not much better"
+    assert steps(60, step=5.0), "there is time again"
+    assert [each.message for each in delta_sidecar.asked("no-deltas")] == [said.message, ""]
+    assert "deltas are taken again" in caplog.text
+    newest = max(delta_sidecar.completed(Kind.DELTA))
+    assert newest == checkpointer.step_number
+    delta_sidecar.offer(newest - newest % 4 - 4, newest)
+    tensors = running.tensors()
+    checkpointer.close()
+    again, checkpointer = started(script, seed=7)
+    assert checkpointer.restore() == newest
+    assert {key: value.tolist() for key, value in again.tensors().items()} == {
+        key: value.tolist() for key, value in tensors.items()
+    }
+    checkpointer.close()
