@@ -241,13 +241,17 @@ class SidecarModel:
 
     def _look_at_others(self, restore: Restore) -> RestoreReport:
         """Whether something of every old rank can be read; nothing of it becomes an own slot."""
-        assert [entry.rank for entry in restore.ranks] == list(range(restore.world_size))
+        told = None if self.world.new_sidecars else [entry.rank for entry in restore.ranks]
+        assert told is None or told == list(range(restore.world_size))
+        assert (restore.table is not None) == self.world.new_sidecars
         assert self.world.made[restore.version] == restore.world_size, "told that others made it"
         wanting = [
-            entry.rank
-            for entry in restore.ranks
-            if Artifact(entry.rank, restore.version)
-            not in {each for source in entry.sources for each in self.world.offered(source, entry.rank, self)}
+            rank
+            for rank in range(restore.world_size)
+            if Artifact(rank, restore.version)
+            not in {
+                each for source in restore.sources(rank) for each in self.world.offered(source, rank, self)
+            }
         ]
         tier = None if wanting else Tier.PEER
         return RestoreReport(
@@ -421,6 +425,7 @@ class SidecarModel:
             ),
             memory=MemoryReport(1, 0, 0),
             can_change_worker=self.world.new_sidecars,
+            reads_tables=self.world.new_sidecars,
             owes=self.owes and self.trainer.state is not TrainerState.RUNNING,
             quarantined=self.quarantined,
             problems=self.problems,

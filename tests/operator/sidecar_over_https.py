@@ -32,7 +32,11 @@ class ServedSidecar:
     def __init__(self, model: SidecarModel | None = None) -> None:
         self.become(model or some_sidecar())
         self.changed = asyncio.Event()
+        self.older = False
+        """Does not know that it may be asked without what it holds."""
         self.asked: list[float] = []
+        self.bare: list[bool] = []
+        """Of each question: whether what is held was not wanted."""
         self.headers: dict[str, str] = {}
         self.directives: list[Directive] = []
         self.answer: Answer | None = None
@@ -56,19 +60,25 @@ class ServedSidecar:
             return web.Response(status=401)
         wait = float(request.query["wait"])
         self.asked.append(wait)
+        self.bare.append(request.query.get("holdings") == "no")
         if int(request.query["after"]) >= self.report.serial:
             self.changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await self.changed.wait()
-        return web.Response(body=to_json(self.report), headers=self.headers)
+        return web.Response(body=to_json(self._said(request)), headers=self.headers)
+
+    def _said(self, request: web.Request) -> Report:
+        if request.query.get("holdings") != "no" or self.older:
+            return self.report
+        return dataclasses.replace(self.report, holdings=(), tells_holdings=False)
 
     async def put(self, request: web.Request) -> web.Response:
         self.directives.append(from_json(await request.read(), Directive))
         self.model.accept(self.directives[-1])
         self.report = dataclasses.replace(self.model.report(), serial=self.report.serial + 1)
         self.changed.set()
-        return web.Response(body=to_json(self.report))
+        return web.Response(body=to_json(self._said(request)))
 
 
 def some_sidecar() -> SidecarModel:

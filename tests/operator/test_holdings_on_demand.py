@@ -1,11 +1,10 @@
-"""What workers hold is told only when it is wanted; a version is never chosen before everybody has told it."""
+"""What workers hold is asked for in a recovery alone, and no version is chosen before all have told."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tests.operator.world_in_memory import World
-
 from tiercheck.protocol.report import Report
 from tiercheck_operator.model.actions import ProbeSidecar
 from tiercheck_operator.model.observed import Observation, WorkerReport

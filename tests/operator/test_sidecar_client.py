@@ -12,18 +12,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from aiohttp import web
+
 from tests.operator.moments import TURNS, ends, turns
 from tests.operator.moments import until as until_turn
-from tests.operator.world_in_memory import World
-
-from tests.operator.moments import TURNS, Woken, ends, turns
-from tests.operator.moments import until as until_turn
-from tests.operator.sidecar_over_https import CREDENTIALS, HOST, ServedSidecar, heard, serve, until
+from tests.operator.sidecar_over_https import (
+    CREDENTIALS,
+    HOST,
+    ServedSidecar,
+    heard,
+    serve,
+    some_report,
+    until,
+)
 from tests.operator.world_in_memory import World
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, RankRun, Restore, Source, SourceTable, Tier
-from tiercheck.protocol.encoding import from_json, to_json
+from tiercheck.protocol.encoding import from_json
 from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import Holding, Report
 from tiercheck.protocol.version import Version
@@ -34,68 +38,6 @@ from tiercheck_operator.model.observed import HostSign
 from tiercheck_operator.sidecars import DirectiveEncoder, JobSidecars, SidecarError
 
 _QUEUE = 128
-
-
-def some_report() -> Report:
-    world = World()
-    for _ in range(5):
-        world.tick()
-    return world.sidecars[world.member(1)].report()
-
-
-class StandIn:
-    """Answers as a sidecar does; what it says and what it was asked can be set and seen."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-        self.changed = asyncio.Event()
-        self.older = False
-        """Does not know that it may be asked without what it holds."""
-        self.asked: list[float] = []
-        self.bare: list[bool] = []
-        """Of each question: whether what is held was not wanted."""
-        self.headers: dict[str, str] = {}
-        self.directives: list[Directive] = []
-
-    def tell(self, **changes: object) -> None:
-        self.report = dataclasses.replace(self.report, serial=self.report.serial + 1, **changes)  # type: ignore[arg-type]
-        self.changed.set()
-
-    async def get(self, request: web.Request) -> web.Response:
-        if request.headers.get("Authorization") != f"Bearer {CREDENTIALS.token}":
-            return web.Response(status=401)
-        wait = float(request.query["wait"])
-        self.asked.append(wait)
-        self.bare.append(request.query.get("holdings") == "no")
-        if int(request.query["after"]) >= self.report.serial:
-            self.changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await self.changed.wait()
-        return web.Response(body=to_json(self._said(request)), headers=self.headers)
-
-    def _said(self, request: web.Request) -> Report:
-        if request.query.get("holdings") != "no" or self.older:
-            return self.report
-        return dataclasses.replace(self.report, holdings=(), tells_holdings=False)
-
-    async def put(self, request: web.Request) -> web.Response:
-        self.directives.append(from_json(await request.read(), Directive))
-        self.tell(revision=self.directives[-1].revision)
-        return web.Response(body=to_json(self._said(request)))
-
-
-async def serve(sidecar: StandIn, credentials: Credentials, folder: Path) -> web.AppRunner:
-    (folder / "crt").write_bytes(credentials.certificate)
-    (folder / "key").write_bytes(credentials.key)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(folder / "crt", folder / "key")
-    app = web.Application()
-    app.add_routes([web.get("/v1/report", sidecar.get), web.put("/v1/directive", sidecar.put)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, HOST, names.CONTROL_PORT, ssl_context=tls).start()
-    return runner
 
 
 @pytest.fixture
@@ -124,7 +66,7 @@ async def test_news_arrives_while_a_long_poll_waits(sidecar: ServedSidecar, list
 
 
 async def test_probe_is_answered_beside_a_long_poll_that_has_nothing_to_say(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid = sidecar.report.pod_uid
     listening.follow({uid: HOST})
@@ -139,7 +81,7 @@ HELD = (Holding(0, Version(5, 1), Tier.LOCAL, 1),)
 
 
 async def test_what_is_held_is_asked_for_only_while_it_is_wanted(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid = sidecar.report.pod_uid
     sidecar.tell(holdings=HELD)
@@ -158,7 +100,7 @@ async def test_what_is_held_is_asked_for_only_while_it_is_wanted(
 
 
 async def test_what_was_held_is_remembered_with_its_age_until_it_is_told_again(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid = sidecar.report.pod_uid
     sidecar.tell(holdings=HELD)
@@ -176,7 +118,7 @@ async def test_what_was_held_is_remembered_with_its_age_until_it_is_told_again(
 
 
 async def test_sidecar_of_an_older_release_tells_what_it_holds_all_the_same(
-    sidecar: StandIn, listening: JobSidecars
+    sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid, sidecar.older = sidecar.report.pod_uid, True
     sidecar.tell(holdings=HELD)

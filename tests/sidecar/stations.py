@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.sidecar.world import JOB_UID, until
-from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
@@ -19,9 +18,8 @@ from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
-from tiercheck_sidecar.exchange.handshake import Identity, dial
+from tiercheck_sidecar.exchange.handshake import dial
 from tiercheck_sidecar.exchange.network.interfaces import OwnAddress
-from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.rebuild import rebuild
@@ -130,8 +128,7 @@ class Station:
         self.server, self.replicator = self.sidecar.exchange, self.sidecar.replicator
         self.sender, self.holder = self.sidecar.parity, self.sidecar.parity_holder
         self.vault.open()
-        self.identity = Identity(JOB, worker, TOKEN, job.host(worker))
-        self.server = ExchangeServer(self.board, self.vault, self.identity, job.port, lambda: job.own(worker))
+        self.server._listeners._own = lambda: job.own(worker)
         self.server.start()
         self.run(*job.loops)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sidecar.world import World, until
 from tiercheck_sidecar.throttling import CpuStat, ThrottleWatch, read_cpu_stat, spare_hands
 
 MakeWorld = Callable[..., World]

@@ -23,9 +23,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from tests.sidecar.nursery import Process, nursery
-from tests.sidecar.exchange.pod_networks import PodNetworks
 
+from tests.sidecar.exchange.pod_networks import PodNetworks
 from tests.sidecar.nursery import Process, nursery
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout

@@ -10,8 +10,8 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
-from tests.sidecar.world import JOB_UID, World, until
 
+from tests.sidecar.world import JOB_UID, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Break

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tests.sidecar.stations import Stations
 from tests.sidecar.world import until
-
 from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_local.addresses import free_ports

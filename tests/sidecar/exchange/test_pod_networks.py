@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+
 from tests.sidecar.exchange.pod_networks import PodNetworks, why_not
 from tests.sidecar.journeys.test_cluster import save_everywhere
 from tests.sidecar.world import World, until
-
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Version
 

@@ -10,9 +10,9 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+
 from tests.sidecar.stations import Stations
 from tests.sidecar.world import World, until
-
 from tiercheck.protocol.directive import Phase, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.exchange.fetch import fetch

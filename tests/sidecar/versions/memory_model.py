@@ -11,7 +11,6 @@ import random
 from dataclasses import dataclass, field
 
 from tests.sidecar.versions.judging import judge
-
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.sidecar.stations import Stations
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version, rebuildable
 from tiercheck_sidecar.control.control_client import CallFailed

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.sidecar.versions.judging import judge, next_upload
-
 from tiercheck.protocol.manifest import Digests, RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.model.span import spans

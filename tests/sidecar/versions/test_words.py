@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-from tests.sidecar.versions import plain_rules
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.sidecar.stations import JOB, Stations
 
+from tests.sidecar.stations import Stations
+from tests.sidecar.versions import plain_rules
+from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.decoding import decode, encode
@@ -68,7 +69,7 @@ copies = st.lists(
 def reports_of(worker: int) -> st.SearchStrategy[TierReport]:
     return st.builds(
         TierReport,
-        st.just(JOB),
+        st.just(JOB_UID),
         st.just(1),
         st.just(worker),
         st.sampled_from(["10.0.0.1", "10.0.0.2"]),
@@ -182,7 +183,7 @@ def coordinator(stations: Callable[..., Stations]) -> Coordinator:
 def report(worker: int, step: int) -> TierReport:
     version = Version(step, 1)
     tiers = RankTiers(worker, (Span(1, step, step),), (version,), reached=version)
-    return TierReport(JOB, 1, worker, "127.0.0.1", (tiers,))
+    return TierReport(JOB_UID, 1, worker, "127.0.0.1", (tiers,))
 
 
 class Speaker:
