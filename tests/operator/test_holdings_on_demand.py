@@ -1,4 +1,4 @@
-"""What workers hold is told only when it is wanted; a version is never chosen before everybody has told it."""
+"""What workers hold is told when it is wanted; no version is chosen before everybody has told it."""
 
 from __future__ import annotations
 
