@@ -42,7 +42,8 @@ from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.planning.saved_placement import read_placement_data
 from tiercheck_operator.plausible import by_our_clock
 from tiercheck_operator.sidecars import read_report
-from tiercheck_sidecar.decoding import decode, decode_request, with_checksum
+from tiercheck_sidecar.control.tier_line import Messages, framed
+from tiercheck_sidecar.decoding import decode, decode_request, encode, with_checksum
 from tiercheck_sidecar.digest import digest, is_well_formed
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, WireBroken, from_bitmap
 from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge
@@ -52,7 +53,8 @@ from tiercheck_sidecar.remote.config import parse as parse_remote
 from tiercheck_sidecar.remote.errors import RemoteConfigError
 from tiercheck_sidecar.vault.inventory import take_inventory
 from tiercheck_sidecar.vault.seal import Seal, read_seal, seal_path
-from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
+from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, difference
 
 _FIRST_RELEASE = Path(__file__).parents[1] / "protocol" / "first_release"
 _VERSION = Version(5, 1)
@@ -293,6 +295,25 @@ def _json(value: object) -> tuple[bytes, ...]:
     return (json.dumps(value).encode(),)
 
 
+def _news(text: bytes) -> None:
+    """To a coordinator's end that has heard a whole word before."""
+    vocabulary = Vocabulary()
+    base = vocabulary.updated(None, decode(encode(_NEWS), TierNews))
+    with contextlib.suppress(Malformed, DoubtfulNews):
+        word = vocabulary.updated(base, decode(text, TierNews))
+        assert word.own.keys() == word.shapes.keys()
+
+
+def _messages(text: bytes) -> None:
+    with contextlib.suppress(Malformed):
+        found = Messages().feed(text)
+        assert b"".join(map(framed, found)) == text[: sum(len(each) + 4 for each in found)]
+
+
+_NEWS = difference(
+    None, Vocabulary().word_of(TierReport("u", 1, 0, "h", (RankTiers(0),), (Copy((1,)),))), 1, 0
+)
+
 TARGETS: dict[str, Target] = {
         "directive": _message(Directive,
             from_json((_FIRST_RELEASE / "directive.json").read_bytes(), Directive)),
@@ -311,6 +332,9 @@ TARGETS: dict[str, Target] = {
         "handshake proof": _message(CallerProof, CallerProof("p")),
         "tier report": _message(TierReport, TierReport("u", 1, 0, "h", ())),
         "verdict": _message(TierVerdict, decode(b'{"attempt":1,"watermarks":{}}', TierVerdict)),
+        "tier answer": _message(TierAnswer, TierAnswer(1, upload=_VERSION, received=(0,))),
+        "tier news": Target(_news, (encode(_NEWS), encode(TierNews(2, 1)))),
+        "messages of a connection": Target(_messages, (framed(b"{}") + framed(b""),)),
         "hello": _message(Hello, Hello("rank", 1)),
         "request": Target(_request,
             tuple(map(to_json,

@@ -117,8 +117,8 @@ def _reclaim_one_too_many() -> list[Patch]:
 def _reclaim_at_the_mark_of_one_tier() -> list[Patch]:
     real = watermark._verdict
 
-    def careless(history: Any, standing: Any, ranks: Any, backed: Any, abandoned: Any) -> Any:
-        return dataclasses.replace(real(history, standing, ranks, backed, abandoned), floor=standing.local)
+    def careless(history: Any, standing: Any, shapes: Any) -> Any:
+        return dataclasses.replace(real(history, standing, shapes), floor=standing.local)
 
     return [(watermark, "_verdict", careless)]
 
