@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from nursery import nursery
 from pod_networks import PodNetworks, why_not
 from test_cluster import save_everywhere
 from world import World, until
@@ -24,6 +25,7 @@ def world(make_world: Callable[..., World]) -> Iterator[World]:
     reason = why_not()
     if reason:
         pytest.skip(reason)
+    nursery()  # whose network is that of other tests
     networks = PodNetworks(2)
     world = make_world(workers=2, limit=1 << 28)
     world.network, world.networks = "10.88.0", networks
