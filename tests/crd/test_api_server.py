@@ -78,7 +78,7 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
         },
         "tiers": {
             "local": {"medium": "PodMemory", "sizeLimit": "8Gi"},
-            "peer": {"encryption": "Authenticated", "spread": {"mode": "Preferred"}},
+            "peer": {"encryption": "Authenticated", "transport": "TCP", "spread": {"mode": "Preferred"}},
         },
         "restore": {"rehearseEvery": "10m"},
         "failurePolicy": {

@@ -165,9 +165,9 @@ def test_library_asks_for_nothing_but_torch_and_each_integration_for_its_own_fra
 
 BROUGHT_ALONG = {"botocore": "boto3", "click": "typer", "urllib3": "kubernetes"}
 """Names that are imported but come with another requirement, on purpose."""
-OPTIONAL = {("cli", "torch")}
-"""Without them a command says what to install (`NEEDS_TORCH`): most users of `tiercheck` want no gigabyte of
-torch."""
+OPTIONAL = {("cli", "torch"), ("sidecar", "ucxx")}
+"""Without torch a command says what to install (`NEEDS_TORCH`): most users of `tiercheck` want no gigabyte of
+it. Without ucxx TCP carries copies, and the status says so."""
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.sidecar.exchange.pod_networks import PodNetworks, why_not
 from tests.sidecar.journeys.test_cluster import save_everywhere
+from tests.sidecar.nursery import nursery
 from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Version
@@ -24,6 +25,7 @@ def world(make_world: Callable[..., World]) -> Iterator[World]:
     reason = why_not()
     if reason:
         pytest.skip(reason)
+    nursery()  # whose network is that of other tests
     networks = PodNetworks(2)
     world = make_world(workers=2, limit=1 << 28)
     world.network, world.networks = "10.88.0", networks

@@ -34,7 +34,7 @@ def why_no_ucx() -> str:
     try:
         import ucxx._lib.arr
         import ucxx._lib.libucxx  # noqa: F401
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return f"this sidecar's image has no ucxx ({error})"
     return ""
 
