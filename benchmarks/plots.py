@@ -434,7 +434,7 @@ def ettr(data: Data) -> Sheet | None:
     sizes.set_xticks(nodes, [f"{count:,}" for count in nodes])
     sizes.set_ylim(0.3, 1.01)
     sizes.set_xlabel(
-        "nodes of 8 GPUs. Dashed: collectives start at once, states are small, as on the test cluster.\n"
+        "nodes of 8 GPUs. Dashed: collectives start at once, small states.\n"
         "Dotted: everything from a store, every half hour (Daly)"
     )
     sizes.set_title("ETTR, simulated with recoveries measured on real kubelets")

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +138,16 @@ def strike(each: int | None = None) -> Record:
     ):
         _well(stage, 0)
         began = time.time()
+        strikes = []
         for number, fault in enumerate(order):
             stage.wait(lambda: False, rng.uniform(4.0, 8.0))
-            struck = _strike_once(stage, fault, number % WORKERS, began)
-            record.struck.append(struck)
-            began = struck.after
-            print(f"{fault}: {struck.lost(PACE):.1f} s, told {struck.told.get('totalSeconds')}", flush=True)
+            strikes.append(_strike_once(stage, fault, number % WORKERS))
+            print(f"{fault}: told {strikes[-1].told.get('totalSeconds')}", flush=True)
+        stage.wait(lambda: False, 5.0)
         status = stage.status
+        stage.reached()
         news = new_steps(stage.recorder.steps)
+    record.struck = costs(strikes, news, began)
     record.deltas = (status.get("checkpoint") or {}).get("deltas") == "EveryStep"
     record.pace = _pace(news, record.struck)
     return record
@@ -157,7 +159,8 @@ def _well(stage: Any, beyond: int) -> None:
         raise TimeoutError(f"the job is not well again: {stage.lacks(beyond, tiers)}")
 
 
-def _strike_once(stage: Any, fault: str, worker: int, began: float) -> Struck:
+def _strike_once(stage: Any, fault: str, worker: int) -> Struck:
+    """Without what it cost: that is read when the last line is there."""
     status, attempt, reached = stage.status, stage.attempt, stage.reached()
     nodes = {each: stage._job.node_of(each) for each in range(WORKERS)}
     racks = stage._job.racks()
@@ -174,21 +177,27 @@ def _strike_once(stage: Any, fault: str, worker: int, began: float) -> Struck:
     stage.wait(lambda: stage.attempt > attempt, PATIENCE)
     stage.undo()
     _well(stage, reached)
-    news = new_steps(stage.recorder.steps)
-    moments = sorted(news.values())
-    before = max(moment for moment in moments if moment <= at)
-    # What is under way when a pod is killed may still be printed: the longest wait is the failure's.
-    later = [before, *(moment for moment in moments if before < moment)]
-    gap = max(range(1, len(later)), key=lambda index: later[index] - later[index - 1])
     told = next(
         (dict(entry) for entry in stage.status.get("recoveries") or () if entry["attempt"] > attempt), {}
     )
-    return Struck(
-        fault, at, gone, began, later[gap - 1], later[gap],
-        sum(1 for moment in moments if began < moment <= later[gap]),
-        {key: told.get(key) for key in _TOLD if key in told},
-        max(0, reached - remote),
-    )  # fmt: skip
+    known = {key: told[key] for key in _TOLD if key in told}
+    return Struck(fault, at, gone, at, at, at, 0, known, max(0, reached - remote))
+
+
+def costs(strikes: Sequence[Struck], news: Mapping[int, float], began: float) -> list[Struck]:
+    """The same with the gap that each made: the longest between two new steps until the next strike."""
+    moments = sorted(news.values())
+    found = []
+    for number, each in enumerate(strikes):
+        end = strikes[number + 1].at if number + 1 < len(strikes) else moments[-1]
+        before = max(moment for moment in moments if moment <= each.at)
+        # What is under way when a pod is killed may still be printed.
+        later = [moment for moment in moments if before <= moment <= end]
+        gap = max(range(1, len(later)), key=lambda index: later[index] - later[index - 1])
+        steps = sum(1 for moment in moments if began < moment <= later[gap])
+        found.append(replace(each, began=began, before=later[gap - 1], after=later[gap], steps=steps))
+        began = later[gap]
+    return found
 
 
 _TOLD = ("attempt", "cause", "tiers", "lostSteps", "detectSeconds", "restoreSeconds", "totalSeconds")

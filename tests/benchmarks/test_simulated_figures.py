@@ -11,6 +11,7 @@ from benchmarks.simulate_validation import (
     TIMES_EACH,
     Record,
     Struck,
+    costs,
     every_other,
     foretell,
     foretell_rows,
@@ -59,6 +60,14 @@ def test_halves_have_as_many_of_each_fault() -> None:
 def test_a_step_is_new_when_the_first_rank_makes_it_and_only_once() -> None:
     made = {0: [(1.0, 1, 1), (2.0, 2, 1), (9.0, 2, 2), (10.0, 3, 2)], 1: [(1.1, 1, 1), (9.9, 3, 2)]}
     assert new_steps(made) == {1: 1.0, 2: 2.0, 3: 9.9}
+
+
+def test_a_strike_costs_the_longest_wait_before_the_next_one() -> None:
+    moments = [1.0, 2.0, 3.0, 3.1, 9.0, 10.0, 11.0, 20.0, 21.0]
+    strikes = [Struck(fault, at, (), at, at, at, 0, {}, 0) for fault, at in (("node", 3.05), ("crash", 11.5))]
+    first, second = costs(strikes, dict(enumerate(moments)), 1.0)
+    assert (first.began, first.before, first.after) == (1.0, 3.1, 9.0)
+    assert (second.began, second.before, second.after, second.steps) == (9.0, 11.0, 20.0, 3)
 
 
 def test_the_page_of_the_real_cluster_tells_of_every_kind_of_failure_twice() -> None:

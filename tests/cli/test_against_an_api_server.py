@@ -92,6 +92,8 @@ def test_a_running_job_can_be_simulated_as_it_is_placed(tiercheck: Tiercheck) ->
     told = json.loads(ran.out)
     assert told["workers"] == 8
     assert any("a step takes 1.91 s" in sentence for sentence in told["assumed"])
+    assert NAME in told["measured"][0]
+    assert any("node: noticed after" in sentence for sentence in told["measured"])
 
 
 def test_a_bug_report_holds_everything_but_secrets(tiercheck: Tiercheck, tmp_path: Path) -> None:

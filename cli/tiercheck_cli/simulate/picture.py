@@ -23,6 +23,8 @@ _CADENCES = (1, 3, 10, 30, 100, 300, 1000, 3000)
 _DELTAS, _SNAPSHOTS = "a delta at every step, and copies", "snapshots only, and copies"
 _ALONE = "no copies: lost nodes come back from the store"
 _STYLES = {_DELTAS: TIERS["local"], _SNAPSHOTS: TIERS["peer"], _ALONE: TIERS["remote"]}
+_SHOWN = 14
+"""Bars: the rest is hardly seen."""
 _RUNS = 20
 """Lives for each point: a mean needs fewer than a distribution."""
 
@@ -32,6 +34,7 @@ def draw(
     gains: Sequence[Gain], days: float, runs: int, seed: int, progress: Progress,
 ) -> None:  # fmt: skip
     """SVG, PNG or PDF by the name's end; `gains`, if there are any, below. Raises CannotDo."""
+    gains = [each for each in gains if each.gain > 0][:_SHOWN]
     curves = _curves(layout, assumed, days=days, runs=min(runs, _RUNS), seed=seed, progress=progress)
     nodes = len({site.node for site in layout.sites})
     upper, lower = 3.2 + 0.32 * len(results), 1.1 + 0.2 * len(gains) if gains else 0.0
@@ -81,10 +84,10 @@ def _spread(axes: Any, results: Sequence[Result]) -> None:
 def _gains(axes: Any, gains: Sequence[Gain]) -> None:
     rows = range(len(gains))
     colours = [TIERS["peer"] if each.by.endswith("s less") else TIERS["local"] for each in gains]
-    axes.barh(rows, [100 * each.gain for each in gains], color=colours, height=0.65)
+    axes.barh(rows, [1440 * each.gain for each in gains], color=colours, height=0.65)
     axes.set_yticks(rows, [f"{each.part}, {each.by}" for each in gains], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("ETTR, percentage points")
+    axes.set_xlabel("minutes of training gained per day")
     axes.set_title("what would change it most", loc="left", fontsize=10)
     remove_frame(axes, "x")
 
@@ -104,6 +107,8 @@ def _cadence(
         label="everything comes back from a store (Daly's formula)",
     )
     axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.set_xticks(_CADENCES, [f"{every:,}" for every in _CADENCES])
     axes.set_xlabel(f"steps between saves ({assumed.step_seconds:g} s each)")
     axes.set_ylim(0, 1)
     axes.set_title("what saving more often is worth", loc="left", fontsize=10)
