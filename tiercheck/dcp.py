@@ -1,5 +1,4 @@
-"""For scripts that save with torch.distributed.checkpoint: the same calls, and TierCheck keeps what they
-save.
+"""Makes what a script saves with torch.distributed.checkpoint survive, by the same calls.
 
     storage = Storage(folder="checkpoints")
     if storage.start:

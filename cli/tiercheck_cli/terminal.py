@@ -1,4 +1,4 @@
-"""What commands take and where their answers go: a terminal, a pipe, or a program that reads JSON or YAML."""
+"""Writes answers to a terminal, a pipe, or a program that reads JSON or YAML."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which links between pods, and between pods and the operator, are cut: a file that every process
-of the cluster looks at."""
+"""Writes which links between pods and operator are cut, for every process of the cluster to read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""kopf wiring: watches keep the view of the cluster, and every event wakes the jobs it may concern. No logic
-lives here.
+"""Wires kopf: watches keep the view of the cluster, and every event wakes the jobs it may concern.
+
+No logic lives here.
 
 Only event handlers and indexes are used. So kopf adds no finalizer and no annotation: a job can be deleted
 while the operator is down, and its owner references leave nothing behind. Every replica watches; only the one

@@ -1,5 +1,6 @@
-"""Listens to the sidecars of one job and tells them what is wanted. The controller calls, the sidecar
-answers.
+"""Listens to the sidecars of one job and tells them what is wanted.
+
+The controller calls, the sidecar answers.
 
 One long poll per pod keeps the newest report at hand; news wakes the job. What a report means is decided
 elsewhere.

@@ -1,5 +1,4 @@
-"""Values that are secret because of the name before them: `password: x`, `WANDB_API_KEY x`, `--hf-token x`,
-`{"secret": "x"}`.
+"""Takes out values that are secret because of the name before them: `password: x`, `--hf-token x`.
 
 The keyword is looked for first, then the name around it and the value after it, so that no place of a line is
 looked at twice.

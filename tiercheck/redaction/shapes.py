@@ -1,5 +1,7 @@
-"""Credentials that are known by their looks, whatever stands before them. Every pattern is searched in linear
-time."""
+"""Takes out credentials that are known by their looks, whatever stands before them.
+
+Every pattern is searched in linear time.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""From a waiting interpreter to the training command: whatever does not fit exactly is executed anew, in the
-same process.
+"""Turns a waiting interpreter into the training command, or executes that anew in the process.
 
 `exec` keeps the process id, the session and the signal of a parent's death, so a cold start from here is the
 command that the launcher would have started, only later.

@@ -1,5 +1,4 @@
-"""Ranks of torchrun, forked before torchrun has begun to run: at that moment there is one thread, no socket
-and no store.
+"""Forks torchrun's ranks before torchrun runs, while there is one thread and no socket.
 
 torchrun starts each rank as a subprocess of its own. Here the subprocess is there already, as a child of
 torchrun that waits to be told its arguments, its environment and its output; what torchrun then holds answers

@@ -1,5 +1,4 @@
-"""`export --format` and `import`: a version leaves a job for other tools, or what other tools wrote
-becomes one."""
+"""Runs `export --format` and `import`: a version leaves a job, or becomes one."""
 
 from __future__ import annotations
 

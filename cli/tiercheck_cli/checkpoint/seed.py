@@ -1,5 +1,4 @@
-"""A version made of what other tools wrote, as one rank would have saved it: a job of any number of
-ranks begins from it.
+"""Makes a version of what other tools wrote, from which a job of any number of ranks begins.
 
 Tensors go one by one into a mapped file, so the model does not have to fit into memory.
 """

@@ -1,5 +1,4 @@
-"""Safetensors as Hugging Face libraries lay it out: files of limited size, and an index that says
-which tensor is in which.
+"""Writes safetensors as Hugging Face libraries lay it out: files of limited size, and an index.
 
 Bytes are copied as they are, so neither torch nor safetensors has to be installed.
 Layout: https://huggingface.co/docs/safetensors, `save_torch_state_dict` of huggingface_hub.

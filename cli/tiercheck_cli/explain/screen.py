@@ -1,5 +1,4 @@
-"""Why the last recovery took what it took, and what the next one would take, in sentences and small
-pictures."""
+"""Shows why the last recovery took what it took, and what the next one would take."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Collects what somebody who is asked for help would ask for: as files, redacted, with a list of
-what could not be had."""
+"""Collects what somebody who is asked for help needs: files, redacted, with a list of gaps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Takes out of objects and logs what must not leave the company: values of environment variables,
-credentials, signed addresses.
+"""Takes out of objects and logs what must not leave the company: values, credentials, addresses.
 
 It is better to lose a harmless value than to give a secret away, so values of environment variables go
 whatever they are called.

@@ -1,4 +1,4 @@
-"""What the pictures draw, worked out of a record once: curves, stretches trained again, places of faults."""
+"""Works out of a record what the pictures draw: curves, steps trained again, places of faults."""
 
 from __future__ import annotations
 

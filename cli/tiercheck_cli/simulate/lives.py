@@ -1,5 +1,7 @@
-"""Plays the settings with the operator's own planning, in portions small enough for progress to be
-shown, the same for the same seed."""
+"""Simulates the settings with the operator's own planning, in portions that show progress.
+
+The same seed gives the same result.
+"""
 
 from __future__ import annotations
 

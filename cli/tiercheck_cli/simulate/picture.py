@@ -1,5 +1,4 @@
-"""The outcome of a simulation as a picture: how the runs are spread, and what saving more often and
-keeping copies are worth."""
+"""Draws the outcome of a simulation: how runs are spread, and what saving and copies are worth."""
 
 from __future__ import annotations
 

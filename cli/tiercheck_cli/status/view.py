@@ -1,5 +1,4 @@
-"""What there is to say about a job, from the objects of the API: everything that the screen shows,
-and what -o json gives."""
+"""Derives all that there is to say about a job: what the screen shows and -o json gives."""
 
 from __future__ import annotations
 

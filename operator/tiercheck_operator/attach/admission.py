@@ -1,5 +1,7 @@
-"""One pod at admission: what it is to be, or why it stays as it is. Reads from the API server, changes
-nothing there."""
+"""Decides what one pod is to be at admission, or why it stays as it is.
+
+It reads from the API server and changes nothing there.
+"""
 
 from __future__ import annotations
 

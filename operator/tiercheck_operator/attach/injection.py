@@ -1,5 +1,7 @@
-"""A pod of another controller becomes a worker: the same sidecar, volumes and launcher as in pods of our own.
-Pure."""
+"""Makes a worker of another controller's pod: the sidecar, volumes and launcher of our own pods.
+
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The webhook's certificate, and that the API server trusts it: made, shared by replicas and renewed without
-anybody's help.
+"""Makes, shares and renews the webhook's certificate, and sees that the API server trusts it.
 
 The Secret is the one truth. Every replica looks at it now and then, makes it if it is missing, renews it when
 two thirds of its life are over, and sees to it that the webhook configuration names its authorities. A

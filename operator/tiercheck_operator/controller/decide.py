@@ -1,4 +1,6 @@
-"""One reconcile, as a function: from what is observed to what is to be done. This file is the story of a job.
+"""Decides what to do about a job, from what is observed: this file is the story of a job.
+
+This file is the story of a job.
 
 Nothing but the status is remembered. Killed at any point and asked again, it finds the same observation and
 says the same, so every action must be harmless when repeated.

@@ -1,5 +1,4 @@
-"""One worker's pod, or a spare's: the user's template, with the sidecar that keeps its state and the launcher
-that starts its command.
+"""Builds the pod of a worker or a spare: the user's template with our sidecar and launcher.
 
 The sidecar is a native one (init container with restartPolicy Always): it is up before the trainer, outlives
 it, and its restart does not restart the trainer. The trainer's image is left as it is: the library comes by a

@@ -1,5 +1,4 @@
-"""Keeps the status small whatever happens to the job: an object that outgrows its store could not be written
-any more.
+"""Keeps the status small: an object that outgrows its store could not be written any more.
 
 Each field has a limit of its own; where all of them are reached at once, sentences give way first and
 decisions never.

@@ -1,4 +1,6 @@
-"""What one reconcile knows: an immutable picture of the job, its pods, the nodes and what the sidecars said.
+"""Holds what one reconcile observes of the job, its pods, the nodes and the sidecars' reports.
+
+Nothing in it changes.
 
 Decisions never meet a raw object; `parsing` makes these of them.
 """

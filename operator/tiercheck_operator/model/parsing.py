@@ -1,5 +1,4 @@
-"""From the API's objects to the controller's views of them, tolerantly: a strange object must not stop a
-decision."""
+"""Makes the controller's views of the API's objects: a strange object must not stop a decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads and writes frozen dataclasses as the API spells them: each field is named once, where it is declared.
+"""Reads and writes frozen dataclasses as the API spells them.
+
+Each field is named once, where it is declared.
 
 A field stands at its own name in camelCase, or where `Annotated[..., At("elsewhere.inTheObject")]` says.
 It is not written at its default. msgspec could do it for Structs only: `dataclasses.replace` does not take

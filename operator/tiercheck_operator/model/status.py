@@ -1,5 +1,4 @@
-"""The job's status as decisions use it, and its spelling in the API. It is the only thing the controller
-remembers.
+"""Holds the job's status, which is all that the controller remembers, and its spelling in the API.
 
 `parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped, missing ones
 have defaults, so that a status written by an older version is understood.

@@ -1,5 +1,4 @@
-"""Reads a cluster's nodes from a simulated cluster's YAML or from `kubectl get nodes -o json`, and seats
-workers on them."""
+"""Reads nodes from a cluster's YAML or `kubectl get nodes -o json`, and seats workers on them."""
 
 from __future__ import annotations
 

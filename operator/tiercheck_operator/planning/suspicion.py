@@ -1,5 +1,4 @@
-"""Whose pod is to be given up before Kubernetes knows: one rule over what the controller and the pods hear of
-each other.
+"""Decides whose pod is given up before Kubernetes knows, from what all hear of each other.
 
 Acting early is safe because the attempt fences whoever is left behind; acting wrongly only costs a restart.
 So the rule asks for two independent observers where seconds count, and for none where nothing else can

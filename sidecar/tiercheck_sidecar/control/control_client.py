@@ -1,5 +1,4 @@
-"""Calls another sidecar's control API, as one of the same job: its certificate is checked against the job's
-own CA."""
+"""Calls another sidecar's control API, and checks its certificate against the job's own CA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: everything the controller knows about this worker, gathered from the state and the vault.
+"""Gathers the report: all that the controller knows about this worker.
 
 Its serial grows only with facts that the controller may act on. What a worker holds and which version is
 complete change at every step, and wake nobody: the controller looks at them when it decides on a recovery,

@@ -1,5 +1,4 @@
-"""What travels on an exchange connection: short JSON messages with a length, and chunks with a small binary
-header.
+"""Sends and receives on an exchange connection: JSON messages with a length, and chunks.
 
 Once the two ends have proved who they are, everything carries a tag (`protection`). Chunks whose tags were
 made when their artifact was sealed (`tags`) travel bare: only their header is tagged here, and the kernel

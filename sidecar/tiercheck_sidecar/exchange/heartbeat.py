@@ -1,5 +1,6 @@
-"""Asks every neighbour once a second whether it is there: streams fall silent when training does, and then
-tell nothing.
+"""Asks every neighbour once a second whether it is there.
+
+Streams fall silent when training does, and then tell nothing.
 
 A neighbour is a worker that this one keeps copies with, in either direction. A connection that breaks proves
 little; a neighbour is called lost when a new one cannot be made, or when no answer comes in time. With each

@@ -1,5 +1,7 @@
-"""The receiving end of pushes and pulls. One thread per connection; nothing is acknowledged before it is
-verified."""
+"""Receives pushes and answers pulls, in one thread per connection.
+
+Nothing is acknowledged before it is verified.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs of versions, so that a rank with a delta for every step can say in a few words what it could be
-rebuilt to.
+"""Writes runs of versions, so that a rank says in a few words what it could be rebuilt to.
 
 All versions here belong to one accepted history, in which a step has one attempt only.
 """

@@ -1,5 +1,4 @@
-"""Knows which versions the remote tier holds: lists it when that is due, and tries it out before it is relied
-on."""
+"""Lists the versions of the remote tier when that is due, and tries the tier out before it counts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The blocks that this worker keeps for others: which are being made, which are complete, which can be given
-up.
+"""Keeps blocks of parity for others, and knows which are complete and which can be given up.
 
 What is complete lies sealed in the vault. What is being made is known here only, so a holder that restarts
 asks for it again.

@@ -1,5 +1,4 @@
-"""The thread that rehearses: each tier when its turn has come, one after the other, and never beside a
-restore or a save.
+"""Rehearses each tier when its turn has come, never beside a restore or a save.
 
 It reads only. What it finds is told and left as it lies: a bad copy that was freed while the job trains might
 have been the last one, and a restore finds it again by itself and goes round it.

@@ -1,5 +1,4 @@
-"""A shared directory as remote tier, for clusters that have NFS or a parallel file system instead of a
-bucket.
+"""Keeps the remote tier in a shared directory, for clusters with NFS instead of a bucket.
 
 Nothing is visible before it is complete and on disk: bytes go to a temporary file, are synced, then renamed;
 then every folder up to the root is synced. The manifest is hard-linked into place instead, because a link

@@ -1,5 +1,4 @@
-"""Tries out, with small objects and one of two parts, all that the remote tier relies on, before a job has
-to.
+"""Tries out all that the remote tier relies on, with small objects, before a job has to.
 
 Each promise is tried by what would go wrong without it: a second writer that is not refused, a range that
 begins elsewhere, an object that is listed late, or cannot be deleted. What is written is deleted again.

@@ -1,5 +1,4 @@
-"""The remote tier as the rest of the sidecar sees it: versions that exist completely, verified, or not at
-all.
+"""Keeps versions in the remote tier that exist completely and verified, or not at all.
 
 A version exists when its manifest does. The manifest is created after all its objects, atomically and only
 once; it is deleted before any of them. So whoever dies in between leaves garbage, never half a version.

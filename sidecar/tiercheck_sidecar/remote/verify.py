@@ -1,5 +1,4 @@
-"""No byte leaves for the remote tier or comes back from it unchecked: the digests of sealing, compared at
-this hop."""
+"""Compares every byte to and from the remote tier with the digests of its sealing."""
 
 from __future__ import annotations
 

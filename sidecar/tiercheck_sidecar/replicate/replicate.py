@@ -1,4 +1,4 @@
-"""Replicate: bring own ranks' artifacts from memory to this worker's holders, while the next step trains.
+"""Copies own ranks' artifacts from memory to this worker's holders, while the next step trains.
 
 Two threads per holder, one for the snapshot that the coordinator names and one for deltas, so that no delta
 waits behind a snapshot, a slow holder delays nobody else, and no holder ever delays a trainer. What a holder

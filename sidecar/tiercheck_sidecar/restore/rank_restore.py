@@ -1,5 +1,4 @@
-"""One rank's restore: plan, verify what is here, fetch what is missing, and plan again without whatever
-proved bad.
+"""Restores one rank: plans, verifies, fetches, and plans again without what proved bad.
 
 Each failure takes an offer away, so that the loop ends: with the whole chain in own memory, or with a
 sentence that names what is missing.

@@ -1,5 +1,4 @@
-"""Parts of other ranks' snapshots for a rank that comes back on another mesh: brought chunk by verified
-chunk, and only those it reads.
+"""Brings a rank on another mesh the verified chunks that it reads of others' snapshots.
 
 A loan is a sparse file in the memory volume, as long as the artifact, in which the chunks that were asked for
 are at their places. What this worker holds itself is lent as it lies.

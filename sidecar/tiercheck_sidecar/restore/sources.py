@@ -1,5 +1,4 @@
-"""The places that a restore fetches from, behind two verbs: what have you of this rank, and bring it into an
-own slot.
+"""Gives the places that a restore fetches from two verbs: list a rank's artifacts, and bring one.
 
 Peers are asked for what they hold, everybody in a parity group for what could be rebuilt of it. The remote
 tier has the snapshots of complete versions.

@@ -1,4 +1,4 @@
-"""What a rank found wrong is named, wherever it lies, so that no version that needs it is restored again."""
+"""Quarantines what a rank found wrong, so that no version that needs it is restored again."""
 
 from __future__ import annotations
 

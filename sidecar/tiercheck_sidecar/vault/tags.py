@@ -1,5 +1,4 @@
-"""Tags of artifacts: made once, by whoever seals an artifact, and checked by whoever receives a chunk of it
-from anywhere.
+"""Tags an artifact when it is sealed, and checks the tags of every chunk that arrives.
 
 A digest finds what changed by accident. A tag finds what anybody changed who does not know the job's token:
 it is AES-256-GMAC (NIST SP 800-38D) of a chunk, with the chunk's index as nonce, under a key of this artifact

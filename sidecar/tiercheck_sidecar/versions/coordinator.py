@@ -1,7 +1,7 @@
-"""The coordinator: sidecar 0 hears which ranks have what where, and tells all of them what that adds up to.
+"""Hears which ranks have what where, and tells all sidecars what that adds up to.
 
-It keeps nothing that the sidecars would not tell it again, so losing it costs nothing: until a new one has
-heard every rank in the current attempt, nothing is freed.
+Sidecar 0 is the coordinator. It keeps nothing that the sidecars would not tell it again, so losing it costs
+nothing: until a new one has heard every rank in the current attempt, nothing is freed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""When a sidecar may go at the end of a job: not before the last version is in the remote tier, and not long
-after.
+"""Decides when a sidecar may go at the end of a job: once the last version is in the remote tier.
+
+It does not stay long after that either.
 
 Kubernetes ends each pod's sidecar when its own trainer has ended, so in any order and seconds apart. The
 coordinator writes the manifest: it stays until no worker can add anything, and then tells all. Nobody waits

@@ -1,8 +1,4 @@
-"""Gives slots back as the watermark allows, so that the next capture finds one free, and makes room for what
-is to come.
-
-Frees nothing on its own judgement.
-"""
+"""Frees slots as the watermark allows, so that the next capture finds one, and on nobody else's word."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What torch.distributed.checkpoint must know of a rank's slot beside its tensors: JSON and checked bytes,
-never a pickle that runs code."""
+"""Writes what DCP must know of a slot beside its tensors: JSON and checked bytes, never a pickle."""
 
 from __future__ import annotations
 

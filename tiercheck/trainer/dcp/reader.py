@@ -1,5 +1,4 @@
-"""torch.distributed.checkpoint asks for parts of tensors; this brings them, and no other bytes, from
-whichever ranks saved them."""
+"""Brings torch.distributed.checkpoint the parts of tensors it asks for, whichever ranks saved them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""torch.distributed.checkpoint plans what each rank saves; this puts it into the rank's slot, one copy from
-the state's tensors."""
+"""Puts what torch.distributed.checkpoint plans into the rank's slot, one copy from the tensors."""
 
 from __future__ import annotations
 

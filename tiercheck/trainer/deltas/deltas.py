@@ -1,5 +1,4 @@
-"""Deltas as the training thread sees them: what each update consumed, and whether a delta of it would be
-exact.
+"""Takes deltas in the training thread: what each update consumed, and whether that is exact.
 
 Nothing here raises into training. What cannot be described exactly is skipped; what never can be ends deltas
 for this run, with a reason that the job's status shows.

@@ -1,5 +1,4 @@
-"""A gradient that is mostly zero need not be stored whole: frozen rows, unrouted experts, unused words cost
-nothing.
+"""Encodes gradients so that zeros cost nothing: frozen rows, unrouted experts, unused words.
 
 Every form gives back the same bits, zeros with a sign included:
 

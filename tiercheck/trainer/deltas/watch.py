@@ -1,6 +1,7 @@
-"""A delta is exact only if nothing but the optimizer changed the state: torch's in-place counters tell, and
-for what is written behind their back, as through `.data`, a sample of the parameters' bytes does, where
-looking costs no wait for a device.
+"""Tells whether anything but the optimizer changed the state, which would make a delta inexact.
+
+Torch's in-place counters tell. For what is written behind their back, as through `.data`, a sample of the
+parameters' bytes does, where looking costs no wait for a device.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""That a replay gives the very bits is proved while training, not found wrong at the restore: an update is
-made again on clones.
+"""Proves while training that a replay gives the very bits, by making an update again on clones.
 
 In the first updates, and then once in a while, since a kernel may be chosen anew: by the size of a batch, by
 an autotuner, by hand. A class of torch's is believed until it fails, another one only after it agreed. The

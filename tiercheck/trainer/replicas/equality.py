@@ -1,5 +1,4 @@
-"""Shares of what is not equal would be mixed by a restore into a state that nobody ever had: so it is looked
-whether replicas are equal.
+"""Checks that replicas are equal: a restore would mix unequal shares into a state nobody had.
 
 At each snapshot every replica samples what it holds, a few hundred elements of each tensor, others at every
 snapshot, and lays the sums down in the process group's store. Then it looks at what its two neighbours in the

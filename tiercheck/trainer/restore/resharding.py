@@ -1,5 +1,4 @@
-"""A state comes back on other ranks, or another mesh, than those that saved it: each rank reads the parts
-that it now holds.
+"""Restores a state on other ranks or another mesh: each rank reads the parts it now holds.
 
 Only the rank knows its sharding, so it reads the beginnings of all slots (header and table of pieces),
 chooses the slots and bytes that it needs, has them brought, and cuts its shards out of them. No byte that no

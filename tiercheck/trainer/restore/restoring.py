@@ -1,5 +1,4 @@
-"""Brings a rank to the version that the job continues from: finds it, loads its snapshot, replays the deltas
-after it.
+"""Restores a rank: finds the version, loads its snapshot, replays the deltas after it.
 
 Ranks that have other shards than those that saved it put theirs together from the snapshots of all of them.
 """

@@ -1,5 +1,4 @@
-"""A snapshot as the training thread takes it at the end of a step: what it lists, what it copies at once, and
-why there is none.
+"""Takes a snapshot in the training thread at the end of a step, or says why there is none.
 
 No failure here ends training: it is said once per kind, and counted.
 """

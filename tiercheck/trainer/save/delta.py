@@ -1,5 +1,4 @@
-"""How a delta gets into its slot: encoded, copied, and sealed with fingerprints of the state that it leads
-to."""
+"""Brings a delta into its slot: encodes, copies and seals it with fingerprints."""
 
 from __future__ import annotations
 

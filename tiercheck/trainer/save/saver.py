@@ -1,4 +1,4 @@
-"""Saving must not cost training time: one thread does everything that may wait - slots, copies, messages."""
+"""Saves artifacts in a thread that does everything that may wait, so that training never does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a checkpoint may hold beside tensors: what can be read back without running code, or it would be lost
-when it is needed.
+"""Refuses while training what a checkpoint could not be read back from without running code.
 
 `torch.load(weights_only=True)` reads plain values and collections of them. numpy's numbers and arrays, which
 scripts get from a mean or a schedule, are none of those, so they are written as such. Everything else is

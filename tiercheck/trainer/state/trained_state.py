@@ -1,5 +1,4 @@
-"""What a script gave a Checkpointer to keep: the model, its optimizers, and what else the next step depends
-on."""
+"""Holds what a script gave a Checkpointer to keep: model, optimizers and the rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Losses are only bitwise equal after a restart if the small rest comes back too: random numbers, schedule,
-data position.
+"""Packs and puts back the small rest of the state: random numbers, schedule, data position.
+
+Without it, losses after a restart are not bitwise equal.
 
 It is one blob of bytes, taken at once in `Checkpointer.step()`. It is written by `torch.save` and read with
 `weights_only=True`, so a checkpoint can never run code.

@@ -1,4 +1,4 @@
-"""The life of an object: created, changed, deleted in the two or three steps that Kubernetes deletes in.
+"""Creates, changes and deletes objects, in the two or three steps that Kubernetes deletes in.
 
 The verbs of the API over Storage, without HTTP. Arguments are fresh objects that may be kept and changed.
 """

@@ -1,5 +1,7 @@
-"""Begins a new attempt, or says what it waits for, or gives the job up. The fencing token is bumped here and
-nowhere else."""
+"""Begins a new attempt, or says what it waits for, or gives the job up.
+
+The fencing token is bumped here and nowhere else.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Drives the current attempt: restore everywhere, then release everywhere, then see the first step. All or
-none.
+"""Drives the current attempt: all workers restore, then all are released, then all make a step.
 
 The release is written to the status before it is sent, so an operator that restarts in between sends the same
 thing.

@@ -1,5 +1,7 @@
-"""What every sidecar should do now, built from what is written down and nothing else: sent again, it is the
-same directive."""
+"""Builds what every sidecar is told to do now, from what is written down alone.
+
+Sent again, it is the same directive.
+"""
 
 from __future__ import annotations
 

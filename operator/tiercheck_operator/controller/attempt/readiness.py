@@ -1,7 +1,10 @@
-"""What a new attempt still waits for. It may begin only when every worker has a pod whose sidecar answered
-after the failure was noticed: older answers cannot tell a crash from a node that has just gone. And it must
-have answered just now: what a sidecar holds changes at every step without news of it, and what was on its way
-when the failure struck has arrived since."""
+"""Says what a new attempt still waits for.
+
+An attempt begins only when every worker has a pod whose sidecar answered after the failure was noticed: older
+answers cannot tell a crash from a node that has just gone. And it must have answered just now: what a sidecar
+holds changes at every step without news of it, and what was on its way when the failure struck has arrived
+since.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is different about an attached job: its pods are made, counted and given up by another controller, its
-owner.
+"""Treats the pods of an attached job, which another controller makes, counts and gives up.
 
 So no pod is ever created here, and none that has ended is removed: the owner has yet to see it. Only lost
 pods that still stand in the owner's way are deleted, so that it makes others at once; the attempt fences

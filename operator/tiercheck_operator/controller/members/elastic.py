@@ -1,16 +1,16 @@
-"""How many workers the job has now: fewer than its spec asks for when no node takes the others, and all of
-them again when one does.
+"""Decides how many workers the job has now: fewer when nodes are lacking, all again when they come.
 
 The size is in the status, written before anything follows from it, and all else goes by it
 (`Situation.size`). A smaller job has one spare more for each worker that it lacks, and when they are ready it
 grows.
 
-    shrink    after failurePolicy.capacityTimeoutSeconds, to the workers that have nodes whole     before an
-    attempt with fewer has begun, if nodes take all pods after all grow      a planned attempt: when spares
-    wait for all missing workers, for a while, and a version of the smaller job is complete,
-              at a moment when few steps would be trained again
-    grow      at once, if an attempt is due anyway back      a growth that comes to nothing, because the spare
-    is lost that it was begun for, or copies cannot be spread as required
+    shrink    after failurePolicy.capacityTimeoutSeconds, to the workers that have nodes
+    whole     before an attempt with fewer has begun, if nodes take all pods after all
+    grow      a planned attempt: when spares wait for all missing workers, for a while, and a version
+              of the smaller job is complete, at a moment when few steps would be trained again
+    grow      at once, if an attempt is due anyway
+    back      a growth that comes to nothing, because the spare is lost that it was begun for, or
+              copies cannot be spread as required
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Spares: warm pods that are no worker's yet. A lost worker's identity goes to one of them, and a new spare
-is made behind it.
+"""Keeps spares, gives a lost worker's identity to one of them, and makes a new one behind it.
 
 What makes a spare a member is a label, patched only if the pod is still as it was seen. So whoever looks next
 finds it a member like any other, and all that follows (attempt, directive, restore) is the same as for a new

@@ -1,5 +1,4 @@
-"""Whom to give up although Kubernetes still believes in it: from what sidecars say of each other, and their
-silence towards us.
+"""Finds workers to give up before Kubernetes does, from what sidecars say and from their silence.
 
 The rule itself is `planning.suspicion`. Here it gets its evidence, and its answer becomes words.
 """

@@ -1,4 +1,4 @@
-"""From what the sidecars report to what the planner asks: who holds what, without the copies known to be bad.
+"""Turns sidecars' reports into the planner's inventory, without the copies known to be bad.
 
 Workers are numbered anew when a job changes its size. A pod is the worker that its label says. Its sidecar
 hears of that with the next attempt's directive; until then it reports, and is spoken of by others, under

@@ -1,5 +1,4 @@
-"""How much memory the slots of a job need, before it starts and while it runs, so that what cannot fit is
-refused with numbers."""
+"""Reckons the memory of a job's slots, so that what cannot fit is refused with numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Moves copies while training goes on: watches whether the placement is still right, waits until a reason
-lasts, begins the moves and ends them when the new holders are complete. What is to move, and that nothing is
-lost meanwhile, is the planner's (`replan`).
+"""Moves copies to better places while training goes on.
+
+It waits until a reason to move lasts, begins the moves, and ends them when the new holders are complete. What
+is to move is the planner's (`replan`).
 
 All that must be remembered is in the ConfigMap of the placement, so an operator that restarts goes on where
 it was.

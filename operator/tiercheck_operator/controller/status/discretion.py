@@ -1,6 +1,4 @@
-"""The status as everyone with `view` may read it: what pods, servers and scripts said, without
-credentials.
-"""
+"""Takes credentials out of the status, which everyone with `view` may read."""
 
 from __future__ import annotations
 

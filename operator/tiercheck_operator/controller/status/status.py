@@ -1,5 +1,7 @@
-"""What the job's status says: conditions with a reason and advice, one word for people, progress and tiers.
-Pure."""
+"""Derives a job's status: conditions with reason and advice, one word for people, progress, tiers.
+
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Finds holders for parity groups: domains that a group does not use yet, with augmenting paths, so that none
-goes without while there is a way."""
+"""Finds holders for parity groups in domains that a group does not use yet.
+
+It uses augmenting paths, so that no group goes without while there is a way.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Decides which copies move while a job trains, and in which order, so that at no moment fewer complete
-copies exist than before.
+"""Decides which copies move while a job trains, with never fewer complete copies than before.
 
 A move is made before it is broken: the new holder is added, and the old one leaves when the new one has a
 complete version. Both need memory meanwhile, so a move waits where there is no room. A copy that was promised
