@@ -1,4 +1,4 @@
-"""How near copies between sidecars come to what plain sockets carry on the same machine in the same minute.
+"""Measures copies between sidecars against plain sockets on the same machine in the same minute.
 
     python -m benchmarks.exchange [--mebibytes 512] [--rounds 5] [--deltas 50]
 

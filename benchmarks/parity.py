@@ -1,4 +1,4 @@
-"""How near parity comes to what memory and sockets allow: folding blocks, and rebuilding what was lost.
+"""Measures how near folding and rebuilding parity come to what memory and sockets allow.
 
     python -m benchmarks.parity [--mebibytes 128] [--rounds 5]
 

@@ -1,5 +1,6 @@
-"""One rank of `benchmarks.resharding`: ACTION `save`, or KIND of a mesh on which what was saved comes back in
-several ways, in turn.
+"""Runs one rank of `benchmarks.resharding`: saves, or restores on a mesh in several ways.
+
+Its arguments: ACTION `save`, or KIND of a mesh.
 
 As from another machine, slots come through the sidecar's own lending: chunk by verified chunk, out of a
 folder in memory.

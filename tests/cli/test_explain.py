@@ -1,5 +1,4 @@
-"""`explain` says why the last recovery took what it took, and what the next one would, by the
-operator's own decision."""
+"""`explain` says why the last recovery took what it took, and what the next one would."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The report shows every fault with its numbers, needs no network, and never interprets what a
-record says."""
+"""The report shows every fault with its numbers, and never interprets what a record says.
+
+It needs no network.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What comes from others, and what is done with it: each target takes any bytes, and may end with its
-declared error only.
+"""Lists what comes from others: each target takes any bytes and ends with its declared error only.
 
 A target does not stop at decoding: what was let in is used as the product uses it.
 """

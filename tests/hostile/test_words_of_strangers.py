@@ -1,5 +1,4 @@
-"""Whatever a stranger writes on his objects, nothing of mine is decided by it: from the API server's objects
-to what a decision sees."""
+"""Whatever a stranger writes on his objects, nothing of mine is decided by it."""
 
 from __future__ import annotations
 

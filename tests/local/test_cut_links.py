@@ -1,5 +1,4 @@
-"""A cut link is silence, not an end: who was connected waits in vain, and whoever calls hears
-nothing, until it is mended."""
+"""A cut link is silence, not an end, until it is mended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The webhook looks after its own certificate: made once for all replicas, announced, renewed without a
-failed call between."""
+"""The webhook renews its own certificate for all replicas, without a failed call between."""
 
 from __future__ import annotations
 

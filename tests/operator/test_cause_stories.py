@@ -1,5 +1,4 @@
-"""Whose fault a recovery was, and since when: the cause told is what struck first, never what followed from
-it."""
+"""The cause of a recovery is what struck first, never what followed from it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Status, Events and annotations are read by everyone with `view`: no credential gets there, whoever said
-it.
-"""
+"""No credential reaches status, Events and annotations, whoever said it."""
 
 from __future__ import annotations
 

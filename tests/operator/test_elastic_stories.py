@@ -1,5 +1,4 @@
-"""What a job's owner is promised of spec.elastic: no node for a lost worker, and it goes on smaller by
-itself, later with all again.
+"""An elastic job without a node for a lost worker goes on smaller, and later whole again.
 
 Nothing that the survivors hold is lost on the way, whoever dies next, and however often the operator is
 started again.

@@ -1,5 +1,4 @@
-"""What a job's owner is promised: who trains is left alone, whatever is said of sidecars, kubelets and
-nodes."""
+"""Who trains is left alone, whatever is said of sidecars, kubelets and nodes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Promise: one process decides for all teams, so whatever one team's sidecar says of itself, no decision
-about it ends badly, takes long, or gives a status that the API server would refuse.
+"""Promise: no lie of a sidecar makes a decision fail, take long, or give a bad status.
+
+One process decides for all teams, so the API server must not refuse that status either.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Watches lose events. What is gone is found, what is late is waited for, and a watch that stays deaf is
-noticed."""
+"""Watches lose events: what is gone is found, and a watch that stays stale is noticed.
+
+What is gone is found, what is late is waited for, and a watch that stays deaf is noticed.
+"""
 
 from __future__ import annotations
 

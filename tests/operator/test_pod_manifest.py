@@ -1,5 +1,4 @@
-"""The pod that a job's template becomes: what Kubernetes accepts, what restricted Pod Security demands, what
-the user wrote."""
+"""A job's template becomes a pod that Kubernetes accepts, with what the user wrote."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Nobody finds a pod gone and wonders why: whatever we delete is told, at the job and at the pod, with the
-cause."""
+"""Whatever pod we delete is told, at the job and at the pod, with the cause."""
 
 from __future__ import annotations
 

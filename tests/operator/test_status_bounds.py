@@ -1,4 +1,4 @@
-"""A status never outgrows its object, whatever happens, and what is cut is never what decisions rest on."""
+"""A status never outgrows its object, and what decisions rest on is never cut."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a job's owner is promised when the network lies or Kubernetes is slow: seconds instead of minutes, and
-never too much."""
+"""When the network lies or Kubernetes is slow, it takes seconds, and never too much goes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A cluster in memory for the operator's decisions: kubelets, scheduler, sidecars and trainers as plain
-objects, one tick at a time.
+"""Plays a cluster in memory for the operator's decisions, one tick at a time.
 
 It plays what the real parts promise, no more: pods get addresses, sidecars restore what they are told to and
 only from copies that exist, trainers go in lock-step. The controller under test is `decide` alone; its memory

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ PARTS = {
 }
 MOST_FILES = 12
 SMALL, MOST_SMALL = 60, 40
+LONGEST_FIRST_LINE = 100
 
 
 def product() -> dict[str, Path]:
@@ -119,3 +121,15 @@ def test_few_modules_are_a_piece_of_an_idea() -> None:
         if path.name != "__init__.py" and len(path.read_text().splitlines()) < SMALL
     ]
     assert len(small) <= MOST_SMALL, small
+
+
+def test_the_first_line_of_a_module_is_a_whole_sentence() -> None:
+    bad = {}
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    for path in subprocess.run(listed, cwd=ROOT, text=True, capture_output=True, check=True).stdout.split():
+        text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+        words = ast.get_docstring(ast.parse(text)) or ""
+        first = words.partition("\n")[0]
+        if text.strip() and (not first.endswith(".") or len(first) > LONGEST_FIRST_LINE):
+            bad[path] = first
+    assert bad == {}

@@ -1,5 +1,4 @@
-"""Copies move in the life of a job only for a reason, as few as can be, and never so that fewer complete ones
-exist."""
+"""Copies move only for a reason, as few as can be, and never with fewer complete ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The simulation asks the planner's own code, agrees with the published formulas, and is the same for the
-same seed."""
+"""The simulation asks the planner's own code and agrees with the published formulas."""
 
 from __future__ import annotations
 

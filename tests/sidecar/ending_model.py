@@ -1,5 +1,4 @@
-"""A model of how a job ends: sidecars that are told, asked to go, killed and cut off at any time and in any
-order.
+"""Models how a job ends: sidecars that are told, asked to go, killed and cut off in any order.
 
 The coordinator and the rules are the sidecar's own (`coordinator`, `ending`); time, transfers and accidents
 are made up here.

@@ -1,5 +1,4 @@
-"""A model of a job's memory: ranks that capture, holders that keep, a coordinator that hears of it at random
-moments.
+"""Models a job's memory: ranks capture, holders keep, and a coordinator hears of it at random.
 
 All decisions are the sidecar's own (`watermark`, `forgetting`); only time, transfers and accidents are made
 up here.

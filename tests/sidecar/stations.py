@@ -1,5 +1,4 @@
-"""Sidecars' ends of the exchange in this process: board, vault and server on loopback, without operator or
-trainer."""
+"""Runs sidecars' ends of the exchange in this process, without operator or trainer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Lets every wait of every loop of the sidecars in this process fail once, by an error that nobody thought
-of."""
+"""Lets every wait of every loop of the sidecars fail once, by an error nobody thought of."""
 
 from __future__ import annotations
 

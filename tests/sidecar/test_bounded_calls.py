@@ -1,5 +1,7 @@
-"""A call that brings nothing is left behind, one that brings something is waited for however long it takes,
-and neither costs more than it holds."""
+"""A call that brings nothing is left behind; one that brings something is waited for.
+
+Neither costs more than it holds.
+"""
 
 from __future__ import annotations
 

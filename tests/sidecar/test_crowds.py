@@ -1,5 +1,4 @@
-"""However many strangers come, the job's own parts find room on every port of a sidecar, and what strangers
-may hold is bounded."""
+"""However many strangers come, the job's own parts find room on every port of a sidecar."""
 
 from __future__ import annotations
 

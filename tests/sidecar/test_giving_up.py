@@ -1,5 +1,4 @@
-"""What the coordinator announces as complete is still there, although a rank has heard meanwhile that its
-snapshot is abandoned."""
+"""What the coordinator calls complete is still there, though a rank gave its snapshot up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: nothing that another sidecar says, of whatever size and with whatever number, ends what this one
-does."""
+"""Promise: nothing that another sidecar says ends what this one does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ranks that come back on another mesh read parts of other ranks' artifacts: only those, and only
-verified.
-"""
+"""Ranks on another mesh read only the parts they need of others' artifacts, verified."""
 
 from __future__ import annotations
 

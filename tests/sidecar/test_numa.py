@@ -1,5 +1,4 @@
-"""Promise: a slot lies on the NUMA node of the device that writes it, where this process may run there, and
-everything goes on where it may not."""
+"""Promise: a slot lies on its device's NUMA node where it may, and all goes on where not."""
 
 from __future__ import annotations
 

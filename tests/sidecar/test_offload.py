@@ -1,5 +1,4 @@
-"""The remote tier outlives everything: versions get there complete, and come back from there when nothing
-else is left."""
+"""Versions get to the remote tier complete, and come back when nothing else is left."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The shared state is written by its own methods alone, so that each change is made under its lock and has a
-name."""
+"""Only its own methods write the shared state, so that each change has a lock and a name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sidecar holds is in no report and no log of it, whatever a library, a server or a script says."""
+"""No report and no log of a sidecar holds its credentials, whatever a library says."""
 
 from __future__ import annotations
 

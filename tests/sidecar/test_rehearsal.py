@@ -1,5 +1,4 @@
-"""While a job trains, what a recovery would read is read and verified; what would not come back is told, and
-nothing else is touched."""
+"""What a recovery would read is verified while a job trains, and nothing else is touched."""
 
 from __future__ import annotations
 

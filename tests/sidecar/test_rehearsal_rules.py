@@ -1,5 +1,4 @@
-"""A rehearsal takes a hundredth of what there is, comes when its turn has come, and shows the oldest of its
-proofs."""
+"""A rehearsal takes a hundredth of what there is, and shows the oldest of its proofs."""
 
 from __future__ import annotations
 

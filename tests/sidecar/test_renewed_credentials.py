@@ -1,5 +1,4 @@
-"""A Secret that is made or mended after the pod was started reaches the sidecar without anybody deleting the
-pod."""
+"""A Secret that is mended after the pod started reaches the sidecar without a new pod."""
 
 from __future__ import annotations
 

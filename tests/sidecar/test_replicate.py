@@ -1,5 +1,4 @@
-"""What is sealed reaches the holder in the right order, and no holder, snapshot or rank keeps another from
-it."""
+"""What is sealed reaches the holder in the right order, whoever else is slow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: no source holds up a restore for ever by yielding nothing. The next one is used, and the one that
-hangs is named."""
+"""Promise: no source holds up a restore for ever: the next one is used, that one named."""
 
 from __future__ import annotations
 

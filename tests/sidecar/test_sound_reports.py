@@ -1,5 +1,4 @@
-"""Promise: a proven peer whose report is senseless, or breaks what reckons with it, is refused and named, and
-the others go on without it."""
+"""Promise: a proven peer whose report is senseless is refused, and the others go on."""
 
 from __future__ import annotations
 

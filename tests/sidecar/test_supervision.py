@@ -1,5 +1,7 @@
-"""Loops that die are begun again, told of, and end the process when nothing else helps; connections only end
-themselves."""
+"""Loops that die are begun again, or end the process when nothing else helps.
+
+Connections only end themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tags of artifacts: a chunk is what was sealed at that place of that artifact, whoever brings it; and then
-nobody need read it on its way."""
+"""A tagged chunk is what was sealed at that place of that artifact, whoever brings it."""
 
 from __future__ import annotations
 

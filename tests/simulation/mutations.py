@@ -1,5 +1,6 @@
-"""Deliberate bugs, each of a kind that would cost somebody a training run. The simulation has to find every
-one of them.
+"""Plants bugs that would cost somebody a training run; the simulation has to find each.
+
+The simulation has to find every one of them.
 
 Each is a patch of the code under test, named after what it takes away. `focus` narrows schedules to jobs
 where the bug can show, so that it is found soon; nothing else about the schedules differs.

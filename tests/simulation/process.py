@@ -1,5 +1,4 @@
-"""One life of a sidecar's process, in one thread: the real state, vault, coordinator, tiers, reclaim,
-replication, restore and offload.
+"""Runs one life of a sidecar's process in one thread, with the real state, vault and rules.
 
 A loop of the sidecar runs turn by turn: it is called as it is, and where it would wait for news it is left
 again (`OneTurn`). What blocks in reality (a call to the store, a transfer, a fetch) lets simulated time pass

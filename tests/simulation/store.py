@@ -1,5 +1,4 @@
-"""A bucket in memory under the real `RemoteStore`: slow, failing, forgetful of what it said, and sometimes
-behind with its lists.
+"""Plays a bucket in memory under the real `RemoteStore`: slow, failing, forgetful.
 
 What it does is recorded, so that the checker can say what existed when. One `Bucket` is the place; each
 process has a `Folder` of it, through which its calls may fail or take their time.

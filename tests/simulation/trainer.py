@@ -1,5 +1,4 @@
-"""One pod's trainer container: a model of launcher and rank. What it says to its sidecar goes through the
-real `RankSession`.
+"""Models one pod's launcher and rank, which speak through the real `RankSession`.
 
 A state is eight bytes: a digest of the state before, the rank, the step and the attempt. So two attempts that
 reach the same step are in different states, and whoever loads something that was never trained is found out.

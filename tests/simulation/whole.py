@@ -1,5 +1,4 @@
-"""The whole in one thread: the operator's real decisions, a process for every sidecar, and everything around
-them that may fail.
+"""Runs the whole in one thread: the operator's real decisions, and a process per sidecar.
 
 Kubelets, scheduler and API are those of `World` (`tests/operator/world_in_memory.py`), nodes and networks
 too. Sidecars are real but for their wires (`process.py`), trainers are a model (`trainer.py`). Everything

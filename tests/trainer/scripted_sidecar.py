@@ -1,5 +1,4 @@
-"""A sidecar that does what a test tells it: it speaks the real protocol on a real socket, and misbehaves on
-order."""
+"""Plays a sidecar on a real socket that does what a test tells it, and misbehaves on order."""
 
 from __future__ import annotations
 

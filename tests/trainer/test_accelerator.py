@@ -1,5 +1,4 @@
-"""Promise: what lies on a device is saved and comes back bit by bit, and training neither waits for that nor
-disturbs it."""
+"""Promise: what lies on a device comes back bit by bit, and saving does not disturb training."""
 
 from __future__ import annotations
 

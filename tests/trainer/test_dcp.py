@@ -1,5 +1,4 @@
-"""Promise: a script that uses torch.distributed.checkpoint keeps its calls, and what it saves comes back, on
-any number of ranks."""
+"""Promise: what a script saves with torch.distributed.checkpoint comes back on any ranks."""
 
 from __future__ import annotations
 

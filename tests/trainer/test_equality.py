@@ -1,5 +1,7 @@
-"""Promise: what replicas hold differently is never mixed into a state that nobody had: a restore brings equal
-replicas, or each its own."""
+"""Promise: unequal replicas are never mixed into a state that nobody had.
+
+A restore brings equal replicas, or each its own.
+"""
 
 from __future__ import annotations
 

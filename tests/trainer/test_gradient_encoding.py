@@ -1,5 +1,4 @@
-"""Promise: whatever form a gradient is stored in, it comes back with the same bits, and mostly-zero ones are
-small."""
+"""Promise: a stored gradient has the same bits, and a mostly-zero one is small."""
 
 from __future__ import annotations
 

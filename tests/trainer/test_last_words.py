@@ -1,5 +1,4 @@
-"""Promise: why a rank ended can be read in the job's status, and telling it changes nothing about how it
-ends."""
+"""Promise: the job's status tells why a rank ended, which changes nothing about the end."""
 
 from __future__ import annotations
 

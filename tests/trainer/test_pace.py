@@ -1,5 +1,7 @@
-"""Promise: deltas that take longer than steps end by themselves, the owner is told, and they come back when
-there is time."""
+"""Promise: deltas that take longer than steps end by themselves, and come back with time.
+
+The owner is told.
+"""
 
 from __future__ import annotations
 

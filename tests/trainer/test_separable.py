@@ -1,5 +1,4 @@
-"""Promise: where a probe tries out a part of a tensor, the optimizer gives it the bits that the whole would
-have got."""
+"""Promise: a probed part of a tensor gets the bits that the whole would have got."""
 
 from __future__ import annotations
 

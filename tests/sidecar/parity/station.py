@@ -1,5 +1,4 @@
-"""Sidecars in this process, as far as parity needs them: board, vault, exchange, holder and sender, on
-loopback."""
+"""Runs sidecars in this process as far as parity needs them, on loopback."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a holder promises: less memory than copies, every chunk once, and no acknowledgement before the block
-is complete."""
+"""A holder of parity takes less memory than copies, and acknowledges complete blocks only.
+
+It takes every chunk once.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a parity group promises: any losses up to its number of holders come back bit for bit, and no bad byte
-goes unnoticed."""
+"""A parity group brings back any losses up to its number of holders, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a member promises: training never waits for a holder, a person is told, and bandwidth is kept to."""
+"""Training never waits for a holder of parity, and bandwidth is kept to.
+
+A person is told.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a store does not do as promised is found before a job has to rely on it; and a job goes on with a
-store that ignores conditions."""
+"""A promise that a store does not keep is found before a job has to rely on it.
+
+A job goes on with a store that ignores conditions.
+"""
 
 from __future__ import annotations
 
