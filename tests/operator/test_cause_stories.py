@@ -16,7 +16,7 @@ from tiercheck.protocol.report import RankFailure, TrainerState
 def training(**changes: object) -> World:
     """Four workers on four nodes in two racks; Kubernetes notices no dead node by itself."""
     world = World(make_spec(**changes))
-    world.pulses = True
+    world.heartbeats = True
     world.node_grace = 1e9
     world.until("Running")
     world.train(9)

@@ -600,7 +600,7 @@ class World:
         """Nodes on which everything else lives, and since when."""
         self.refusing: set[str] = set()
         """Dead nodes whose kernel still says that nobody is there."""
-        self.pulses = False
+        self.heartbeats = False
         """Whether sidecars say which neighbours they miss."""
         self.missed: dict[tuple[str, str], float] = {}
         """Since when a pod (UID) misses another one (IP address)."""
@@ -1136,9 +1136,9 @@ class World:
         return frozenset(ends) in self.cut
 
     def missed_by(self, sidecar: Sidecar) -> tuple[Unreachable, ...]:
-        """What its pulses say: neighbours on dead or cut off nodes are silent, closed ones refuse."""
+        """What its heartbeats say: neighbours on dead or cut off nodes are silent, closed ones refuse."""
         directive = sidecar.directive
-        if not self.pulses or directive is None:
+        if not self.heartbeats or directive is None:
             return ()
         ips = {pod.ip: uid for uid, pod in self.pods.items()}
         found = []

@@ -67,7 +67,7 @@ class Station:
     def __init__(self, job: Stations, worker: int) -> None:
         self.job, self.worker = job, worker
         folder = job.memory / f"worker-{worker}"
-        self.board = SidecarState(
+        self.state = SidecarState(
             SidecarConfig(
                 job="default/gpt",
                 job_uid=JOB,
@@ -83,18 +83,18 @@ class Station:
                 token=TOKEN,
             )
         )
-        self.vault = Vault(folder, job.limit, self.board.config.ranks, self.board.bump, self.board.tagger)
+        self.vault = Vault(folder, job.limit, self.state.config.ranks, self.state.bump, self.state.tagger)
         self.vault.open()
         self.identity = Identity(JOB, worker, TOKEN, job.host(worker))
-        self.server = ExchangeServer(self.board, self.vault, self.identity, job.port)
+        self.server = ExchangeServer(self.state, self.vault, self.identity, job.port)
         self.server.start()
-        self.replicator = Replicator(self.board, self.vault, self.identity, job.port)
+        self.replicator = Replicator(self.state, self.vault, self.identity, job.port)
 
     def follow(self, policy: Policy) -> None:
         """Restored and released in the job's attempt."""
         job = self.job
         after, before = (self.worker + 1) % job.workers, (self.worker - 1) % job.workers
-        self.board.accept(
+        self.state.accept(
             Directive(
                 job_uid=JOB,
                 worker=self.worker,
@@ -113,23 +113,23 @@ class Station:
             )
         )
         self.vault.host(range(before * job.procs, (before + 1) * job.procs) if job.workers > 1 else ())
-        with self.board.lock:
-            self.board.restore = RestoreReport(RestoreState.READY, None)
-        self.board.bump()
+        with self.state.lock:
+            self.state.restore = RestoreReport(RestoreState.READY, None)
+        self.state.bump()
 
     def replicate(self) -> None:
         """Begin to bring what is sealed here to the holder."""
-        self.board.threads.loop("replicate", self.replicator.run)
+        self.state.threads.loop("replicate", self.replicator.run)
 
     def name(self, version: Version | None) -> None:
         """The coordinator names the snapshot to copy."""
-        with self.board.lock:
-            self.board.verdict = TierVerdict(self.board.attempt, Watermarks(), copy=version)
-        self.board.bump()
+        with self.state.lock:
+            self.state.verdict = TierVerdict(self.state.attempt, Watermarks(), copy=version)
+        self.state.bump()
 
     def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT, rank: int | None = None) -> Seal:
         """Capture an artifact of about `size` bytes of an own rank."""
-        rank = self.board.config.ranks[0] if rank is None else rank
+        rank = self.state.config.ranks[0] if rank is None else rank
         layout = SlotLayout.plan([("weight", "U8", (size,), size)])
         room = self.vault.reserved(rank)
         if kind is Kind.SNAPSHOT and (room is None or room.snapshot != layout.size):
@@ -144,11 +144,11 @@ class Station:
         self.vault.complete(path, 0)
         seal = self.vault.seal(path)
         assert seal is not None
-        self.board.bump()
+        self.state.bump()
         return seal
 
     def connect(self, worker: int) -> Wire:
-        return dial(self.identity, self.board.attempt, self.job.peer(worker), self.job.port)
+        return dial(self.identity, self.state.attempt, self.job.peer(worker), self.job.port)
 
     def line(self, worker: int) -> Line:
         return Line(lambda: self.connect(worker))
@@ -174,7 +174,7 @@ class Station:
 
     def stop(self) -> None:
         self.server.stop()
-        self.board.stop()
+        self.state.stop()
 
 
 def send_bytes(wire: Wire, index: int, content: bytes, *, bare: bool = False) -> None:

@@ -86,7 +86,7 @@ class Strikes:
         if thread not in self.begun:
             return
         frame = sys._getframe(2)
-        while Path(frame.f_code.co_filename).name in ("threading.py", "board.py"):
+        while Path(frame.f_code.co_filename).name in ("threading.py", "state.py"):
             assert frame.f_back is not None
             frame = frame.f_back
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -36,11 +36,11 @@ class Pair:
 
     def __init__(self, job: Stations, monkeypatch: pytest.MonkeyPatch) -> None:
         self.station = job[1]
-        self.coordinator = Coordinator(job[0].board)
+        self.coordinator = Coordinator(job[0].state)
         self.cut = False
-        board, vault = self.station.board, self.station.vault
-        self.reclaimer = Reclaimer(board, vault)
-        self.tiers = TierClient(board, vault, lambda _: [], lambda *_: ())
+        state, vault = self.station.state, self.station.vault
+        self.reclaimer = Reclaimer(state, vault)
+        self.tiers = TierClient(state, vault, lambda _: [], lambda *_: ())
         monkeypatch.setattr(tiers, "ControlClient", self._client)
         for step in (10, 14):
             self.station.save(v(step), SIZE)
@@ -49,7 +49,7 @@ class Pair:
         self.tell()
         self.worker_0_has({10}, range(11, 14), unfinished=16)
         self.tell()
-        word = board.verdict
+        word = state.verdict
         assert word is not None
         assert (word.watermarks.local, word.abandoned) == (v(12), (v(14),))
 
@@ -74,7 +74,7 @@ class Pair:
             unfinished_deltas=writing,
             reached=newest,
         )
-        self.coordinator.hear(TierReport(self.station.board.config.job_uid, 1, 0, "host", (said,)))
+        self.coordinator.hear(TierReport(self.station.state.config.job_uid, 1, 0, "host", (said,)))
 
     def announced(self) -> Version | None:
         """What everybody is told next."""
@@ -85,7 +85,7 @@ class Pair:
 
     def tell(self) -> None:
         self.coordinator.news()
-        directive = self.station.board.directive
+        directive = self.station.state.directive
         assert directive is not None
         self.tiers._tell(directive, self.tiers.gather(directive))
 
@@ -138,12 +138,12 @@ def test_what_is_wanted_again_is_said_again_and_stays(pair: Pair) -> None:
     """A coordinator that begins anew knows of no abandoned snapshot at first."""
     pair.station.save(v(18), SIZE)
     pair.reclaimer.step()
-    before = pair.station.board.verdict
+    before = pair.station.state.verdict
     pair.tell()
-    pair.station.board.verdict = None
+    pair.station.state.verdict = None
     pair.reclaimer.step()
     pair.tell()
-    pair.station.board.verdict = before
+    pair.station.state.verdict = before
     pair.reclaimer.step()
     pair.worker_0_has({10, 16}, range(11, 14))
     assert pair.announced() == v(16)

@@ -199,7 +199,7 @@ def _manifest_before_artifacts() -> list[Patch]:
         return self._objects.create(keys.manifest_key(manifest.version), to_json(manifest))
 
     def eager(self: coordinator.Coordinator) -> Any:
-        verdict, directive = self._verdict, self._board.directive
+        verdict, directive = self._verdict, self._state.directive
         if verdict is None or directive is None or verdict.upload is None or verdict.upload in self._stored:
             return None
         mine = {rank: each for rank, each in self._artifacts.items() if each.version == verdict.upload}
@@ -208,7 +208,7 @@ def _manifest_before_artifacts() -> list[Patch]:
         from tiercheck.protocol.manifest import Manifest
 
         return Manifest(
-            self._board.config.job,
+            self._state.config.job,
             directive.job_uid,
             verdict.upload,
             directive.workers,

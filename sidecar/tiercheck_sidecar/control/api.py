@@ -43,9 +43,9 @@ def server_context(config: SidecarConfig) -> ssl.SSLContext:
 class ControlApi:
     """The routes. `build` gives the aiohttp application."""
 
-    def __init__(self, board: SidecarState, reporter: Reporter) -> None:
-        self._board, self._reporter = board, reporter
-        self._expected = f"Bearer {board.config.token}".encode()
+    def __init__(self, state: SidecarState, reporter: Reporter) -> None:
+        self._state, self._reporter = state, reporter
+        self._expected = f"Bearer {state.config.token}".encode()
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_proof: Callable[[web.Request], None] = lambda _: None
@@ -68,7 +68,7 @@ class ControlApi:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._wake)
 
-        self._board.subscribe(wake)
+        self._state.subscribe(wake)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -89,9 +89,9 @@ class ControlApi:
             directive = decode(await request.read(), Directive)
         except Malformed as error:
             return sentence(422, f"not a directive: {error}")
-        self._board.hear_controller()
+        self._state.hear_controller()
         try:
-            self._board.accept(directive)
+            self._state.accept(directive)
         except StaleRefused as error:
             return sentence(409, str(error))
         except DirectiveRefused as error:
@@ -106,13 +106,13 @@ class ControlApi:
                 raise ValueError(wait)
         except ValueError:
             return sentence(422, "after is a serial, wait is in seconds")
-        self._board.hear_controller()
+        self._state.hear_controller()
         deadline = asyncio.get_running_loop().time() + min(wait, _MAX_WAIT)
         while True:
             changed = self._changed
             report = self._reporter.report()
             left = deadline - asyncio.get_running_loop().time()
-            if self._is_news(report, after) or left <= 0 or self._board.stopping:
+            if self._is_news(report, after) or left <= 0 or self._state.stopping:
                 return self._tell(report)
             try:
                 async with asyncio.timeout(left):
@@ -124,7 +124,7 @@ class ControlApi:
         """Whether the controller knows what there is to know, or has not asked for so long that it will
         not.
         """
-        if self._board.clock() - self._board.controller_at > _MAX_WAIT:
+        if self._state.clock() - self._state.controller_at > _MAX_WAIT:
             return True
         return self._told >= self._reporter.report().serial
 
@@ -147,7 +147,7 @@ def sentence(status: int, text: str) -> web.Response:
 pass  # HOUSE
 
 
-def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
+def routes(state: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
     """`POST /v1/tiers` and `PUT /v1/watermarks`."""
 
     async def tiers(request: web.Request) -> web.StreamResponse:
@@ -155,8 +155,8 @@ def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
             report = decode(await request.read(), TierReport)
         except Malformed as error:
             return sentence(422, f"not a tier report: {error}")
-        if report.job_uid != board.config.job_uid:
-            return sentence(403, f"this sidecar belongs to job {board.config.job_uid}")
+        if report.job_uid != state.config.job_uid:
+            return sentence(403, f"this sidecar belongs to job {state.config.job_uid}")
         try:
             return answer(await asyncio.to_thread(coordinator.hear, report))
         except StaleReport as error:
@@ -171,7 +171,7 @@ def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
             verdict = decode(await request.read(), TierVerdict)
         except Malformed as error:
             return sentence(422, f"not a verdict: {error}")
-        reason = board.follow(verdict)
-        return sentence(409, reason) if reason else answer(board.verdict)
+        reason = state.follow(verdict)
+        return sentence(409, reason) if reason else answer(state.verdict)
 
     return [web.post("/v1/tiers", tiers), web.put("/v1/watermarks", watermarks)]

@@ -33,12 +33,12 @@ from tiercheck_sidecar.vault import Vault
 class Reporter:
     """Thread-safe."""
 
-    def __init__(self, board: SidecarState, vault: Vault) -> None:
-        self._board, self._vault = board, vault
+    def __init__(self, state: SidecarState, vault: Vault) -> None:
+        self._state, self._vault = state, vault
         self._lock = threading.Lock()
         self._serial = 0
         self._known: tuple[Any, ...] = ()
-        self._discretion = Discretion(own_credentials() | {board.config.token})
+        self._discretion = Discretion(own_credentials() | {state.config.token})
         self.owes: Callable[[], bool] = lambda: False
         """Whether holders lack anything. While training runs they always lack the newest, so then nobody is
         told."""
@@ -56,16 +56,16 @@ class Reporter:
             return dataclasses.replace(report, serial=self._serial)
 
     def _gather(self, settled: bool) -> Report:
-        board, vault = self._board, self._vault
-        with board.lock:
-            directive, verdict = board.directive, board.verdict
+        state, vault = self._state, self._vault
+        with state.lock:
+            directive, verdict = state.directive, state.verdict
             return Report(
-                job_uid=board.config.job_uid,
-                worker=board.config.worker,
-                pod_uid=board.config.pod_uid,
-                instance=board.instance,
+                job_uid=state.config.job_uid,
+                worker=state.config.worker,
+                pod_uid=state.config.pod_uid,
+                instance=state.instance,
                 serial=self._serial,
-                attempt=board.attempt,
+                attempt=state.attempt,
                 revision=directive.revision if directive else "",
                 phase=directive.phase if directive else None,
                 restore=self._restore(),
@@ -74,32 +74,32 @@ class Reporter:
                     Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share)
                     for seal in vault.held()
                 ),
-                remote=board.remote,
+                remote=state.remote,
                 watermarks=verdict.watermarks if verdict else Watermarks(),
                 memory=self._memory(),
-                quarantined=board.quarantined,
-                problems=board.problems,
-                unreachable=board.peers.unreachable(),
+                quarantined=state.quarantined,
+                problems=state.problems,
+                unreachable=state.peers.unreachable(),
                 can_change_worker=True,
-                owes=board.trainer.report.state is not TrainerState.RUNNING and self.owes(),
-                counters=board.counters,
-                snapshot_every=board.every,
-                proofs=board.proofs,
-                followed=board.followed,
+                owes=state.trainer.report.state is not TrainerState.RUNNING and self.owes(),
+                counters=state.counters,
+                snapshot_every=state.every,
+                proofs=state.proofs,
+                followed=state.followed,
                 settled=settled,
             )
 
     def _restore(self) -> RestoreReport:
-        board = self._board
-        if board.restore.state is not RestoreState.RUNNING:
-            return board.restore
-        return dataclasses.replace(board.restore, progress=board.meter.told())
+        state = self._state
+        if state.restore.state is not RestoreState.RUNNING:
+            return state.restore
+        return dataclasses.replace(state.restore, progress=state.meter.told())
 
     def _trainer(self) -> TrainerReport:
-        board = self._board
-        reasons = (board.deltas_off(rank) for rank in self._vault.ranks)
-        no_deltas = (next(filter(None, reasons), "") or board.no_room) if board.wants_deltas else ""
-        report = board.trainer.report
+        state = self._state
+        reasons = (state.deltas_off(rank) for rank in self._vault.ranks)
+        no_deltas = (next(filter(None, reasons), "") or state.no_room) if state.wants_deltas else ""
+        report = state.trainer.report
         return report if report.no_deltas == no_deltas else dataclasses.replace(report, no_deltas=no_deltas)
 
     def _memory(self) -> MemoryReport:

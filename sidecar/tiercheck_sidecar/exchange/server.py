@@ -34,14 +34,14 @@ _SWEEP_SECONDS = 5.0
 class ExchangeServer:
     """`start` raises OSError if the address cannot be used."""
 
-    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
-        self._board, self._vault, self._identity = board, vault, identity
+    def __init__(self, state: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
+        self._state, self._vault, self._identity = state, vault, identity
         self._listener = socket.socket(
             socket.AF_INET6 if ":" in identity.host else socket.AF_INET, socket.SOCK_STREAM
         )
         self._port = port
         self._stopped = False
-        self._strangers = Strangers(lambda: _MOST_STRANGERS, lambda: named_addresses(board.directive))
+        self._strangers = Strangers(lambda: _MOST_STRANGERS, lambda: named_addresses(state.directive))
         self._lock = threading.Lock()
         self._known: Counter[int] = Counter()
         self.inbox = Inbox(vault)
@@ -52,8 +52,8 @@ class ExchangeServer:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.bind((self._identity.host, self._port))
         self._listener.listen(128)
-        self._board.threads.loop("exchange", self._accept, vital=True)
-        self._board.threads.loop("exchange-sweep", self._sweep)
+        self._state.threads.loop("exchange", self._accept, vital=True)
+        self._state.threads.loop("exchange-sweep", self._sweep)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -68,9 +68,9 @@ class ExchangeServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        threads = self._board.threads
+        threads = self._state.threads
         for connection in incoming(
-            "exchange", self._listener, threads, lambda: self._stopped or self._board.stopping
+            "exchange", self._listener, threads, lambda: self._stopped or self._state.stopping
         ):
             guest = self._strangers.enter(_address_of(connection), partial(hang_up, connection))
             leave = partial(self._strangers.leave, guest)
@@ -81,19 +81,19 @@ class ExchangeServer:
             with contextlib.closing(connection):
                 try:
                     wire = Wire(connection)
-                    board = self._board
+                    state = self._state
                     claim = admit(
                         wire,
                         self._identity,
                         self._objection,
-                        lambda: board.attempt,
-                        lambda: board.newest_attempt,
+                        lambda: state.attempt,
+                        lambda: state.newest_attempt,
                     )
                 finally:
                     self._strangers.leave(guest)
                 with contextlib.closing(wire), self._place(claim.worker):
                     Session(
-                        self._board, self._vault, self.inbox, wire, claim, languages=self.languages
+                        self._state, self._vault, self.inbox, wire, claim, languages=self.languages
                     ).serve()
         except PeerRefused as error:
             log.warning("a connection is refused: %s", error)
@@ -116,13 +116,13 @@ class ExchangeServer:
     def _objection(self, claim: CallerClaim) -> str:
         if claim.job_uid != self._identity.job_uid:
             return f"this sidecar belongs to job {self._identity.job_uid}"
-        late = self._board.fence.refuse_past(claim.attempt, self._board.directive)
+        late = self._state.fence.refuse_past(claim.attempt, self._state.directive)
         if not late:
-            self._board.learn(claim.attempt)
+            self._state.learn(claim.attempt)
         return late
 
     def _sweep(self) -> None:
-        while not self._board.wait_until(lambda: False, _SWEEP_SECONDS) and not self._board.stopping:
+        while not self._state.wait_until(lambda: False, _SWEEP_SECONDS) and not self._state.stopping:
             self.inbox.sweep()
 
 

@@ -61,10 +61,10 @@ def _chunk_fault(view: memoryview, digests: Digests, index: int) -> str:
     return f"chunk {index} does not match its digest"
 
 
-def distrust(board: SidecarState, vault: Vault, seal: Seal) -> None:
+def distrust(state: SidecarState, vault: Vault, seal: Seal) -> None:
     """Read an own artifact again; if it has rotted, it is freed and reported."""
     with contextlib.suppress(NotHeld, OSError):
         reason = vault.fault(seal.rank, seal.version, Tier.LOCAL, seal.kind)
         if reason:
             vault.free(lambda each: each == seal)
-            board.quarantine(Quarantined(seal.rank, seal.version, board.config.worker, reason, seal.kind))
+            state.quarantine(Quarantined(seal.rank, seal.version, state.config.worker, reason, seal.kind))

@@ -67,8 +67,8 @@ class BadReport(NotNow):
 class Coordinator:
     """Thread-safe. Idle unless this is worker 0."""
 
-    def __init__(self, board: SidecarState, clock: Callable[[], float] = time.monotonic) -> None:
-        self._board, self._clock = board, clock
+    def __init__(self, state: SidecarState, clock: Callable[[], float] = time.monotonic) -> None:
+        self._state, self._clock = state, clock
         self._lock = threading.RLock()
         self._dirty = threading.Condition(self._lock)
         self._attempt = 0
@@ -105,19 +105,19 @@ class Coordinator:
 
     def waits_for(self) -> list[int]:
         """Workers of a job that is over that may still add something."""
-        directive = self._board.directive
+        directive = self._state.directive
         with self._lock:
             return [] if directive is None else sorted(self._present(directive) - self._final)
 
     def hear(self, report: TierReport) -> TierVerdict:
         """Take a sidecar's word, and answer the newest verdict. Raises NotNow."""
-        directive = self._board.directive
-        if self._board.config.worker != 0:
+        directive = self._state.directive
+        if self._state.config.worker != 0:
             raise NotNow("this sidecar is not the coordinator")
-        early = self._board.fence.refuse_future(report.attempt, directive)
+        early = self._state.fence.refuse_future(report.attempt, directive)
         if early or directive is None:
             raise NotNow(early)
-        late = self._board.fence.refuse_past(report.attempt, directive)
+        late = self._state.fence.refuse_past(report.attempt, directive)
         if late:
             raise StaleReport(late)
         wrong = objection(report, directive)
@@ -207,7 +207,7 @@ class Coordinator:
         if self._refused.get(worker) != why:
             log.warning("the report of worker %d is refused: %s", worker, why)
         self._refused[worker] = why
-        self._board.count(refused_reports=1)
+        self._state.count(refused_reports=1)
 
     def _tell_refusals(self) -> None:
         """Not under the lock."""
@@ -217,7 +217,7 @@ class Coordinator:
         told = "".join(
             f"the report of worker {worker} is refused: {why}{more}. {_ADVICE}" for worker, why in refused[:1]
         )
-        self._board.problem(BAD_REPORT, told)
+        self._state.problem(BAD_REPORT, told)
 
     def stored(self, versions: tuple[Version, ...]) -> None:
         """What the remote tier holds."""
@@ -231,7 +231,7 @@ class Coordinator:
         yet.
         """
         with self._lock:
-            directive, verdict = self._board.directive, self._verdict
+            directive, verdict = self._state.directive, self._verdict
             if (
                 directive is None
                 or verdict is None
@@ -244,7 +244,7 @@ class Coordinator:
             if set(mine) != set(range(world)) or verdict.upload in (self._stored or ()):
                 return None
             return Manifest(
-                job=self._board.config.job,
+                job=self._state.config.job,
                 job_uid=directive.job_uid,
                 version=verdict.upload,
                 world_size=world,
@@ -255,28 +255,28 @@ class Coordinator:
     def run(self) -> None:
         """Judge when something was heard, and tell everybody when the verdict changed. Begins when this
         becomes worker 0."""
-        while not self._board.wait_until(lambda: self._board.config.worker == 0, _LOOK_EVERY):
+        while not self._state.wait_until(lambda: self._state.config.worker == 0, _LOOK_EVERY):
             pass
         clients: dict[str, ControlClient] = {}
         with ThreadPoolExecutor(_PUSHERS, thread_name_prefix="verdict") as pool:
-            while not self._board.stopping:
+            while not self._state.stopping:
                 with self._dirty:
-                    self._dirty.wait_for(lambda: self._is_dirty or self._board.stopping, timeout=1.0)
+                    self._dirty.wait_for(lambda: self._is_dirty or self._state.stopping, timeout=1.0)
                 word = self.news()
                 if word is None:
                     continue
                 verdict, hosts = word
                 clients = {
-                    host: clients.get(host) or ControlClient(self._board.config, host) for host in hosts
+                    host: clients.get(host) or ControlClient(self._state.config, host) for host in hosts
                 }
                 list(pool.map(lambda client, word=verdict: _tell(client, word), clients.values()))
                 self.announced(verdict)
-                self._board.wait_until(lambda: False, pace(len(hosts)))
+                self._state.wait_until(lambda: False, pace(len(hosts)))
 
     def news(self) -> tuple[TierVerdict, list[str]] | None:
         """The verdict that everybody shall be told, and where they are; None: they have been."""
         with self._lock:
-            directive = self._board.directive
+            directive = self._state.directive
             # At the end, that somebody says nothing is news too.
             if directive is None or not (self._is_dirty or directive.phase is Phase.FINISH):
                 return None
@@ -291,7 +291,7 @@ class Coordinator:
         """Everybody who could be reached has been told."""
         with self._lock:
             self._told = verdict
-        self._board.bump()
+        self._state.bump()
 
     def _audience(self, directive: Directive) -> list[str]:
         """Where verdicts are sent to: at the end not to those who have gone."""
@@ -337,7 +337,7 @@ class Coordinator:
         self._standing, verdict = judge(world, self._ranks, directive.history, self._standing, copies)
         stored = [version for version in self._stored or () if directive.history.accepts(version)]
         upload = None
-        if self._board.config.remote is not None:
+        if self._state.config.remote is not None:
             upload = next_upload(
                 self._standing,
                 directive.history,

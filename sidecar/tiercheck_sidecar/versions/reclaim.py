@@ -20,23 +20,23 @@ Gone = tuple[Where, Kind, Version]
 class Reclaimer:
     """Two threads: `run` and `prepare`."""
 
-    def __init__(self, board: SidecarState, vault: Vault) -> None:
-        self._board, self._vault = board, vault
+    def __init__(self, state: SidecarState, vault: Vault) -> None:
+        self._state, self._vault = state, vault
         self._hosted: tuple[set[int], set[Share]] = (set(), set())
 
     def run(self) -> None:
         seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=1.0)
-            with self._board.lock:
-                directive = self._board.directive
-                now, trainer, news = self._board.clock(), self._board.trainer, False
+        while not self._state.stopping:
+            seen = self._state.wait(seen, timeout=1.0)
+            with self._state.lock:
+                directive = self._state.directive
+                now, trainer, news = self._state.clock(), self._state.trainer, False
                 if directive is not None and directive.phase is not Phase.HOLD:
                     news = trainer.tick(now, finishing=directive.phase is Phase.FINISH)
                 if directive is not None and directive.phase is Phase.RELEASE:
                     news |= trainer.look_for_stall(now, directive.policy.hang)
             if news:
-                self._board.bump()
+                self._state.bump()
             self._host()
             self.step()
 
@@ -44,21 +44,21 @@ class Reclaimer:
         """Allocate delta slots, which takes long, once it is known how many there must be. No trainer waits
         for it."""
         seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=1.0)
-            verdict = self._board.verdict
+        while not self._state.stopping:
+            seen = self._state.wait(seen, timeout=1.0)
+            verdict = self._state.verdict
             if verdict is None or not verdict.cadence.chain:
                 continue
             named = verdict.cadence
             self._vault.expect(named.chain, Room(named.snapshot, named.delta))
-            lack = self._vault.no_deltas() if self._board.wants_deltas else ""
-            self._board.lack_room(lack)
+            lack = self._vault.no_deltas() if self._state.wants_deltas else ""
+            self._state.lack_room(lack)
             if named.deltas:
                 self._vault.prepare()
 
     def _host(self) -> None:
         """Whose copies and which blocks are kept here is part of the wanted state."""
-        directive = self._board.directive
+        directive = self._state.directive
         if directive is None:
             return
         hosted = hosted_ranks(directive), hosted_lanes(directive)
@@ -68,12 +68,12 @@ class Reclaimer:
 
     def step(self) -> None:
         """Free what may be freed now."""
-        board = self._board
-        with board.lock:
+        state = self._state
+        with state.lock:
             directive, verdict, ready = (
-                board.directive,
-                board.verdict,
-                board.restore.state is RestoreState.READY,
+                state.directive,
+                state.verdict,
+                state.restore.state is RestoreState.READY,
             )
         if directive is None or not ready or directive.phase is Phase.HOLD:
             # while others may still be restoring, even what the new history does not accept harms nobody
@@ -104,7 +104,7 @@ class Reclaimer:
             if name.tier is Tier.LOCAL and name.rank in self._vault.ranks and kind is Kind.SNAPSHOT
             if (mark is None or version > mark) and directive.history.continues(version)
         }
-        left_out = self._board.plan_to_free(frozenset(doomed))
+        left_out = self._state.plan_to_free(frozenset(doomed))
         return {each for artifact, each in doomed.items() if artifact not in left_out}
 
 

@@ -47,9 +47,9 @@ class TierClient:
     """One thread."""
 
     def __init__(
-        self, board: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded
+        self, state: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded
     ) -> None:
-        self._board, self._vault, self._acknowledged, self._uploaded = board, vault, acknowledged, uploaded
+        self._state, self._vault, self._acknowledged, self._uploaded = state, vault, acknowledged, uploaded
         self._client: ControlClient | None = None
         self._taken: TierReport | None = None
         """The last that the coordinator took."""
@@ -57,28 +57,28 @@ class TierClient:
 
     def run(self) -> None:
         seen, sent_at = -1, 0.0
-        while not self._board.stopping:
-            directive = self._board.directive
+        while not self._state.stopping:
+            directive = self._state.directive
             interval = _EVERY
             if directive is not None:
                 interval = max(_EVERY, pace(directive.workers))
                 report = self.gather(directive)
                 due = time.monotonic() - sent_at >= interval
-                if report != self._taken or due or self._board.verdict is None:
+                if report != self._taken or due or self._state.verdict is None:
                     self._taken, sent_at = (
                         (report, time.monotonic()) if self._tell(directive, report) else (None, sent_at)
                     )
                     if report.final:
-                        self._board.bump()
-            generation = self._board.wait(seen, interval)
-            self._board.wait_until(lambda: False, pace(directive.workers) if directive else _MOMENT)
+                        self._state.bump()
+            generation = self._state.wait(seen, interval)
+            self._state.wait_until(lambda: False, pace(directive.workers) if directive else _MOMENT)
             seen = generation
 
     def end(self) -> WorkerEnd:
         """How things stand at the end of the job."""
-        since, verdict, taken = self._failing_since, self._board.verdict, self._taken
+        since, verdict, taken = self._failing_since, self._state.verdict, self._taken
         unanswered = None if since is None else time.monotonic() - since
-        directive = self._board.directive
+        directive = self._state.directive
         now = None if directive is None else self.gather(directive)
         return WorkerEnd(
             final=now is not None and now.final,
@@ -91,14 +91,14 @@ class TierClient:
     def gather(self, directive: Directive) -> TierReport:
         """The order matters: a version moves from reached to unfinished to local, and must not be missed in
         between."""
-        with self._board.lock:
-            reached, verdict = dict(self._board.reached), self._board.verdict
+        with self._state.lock:
+            reached, verdict = dict(self._state.reached), self._state.verdict
             trainer, ending, stored = (
-                self._board.trainer.report.state,
-                self._board.ending,
-                self._board.remote.versions,
+                self._state.trainer.report.state,
+                self._state.ending,
+                self._state.remote.versions,
             )
-            leaving = self._board.report_leaving()
+            leaving = self._state.report_leaving()
         unfinished = self._vault.unfinished()
         here = stocks(self._vault.held())
         history = directive.history
@@ -131,7 +131,7 @@ class TierClient:
             job_uid=directive.job_uid,
             attempt=directive.attempt,
             worker=directive.worker,
-            host=self._board.config.address,
+            host=self._state.config.address,
             placement=directive.placement,
             ranks=tuple(ranks),
             copies=tuple(
@@ -152,7 +152,7 @@ class TierClient:
         if room is None or not room.snapshot or room.delta is None:
             return None
         delta = room.delta if directive.policy.delta is not DeltaMode.NONE else 0
-        takes = delta > 0 and not self._board.deltas_off(rank) and not self._board.no_room
+        takes = delta > 0 and not self._state.deltas_off(rank) and not self._state.no_room
         return Needs(room.snapshot, delta, takes)
 
     def _tell(self, directive: Directive, report: TierReport) -> bool:
@@ -163,7 +163,7 @@ class TierClient:
             self._saw(directive, Break.REFUSED)
             return False
         if self._client is None or self._client.host != host:
-            self._client = ControlClient(self._board.config, host)
+            self._client = ControlClient(self._state.config, host)
         try:
             verdict = decode(self._client.call("POST", "/v1/tiers", to_json(report)), TierVerdict)
         except (CallFailed, Malformed) as error:
@@ -171,21 +171,21 @@ class TierClient:
             self._saw(directive, error.how if isinstance(error, CallFailed) else None)
             return False
         self._saw(directive, None)
-        self._board.follow(verdict)
-        self._board.leave_out(
+        self._state.follow(verdict)
+        self._state.leave_out(
             frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving)
         )
         return True
 
     def _saw(self, directive: Directive, how: Break | None) -> None:
-        """Nobody sends pulses to the coordinator, which would get too many of them: this call is one."""
+        """Nobody sends heartbeats to the coordinator, which would get too many of them: this call is one."""
         self._failing_since = None if how is None else self._failing_since or time.monotonic()
-        if directive.coordinator.worker == self._board.config.worker:
+        if directive.coordinator.worker == self._state.config.worker:
             return
         if how is None:
-            self._board.peers.answered(directive.coordinator)
+            self._state.peers.answered(directive.coordinator)
         else:
-            self._board.peers.broken(directive.coordinator, how)
+            self._state.peers.broken(directive.coordinator, how)
 
 
 def _of(artifacts: set[Artifact], rank: int, kind: Kind) -> tuple[Version, ...]:

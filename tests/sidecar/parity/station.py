@@ -54,7 +54,7 @@ class Station:
     def __init__(self, job: Job, worker: int, limit: int) -> None:
         self.job, self.worker = job, worker
         self.directory = job.memory / f"worker-{worker}-{job.lives[worker]}"
-        self.board = SidecarState(
+        self.state = SidecarState(
             SidecarConfig(
                 job="default/gpt",
                 job_uid=JOB,
@@ -70,35 +70,35 @@ class Station:
                 token=job.token,
             )
         )
-        self.vault = Vault(self.directory, limit, self.board.config.ranks, self.board.bump, self.board.tagger)
+        self.vault = Vault(self.directory, limit, self.state.config.ranks, self.state.bump, self.state.tagger)
         self.vault.open()
         self.identity = Identity(JOB, worker, job.token, job.host(worker))
-        self.holder = ParityHolder(self.board, self.vault)
-        self.server = ExchangeServer(self.board, self.vault, self.identity, PORT)
-        self.server.languages["parity"] = serving(self.board, self.vault, self.holder)
+        self.holder = ParityHolder(self.state, self.vault)
+        self.server = ExchangeServer(self.state, self.vault, self.identity, PORT)
+        self.server.languages["parity"] = serving(self.state, self.vault, self.holder)
         self.server.start()
-        self.sender = ParitySender(self.board, self.vault, self.identity, PORT)
+        self.sender = ParitySender(self.state, self.vault, self.identity, PORT)
         for name, body in {"parity-blocks": self.holder.run, "parity": self.sender.run}.items():
-            self.board.threads.loop(name, body)
+            self.state.threads.loop(name, body)
 
     def follow(self, directive: Directive) -> None:
-        self.board.accept(directive)
+        self.state.accept(directive)
         group_shares = [
             share
             for group in directive.folded
             for share in shares(group, group.holders.index(self.job.peer(self.worker)), self.job.procs)
         ]
         self.vault.host([], group_shares)
-        with self.board.lock:
-            self.board.restore = RestoreReport(RestoreState.READY, None)
-        self.board.bump()
+        with self.state.lock:
+            self.state.restore = RestoreReport(RestoreState.READY, None)
+        self.state.bump()
 
     def name(self, version: Version | None, **more: Any) -> None:
         """The coordinator names the snapshot to copy."""
-        verdict = TierVerdict(self.board.attempt, Watermarks(), copy=version, **more)
-        with self.board.lock:
-            self.board.verdict = verdict
-        self.board.bump()
+        verdict = TierVerdict(self.state.attempt, Watermarks(), copy=version, **more)
+        with self.state.lock:
+            self.state.verdict = verdict
+        self.state.bump()
 
     def save(self, rank: int, version: Version, size: int, kind: Kind = Kind.SNAPSHOT) -> bytes:
         """Capture an artifact of about `size` bytes; returns its bytes."""
@@ -114,7 +114,7 @@ class Station:
             file.write(layout.state_word + header + body)
         self.vault.complete(path, 0)
         assert self.vault.seal(path) is not None
-        self.board.bump()
+        self.state.bump()
         return layout.state_word + header + body
 
     def _begin(self, rank: int, version: Version, kind: Kind) -> Path | None:
@@ -123,8 +123,8 @@ class Station:
 
     def copied(self, rank: int, kind: Kind = Kind.SNAPSHOT) -> list[Version]:
         """Versions of an own rank's artifacts that are complete at every holder."""
-        assert self.board.directive is not None
-        acknowledged = [artifacts for _, artifacts in self.sender.acknowledged(self.board.directive)]
+        assert self.state.directive is not None
+        acknowledged = [artifacts for _, artifacts in self.sender.acknowledged(self.state.directive)]
         common = frozenset.intersection(*acknowledged) if acknowledged else frozenset()
         return sorted(each.version for each in common if (each.rank, each.kind) == (rank, kind))
 
@@ -139,7 +139,7 @@ class Station:
             return slot.path
 
     def connect(self, peer: Peer) -> Wire:
-        return dial(self.identity, self.board.attempt, peer, PORT)
+        return dial(self.identity, self.state.attempt, peer, PORT)
 
     def rebuild(
         self, rank: int, version: Version, group: ParityGroup, kind: Kind = Kind.SNAPSHOT, **more: Any
@@ -152,7 +152,7 @@ class Station:
     def stop(self) -> None:
         """The process ends; nothing answers any more."""
         self.server.stop()
-        self.board.stop()
+        self.state.stop()
 
 
 class Job:
@@ -218,7 +218,7 @@ class Job:
 
     def save(self, version: Version, *sizes: int, kind: Kind = Kind.SNAPSHOT) -> dict[int, bytes]:
         """Every rank captures `version`, with these sizes in turn. Returns the bytes of each."""
-        ranks = [rank for station in self.members for rank in station.board.config.ranks]
+        ranks = [rank for station in self.members for rank in station.state.config.ranks]
         return {
             rank: self.stations[rank // self.procs].save(rank, version, sizes[rank % len(sizes)], kind)
             for rank in ranks

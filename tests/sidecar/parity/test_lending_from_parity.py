@@ -32,7 +32,7 @@ class NoRemote:
 def lender_of(station: Station) -> Lender:
     return Lender(
         station.vault,
-        station.board.config.vault_dir / "lent",
+        station.state.config.vault_dir / "lent",
         station.connect,
         cast("RemotePart", NoRemote()),
     )

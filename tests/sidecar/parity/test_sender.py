@@ -20,7 +20,7 @@ V = Version(10, 1)
 
 
 def problems(job: Job, worker: int) -> list[str]:
-    return [each.message for each in job.stations[worker].board.problems if each.reason == "PeerUnreachable"]
+    return [each.message for each in job.stations[worker].state.problems if each.reason == "PeerUnreachable"]
 
 
 def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_job: MakeJob) -> None:
@@ -65,11 +65,11 @@ def test_what_was_brought_is_counted_once(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1, procs=2)
     job.begin()
     job.protect(V, 100_000)
-    board = job.stations[0].board
-    until(lambda: board.counters.replicated == 2, "two ranks at one holder")
+    state = job.stations[0].state
+    until(lambda: state.counters.replicated == 2, "two ranks at one holder")
     job.next_attempt(V)
     until(lambda: V in job.stations[0].copied(0), "the holder says again what it has")
-    assert board.counters.replicated == 2
+    assert state.counters.replicated == 2
 
 
 def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(make_job: MakeJob) -> None:
@@ -79,8 +79,8 @@ def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(
     member.save(0, V, 1_000_000)
     job.spoil(0, V, 500_000)
     job.name(V)
-    until(lambda: member.board.quarantined, "the member looks at its own memory")
-    assert (member.board.quarantined[0].worker, member.board.quarantined[0].version) == (0, V)
+    until(lambda: member.state.quarantined, "the member looks at its own memory")
+    assert (member.state.quarantined[0].worker, member.state.quarantined[0].version) == (0, V)
     assert member.vault.find(0, V) is None
 
 
