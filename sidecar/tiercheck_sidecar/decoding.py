@@ -20,8 +20,6 @@ from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, decode_with
 from tiercheck.protocol.requests import REQUESTS, NamedRequest, Request
 from tiercheck_sidecar.digest import digest_chunk
 
-pass  # HOUSE
-
 __all__ = ["Malformed", "decode", "decode_request", "read_checked", "with_checksum"]
 
 T = TypeVar("T")

@@ -58,6 +58,7 @@ from tiercheck_operator.model.actions import (
     RemoveGang,
     SavePlacement,
 )
+from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import (
     HostSign,
     JobView,
@@ -676,7 +677,7 @@ class World:
     def _do(self, item: Action | JobRecord) -> None:
         match item:
             case JobRecord():
-                self.job = replace(self.job, status=parse_record(render_record(item)))
+                self.job = replace(self.job, status=parse_record(render_record(fit_status(item))))
             case CreatePod():
                 self.created.append(item)
                 self._create(item)

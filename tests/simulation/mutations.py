@@ -20,7 +20,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Chain, History, Kind, Version
 from tiercheck_operator.controller import decide
-from tiercheck_operator.controller.attempt import attempt, barrier
+from tiercheck_operator.controller.attempt import attempt, directives
 from tiercheck_operator.controller.failures import trigger
 from tiercheck_operator.controller.observe import situation
 from tiercheck_operator.controller.status import status
@@ -172,13 +172,13 @@ def _forget_copies() -> list[Patch]:
     def own_only(reports: Any) -> Any:
         return [dataclasses.replace(each, hosted={}) for each in real(reports)]
 
-    return [(attempt, "inventories", own_only), (barrier, "inventories", own_only)]
+    return [(attempt, "inventories", own_only), (directives, "inventories", own_only)]
 
 
 def _release_at_once() -> list[Patch]:
     return [
         (decide, "wanted_phase", lambda _: Phase.RELEASE),
-        (barrier, "wanted_phase", lambda _: Phase.RELEASE),
+        (directives, "wanted_phase", lambda _: Phase.RELEASE),
     ]
 
 

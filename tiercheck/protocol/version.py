@@ -97,9 +97,6 @@ class History:
         return self.branches[-1].attempt if self.branches else 0
 
 
-pass  # HOUSE
-
-
 class Kind(str, Enum):
     SNAPSHOT = "snapshot"
     """One rank's complete state after a step."""
@@ -133,9 +130,6 @@ class Share:
 
     index: int
     ranks: tuple[int, ...]
-
-
-pass  # HOUSE
 
 
 @dataclass(frozen=True)

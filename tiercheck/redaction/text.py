@@ -60,8 +60,6 @@ def _resolved(found: re.Match[str]) -> str:
     return chr(code) if 32 <= code < 127 else found[0]
 
 
-pass  # HOUSE
-
 LONGEST_LINE = 4096
 """Characters of a line that are kept."""
 _SHORTEST_KNOWN = 6

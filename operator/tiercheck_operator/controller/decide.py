@@ -14,40 +14,20 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.report import Report
+from tiercheck.protocol.report import Report, TrainerState
 from tiercheck_operator.controller.attempt.attempt import Begun, begin_attempt
-from tiercheck_operator.controller.attempt.barrier import (
-    advance,
-    all_succeeded,
-    due_directives,
-    find_late_trainers,
-    wanted_phase,
-)
+from tiercheck_operator.controller.attempt.barrier import advance, find_late_trainers
+from tiercheck_operator.controller.attempt.directives import due_directives, wanted_phase
 from tiercheck_operator.controller.attempt.readiness import waiting_for_pods
 from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset_restart_count
 from tiercheck_operator.controller.failures.standstill import stalled_restore_message
 from tiercheck_operator.controller.failures.trigger import find_trigger, update_recovery
-from tiercheck_operator.controller.lifecycle.attached import without_ended
-from tiercheck_operator.controller.lifecycle.finish import (
-    after_finish,
-    deadline_passed,
-    finished,
-    is_still_ending,
-    seconds_to_deadline,
-    suspend,
-)
-from tiercheck_operator.controller.lifecycle.prerequisites import (
-    ensure_gang_actions,
-    find_missing_gang,
-    missing_belongings,
-    refuse_pods,
-    remove_gang_actions,
-)
+from tiercheck_operator.controller.finish import after_finish, deadline_passed, suspend
 from tiercheck_operator.controller.members.departures import departure_message
 from tiercheck_operator.controller.members.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.members.lost_nodes import unready_node_message
-from tiercheck_operator.controller.members.replacing import replace_pods
-from tiercheck_operator.controller.members.spares import keep_spares
+from tiercheck_operator.controller.members.replacing import replace_pods, without_ended
+from tiercheck_operator.controller.members.spares import Upkeep, keep_spares
 from tiercheck_operator.controller.members.suspicion import due_probes, seconds_to_next_look
 from tiercheck_operator.controller.observe.memory import equal_share, too_small
 from tiercheck_operator.controller.observe.situation import Situation
@@ -63,10 +43,18 @@ from tiercheck_operator.controller.placement.placing import (
 from tiercheck_operator.controller.placement.replanning import replan
 from tiercheck_operator.controller.status.events import notices
 from tiercheck_operator.controller.status.status import add_final_words, derive_status, with_refusal
+from tiercheck_operator.manifests.template import refuse_pods
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.actions import Action, Decision, SavePlacement
+from tiercheck_operator.model.actions import (
+    Action,
+    Decision,
+    EnsureCredentials,
+    EnsureGang,
+    EnsureService,
+    RemoveGang,
+    SavePlacement,
+)
 from tiercheck_operator.model.conditions import Finding, Findings
-from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -123,7 +111,7 @@ def leave_others_alone(situation: Situation, draft: DecisionDraft) -> DecisionDr
 
 def look_after_ended_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Lets the pods of a completed or failed job end."""
-    if not finished(draft.status):
+    if not draft.status.finished:
         return draft
     status = add_final_words(situation, draft.status)
     return replace(after_finish(situation), status=None if status == draft.status else status)
@@ -131,13 +119,15 @@ def look_after_ended_job(situation: Situation, draft: DecisionDraft) -> Decision
 
 def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Gives the pods of a suspended job back. Once begun, that is brought to its end."""
-    if not (situation.job.spec.suspend or is_still_ending(situation)):
+    if not (situation.job.spec.suspend or situation.is_still_ending):
         return draft
     status, before, after = suspend(situation)
     gone = not situation.all_pods
     draft = replace(draft, status=status, after=tuple(after), wake=None if gone else 1.0)
     draft = draft.finding(suspended=gone, suspending=not gone)
-    return conclude(situation, draft.doing(*before, *remove_gang_actions(situation)))
+    if gone and situation.have_gang:  # workers and scheduler may be others when it goes on
+        before = [*before, RemoveGang()]
+    return conclude(situation, draft.doing(*before))
 
 
 def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -148,7 +138,8 @@ def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> Decisi
 
 def end_at_deadline(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Fails a job that takes longer than it may."""
-    overdue = deadline_passed(situation)
+    left = situation.seconds_to_deadline
+    overdue = None if left is None else deadline_passed(situation)
     return draft if overdue is None else conclude(situation, draft.finding(failed=overdue))
 
 
@@ -172,27 +163,35 @@ def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionD
 
 
 def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Makes no pod before its gang."""
-    lacking = find_missing_gang(situation)
-    if lacking is None:
+    """Makes no pod before its gang: a scheduler that does not know it would place pods one by one.
+
+    A job that runs goes on whatever becomes of the object: all its pods carry the reference.
+    """
+    if situation.job.spec.gang is None or situation.have_gang or situation.all_pods:
         return draft
-    draft = draft.finding(unplaced=lacking, waiting=lacking).doing(*ensure_gang_actions(situation))
+    lacking = Finding(conditions.WAITING_FOR_PODS, "the gang is made before the pods")
+    if situation.gang_problem:
+        lacking = Finding(conditions.GANG_UNAVAILABLE, situation.gang_problem)
+    draft = draft.finding(unplaced=lacking, waiting=lacking).doing(EnsureGang())
     return conclude(situation, draft.waking(_LOOK_AGAIN if situation.gang_problem else 1.0))
 
 
 def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Gives every worker a pod, a spare's first, unless the job changes its size instead."""
-    spares = keep_spares(situation)
-    resized = resize(situation, spares)
+    upkeep = keep_spares(situation) if situation.has_spares else Upkeep()
+    resized = resize(situation, upkeep) if situation.may_resize else None
     if resized is not None:
         # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a
         # pause.
         return conclude(situation, replace(draft, status=resized.status, findings=resized.findings, wake=1.0))
-    pods, put_off = replace_pods(situation, spares.taken)
-    if situation.job.spec.attach is not None:
-        pods = without_ended(situation, pods)
-    draft = draft.doing(*missing_belongings(situation), *spares.takeovers, *pods, *spares.actions)
-    return draft.waking(put_off, spares.wake, seconds_to_deadline(situation), seconds_to_growth(situation))
+    draft = draft.doing(*_missing_belongings(situation), *upkeep.takeovers)
+    if not situation.all_in_place:
+        pods, put_off = replace_pods(situation, upkeep.taken)
+        if situation.job.spec.attach is not None:
+            pods = without_ended(situation, pods)
+        draft = draft.doing(*pods).waking(put_off)
+    growth = seconds_to_growth(situation) if situation.may_resize else None
+    return draft.doing(*upkeep.actions).waking(upkeep.wake, situation.seconds_to_deadline, growth)
 
 
 def note_failure(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -240,8 +239,11 @@ def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     # No report can be of an attempt that begins with this look.
     begun = draft.status.attempt != situation.job.status.attempt
     reports = {} if begun else situation.attempt_reports
-    status = advance(situation, draft.status, reports)
-    status, until_reset = reset_restart_count(situation, status, reports)
+    status, until_reset = draft.status, None
+    if status.recovery is not None:
+        status = advance(situation, status, reports)
+    if status.counted:
+        status, until_reset = reset_restart_count(situation, status, reports)
     return replace(draft, status=status, reports=reports).waking(until_reset)
 
 
@@ -249,7 +251,7 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Moves copies to better places while training goes on."""
     saved = draft.placement
     assert saved is not None
-    if draft.findings.placed is not None or all_succeeded(situation, draft.reports):
+    if draft.findings.placed is not None or _all_succeeded(situation, draft.reports):
         return draft
     moved = replan(situation, draft.status, saved, draft.reports)
     keep = () if moved.saved == saved else (SavePlacement(moved.saved),)
@@ -266,8 +268,11 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
 def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Says who is about to leave or on a doubtful node, or again what the placement is worth."""
     assert draft.placement is not None
-    going = departure_message(situation.membership.departures)
-    news = going or unready_node_message(situation, situation.members)
+    going, news = situation.membership.departures, None
+    if going:
+        news = departure_message(going)
+    elif any(node.lost for node in situation.nodes.values()):
+        news = unready_node_message(situation, situation.members)
     if news is not None:
         return draft.finding(placed=Finding(*news))
     told = draft.status.condition(conditions.PLACED)
@@ -279,6 +284,8 @@ def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
 
 def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Says which restore stands still, or which trainer the release waits for."""
+    if not draft.status.on_way_back:
+        return draft
     still = stalled_restore_message(situation, draft.status, draft.reports)
     late = find_late_trainers(situation, draft.status, draft.reports)
     if late:
@@ -289,7 +296,7 @@ def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDr
 def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Tells every sidecar what is wanted of it now: to finish, once all training commands have succeeded."""
     members = situation.members
-    if all_succeeded(situation, draft.reports):
+    if _all_succeeded(situation, draft.reports):
         finish = due_directives(situation, draft.status, members, draft.placement, Phase.FINISH)
         return replace(draft, after=tuple(finish)).finding(completed=True)
     phase = wanted_phase(draft.status)
@@ -330,7 +337,7 @@ def conclude(situation: Situation, draft: DecisionDraft) -> Decision:
     record = replace(record, sidecar_image=image)
     return Decision(
         draft.before,
-        fit_status(record),
+        record,
         (*draft.after, *budget_actions(situation, budget)),
         notices(situation.job.status, record),
         soonest(draft.wake, budget.wake_after),
@@ -352,6 +359,23 @@ def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
 def soonest(*seconds: float | None) -> float | None:
     """The least of those that are given."""
     return min((entry for entry in seconds if entry is not None), default=None)
+
+
+def _all_succeeded(situation: Situation, reports: Mapping[int, Report]) -> bool:
+    """Whether every training command of the current attempt exited with 0."""
+    ended = [report.trainer.state is TrainerState.SUCCEEDED for report in reports.values()]
+    return len(ended) == situation.size and all(ended)
+
+
+def _missing_belongings(situation: Situation) -> list[Action]:
+    missing: list[Action] = []
+    if situation.job.spec.gang is not None and not situation.have_gang:
+        missing.append(EnsureGang())
+    if not situation.have_credentials:
+        missing.append(EnsureCredentials())
+    if not situation.have_service and situation.job.spec.attach is None:
+        missing.append(EnsureService())
+    return missing
 
 
 def _describe_late_trainers(situation: Situation, absent: list[int]) -> Finding:

@@ -20,7 +20,6 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, refused
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.failures.sidecar_ends import away
-from tiercheck_operator.controller.lifecycle.finish import finished
 from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.members.suspicion import doubted_nodes
@@ -32,6 +31,7 @@ from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.topology_source import TopologySource
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import Decision
+from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.status import render_record
@@ -263,7 +263,7 @@ class JobLoop:
 
     def _over(self, job: JobView) -> bool:
         """Whether nobody needs what the job owns any more: finished jobs may be kept by the hundred."""
-        return finished(job.status) and all(pod.terminal for pod in self._pods(job))
+        return job.status.finished and all(pod.terminal for pod in self._pods(job))
 
     def _pods(self, job: JobView) -> Iterator[PodView]:
         """Its own, or those that were attached: nobody gets at the pods of another job by naming that as his
@@ -334,7 +334,7 @@ class JobLoop:
         """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
         if decision.status is None:
             return None
-        old, new = raw.get("status") or {}, discreet(render_record(decision.status))
+        old, new = raw.get("status") or {}, discreet(render_record(fit_status(decision.status)))
         if old == new:
             return None
         now = self._around.clock()

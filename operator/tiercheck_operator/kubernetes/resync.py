@@ -16,8 +16,6 @@ from typing import Any
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.watches import Difference, Watched, version_of
 
-pass  # HOUSE
-
 log = logging.getLogger(__name__)
 
 _SETTLE = 1.0

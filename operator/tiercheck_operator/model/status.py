@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_operator.model import conditions as kinds
 from tiercheck_operator.model.spelling import ALWAYS, As, At, read_as, spell
 
 
@@ -253,6 +254,16 @@ class JobRecord:
     started: Annotated[str | None, At("startTime")] = None
     completed: Annotated[str | None, At("completionTime")] = None
     conditions: tuple[Condition, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job has completed or failed."""
+        return self.holds(kinds.COMPLETED) or self.holds(kinds.FAILED)
+
+    @property
+    def on_way_back(self) -> bool:
+        """Whether a recovery is under way, and training was not released yet."""
+        return self.recovery is not None and self.recovery.released_at is None
 
     def condition(self, kind: str) -> Condition | None:
         return next((entry for entry in self.conditions if entry.type == kind), None)

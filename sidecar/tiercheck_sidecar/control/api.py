@@ -144,9 +144,6 @@ def sentence(status: int, text: str) -> web.Response:
     return web.json_response({"error": text}, status=status)
 
 
-pass  # HOUSE
-
-
 def routes(state: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
     """`POST /v1/tiers` and `PUT /v1/watermarks`."""
 

@@ -23,8 +23,6 @@ from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
 from tiercheck_sidecar.vault.tags import Tagger, Tags
 
-pass  # HOUSE
-
 LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact
 that needs its slot."""

@@ -83,8 +83,6 @@ def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> ParitySay
     raise TooDamaged(f"{min(left)} chunks arrived damaged {_DAMAGES} times")
 
 
-pass  # HOUSE
-
 log = logging.getLogger(__name__)
 
 _PATIENCE = 3

@@ -19,8 +19,6 @@ from tiercheck_sidecar.exchange.frames import Ask, BytePace, Say, Wire, WireBrok
 from tiercheck_sidecar.replicate.streams import Deal, Line, run_all, stream_count
 from tiercheck_sidecar.vault import Seal, Vault
 
-pass  # HOUSE
-
 
 class Pushed(Enum):
     KEPT = "kept"

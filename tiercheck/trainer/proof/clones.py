@@ -99,8 +99,6 @@ def choose(
     return parts, ParameterPlace(order[0].number if order else 0)
 
 
-pass  # HOUSE
-
 _MOST = 256
 """Parameters of a known class that are cloned at once: each takes some calls, however small it is."""
 _LINE = 64

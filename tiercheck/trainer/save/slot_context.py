@@ -105,9 +105,6 @@ class Layouts:
             return self._layout
 
 
-pass  # HOUSE
-
-
 class Cancelled(Exception):
     """The barrier gave the artifact up before its copy began."""
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
-from tiercheck_operator.controller.attempt.directives import members_digest
 from tiercheck_operator.controller.attempt.readiness import (
     Waiting,
     handing_over,
@@ -28,6 +27,7 @@ from tiercheck_operator.controller.failures.failure_policy import (
 )
 from tiercheck_operator.controller.failures.failure_rules import MatchedRule, match_rule
 from tiercheck_operator.controller.failures.standstill import find_hang, note_hang
+from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.observe.inventories import (
     adopted_history,
     bad_everywhere,

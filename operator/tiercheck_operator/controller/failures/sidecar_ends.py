@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tiercheck_operator.controller.members.signs_of_life import answers, silence
+from tiercheck_operator.controller.members.suspicion import answers, silence
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
 from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339

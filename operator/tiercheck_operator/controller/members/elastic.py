@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.attempt.directives import members_digest
 from tiercheck_operator.controller.members.capacity import describe_homeless, is_overdue, possible_size
+from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.members.spares import Upkeep
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.members.signs_of_life import answers, training
+from tiercheck_operator.controller.members.suspicion import answers, training
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 

@@ -60,7 +60,7 @@ def derive_status(
         remote = {name: tier for name, tier in record.tiers.items() if name == "remote"}
         record = replace(record, placement=None, tiers=remote)
     idle = over or findings.suspended or findings.suspending
-    spares = None if idle else describe_spares(situation)
+    spares = describe_spares(situation) if situation.has_spares and not idle else None
     record = replace(
         record, proofs=newest_proofs(situation, record, reports), spares=spares.record if spares else None
     )
@@ -205,7 +205,7 @@ def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report
 
 
 def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
-    away = sidecar_away(obs)
+    away = sidecar_away(obs) if obs.any_sidecar_silent else None
     if away is not None:
         return Finding(*away)  # it explains what others say of it
     problems = [(worker, problem) for worker in sorted(reports) for problem in reports[worker].problems]
@@ -215,7 +215,8 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     if told:
         worker, problem = told[0]
         return Finding(problem.reason, f"worker {worker}: {problem.message}")
-    ended = sidecar_ended(obs, record, reports)
+    restarted = any(pod.sidecar.restarts for pod in obs.living)
+    ended = sidecar_ended(obs, record, reports) if restarted else ""
     if ended:
         return Finding(conditions.SIDECAR_RESTARTED, ended)
     unreachable = [
@@ -345,7 +346,7 @@ def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Conditio
 
 
 def _full_size(situation: Situation, record: JobRecord) -> Condition | None:
-    found = describe_size(situation, record)
+    found = describe_size(situation, record) if situation.may_resize else None
     return (
         None
         if found is None

@@ -71,8 +71,6 @@ def build_lease(
     }
 
 
-pass  # HOUSE
-
 log = logging.getLogger(__name__)
 
 _JITTER = 0.2

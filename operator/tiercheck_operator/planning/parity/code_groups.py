@@ -43,9 +43,6 @@ class OldGroup:
     """Who has block j."""
 
 
-pass  # HOUSE
-
-
 def deal(
     ground: PlacementProblem, start: int, data: int, crowded_first: bool | None = None
 ) -> tuple[CodeGroup, ...]:
