@@ -35,7 +35,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
 from tiercheck.trainer.backends.backend import Offer, Ranges
 from tiercheck.trainer.checkpointer import Found, find
-from tiercheck_sidecar.digest import digest, digest_chunk, piece
+from tiercheck_sidecar.digest import chunk_view, digest, digest_chunk
 from tiercheck_sidecar.restore.resharded_reads import Lender
 from tiercheck_sidecar.vault import NotHeld, Vault
 
@@ -97,7 +97,7 @@ class Store:
         assert self._offer.borrow is not None
         with open(self._offer.borrow(artifact.rank, ()), "rb", buffering=0) as file:
             for index in indices:
-                with piece(into, digests, index) as chunk:
+                with chunk_view(into, digests, index) as chunk:
                     os.preadv(file.fileno(), [chunk], index * digests.chunk)
                     self.read += len(chunk)
                     if digest_chunk(chunk) != digests.values[index]:

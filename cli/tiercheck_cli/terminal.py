@@ -52,7 +52,7 @@ def console() -> Console:
     return made
 
 
-def plain(shown: RenderableType, width: int) -> str:
+def to_plain_text(shown: RenderableType, width: int) -> str:
     """As text without colours, for a file."""
     sink = io.StringIO()
     Console(file=sink, width=width, highlight=False, color_system=None, force_terminal=False).print(shown)

@@ -13,7 +13,7 @@ OPERATOR = "127.0.0.1"
 """Where the operator's connections start."""
 
 
-def hooked(env: Mapping[str, str], cuts: str | None) -> dict[str, str]:
+def hooked_environment(env: Mapping[str, str], cuts: str | None) -> dict[str, str]:
     """`env` for a process whose links can be cut; as it is if `cuts` is None."""
     if not cuts:
         return dict(env)

@@ -31,8 +31,8 @@ from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube, load_configuration
 from tiercheck_operator.kubernetes.election.elector import Elector, boot_clock
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
-from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, stuck, verdict
-from tiercheck_operator.kubernetes.watches import ClusterView, Strange, Watched, dated, version_of
+from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, describe_troubles, stuck
+from tiercheck_operator.kubernetes.watches import ClusterView, Strange, Watched, date_containers, version_of
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import identity_of, parse_node, parse_pod
@@ -251,7 +251,7 @@ class Operator:
         now = asyncio.get_running_loop().time()
         begun = {loop.named: loop.began for loop in self._loops.values() if loop.began is not None}
         dead = [loop.named for loop in self._loops.values() if loop.dead]
-        return verdict(
+        return describe_troubles(
             [
                 *self._resync.troubles(),
                 stuck(begun, now, self._config.stuck_seconds),
@@ -294,7 +294,7 @@ class Operator:
             uid, version = _identity(body)
             pod = self._strange.understood("Pod", body, parse_pod)
             if pod is not None:
-                pod = dated(pod, self._view.pods.get(uid), time.time())
+                pod = date_containers(pod, self._view.pods.get(uid), time.time())
             self._view.put_pod(uid, pod, version)
             if pod is not None:
                 self._wake(pod)

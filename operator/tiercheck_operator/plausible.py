@@ -30,7 +30,7 @@ _LATEST = 253_370_764_800.0
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 
 
-def plausible(report: Report) -> Report:
+def make_plausible(report: Report) -> Report:
     """`report` with every number and every reason such that it may be counted with, and be written. The same
     object if all are."""
     held = report.holdings

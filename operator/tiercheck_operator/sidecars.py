@@ -27,7 +27,7 @@ from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Report
 from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.observed import HostSign, WorkerReport
-from tiercheck_operator.plausible import ClockSkew, by_our_clock, plausible
+from tiercheck_operator.plausible import ClockSkew, by_our_clock, make_plausible
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class JobSidecars:
             raise SidecarError(f"{host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:
             raise SidecarError(f"{host} belongs to another job")
-        return plausible(by_our_clock(report, ahead))
+        return make_plausible(by_our_clock(report, ahead))
 
     def _heard(self, uid: str, report: Report) -> None:
         known = self._reports.get(uid)

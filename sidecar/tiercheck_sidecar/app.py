@@ -31,7 +31,7 @@ from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import RemoteSource
-from tiercheck_sidecar.offload.renewal import renewed
+from tiercheck_sidecar.offload.renewal import wait_for_renewal
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.sender import ParitySender
@@ -125,7 +125,7 @@ class Sidecar:
         who = "a spare" if self.state.config.worker == SPARE else f"worker {self.state.config.worker}"
         log.info("sidecar of %s is ready on %s", who, self.config.pod_ip)
         renewal = asyncio.create_task(
-            renewed(self.config.remote_credentials_dir, lambda: self.state.remote.reachable)
+            wait_for_renewal(self.config.remote_credentials_dir, lambda: self.state.remote.reachable)
         )
         renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from world_in_memory import World, make_spec
 
-from tiercheck_operator.controller.failures.sidecar_ends import away
+from tiercheck_operator.controller.failures.sidecar_ends import find_silent_members
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.status import PlacementRecord, SparesRecord
 
@@ -54,7 +54,7 @@ def test_sidecars_that_do_not_answer_are_counted_until_they_do() -> None:
         if killed:
             world.kill_sidecar(world.member(1))
             world.poll()
-        metrics.job_seen(world.job, len(away(world.observe())))
+        metrics.job_seen(world.job, len(find_silent_members(world.observe())))
         assert value(metrics, "tiercheck_sidecars_away") == killed
 
 

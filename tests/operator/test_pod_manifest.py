@@ -11,7 +11,7 @@ import pytest
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode, HangLimits, Policy
-from tiercheck_operator.controller.attempt.directives import policy
+from tiercheck_operator.controller.attempt.directives import build_policy
 from tiercheck_operator.manifests.owned import build_placement, build_service, parse_placement
 from tiercheck_operator.manifests.pod import build_pod
 from tiercheck_operator.manifests.template import template_problem
@@ -379,7 +379,7 @@ def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
     )
     assert (job.spec.copies, job.spec.parity) == (0, (2, 1))
     assert (job.spec.state_size, job.spec.rollback_after) == (2**30, 4)
-    assert policy(job.spec) == Policy(
+    assert build_policy(job.spec) == Policy(
         snapshot_every=None,
         remote_every=100,
         remote_keep=3,

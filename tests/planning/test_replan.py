@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.planning.clusters import RACK, Cluster, racks, uneven
-from tiercheck_operator.planning.placement.goals import standing
+from tiercheck_operator.planning.placement.goals import standing_of
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
 from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
 from tiercheck_operator.planning.replan.replan import ReplanInputs, finish, give_up, named, plan_round
@@ -239,7 +239,7 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
             if not found:
                 break
             had = {worker: _complete(holders, complete, worker) for worker in holders}
-            before = standing(ground, start, [holders[w] for w in sorted(holders)])
+            before = standing_of(ground, start, [holders[w] for w in sorted(holders)])
             # Only for a worker that has none may another one go down to its last copy.
             least = 1 if policy.copies and before.bare else policy.copies
             holders = {**holders, **found.holders}
@@ -263,7 +263,7 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
                 if leaving:
                     complete.add(pending.pop())
             complete |= {(worker, holder) for worker, kept in holders.items() for holder in kept}
-            after = standing(ground, start, [holders[w] for w in sorted(holders)])
+            after = standing_of(ground, start, [holders[w] for w in sorted(holders)])
             assert after < before
         else:
             raise AssertionError("the rounds do not end")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable
-from tiercheck_sidecar.model.span import common, spans
+from tiercheck_sidecar.model.span import intersect, spans
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding, TierVerdict, judge
 
@@ -191,7 +191,7 @@ class Model:
                 sorted(version for kind, version in self.writing[rank] if kind is Kind.DELTA)
             ),
             reached=self.reached[rank],
-            copied=common(spans(each.rebuildable(self.history)) for each in at),
+            copied=intersect(spans(each.rebuildable(self.history)) for each in at),
             copied_snapshots=tuple(sorted(set.intersection(*(each.of(Kind.SNAPSHOT) for each in at))))
             if at
             else (),

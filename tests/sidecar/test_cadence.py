@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck_sidecar.model.cadence import UNDECIDED, WITHOUT_DELTAS, Cadence, Needs, decide
-from tiercheck_sidecar.versions.tiers import pace
+from tiercheck_sidecar.versions.tiers import seconds_apart
 
 
 def test_deltas_cost_as_much_as_a_snapshot_between_two_of_them() -> None:
@@ -34,5 +34,5 @@ def test_cadence_is_always_within_its_bounds(sizes: list[tuple[int, int]]) -> No
 
 def test_messages_about_every_step_become_rarer_as_the_job_grows() -> None:
     """Or thousands of sidecars with news at every step would leave the coordinator no time for anything."""
-    assert pace(2) == 0.05
-    assert pace(5000) == 10.0
+    assert seconds_apart(2) == 0.05
+    assert seconds_apart(5000) == 10.0

@@ -97,7 +97,7 @@ def _minimum_of_newest() -> list[Patch]:
         last = min(newest, key=lambda span: span.last, default=None)
         return () if last is None else (last,)
 
-    return [(watermark, "common", least)]
+    return [(watermark, "intersect", least)]
 
 
 def _watermark_falls() -> list[Patch]:
@@ -172,7 +172,7 @@ def _forget_copies() -> list[Patch]:
     def own_only(reports: Any) -> Any:
         return [dataclasses.replace(each, hosted={}) for each in real(reports)]
 
-    return [(attempt, "inventories", own_only), (directives, "inventories", own_only)]
+    return [(attempt, "build_inventories", own_only), (directives, "build_inventories", own_only)]
 
 
 def _release_at_once() -> list[Patch]:

@@ -98,7 +98,9 @@ class Volumes:
             stack.enter_context(
                 mock.patch.object(slots, "break_seal", lambda path: self.seals.pop(path, None))
             )
-            stack.enter_context(mock.patch.object(vault, "near", return_value=contextlib.nullcontext()))
+            stack.enter_context(
+                mock.patch.object(vault, "touch_on_node", return_value=contextlib.nullcontext())
+            )
             yield
 
 

@@ -140,7 +140,7 @@ def _wait(channel: becoming.Channel, imports: becoming.Imports, names: Mapping[s
         recipe, command = becoming.rank_command(order["command"], names)
     except becoming.Unfit as unfit:
         print(f"tiercheck: a rank starts cold: {unfit}", file=sys.stderr)
-        becoming.cold(order["command"], environment)
+        becoming.start_cold(order["command"], environment)
     becoming.apply(environment)
     if not sys.flags.safe_path:
         del sys.path[0]

@@ -284,6 +284,6 @@ class _DcpFolder:
             raise CannotDo(f"{fqn} cannot be read from {path}: {error}") from error
 
 
-def total(found: Incoming) -> int:
+def total_bytes(found: Incoming) -> int:
     """Bytes of all tensors."""
     return sum(Box.whole(shape).count * dtype.itemsize for dtype, shape, _ in found.tensors.values())

@@ -22,7 +22,7 @@ Progress = Callable[[str, int], None]
 """Called with the tensor's name and the bytes written since the last call."""
 
 
-def chosen(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
+def choose_tensors(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
     """The tensors below `prefix`, by their names without it; all with their full names if it is empty. Raises
     CannotDo."""
     if not prefix:

@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import JobLayout, layout_of, planned
+from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
 from tiercheck_cli.simulate import assumptions
 from tiercheck_cli.simulate.assumptions import STEP_SECONDS, Assumptions
-from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
+from tiercheck_cli.simulate.lives import Result, scenario, simulate_lives, store_only
 from tiercheck_cli.simulate.screen import screen
 from tiercheck_cli.simulate.settings import settings
 from tiercheck_cli.terminal import (
@@ -121,7 +121,7 @@ def simulate(
         found, listed = job_and_nodes(file, nodes, made_up)
         if workers is not None:
             found["spec"]["workers"] = workers
-        layout = planned(found, listed, workers_per_node)
+        layout = plan_layout(found, listed, workers_per_node)
     if state_size is not None:
         layout = replace(layout, wanted=replace(layout.wanted, state_size=_bytes("--state-size", state_size)))
     pace = ((found.get("status") or {}).get("progress") or {}).get("stepSeconds")
@@ -138,7 +138,7 @@ def simulate(
             described = scenario(layout, row.wanted, assumed)
             task = progress.add_task(row.name, total=runs)
             try:
-                simulation = lives(
+                simulation = simulate_lives(
                     described,
                     days=days,
                     runs=runs,

@@ -126,7 +126,7 @@ def attachment_of(
     return Attachment(owner, policy, container["name"], seat.workers, procs or _procs(container))
 
 
-def injected(pod: Mapping[str, Any]) -> bool:
+def is_injected(pod: Mapping[str, Any]) -> bool:
     """Whether the pod is attached already, by this webhook or an earlier round of it."""
     annotations = (pod.get("metadata") or {}).get("annotations") or {}
     containers = (pod.get("spec") or {}).get("initContainers") or []
@@ -180,7 +180,7 @@ def inject(
     return new
 
 
-def refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
+def mark_refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
     """The pod as it is, with the reason written on it for whoever looks."""
     new: dict[str, Any] = copy.deepcopy(dict(pod))
     metadata = new.setdefault("metadata", {})

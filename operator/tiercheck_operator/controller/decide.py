@@ -22,14 +22,14 @@ from tiercheck_operator.controller.attempt.readiness import waiting_for_pods
 from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset_restart_count
 from tiercheck_operator.controller.failures.standstill import stalled_restore_message
 from tiercheck_operator.controller.failures.trigger import find_trigger, update_recovery
-from tiercheck_operator.controller.finish import after_finish, deadline_passed, suspend
+from tiercheck_operator.controller.finish import after_finish, find_passed_deadline, suspend
 from tiercheck_operator.controller.members.departures import departure_message
 from tiercheck_operator.controller.members.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.members.lost_nodes import unready_node_message
 from tiercheck_operator.controller.members.replacing import replace_pods, without_ended
 from tiercheck_operator.controller.members.spares import Upkeep, keep_spares
 from tiercheck_operator.controller.members.suspicion import due_probes, seconds_to_next_look
-from tiercheck_operator.controller.observe.memory import equal_share, too_small
+from tiercheck_operator.controller.observe.memory import equal_share, why_too_small
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.budget import budget_actions
 from tiercheck_operator.controller.placement.placing import (
@@ -139,7 +139,7 @@ def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> Decisi
 def end_at_deadline(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Fails a job that takes longer than it may."""
     left = situation.seconds_to_deadline
-    overdue = None if left is None else deadline_passed(situation)
+    overdue = None if left is None else find_passed_deadline(situation)
     return draft if overdue is None else conclude(situation, draft.finding(failed=overdue))
 
 
@@ -155,7 +155,7 @@ def wait_for_topology(situation: Situation, draft: DecisionDraft) -> DecisionDra
 def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Begins no job whose slots cannot hold its state."""
     spec = situation.job.spec
-    crowded = "" if situation.job.status.attempt else too_small(spec, equal_share(spec, situation.size))
+    crowded = "" if situation.job.status.attempt else why_too_small(spec, equal_share(spec, situation.size))
     if not crowded:
         return draft
     refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
@@ -344,7 +344,7 @@ def conclude(situation: Situation, draft: DecisionDraft) -> Decision:
     )
 
 
-def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
+def decision_after_refusal(obs: Observation, decision: Decision, sentence: str) -> Decision:
     """What is left of `decision` if the API server refused what comes before its status: to say so.
 
     A new attempt must not be written then, because it rests on what was refused.

@@ -14,7 +14,7 @@ from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.attempt.directives import due_directives
 from tiercheck_operator.controller.members.lost_nodes import out_of_reach
 from tiercheck_operator.controller.members.replacing import remove_pod
-from tiercheck_operator.controller.observe.inventories import known_as
+from tiercheck_operator.controller.observe.inventories import pods_by_their_own_index
 from tiercheck_operator.controller.observe.situation import Situation, is_suspending
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
@@ -51,7 +51,7 @@ def after_finish(obs: Observation) -> Decision:
         elif not pod.deleting:
             left = max(1.0, ended + patience - now)
             wake = left if wake is None else min(wake, left)
-    members = known_as(obs, [pod for pod in live if pod.ip and not pod.deleting])
+    members = pods_by_their_own_index(obs, [pod for pod in live if pod.ip and not pod.deleting])
     after: list[Action] = []
     if members and status.attempt:
         after += due_directives(obs, status, members, None, Phase.FINISH, exit_code=exit_code(obs))
@@ -78,7 +78,7 @@ def finishing_time(obs: Observation) -> float:
     return obs.patience.suspend if obs.job.spec.remote is None else obs.patience.flush
 
 
-def deadline_passed(situation: Situation) -> Finding | None:
+def find_passed_deadline(situation: Situation) -> Finding | None:
     """Why the job has to end now; None: it need not."""
     left, spec = situation.seconds_to_deadline, situation.job.spec
     if left is None or left > 0:
@@ -116,7 +116,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
             lost = node is not None and bool(node.lost)
             if lost or not pod.deleting:
                 before.append(DeletePod(pod.name, pod.uid, lost, f"pod {pod.name}: {why}"))
-    members = known_as(obs, [pod for pod in left if pod.ip and not pod.deleting])
+    members = pods_by_their_own_index(obs, [pod for pod in left if pod.ip and not pod.deleting])
     after: list[Action] = (
         list(due_directives(obs, status, members, None, Phase.FINISH)) if members and status.attempt else []
     )

@@ -17,13 +17,13 @@ from typing import Any
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.decide import decide, refused
+from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.controller.failures.sidecar_ends import away
+from tiercheck_operator.controller.failures.sidecar_ends import find_silent_members
 from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.members.suspicion import doubted_nodes
-from tiercheck_operator.controller.status.discretion import discreet
+from tiercheck_operator.controller.status.discretion import without_credentials
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
@@ -235,16 +235,16 @@ class JobLoop:
             await self._executor.run(job, decision.before, self._sidecars)
         except ApiFailure as error:
             if error.refused or (error.status >= 500 and self._failures >= _PATIENT_FAILURES):
-                await self._write_status(job, raw, refused(observation, decision, str(error)))
+                await self._write_status(job, raw, decision_after_refusal(observation, decision, str(error)))
             raise
         except Exception as error:
             # A fault of ours, most likely: the job's owner must hear of it, and not only our log.
             why = f"what the spec asks for cannot be made: {type(error).__name__}: {error}"[:500]
-            await self._write_status(job, raw, refused(observation, decision, why))
+            await self._write_status(job, raw, decision_after_refusal(observation, decision, why))
             raise
         delay = await self._write_status(job, raw, decision)
         await self._executor.run(job, decision.after, self._sidecars)
-        around.metrics.job_seen(parse_job(self._raw), len(away(observation)))
+        around.metrics.job_seen(parse_job(self._raw), len(find_silent_members(observation)))
         wanted = [around.config.resync_seconds, decision.wake_after, delay]
         return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
 
@@ -334,7 +334,7 @@ class JobLoop:
         """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
         if decision.status is None:
             return None
-        old, new = raw.get("status") or {}, discreet(render_record(fit_status(decision.status)))
+        old, new = raw.get("status") or {}, without_credentials(render_record(fit_status(decision.status)))
         if old == new:
             return None
         now = self._around.clock()

@@ -161,6 +161,6 @@ def stuck(begun: Mapping[str, float], now: float, limit: float) -> str:
     return f"{len(late)} jobs are stuck in a reconcile; {worst} for {late[worst]:.0f} s"
 
 
-def verdict(sentences: Iterable[str]) -> str:
+def describe_troubles(sentences: Iterable[str]) -> str:
     """All that is wrong, a line each; empty: nothing."""
     return "\n".join(sentence for sentence in sentences if sentence)

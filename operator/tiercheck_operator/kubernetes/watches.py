@@ -122,7 +122,7 @@ class Watched(Generic[V]):
         )
 
 
-def dated(pod: PodView, known: PodView | None, now: float) -> PodView:
+def date_containers(pod: PodView, known: PodView | None, now: float) -> PodView:
     """`pod` with when its kubelet's last word about each container was first heard. Nodes' clocks may be
     wrong; ours is one."""
     return replace(

@@ -20,7 +20,7 @@ def rfc3339(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def precise(seconds: float) -> str:
+def rfc3339_millis(seconds: float) -> str:
     """The same to the millisecond, for moments between which seconds are measured."""
     moment = datetime.datetime.fromtimestamp(round(seconds, 3), datetime.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -39,7 +39,7 @@ def parse_time(text: object) -> float | None:
 
 Moment = Annotated[
     float,
-    As(read=lambda raw: parse_time(raw) if isinstance(raw, str) else float(raw), write=precise),
+    As(read=lambda raw: parse_time(raw) if isinstance(raw, str) else float(raw), write=rfc3339_millis),
 ]
 """Unix seconds. The first operators wrote them as numbers."""
 

@@ -80,7 +80,7 @@ class ControlApi:
     ) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, self._expected):
-            return sentence(401, "the job's token is required")
+            return text_response(401, "the job's token is required")
         self.on_proof(request)
         return await handler(request)
 
@@ -88,14 +88,14 @@ class ControlApi:
         try:
             directive = decode(await request.read(), Directive)
         except Malformed as error:
-            return sentence(422, f"not a directive: {error}")
+            return text_response(422, f"not a directive: {error}")
         self._state.hear_controller()
         try:
             self._state.accept(directive)
         except StaleRefused as error:
-            return sentence(409, str(error))
+            return text_response(409, str(error))
         except DirectiveRefused as error:
-            return sentence(403, str(error))
+            return text_response(403, str(error))
         return self._tell(self._reporter.report())
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
@@ -105,7 +105,7 @@ class ControlApi:
             if not math.isfinite(wait):
                 raise ValueError(wait)
         except ValueError:
-            return sentence(422, "after is a serial, wait is in seconds")
+            return text_response(422, "after is a serial, wait is in seconds")
         self._state.hear_controller()
         deadline = asyncio.get_running_loop().time() + min(wait, _MAX_WAIT)
         while True:
@@ -140,7 +140,7 @@ def answer(value: object) -> web.Response:
     return web.Response(body=to_json(value), content_type="application/json")
 
 
-def sentence(status: int, text: str) -> web.Response:
+def text_response(status: int, text: str) -> web.Response:
     return web.json_response({"error": text}, status=status)
 
 
@@ -151,24 +151,24 @@ def routes(state: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
         try:
             report = decode(await request.read(), TierReport)
         except Malformed as error:
-            return sentence(422, f"not a tier report: {error}")
+            return text_response(422, f"not a tier report: {error}")
         if report.job_uid != state.config.job_uid:
-            return sentence(403, f"this sidecar belongs to job {state.config.job_uid}")
+            return text_response(403, f"this sidecar belongs to job {state.config.job_uid}")
         try:
             return answer(await asyncio.to_thread(coordinator.hear, report))
         except StaleReport as error:
-            return sentence(409, str(error))
+            return text_response(409, str(error))
         except BadReport as error:
-            return sentence(422, str(error))
+            return text_response(422, str(error))
         except NotNow as error:
-            return sentence(503, str(error))
+            return text_response(503, str(error))
 
     async def watermarks(request: web.Request) -> web.StreamResponse:
         try:
             verdict = decode(await request.read(), TierVerdict)
         except Malformed as error:
-            return sentence(422, f"not a verdict: {error}")
+            return text_response(422, f"not a verdict: {error}")
         reason = state.follow(verdict)
-        return sentence(409, reason) if reason else answer(state.verdict)
+        return text_response(409, reason) if reason else answer(state.verdict)
 
     return [web.post("/v1/tiers", tiers), web.put("/v1/watermarks", watermarks)]

@@ -274,7 +274,7 @@ class Wire:
             if not bare:
                 self._socket.sendall(frame.tag())
         except OSError as error:
-            raise broken(error) from error
+            raise wire_error(error) from error
 
     def receive_chunk_header(self) -> tuple[int, int]:
         """(index, length); index END ends the stream. The bytes are to be received next, all of them."""
@@ -365,7 +365,7 @@ class Wire:
                 if view and time.monotonic() > self._deadline:
                     raise WireBroken("it took too long")
         except OSError as error:
-            raise broken(error) from error
+            raise wire_error(error) from error
 
     def _take(self, length: int) -> bytearray:
         buffer = bytearray(length)
@@ -376,7 +376,7 @@ class Wire:
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise broken(error) from error
+            raise wire_error(error) from error
 
 
 def _nobody(_: int) -> None:
@@ -399,7 +399,7 @@ def _address(of: Callable[[], Any]) -> tuple[str, int]:
     try:
         host, port, *_ = of()
     except OSError as error:
-        raise broken(error) from error
+        raise wire_error(error) from error
     except ValueError as error:
         raise WireBroken("the connection has no address") from error
     return str(host), int(port)
@@ -426,7 +426,7 @@ def from_bitmap(text: str, chunks: int) -> set[int]:
     return {index for index in range(chunks) if number >> index & 1}
 
 
-def broken(error: OSError) -> WireBroken:
+def wire_error(error: OSError) -> WireBroken:
     """`error` of a socket, told apart."""
     if isinstance(error, WireBroken):
         return error

@@ -21,7 +21,7 @@ from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, broken
+from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, wire_error
 from tiercheck_sidecar.exchange.protection import directions
 from tiercheck_sidecar.vault.tags import Tagger
 
@@ -92,7 +92,7 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
     try:
         connection = socket.create_connection(endpoint(host, port), CONNECT_TIMEOUT, (identity.host, 0))
     except OSError as error:
-        raise type(broken(error))(f"{host} cannot be reached: {error}") from error
+        raise type(wire_error(error))(f"{host} cannot be reached: {error}") from error
     wire = Wire(connection, CONNECT_TIMEOUT)
     try:
         claim = CallerClaim(

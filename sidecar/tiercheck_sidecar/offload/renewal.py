@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _LOOK_EVERY = 2.0
 
 
-async def renewed(folder: Path | None, reachable: Callable[[], bool | None]) -> None:
+async def wait_for_renewal(folder: Path | None, reachable: Callable[[], bool | None]) -> None:
     """Returns when the Secret mounted at `folder` differs from what it was and the remote tier is not
     reachable. May never."""
     if folder is None:

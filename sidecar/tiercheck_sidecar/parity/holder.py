@@ -18,7 +18,7 @@ from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity import isal
-from tiercheck_sidecar.parity.block import Block, BlockGone, overtaken
+from tiercheck_sidecar.parity.block import Block, BlockGone, is_expendable
 from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.unfold import Scratch
@@ -69,7 +69,7 @@ class ParityHolder:
             if sealed.members[share.ranks.index(artifact.rank)] == digests:
                 return ParitySay("have")
             return ParitySay("refused", f"{sealed} was made from other bytes")
-        if overtaken(artifact.version, artifact.kind, directive.history, self._state.verdict):
+        if is_expendable(artifact.version, artifact.kind, directive.history, self._state.verdict):
             return ParitySay("late", f"{artifact.version} is overtaken")
         try:
             block = self._block(share, artifact, ask.world_size, digests)
@@ -138,7 +138,7 @@ class ParityHolder:
             doomed = [
                 key
                 for key in self._blocks
-                if key[0] not in lanes or overtaken(key[1], key[2], directive.history, verdict)
+                if key[0] not in lanes or is_expendable(key[1], key[2], directive.history, verdict)
             ]
         for key in doomed:
             self._give_up(key)

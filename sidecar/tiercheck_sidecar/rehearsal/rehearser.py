@@ -15,7 +15,7 @@ from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import Proof, RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in, rest
+from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in, seconds_to_rest
 from tiercheck_sidecar.rehearsal.routes import routes
 from tiercheck_sidecar.rehearsal.walk import Disproved, Stopped, TooSlow, Walk, Walked
 from tiercheck_sidecar.restore.sources import RestoreSources
@@ -170,7 +170,7 @@ class _Ground:
     def rest(self, core: float, moved: int) -> None:
         policy = self._directive.policy
         bandwidth = {Tier.PEER: policy.peer_bandwidth, Tier.REMOTE: policy.remote_bandwidth}.get(self._tier)
-        self.pause(rest(core, moved, bandwidth))
+        self.pause(seconds_to_rest(core, moved, bandwidth))
         self._wait(lambda: self._is_over() or not self._vault.unfinished(), _GIVES_WAY)
         self._go_on()
 

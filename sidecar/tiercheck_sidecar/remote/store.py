@@ -32,8 +32,8 @@ from tiercheck_sidecar.remote.verify import (
     check_chunks,
     check_shape,
     digest_of,
-    nothing,
-    nothing_arrived,
+    ignore_arrival,
+    ignore_bytes,
 )
 
 FETCH_BYTES = 16 * 1024 * 1024
@@ -125,7 +125,7 @@ class RemoteStore:
             )
         self._bucket.set_rate(bandwidth)
 
-        def gate(offset: int, piece: memoryview, first: Callable[[memoryview], None] = nothing) -> None:
+        def gate(offset: int, piece: memoryview, first: Callable[[memoryview], None] = ignore_bytes) -> None:
             check_chunks(piece, offset, digests, str(path), first)
             self._bucket.take(len(piece))
 
@@ -208,7 +208,7 @@ class RemoteStore:
         artifact: RankArtifact,
         into: memoryview,
         chunks: Sequence[int] | None = None,
-        heard: Callable[[int], None] = nothing_arrived,
+        heard: Callable[[int], None] = ignore_arrival,
     ) -> None:
         """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify
         every chunk. `heard` is told of the bytes as they come, and what it raises ends the reading.
@@ -295,7 +295,7 @@ class RemoteStore:
         digests: Digests,
         begin: int,
         into: memoryview,
-        heard: Callable[[int], None] = nothing_arrived,
+        heard: Callable[[int], None] = ignore_arrival,
     ) -> None:
         if self._closed.is_set():
             raise RemoteClosed

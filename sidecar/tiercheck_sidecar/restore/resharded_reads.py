@@ -23,7 +23,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.bounded_calls import BoundedCall, SourceCorrupt, SourceFailed, Stalled
 from tiercheck_sidecar.decoding import create_plain, open_plain
-from tiercheck_sidecar.digest import digest_chunk, length_of, piece
+from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
@@ -183,7 +183,7 @@ class Lender:
             yield (
                 opening.seal.digests,
                 lambda indices, into: receive_chunks(
-                    opening, indices, lambda index: piece(into, opening.seal.digests, index)
+                    opening, indices, lambda index: chunk_view(into, opening.seal.digests, index)
                 ),
             )
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.digest import CHUNK, digest, is_well_formed, running
+from tiercheck_sidecar.digest import CHUNK, digest, is_well_formed, running_digest
 
 _KEY = 32
 _HEX = 32
@@ -84,7 +84,7 @@ def digest_and_tag(view: memoryview, tagger: Tagger | None) -> tuple[Digests, Ta
     digests, tags = [], []
     for index, begin in enumerate(range(0, len(view), CHUNK)):
         end = min(begin + CHUNK, len(view))
-        hasher, tag = running(), tagger.running(index)
+        hasher, tag = running_digest(), tagger.running(index)
         for at in range(begin, end, _PIECE):
             piece = view[at : min(at + _PIECE, end)]
             hasher.update(piece)

@@ -21,7 +21,7 @@ from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.vault.demand import deltas_refused, saving_refused
 from tiercheck_sidecar.vault.draft import SlotDraft
 from tiercheck_sidecar.vault.inventory import fault, take_inventory
-from tiercheck_sidecar.vault.pages import near
+from tiercheck_sidecar.vault.pages import touch_on_node
 from tiercheck_sidecar.vault.seal import Seal, write_seal
 from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, remove_files
 from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Slot, SlotState, create
@@ -324,7 +324,7 @@ class Vault:
         with self._table as table:
             numa = table.numa_of(slot)
         try:
-            with near(numa):
+            with touch_on_node(numa):
                 slot.adopt(create(slot.path, slot.size))
         except OSError as error:
             log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)

@@ -14,7 +14,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.digest import digest_chunk, length_of, piece
+from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.inventory import header_fault
@@ -56,7 +56,7 @@ def _mapped(vault: Vault, artifact: Artifact) -> Iterator[tuple[memoryview, Seal
 
 
 def _chunk_fault(view: memoryview, digests: Digests, index: int) -> str:
-    if digest_chunk(piece(view, digests, index)) == digests.values[index]:
+    if digest_chunk(chunk_view(view, digests, index)) == digests.values[index]:
         return ""
     return f"chunk {index} does not match its digest"
 

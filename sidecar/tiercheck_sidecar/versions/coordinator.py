@@ -21,9 +21,9 @@ from tiercheck.supervised import describe
 from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.model.cadence import Needs, decide
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.versions.ending import is_hopeless, present
-from tiercheck_sidecar.versions.sound_reports import objection
-from tiercheck_sidecar.versions.tiers import pace
+from tiercheck_sidecar.versions.ending import is_hopeless, workers_present
+from tiercheck_sidecar.versions.sound_reports import find_objection
+from tiercheck_sidecar.versions.tiers import seconds_apart
 from tiercheck_sidecar.versions.watermark import (
     Copy,
     RankTiers,
@@ -120,7 +120,7 @@ class Coordinator:
         late = self._state.fence.refuse_past(report.attempt, directive)
         if late:
             raise StaleReport(late)
-        wrong = objection(report, directive)
+        wrong = find_objection(report, directive)
         with self._lock:
             self._enter(directive)
             if wrong:
@@ -271,7 +271,7 @@ class Coordinator:
                 }
                 list(pool.map(lambda client, word=verdict: _tell(client, word), clients.values()))
                 self.announced(verdict)
-                self._state.wait_until(lambda: False, pace(len(hosts)))
+                self._state.wait_until(lambda: False, seconds_apart(len(hosts)))
 
     def news(self) -> tuple[TierVerdict, list[str]] | None:
         """The verdict that everybody shall be told, and where they are; None: they have been."""
@@ -302,7 +302,7 @@ class Coordinator:
     def _present(self, directive: Directive) -> set[int]:
         now = self._clock()
         quiet = {worker: now - self._heard.setdefault(worker, now) for worker in range(directive.workers)}
-        return present(quiet, pace(directive.workers))
+        return workers_present(quiet, seconds_apart(directive.workers))
 
     def _is_over(self, directive: Directive, upload: Version | None) -> bool:
         if directive.phase is not Phase.FINISH:

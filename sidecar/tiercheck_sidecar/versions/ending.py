@@ -65,7 +65,7 @@ def owes_nothing(own: Collection[Version | None], stored: Version | None) -> boo
     return any(newest is None or (stored is not None and newest <= stored) for newest in own) or not own
 
 
-def present(quiet: Mapping[int, float], interval: float) -> set[int]:
+def workers_present(quiet: Mapping[int, float], interval: float) -> set[int]:
     """Workers that are there. `quiet`: seconds since each was heard; `interval`: between two words of one."""
     return {worker for worker, seconds in quiet.items() if seconds < max(GONE, 3 * interval)}
 

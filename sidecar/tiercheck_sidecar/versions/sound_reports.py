@@ -22,7 +22,7 @@ _MOST = 2**53
 """Of steps, attempts and bytes."""
 
 
-def objection(report: TierReport, directive: Directive) -> str:
+def find_objection(report: TierReport, directive: Directive) -> str:
     """Why the report cannot be true, as a clause; empty if it can."""
     procs = directive.procs_per_worker
     if not 0 <= report.worker < directive.workers:

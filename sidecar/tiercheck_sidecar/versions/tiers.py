@@ -14,7 +14,7 @@ from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.cadence import Needs
-from tiercheck_sidecar.model.span import Span, common
+from tiercheck_sidecar.model.span import Span, intersect
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.stock import MemoryStock, Where, stock_of, stocks
 from tiercheck_sidecar.vault import Vault
@@ -38,7 +38,7 @@ Uploaded = Callable[[int, TierVerdict | None], tuple[RankArtifact, ...]]
 """A rank's upload of the version that the verdict wants, if it is done."""
 
 
-def pace(workers: int) -> float:
+def seconds_apart(workers: int) -> float:
     """The least seconds between two messages of one sidecar to the coordinator, or back."""
     return max(_MOMENT, workers / _WORKERS_PER_SECOND)
 
@@ -61,7 +61,7 @@ class TierClient:
             directive = self._state.directive
             interval = _EVERY
             if directive is not None:
-                interval = max(_EVERY, pace(directive.workers))
+                interval = max(_EVERY, seconds_apart(directive.workers))
                 report = self.gather(directive)
                 due = time.monotonic() - sent_at >= interval
                 if report != self._taken or due or self._state.verdict is None:
@@ -71,7 +71,7 @@ class TierClient:
                     if report.final:
                         self._state.bump()
             generation = self._state.wait(seen, interval)
-            self._state.wait_until(lambda: False, pace(directive.workers) if directive else _MOMENT)
+            self._state.wait_until(lambda: False, seconds_apart(directive.workers) if directive else _MOMENT)
             seen = generation
 
     def end(self) -> WorkerEnd:
@@ -205,7 +205,7 @@ def _at_holders(
 
 
 def _copied(at_holders: list[MemoryStock], directive: Directive) -> tuple[Span, ...]:
-    return common(stock.rebuildable(directive.history) for stock in at_holders)
+    return intersect(stock.rebuildable(directive.history) for stock in at_holders)
 
 
 def _everywhere(at_holders: list[MemoryStock]) -> set[Version]:

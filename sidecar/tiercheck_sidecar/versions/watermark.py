@@ -16,7 +16,7 @@ from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.model.cadence import UNDECIDED, Cadence, Needs
-from tiercheck_sidecar.model.span import Span, common, newest, united
+from tiercheck_sidecar.model.span import Span, intersect, newest, unite
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def judge(
     copied = _newest(_shared(tiers.copied_snapshots for tiers in guarded), history) if guarded else snapshot
     anchor = _later(before.anchor, copied)
     standing = TierStanding(
-        local=_later(before.local, newest(common(tiers.local for tiers in ranks.values()), history)),
-        peer=_later(before.peer, newest(common(tiers.copied for tiers in guarded), history)),
+        local=_later(before.local, newest(intersect(tiers.local for tiers in ranks.values()), history)),
+        peer=_later(before.peer, newest(intersect(tiers.copied for tiers in guarded), history)),
         snapshot=snapshot,
         anchor=anchor,
         copy=_next_copy(before.copy, snapshot, anchor, guarded),
@@ -227,7 +227,7 @@ def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]
         for rank in copy.ranks:
             if rank in found:
                 found[rank] += copy.versions
-    return newest(common(map(united, found.values())), history)
+    return newest(intersect(map(unite, found.values())), history)
 
 
 def _is_lost(version: Version | None, ranks: Mapping[int, RankTiers], copies: Collection[Copy]) -> bool:

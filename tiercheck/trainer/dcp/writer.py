@@ -20,7 +20,7 @@ from tiercheck.protocol.artifacts.slot import PIECES, SlotLayout
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Backend
 from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.dcp.note import LENGTHS, Note, checked, planner_paths
+from tiercheck.trainer.dcp.note import LENGTHS, Note, check_readable, planner_paths
 from tiercheck.trainer.state.leaves import NotCapturable, dtype_name
 from tiercheck.trainer.state.slot_file import OpenSlots, bytes_into
 from tiercheck.trainer.state.user_state import capacity_for
@@ -147,7 +147,7 @@ class _Save:
                 written = planner.resolve_data(item)
                 assert not isinstance(written, torch.Tensor)
                 places[fqn] = (len(content), len(content) + len(written.getbuffer()))
-                content += checked(fqn, written.getvalue())
+                content += check_readable(fqn, written.getvalue())
                 continue
             entry = DCP_PREFIX + fqn
             while entry in self._tensors:

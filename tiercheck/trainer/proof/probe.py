@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tiercheck.trainer.deltas.encoding import same
+from tiercheck.trainer.deltas.encoding import are_equal_by_bits
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.proof.clones import Cloner, Clones
 from tiercheck.trainer.proof.replayable import is_function, is_known, is_value, own_attributes
@@ -96,7 +96,7 @@ class Probe:
         clones, self._clones = self._clones, None
         if clones is None:
             return
-        if self._random is not None and not same(self._random, user_state.random_state()):
+        if self._random is not None and not are_equal_by_bits(self._random, user_state.random_state()):
             raise ProbeRefused(f"{self._name} draws random numbers")
         try:
             if self._random is None:

@@ -21,7 +21,7 @@ from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, Take, co
 from tiercheck.trainer.backends.backend import Ranges
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.proof.samples import Sampler
-from tiercheck.trainer.replicas.ranks import everyones
+from tiercheck.trainer.replicas.ranks import gather_from_all
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.restore.load import (
     DifferentState,
@@ -199,7 +199,7 @@ def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
     for. A collective call."""
     here = {f"model/{key}" for key, _, _ in model_items(model)}
     saved = {name for name in (*others.holders, *others.private) if name.startswith("model/")}
-    if lost := set.intersection(*everyones(saved - here)):
+    if lost := set.intersection(*gather_from_all(saved - here)):
         raise DifferentState(f"{min(lost)} is only in the checkpoint")
 
 

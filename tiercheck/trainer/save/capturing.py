@@ -124,7 +124,7 @@ class Capturing:
         inventory, state = self._trained.inventories.take(), self._trained.state
         blob = user_state.Packed(state, inventory.facts, inventory.fixed)
         self._compare(inventory)
-        if name := user_state.borrowed(state, [entry.tensor for entry in inventory.entries]):
+        if name := user_state.find_borrowed(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(
                 "Shared",
                 f"state[{name!r}] holds tensors of the model or its optimizers: what comes back there "

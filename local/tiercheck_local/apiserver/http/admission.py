@@ -35,7 +35,7 @@ class _Unreachable(Exception):
     """The webhook gave no answer that can be used."""
 
 
-async def admitted(objects: ApiObjects, target: Target, call: ApiCall) -> ApiCall:
+async def admit_object(objects: ApiObjects, target: Target, call: ApiCall) -> ApiCall:
     """The call with what webhooks made of its object. Raises ApiError if one denies it, or fails and must not
     be left out."""
     resource = target.resource

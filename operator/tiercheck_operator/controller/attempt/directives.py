@@ -26,7 +26,7 @@ from tiercheck.protocol.directive import (
 )
 from tiercheck_operator.controller.observe.inventories import (
     bad_everywhere,
-    inventories,
+    build_inventories,
     parity_group,
     remote_inventory,
     reports_of,
@@ -52,7 +52,7 @@ def master_port(job_uid: str, attempt: int) -> int:
     return _FIRST_PORT + zlib.crc32(f"{job_uid}:{attempt}".encode()) % _PORTS
 
 
-def policy(spec: JobSpec, restored: bool = False) -> Policy:
+def build_policy(spec: JobSpec, restored: bool = False) -> Policy:
     """`restored`: the attempt began from a version, so its script is known to make steps."""
     remote = spec.remote or {}
     bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
@@ -125,7 +125,7 @@ def _sources(
     # Trainers borrow from the old ranks after the release, until they make steps.
     looking = phase is Phase.HOLD or (old and status.recovery is not None)
     stored = (Source(Tier.REMOTE),) if spec.remote is not None else ()
-    settled = dict.fromkeys(range(old), stored) if old else settled_sources(spec, members, placement)
+    settled = dict.fromkeys(range(old), stored) if old else find_settled_sources(spec, members, placement)
     if not looking:
         return settled
     reports = reports_of(obs, members)
@@ -133,7 +133,7 @@ def _sources(
         obs.size * spec.procs_per_worker,
         spec.procs_per_worker,
         status.history,
-        inventories(reports),
+        build_inventories(reports),
         remote_inventory(spec, reports),
         bad=bad_everywhere(reports),
         groups=placement.groups if placement is not None else (),
@@ -173,7 +173,7 @@ def build_directives(
     version = status.restored_version
     workers, procs = _size(obs, status)
     old = 0 if version is None else status.resized_from
-    rules, port = policy(spec, restored=version is not None), master_port(uid, status.attempt)
+    rules, port = build_policy(spec, restored=version is not None), master_port(uid, status.attempt)
     for worker in sorted(members):
         ranks = range(worker * procs, (worker + 1) * procs)
         directive = Directive(
@@ -218,7 +218,7 @@ def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
     return obs.size, obs.job.spec.procs_per_worker
 
 
-def settled_sources(
+def find_settled_sources(
     spec: JobSpec, members: Mapping[int, PodView], placement: SavedPlacement | None
 ) -> dict[int, tuple[Source, ...]]:
     """Where a released attempt's version may still be found: by placement, so that the directive does not

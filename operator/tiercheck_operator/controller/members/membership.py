@@ -13,7 +13,7 @@ from functools import partial
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.members.departures import Assignment, Departure, Move, assign, find_moves
 from tiercheck_operator.controller.members.lost_nodes import why_left_down, why_lost
-from tiercheck_operator.controller.members.suspicion import Doubt, restart_due, silence, was_up
+from tiercheck_operator.controller.members.suspicion import Doubt, restart_due, seconds_silent, was_up
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 
@@ -288,5 +288,5 @@ def _silent(obs: Observation) -> set[str]:
         for pod in obs.spares
         if was_up(obs, pod)
         and restart_due(obs, pod) is None
-        and (silence(obs, pod) or 0.0) > obs.patience.silent
+        and (seconds_silent(obs, pod) or 0.0) > obs.patience.silent
     }

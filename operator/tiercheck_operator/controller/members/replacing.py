@@ -49,7 +49,7 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
                 next_incarnation(situation, worker),
                 avoid,
                 _home(situation, worker),
-                shunned_hosts(situation),
+                unwelcome_hosts(situation),
             )
         )
     return actions + _removals(situation), wait
@@ -65,7 +65,7 @@ def without_ended(obs: Observation, actions: Sequence[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, DeletePod) and action.uid not in ended]
 
 
-def shunned_hosts(obs: Observation) -> tuple[str, ...]:
+def unwelcome_hosts(obs: Observation) -> tuple[str, ...]:
     """Host names that new pods stay away from if they can."""
     return tuple(sorted(obs.nodes[name].hostname for name in obs.shunned if name in obs.nodes))
 

@@ -16,7 +16,7 @@ from tiercheck_operator.controller.members.replacing import (
     is_held_by_avoidance,
     next_incarnation,
     remove_pod,
-    shunned_hosts,
+    unwelcome_hosts,
 )
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
@@ -108,7 +108,7 @@ def keep_spares(situation: Situation) -> Upkeep:
     first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
     avoid = avoided_hosts(situation)
     actions += [
-        CreateSpare(number, avoid, shunned_hosts(situation)) for number in range(first, first + missing)
+        CreateSpare(number, avoid, unwelcome_hosts(situation)) for number in range(first, first + missing)
     ]
     return Upkeep(takeovers, tuple(actions))
 

@@ -24,9 +24,9 @@ from tiercheck_operator.planning.suspicion import (
     Suspicion,
     Training,
     Witness,
-    quiet_for,
-    suspected,
-    unconfirmed,
+    find_unconfirmed,
+    seconds_quiet,
+    suspects,
 )
 
 _STARTS = 150.0
@@ -36,13 +36,13 @@ _ASK_AGAIN = 1.0
 """Seconds between two calls to a pod that peers cannot reach."""
 
 
-def answers(obs: Observation, pod: PodView) -> bool:
+def is_heard(obs: Observation, pod: PodView) -> bool:
     """Whether the last call of its sidecar was answered."""
     known = obs.reports.get(pod.uid)
     return known is not None and known.silent_since is None and known.answered_at is not None
 
 
-def silence(obs: Observation, pod: PodView) -> float | None:
+def seconds_silent(obs: Observation, pod: PodView) -> float | None:
     """Seconds for which its sidecar, which ought to, has not answered; None: it does, or was not asked yet.
 
     They begin anew when its kubelet says that it is up: that may be told before our next call gets through.
@@ -60,7 +60,7 @@ def was_up(obs: Observation, pod: PodView) -> bool:
     if state is ContainerState.UP or (known is not None and known.answered_at is not None):
         return True
     if state is ContainerState.STARTING and not pod.sidecar.restarts:
-        return (silence(obs, pod) or 0.0) > _STARTS
+        return (seconds_silent(obs, pod) or 0.0) > _STARTS
     return pod.sidecar.restarting and pod.uid in obs.attempt_pods
 
 
@@ -77,7 +77,7 @@ def restart_due(obs: Observation, pod: PodView) -> float | None:
     return min(0.0, said - obs.now)
 
 
-def training(obs: Observation) -> Training:
+def describe_training(obs: Observation) -> Training:
     """How the job as a whole gets on."""
     status = obs.job.status
     steps = [
@@ -88,7 +88,7 @@ def training(obs: Observation) -> Training:
         and known.report.attempt == status.attempt
     ]
     # Sidecars that were just started have not heard yet whether their trainers make steps.
-    told = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if answers(obs, pod)]
+    told = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if is_heard(obs, pod)]
     stepped = min(obs.now - max(steps, default=-math.inf), max(told, default=math.inf))
     waits = status.recovery is not None and status.recovery.released_at is None
     return Training(stepped, status.step_seconds or 0.0, waits)
@@ -118,7 +118,7 @@ def hear_witnesses(obs: Observation) -> Testimony:
     """Of all pods that were up and are not being ended."""
     running = [pod for pod in obs.living if was_up(obs, pod)]
     homes = {(pod.worker, pod.address): pod.uid for pod in running}
-    return Testimony(running, [_witness(obs, pod, homes) for pod in running], training(obs))
+    return Testimony(running, [_witness(obs, pod, homes) for pod in running], describe_training(obs))
 
 
 def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
@@ -129,7 +129,7 @@ def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
     if not any(witness.silent is not None or witness.accuses for witness in witnesses):
         return {}
     found = {}
-    for uid, suspicion in suspected(witnesses, _limits(obs), heard.training).items():
+    for uid, suspicion in suspects(witnesses, _limits(obs), heard.training).items():
         here = [other.uid for other in running if other.node == pods[uid].node]
         gone = all(other in silent for other in here)
         # A kubelet that lives would have told of processes that are not there any more.
@@ -152,14 +152,14 @@ def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
     named = {entry.pod for witness in witnesses for entry in witness.accuses}
     silent = [witness for witness in witnesses if witness.silent is not None]
     limits, trained = _limits(obs), heard.training
-    last = [unconfirmed(witnesses, quiet_for(witness, trained), limits) for witness in silent]
+    last = [find_unconfirmed(witnesses, seconds_quiet(witness, trained), limits) for witness in silent]
     at_once = set[str]().union(*last)
     if silent:
         shortest = min(witness.silent or 0.0 for witness in silent)
         named |= {
             witness.pod for witness in witnesses if witness.silent is None and witness.heard >= shortest
         }
-        named |= set([pod.uid for pod in running if answers(obs, pod) and pod.uid in obs.attempt_pods][:1])
+        named |= set([pod.uid for pod in running if is_heard(obs, pod) and pod.uid in obs.attempt_pods][:1])
     due = []
     for uid in sorted(named | at_once):
         known = obs.reports.get(uid)
@@ -191,7 +191,7 @@ def _limits(obs: Observation) -> Limits:
 
 
 def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str]) -> Witness:
-    known, silent = obs.reports.get(pod.uid), silence(obs, pod)
+    known, silent = obs.reports.get(pod.uid), seconds_silent(obs, pod)
     report = obs.newest_reports.get(pod.uid) if silent is None else None
     current = obs.current_reports.get(pod.uid)
     accuses = tuple(

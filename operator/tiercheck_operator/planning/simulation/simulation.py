@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from tiercheck.protocol.directive import Tier
 from tiercheck_operator.planning.recovery.what_if import Consequence, domain_losses, what_if
 from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes, Saving, Scenario
-from tiercheck_operator.planning.simulation.survival import Survival, fallback
+from tiercheck_operator.planning.simulation.survival import Survival, find_fallback
 
 __all__ = [
     "Chance",
@@ -204,7 +204,7 @@ class _Life:
         lost = self._bare.union(victims)
         peer = max(self._base, saving.peer(step)) if protected else self._copied
         remote = saving.remote(step)
-        outcome = fallback(
+        outcome = find_fallback(
             lost=bool(lost),
             survives=self._survival.in_memory(lost, self._empty),
             own=step - max(self._base, saving.local(step)),

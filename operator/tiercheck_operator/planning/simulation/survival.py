@@ -68,7 +68,7 @@ def _decodable(members: int, gone: tuple[int, ...], blocks: tuple[int, ...]) -> 
 
 
 @lru_cache(maxsize=65536)
-def fallback(
+def find_fallback(
     *,
     lost: bool,
     survives: bool,
