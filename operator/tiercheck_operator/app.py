@@ -292,7 +292,7 @@ class Operator:
         )
         async def pods_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
-            pod = self._strange.understood("Pod", body, parse_pod)
+            pod = self._strange.parse_or_none("Pod", body, parse_pod)
             if pod is not None:
                 pod = date_containers(pod, self._view.pods.get(uid), time.time())
             self._view.put_pod(uid, pod, version)
@@ -304,7 +304,7 @@ class Operator:
         @kopf.index("v1", "nodes", id="nodes_seen", registry=registry)
         async def nodes_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
-            node = self._strange.understood("Node", body, lambda raw: parse_node(raw, self._config.signs))
+            node = self._strange.parse_or_none("Node", body, lambda raw: parse_node(raw, self._config.signs))
             if self._view.put_node(uid, node, version):
                 self._wake_all()
 
@@ -336,7 +336,7 @@ class Operator:
     def _job_changed(self, raw: Mapping[str, Any]) -> None:
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
-        known_as = self._strange.understood(names.KIND, raw, identity_of) or uid
+        known_as = self._strange.parse_or_none(names.KIND, raw, identity_of) or uid
         identity = str(raw["metadata"]["namespace"]), known_as
         # A job is what its own UID says; whose workload it says to look after is only its word, and the first
         # one counts.

@@ -210,7 +210,7 @@ class Sidecar:
         yet.
         """
         state, end, seen = self.state, time.monotonic() + min(_HAND_OVER, self.config.flush_seconds), -1
-        while time.monotonic() < end and not state.overtaken:
+        while time.monotonic() < end and not state.fenced:
             directive = state.directive
             if directive is None or directive.phase is not Phase.RELEASE:
                 return
@@ -223,7 +223,7 @@ class Sidecar:
         state, seen = self.state, -1
         seconds = self.config.flush_seconds
         end = time.monotonic() + seconds
-        while self._over and self.config.remote and not state.overtaken and not self._settled():
+        while self._over and self.config.remote and not state.fenced and not self._settled():
             if time.monotonic() >= end:
                 log.error(
                     "the last version did not reach the remote tier within %.0f s: %s",

@@ -195,7 +195,7 @@ def _template(text: bytes) -> None:
         return
     job = replace(_JOB, spec=replace(_JOB.spec, template=template))
     with contextlib.suppress(Unbuildable):
-        build_pod(job, 0, 0, ["n1"], "image", prefer="n2", shun=["n3"])
+        build_pod(job, 0, 0, ["n1"], "image", prefer="n2", unwelcome=["n3"])
     with contextlib.suppress(Unbuildable):
         build_spare(job, 0, ["n1"], "image")
 

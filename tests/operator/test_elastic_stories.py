@@ -223,8 +223,8 @@ def test_node_that_comes_back_just_then_is_used_and_the_job_is_whole() -> None:
     world = elastic()
     lose(world, 1)
     tick_until(world, lambda: world.status.size)
-    homeless = next(uid for uid, pod in world.pods.items() if pod.worker == 1 and pod.node is None)
-    world.pods[homeless] = replace(world.pods[homeless], node="n13", unschedulable_since=None)
+    unschedulable = next(uid for uid, pod in world.pods.items() if pod.worker == 1 and pod.node is None)
+    world.pods[unschedulable] = replace(world.pods[unschedulable], node="n13", unschedulable_since=None)
     world.reconcile()
     assert world.status.size is None
     world.until("Running", attempt=2)

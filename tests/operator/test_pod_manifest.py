@@ -403,7 +403,7 @@ def test_job_that_says_nothing_gets_deltas_a_sanity_gate_and_a_copy() -> None:
 
 
 def test_node_that_another_job_suspects_is_shunned_and_not_forbidden() -> None:
-    pod = build_pod(make_job(), 0, 0, (), "sidecar:1", shun=("n2", "n1"))
+    pod = build_pod(make_job(), 0, 0, (), "sidecar:1", unwelcome=("n2", "n1"))
     affinity = pod["spec"]["affinity"]["nodeAffinity"]
     assert "requiredDuringSchedulingIgnoredDuringExecution" not in affinity
     (entry,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]

@@ -205,13 +205,13 @@ def test_node_that_one_job_had_to_leave_is_shunned_by_the_others(monkeypatch: py
     monkeypatch.setattr(world, "reconcile", look)
     world.kill_node(node)
     world.train(20)
-    assert known.shunned(world.now) == {node}, "it, and no other"
+    assert known.unwelcome(world.now) == {node}, "it, and no other"
     other = World(make_spec())
     other.tick()
     (first, *_) = [
         action
-        for action in decide(replace(other.observe(), pods=(), shunned=known.shunned(world.now))).before
+        for action in decide(replace(other.observe(), pods=(), unwelcome=known.unwelcome(world.now))).before
         if isinstance(action, CreatePod)
     ]
-    assert first.shun == (node,)
+    assert first.unwelcome == (node,)
     assert first.avoid == (), "where nothing else has room, the node is used"

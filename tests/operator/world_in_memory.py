@@ -610,7 +610,7 @@ class World:
         self.notices: list[str] = []
         self.created: list[CreatePod] = []
         self.suspects = SuspectNodes()
-        self.shunning: dict[str, tuple[str, ...]] = {}
+        self.unwelcome_to: dict[str, tuple[str, ...]] = {}
         """By pod name, the nodes that it would rather not be on."""
         self.deleted: list[DeletePod] = []
         self.deleted_job = False
@@ -657,7 +657,7 @@ class World:
         """
         observed = self.observe()
         self.suspects.note(doubted_nodes(observed) | left_nodes(observed), self.now)
-        decision = self.last = decide(replace(observed, shunned=self.suspects.shunned(self.now)))
+        decision = self.last = decide(replace(observed, unwelcome=self.suspects.unwelcome(self.now)))
         work: list[Action | JobRecord] = [*decision.before]
         if decision.status is not None:
             work.append(decision.status)
@@ -718,7 +718,7 @@ class World:
     def _create(self, action: CreatePod) -> None:
         name = f"j-{action.worker}-{action.incarnation}"
         self._make(name, action.worker, action.incarnation, action.avoid)
-        self.shunning[name] = action.shun
+        self.unwelcome_to[name] = action.unwelcome
 
     def _make(
         self, name: str, worker: int, incarnation: int, avoid: tuple[str, ...], spare: int | None = None
@@ -782,8 +782,8 @@ class World:
                         pod, unschedulable_since=since, message="Unschedulable: 0 nodes fit"
                     )
                     continue
-                shunned = self.shunning.get(pod.name, ())
-                order = [(n.name != self.liked, n.hostname in shunned, used[n.name], n.name) for n in fit]
+                unwelcome = self.unwelcome_to.get(pod.name, ())
+                order = [(n.name != self.liked, n.hostname in unwelcome, used[n.name], n.name) for n in fit]
                 node = min(order)[-1]
                 used[node] += 1
                 self.pods[uid] = replace(pod, node=node, unschedulable_since=None, claimed=False, message="")

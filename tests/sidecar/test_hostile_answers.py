@@ -54,18 +54,18 @@ def test_every_senseless_message_breaks_its_connection_and_nothing_else(text: by
 def test_an_attempt_that_cannot_be_is_not_believed(state: SidecarState, claimed: int) -> None:
     assert state.attempt == 1
     state.learn(claimed)
-    assert (state.newest_attempt, state.overtaken) == (1, False)
+    assert (state.newest_attempt, state.fenced) == (1, False)
     state.learn(3)
-    assert (state.newest_attempt, state.overtaken) == (3, True), "one that can be is believed all the same"
+    assert (state.newest_attempt, state.fenced) == (3, True), "one that can be is believed all the same"
 
 
 def test_what_was_claimed_before_the_first_directive_counts_if_it_can_be_true(state: SidecarState) -> None:
-    for claimed, overtaken in ((7, True), (10**18, False)):
+    for claimed, fenced in ((7, True), (10**18, False)):
         fresh = SidecarState(state.config)
         fresh.learn(claimed)
         assert state.directive is not None
         fresh.accept(dataclasses.replace(state.directive, attempt=5, pod_uid=""))
-        assert fresh.overtaken is overtaken
+        assert fresh.fenced is fenced
 
 
 def test_step_by_step_nobody_is_led_away_either(state: SidecarState) -> None:

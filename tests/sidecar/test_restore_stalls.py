@@ -85,7 +85,7 @@ def hours_pass(
     now = [0.0]
 
     def clock() -> float:
-        if hangs.is_set() and state.meter.told().sources == (place,):
+        if hangs.is_set() and state.meter.describe().sources == (place,):
             now[0] += 60.0
         return now[0]
 

@@ -83,9 +83,9 @@ def run(
 ) -> bool:
     for _ in range(steps):
         clock.now += step + waited
-        measured.waited(waited)
+        measured.note_wait(waited)
         if delta is not None:
-            measured.took(delta)
+            measured.note_work(delta)
         taken = measured.ends_step(taken)
     return taken
 
@@ -102,8 +102,8 @@ def test_extra_state_that_is_slow_to_tell_ends_deltas_for_good() -> None:
     for step in range(200):
         clock.now += 1
         if taken:
-            measured.took(0.01)
-            measured.told(0.2)
+            measured.note_work(0.01)
+            measured.note_extra_state(0.2)
         taken = measured.ends_step(taken)
         assert taken or step >= 8
     assert not taken

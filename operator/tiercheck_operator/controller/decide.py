@@ -78,15 +78,15 @@ class DecisionDraft:
     after: tuple[Action, ...] = ()
     wake: float | None = None
 
-    def finding(self, **found: Any) -> DecisionDraft:
+    def with_findings(self, **found: Any) -> DecisionDraft:
         """With these findings."""
         return replace(self, findings=replace(self.findings, **found))
 
-    def doing(self, *actions: Action) -> DecisionDraft:
+    def with_actions(self, *actions: Action) -> DecisionDraft:
         """With these actions before the status is written."""
         return replace(self, before=(*self.before, *actions))
 
-    def waking(self, *seconds: float | None) -> DecisionDraft:
+    def with_wake(self, *seconds: float | None) -> DecisionDraft:
         """With another look after so many seconds at the latest."""
         return replace(self, wake=soonest(self.wake, *seconds))
 
@@ -124,23 +124,23 @@ def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | D
     status, before, after = suspend(situation)
     gone = not situation.all_pods
     draft = replace(draft, status=status, after=tuple(after), wake=None if gone else 1.0)
-    draft = draft.finding(suspended=gone, suspending=not gone)
+    draft = draft.with_findings(suspended=gone, suspending=not gone)
     if gone and situation.have_gang:  # workers and scheduler may be others when it goes on
         before = [*before, RemoveGang()]
-    return conclude(situation, draft.doing(*before))
+    return conclude(situation, draft.with_actions(*before))
 
 
 def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Says why no pod can be made of the spec."""
     refusal = refuse_pods(situation.job)
-    return draft if refusal is None else conclude(situation, draft.finding(unplaced=refusal))
+    return draft if refusal is None else conclude(situation, draft.with_findings(unplaced=refusal))
 
 
 def end_at_deadline(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Fails a job that takes longer than it may."""
     left = situation.seconds_to_deadline
     overdue = None if left is None else find_passed_deadline(situation)
-    return draft if overdue is None else conclude(situation, draft.finding(failed=overdue))
+    return draft if overdue is None else conclude(situation, draft.with_findings(failed=overdue))
 
 
 def wait_for_topology(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -149,7 +149,7 @@ def wait_for_topology(situation: Situation, draft: DecisionDraft) -> DecisionDra
     if not problem or situation.job.status.attempt:
         return draft
     unknown = Finding(conditions.TOPOLOGY_NOT_FOUND, problem)
-    return conclude(situation, draft.finding(unplaced=unknown, waiting=unknown).waking(_LOOK_AGAIN))
+    return conclude(situation, draft.with_findings(unplaced=unknown, waiting=unknown).with_wake(_LOOK_AGAIN))
 
 
 def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -159,7 +159,7 @@ def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionD
     if not crowded:
         return draft
     refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
-    return conclude(situation, draft.finding(unplaced=refusal, waiting=refusal))
+    return conclude(situation, draft.with_findings(unplaced=refusal, waiting=refusal))
 
 
 def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -172,8 +172,8 @@ def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft |
     lacking = Finding(conditions.WAITING_FOR_PODS, "the gang is made before the pods")
     if situation.gang_problem:
         lacking = Finding(conditions.GANG_UNAVAILABLE, situation.gang_problem)
-    draft = draft.finding(unplaced=lacking, waiting=lacking).doing(EnsureGang())
-    return conclude(situation, draft.waking(_LOOK_AGAIN if situation.gang_problem else 1.0))
+    draft = draft.with_findings(unplaced=lacking, waiting=lacking).with_actions(EnsureGang())
+    return conclude(situation, draft.with_wake(_LOOK_AGAIN if situation.gang_problem else 1.0))
 
 
 def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -184,14 +184,14 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
         # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a
         # pause.
         return conclude(situation, replace(draft, status=resized.status, findings=resized.findings, wake=1.0))
-    draft = draft.doing(*_missing_belongings(situation), *upkeep.takeovers)
+    draft = draft.with_actions(*_missing_belongings(situation), *upkeep.takeovers)
     if not situation.all_in_place:
         pods, put_off = replace_pods(situation, upkeep.taken)
         if situation.job.spec.attach is not None:
             pods = without_ended(situation, pods)
-        draft = draft.doing(*pods).waking(put_off)
+        draft = draft.with_actions(*pods).with_wake(put_off)
     growth = seconds_to_growth(situation) if situation.may_resize else None
-    return draft.doing(*upkeep.actions).waking(upkeep.wake, situation.seconds_to_deadline, growth)
+    return draft.with_actions(*upkeep.actions).with_wake(upkeep.wake, situation.seconds_to_deadline, growth)
 
 
 def note_failure(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -208,16 +208,16 @@ def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDr
     outcome = begin_attempt(situation, recovery)
     if isinstance(outcome, Begun):
         draft = replace(draft, status=outcome.status, placement=outcome.placement)
-        return draft.doing(SavePlacement(outcome.placement)).finding(placed=outcome.placed)
+        return draft.with_actions(SavePlacement(outcome.placement)).with_findings(placed=outcome.placed)
     found = Finding(outcome.reason, outcome.message)
     if isinstance(outcome, GivenUp):
-        return conclude(situation, replace(draft, wake=None).finding(failed=found))
+        return conclude(situation, replace(draft, wake=None).with_findings(failed=found))
     if isinstance(outcome, CannotPlace):
-        return conclude(situation, draft.finding(unplaced=found, waiting=found))
+        return conclude(situation, draft.with_findings(unplaced=found, waiting=found))
     lacking = waiting_for_pods(situation)
     unplaced = None if lacking is None else Finding(lacking.reason, lacking.message)
-    draft = replace(draft, after=outcome.probes).finding(unplaced=unplaced, waiting=found)
-    return conclude(situation, draft.waking(outcome.wake_after, 60.0))
+    draft = replace(draft, after=outcome.probes).with_findings(unplaced=unplaced, waiting=found)
+    return conclude(situation, draft.with_wake(outcome.wake_after, 60.0))
 
 
 def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -227,11 +227,13 @@ def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> Decisi
         return draft
     placed = place_members(situation)
     if isinstance(placed, CannotPlace):
-        return conclude(situation, draft.finding(unplaced=Finding(placed.reason, placed.message)))
-    saved = placed.saved(status.attempt, situation.membership)
+        return conclude(situation, draft.with_findings(unplaced=Finding(placed.reason, placed.message)))
+    saved = placed.as_saved(status.attempt, situation.membership)
     status = replace(status, placement=describe_found_again(status.placement, placed.record))
     draft = replace(draft, status=status, placement=saved)
-    return draft.doing(SavePlacement(saved)).finding(placed=Finding(placed.reason, placed.message))
+    return draft.with_actions(SavePlacement(saved)).with_findings(
+        placed=Finding(placed.reason, placed.message)
+    )
 
 
 def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -244,7 +246,7 @@ def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
         status = advance(situation, status, reports)
     if status.counted:
         status, until_reset = reset_restart_count(situation, status, reports)
-    return replace(draft, status=status, reports=reports).waking(until_reset)
+    return replace(draft, status=status, reports=reports).with_wake(until_reset)
 
 
 def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -259,10 +261,10 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
         # What was only found out about it is not worth remembering before the status tells it.
         draft = replace(draft, after=(*keep, *moved.probes))
     else:
-        draft = replace(draft.doing(*keep), after=moved.probes)
+        draft = replace(draft.with_actions(*keep), after=moved.probes)
     record = describe_moved(draft.status.placement, moved.record, saved, moved.saved)
     draft = replace(draft, status=replace(draft.status, placement=record), placement=moved.saved)
-    return draft.finding(placed=moved.placed).waking(moved.wake)
+    return draft.with_findings(placed=moved.placed).with_wake(moved.wake)
 
 
 def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -274,12 +276,12 @@ def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     elif any(node.lost for node in situation.nodes.values()):
         news = unready_node_message(situation, situation.members)
     if news is not None:
-        return draft.finding(placed=Finding(*news))
+        return draft.with_findings(placed=Finding(*news))
     told = draft.status.condition(conditions.PLACED)
     if draft.findings.placed is not None or told is None or told.reason not in _PASSING:
         return draft
     worth = describe_members(situation, draft.placement)
-    return draft.finding(placed=Finding(worth.reason, worth.message))
+    return draft.with_findings(placed=Finding(worth.reason, worth.message))
 
 
 def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -289,8 +291,8 @@ def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDr
     still = stalled_restore_message(situation, draft.status, draft.reports)
     late = find_late_trainers(situation, draft.status, draft.reports)
     if late:
-        return draft.finding(waiting=_describe_late_trainers(situation, late))
-    return draft if still is None else draft.finding(waiting=Finding(*still))
+        return draft.with_findings(waiting=_describe_late_trainers(situation, late))
+    return draft if still is None else draft.with_findings(waiting=Finding(*still))
 
 
 def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -298,13 +300,13 @@ def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft
     members = situation.members
     if _all_succeeded(situation, draft.reports):
         finish = due_directives(situation, draft.status, members, draft.placement, Phase.FINISH)
-        return replace(draft, after=tuple(finish)).finding(completed=True)
+        return replace(draft, after=tuple(finish)).with_findings(completed=True)
     phase = wanted_phase(draft.status)
     directives = due_directives(situation, draft.status, members, draft.placement, phase)
     probes = due_probes(situation, situation.testimony)
-    draft = draft.finding(copied=all_copied(draft.reports, members, directives))
+    draft = draft.with_findings(copied=all_copied(draft.reports, members, directives))
     draft = replace(draft, after=(*directives, *probes, *draft.after))
-    return draft.waking(seconds_to_next_look(situation, situation.testimony))
+    return draft.with_wake(seconds_to_next_look(situation, situation.testimony))
 
 
 Step = Callable[[Situation, DecisionDraft], DecisionDraft | Decision]

@@ -176,7 +176,7 @@ class JobLoop:
                 self._known = False  # nothing happened for a while: look at everything again
 
     async def _tell_removed(self) -> None:
-        removed = self._executor.removed()
+        removed = self._executor.take_deleted_pods()
         if removed:
             await self._events.post_removed(parse_job(self._raw), removed, self._around.clock())
 
@@ -305,7 +305,7 @@ class JobLoop:
             placement=self._belongings.placement,
             unclaimed=self._note_unclaimed(pods, around.clock()),
             patience=around.config.patience,
-            shunned=around.suspects.shunned(around.clock()),
+            unwelcome=around.suspects.unwelcome(around.clock()),
             have_service=self._belongings.have_service,
             have_credentials=self._belongings.have_secret,
             have_gang=self._belongings.have_gang,

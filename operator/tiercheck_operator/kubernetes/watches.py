@@ -32,7 +32,7 @@ class Strange:
     def __init__(self) -> None:
         self._told: OrderedDict[str, None] = OrderedDict()
 
-    def understood(
+    def parse_or_none(
         self, kind: str, raw: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], T | None]
     ) -> T | None:
         """`parse` of an object as the API server holds it; None where it raises, whatever it raises."""

@@ -185,7 +185,7 @@ class PodView:
         return self.worker == SPARE
 
     @property
-    def homeless(self) -> bool:
+    def unschedulable(self) -> bool:
         """The scheduler finds no node for it."""
         return self.node is None and self.unschedulable_since is not None
 
@@ -253,7 +253,7 @@ class Observation:
     patience: Patience = Patience()
     unclaimed: Mapping[str, float] = field(default_factory=dict)
     """By pod UID: since when it has a node whose kubelet does not take it, by our clock."""
-    shunned: frozenset[str] = frozenset()
+    unwelcome: frozenset[str] = frozenset()
     """Names of nodes that some job has reason to suspect: new pods go elsewhere if that is possible."""
     have_service: bool = True
     have_credentials: bool = True

@@ -47,7 +47,7 @@ class Reporter:
 
     def report(self) -> Report:
         with self._lock:
-            report = self._discretion.discreet(self._gather(self.settled()))
+            report = self._discretion.without_credentials(self._gather(self.settled()))
             essence = _essence(report)
             if essence == self._known:
                 return report
@@ -93,7 +93,7 @@ class Reporter:
         state = self._state
         if state.restore.state is not RestoreState.RUNNING:
             return state.restore
-        return dataclasses.replace(state.restore, progress=state.meter.told())
+        return dataclasses.replace(state.restore, progress=state.meter.describe())
 
     def _trainer(self) -> TrainerReport:
         state = self._state

@@ -92,7 +92,7 @@ class Uploader:
         if directive is not None and self._state.config.worker == 0 and self._announced != directive.attempt:
             store.begin_attempt(directive.job_uid, directive.attempt)
             self._announced = directive.attempt
-        if directive is None or not ready or self._state.overtaken:
+        if directive is None or not ready or self._state.fenced:
             return
         lonely = self._state.isolated(_ISOLATED)
         self._state.problem("Isolated", _LONELY if lonely else "")
@@ -109,7 +109,7 @@ class Uploader:
         or deleted: the versions of the next attempt must not be pushed out by ours, which nobody will read.
         """
         self._state.learn(store.newest_attempt(directive.job_uid))
-        return not self._state.overtaken and self._state.attempt == directive.attempt
+        return not self._state.fenced and self._state.attempt == directive.attempt
 
     def _upload(self, store: RemoteStore, directive: Directive, version: Version) -> None:
         done = {rank for rank, artifact in self._uploaded.items() if artifact.version == version}

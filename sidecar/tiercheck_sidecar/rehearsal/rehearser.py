@@ -198,7 +198,7 @@ class _Ground:
             or now.phase is not Phase.RELEASE
             or now.policy.rehearse_every is None
             or state.restore.state is not RestoreState.READY
-            or state.overtaken
+            or state.fenced
             or state.ending
             or state.stopping
         )

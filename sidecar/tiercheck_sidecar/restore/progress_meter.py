@@ -67,7 +67,7 @@ class ProgressMeter:
         with self._lock:
             return tuple(self._stalled)[:_NAMED]
 
-    def told(self) -> RestoreProgress:
+    def describe(self) -> RestoreProgress:
         """For the report."""
         with self._lock:
             return RestoreProgress(

@@ -89,7 +89,7 @@ class Deltas:
         self._look_around()
         self._mark = self._watch.read()
         self._harmless(self._saver.untold.begin)
-        self._saver.pace.begins()
+        self._saver.pace.begin_step()
         if restored is not None:
             self._saver.unbroken.restored(restored)
         self._measured = room > 0
@@ -278,7 +278,7 @@ class Deltas:
     def _extra(self) -> dict[str, Any]:
         begun = time.monotonic()
         extra = self._buffers.extra()
-        self._saver.pace.told(time.monotonic() - begun)
+        self._saver.pace.note_extra_state(time.monotonic() - begun)
         return extra
 
     def _record(self, index: int) -> None:

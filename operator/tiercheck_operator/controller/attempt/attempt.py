@@ -137,7 +137,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
         _next_status(
             situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed
         ),
-        placed.saved(number, situation.membership),
+        placed.as_saved(number, situation.membership),
         Finding(placed.reason, placed.message),
     )
 

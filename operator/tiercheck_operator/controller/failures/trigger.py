@@ -102,7 +102,7 @@ def _hung(situation: Situation) -> Trigger | None:
     found = find_hang(situation, situation.members)
     if found is None:
         return None
-    node = found.laggard.node if found.laggard is not None else None
+    node = found.straggler.node if found.straggler is not None else None
     return Trigger(Cause.HUNG, found.message, found.since, Facts(nodes=(node,) if node else ()))
 
 

@@ -41,15 +41,15 @@ def describe_shortage(situation: Situation) -> Shortage | None:
     since, end = _clock(situation)
     left = end - situation.now
     if left > 0:
-        text = f"{describe_homeless(situation)} {_outlook(situation, end)}"
+        text = f"{describe_unschedulable(situation)} {_outlook(situation, end)}"
         return Shortage(conditions.UNSCHEDULABLE, text, min(left, situation.patience.unschedulable))
-    text = f"{describe_homeless(situation)} {_waits(situation, since)} {_size_advice(situation)}"
+    text = f"{describe_unschedulable(situation)} {_waits(situation, since)} {_size_advice(situation)}"
     return Shortage(conditions.NO_CAPACITY, text.strip(), situation.patience.unschedulable)
 
 
 def unschedulable_members(membership: Membership) -> list[PodView]:
     """Those that the scheduler finds no node for."""
-    return [pod for pod in membership.members.values() if pod.homeless]
+    return [pod for pod in membership.members.values() if pod.unschedulable]
 
 
 def is_overdue(situation: Situation) -> bool:
@@ -132,12 +132,12 @@ def _clock(obs: Observation) -> tuple[float, float]:
     return since, since + limit
 
 
-def describe_homeless(situation: Situation) -> str:
+def describe_unschedulable(situation: Situation) -> str:
     """Who has no node, and what the scheduler says. Only while somebody has none."""
-    homeless = unschedulable_members(situation.membership)
-    first = min(homeless, key=lambda pod: pod.worker)
+    unschedulable = unschedulable_members(situation.membership)
+    first = min(unschedulable, key=lambda pod: pod.worker)
     return (
-        f"{len(homeless)} of {situation.size} pods have no node. "
+        f"{len(unschedulable)} of {situation.size} pods have no node. "
         f"{first.name}: {first.message.rstrip('.') or 'the scheduler gives no reason'}."
     )
 

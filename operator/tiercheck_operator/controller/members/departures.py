@@ -81,7 +81,7 @@ def departure_message(departures: Mapping[int, Departure]) -> tuple[str, str]:
     first = departures[min(departures)]
     others = f" ({len(departures)} workers in all)" if len(departures) > 1 else ""
     text = f"worker {first.worker}{others} is to leave {first.old.name}: {first.why}. "
-    if first.new is not None and first.new.homeless:
+    if first.new is not None and first.new.unschedulable:
         return (
             conditions.NO_ROOM_TO_MOVE,
             f"{text}It stays and trains on, because no node has room for its replacement {first.new.name}: "

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.members.capacity import describe_homeless, is_overdue, possible_size
+from tiercheck_operator.controller.members.capacity import describe_unschedulable, is_overdue, possible_size
 from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.members.spares import Upkeep
 from tiercheck_operator.controller.observe.situation import Situation
@@ -79,9 +79,8 @@ def _shrunk(situation: Situation) -> Resized | None:
     size = possible_size(situation)
     if size is None:
         return None
-    text = (
-        f"{describe_homeless(situation)} The job goes on with {size} of {situation.job.spec.workers} workers."
-    )
+    shrunk = f"The job goes on with {size} of {situation.job.spec.workers} workers."
+    text = f"{describe_unschedulable(situation)} {shrunk}"
     found = Finding(conditions.UNSCHEDULABLE, text)
     return Resized(
         replace(situation.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found)
@@ -217,10 +216,10 @@ def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | Non
             "steps would be made twice"
         )
         return SizeStanding(False, conditions.GROWING, text)
-    homeless = next((pod for pod in situation.all_pods if pod.homeless and not pod.deleting), None)
-    if homeless is not None:
+    unschedulable = next((pod for pod in situation.all_pods if pod.unschedulable and not pod.deleting), None)
+    if unschedulable is not None:
         text = (
-            f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back "
+            f"{text}: no node takes {unschedulable.name}. {unschedulable.message.rstrip('.')}. It grows back "
             "when nodes are added"
         )
     else:

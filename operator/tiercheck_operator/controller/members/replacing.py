@@ -67,7 +67,7 @@ def without_ended(obs: Observation, actions: Sequence[Action]) -> list[Action]:
 
 def unwelcome_hosts(obs: Observation) -> tuple[str, ...]:
     """Host names that new pods stay away from if they can."""
-    return tuple(sorted(obs.nodes[name].hostname for name in obs.shunned if name in obs.nodes))
+    return tuple(sorted(obs.nodes[name].hostname for name in obs.unwelcome if name in obs.nodes))
 
 
 def _home(situation: Situation, worker: int) -> str:

@@ -65,12 +65,12 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
             record, bool(wanted), reason, f"{wanted} spares wait to take a lost worker's place"
         )
     told = f"{record.ready} of {wanted} spares are ready"
-    homeless = next((pod for pod in pool.coming if pod.homeless), None)
-    if homeless is not None:
+    unschedulable = next((pod for pod in pool.coming if pod.unschedulable), None)
+    if unschedulable is not None:
         advice = "The job does without it; add nodes, or ask for fewer in spec.spares."
         if situation.shrunk:
             advice = "With as many as it lacks workers the job grows back; add nodes."
-        message = f"{told}. {homeless.name}: {homeless.message.rstrip('.')}. {advice}"
+        message = f"{told}. {unschedulable.name}: {unschedulable.message.rstrip('.')}. {advice}"
         return SparesStanding(record, False, conditions.SPARES_UNSCHEDULABLE, message)
     said = next((f". {pod.name}: {pod.message}" for pod in pool.coming if pod.message), "")
     return SparesStanding(record, False, conditions.SPARES_COMING, f"{told}{said}")
@@ -159,7 +159,7 @@ def _needs_pod(membership: Membership, worker: int) -> bool:
     """A pod that no node takes is as good as none while a spare waits, and one that has to leave soon is to
     be left."""
     member, going = membership.members.get(worker), membership.departures.get(worker)
-    return member is None or member.homeless or (going is not None and going.new is None)
+    return member is None or member.unschedulable or (going is not None and going.new is None)
 
 
 def _workers_housed(situation: Situation, taken: set[int]) -> bool:

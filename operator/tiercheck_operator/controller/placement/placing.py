@@ -60,7 +60,7 @@ class Placed:
     def distance(self, a: int, b: int) -> int:
         return self.topology.distance(self.nodes[a], self.nodes[b])
 
-    def saved(self, attempt: int, membership: Membership) -> SavedPlacement:
+    def as_saved(self, attempt: int, membership: Membership) -> SavedPlacement:
         """To be written before the attempt is."""
         return SavedPlacement(
             attempt,

@@ -168,8 +168,8 @@ def _with_holders(
         for holder in holders:
             matching.take_back(group, holder, start)
     for level in range(start, len(ground.levels)):
-        matching.at_level(level)
-    matching.anywhere()
+        matching.match_at_level(level)
+    matching.match_anywhere()
     return tuple(
         CodeGroup(hand, tuple(_in_old_order(holders, old)))
         for hand, holders, old in zip(hands, matching.holders, known, strict=True)
