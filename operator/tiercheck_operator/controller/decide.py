@@ -16,7 +16,11 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report, TrainerState
 from tiercheck_operator.controller.attempt.attempt import Begun, begin_attempt
-from tiercheck_operator.controller.attempt.barrier import advance, find_late_trainers
+from tiercheck_operator.controller.attempt.barrier import (
+    advance,
+    describe_late_trainers,
+    find_late_trainers,
+)
 from tiercheck_operator.controller.attempt.directives import due_directives, wanted_phase
 from tiercheck_operator.controller.attempt.readiness import waiting_for_pods
 from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset_restart_count
@@ -291,7 +295,7 @@ def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDr
     still = stalled_restore_message(situation, draft.status, draft.reports)
     late = find_late_trainers(situation, draft.status, draft.reports)
     if late:
-        return draft.with_findings(waiting=_describe_late_trainers(situation, late))
+        return draft.with_findings(waiting=describe_late_trainers(situation, late))
     return draft if still is None else draft.with_findings(waiting=Finding(*still))
 
 
@@ -378,22 +382,3 @@ def _missing_belongings(situation: Situation) -> list[Action]:
     if not situation.have_service and situation.job.spec.attach is None:
         missing.append(EnsureService())
     return missing
-
-
-def _describe_late_trainers(situation: Situation, absent: list[int]) -> Finding:
-    reports, members = situation.attempt_reports, situation.members
-    hindered = [
-        worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy
-    ]
-    first = (hindered or absent)[0]
-    trainer, whose = reports[first].trainer, f"worker {first} ({len(hindered or absent)} in all)"
-    if trainer.stuck:
-        return Finding(conditions.WAITING_FOR_TRAINERS, f"no attempt can begin at {whose}: {trainer.stuck}")
-    if trainer.unhealthy:
-        return Finding(
-            conditions.HEALTH_CHECK_FAILED, f"no attempt can begin at {whose}: {trainer.unhealthy}"
-        )
-    if trainer.busy:
-        return Finding(conditions.WAITING_FOR_TRAINERS, f"the launcher of {whose} {trainer.busy}")
-    said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
-    return Finding(conditions.WAITING_FOR_TRAINERS, f"the trainer container of {whose} is not up{said}")

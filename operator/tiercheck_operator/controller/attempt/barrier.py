@@ -12,7 +12,10 @@ from typing import Any
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339
 
@@ -64,6 +67,26 @@ def find_late_trainers(obs: Observation, status: JobRecord, reports: Mapping[int
     if not status.on_way_back or len(reports) < obs.size:
         return []
     return absent_trainers(reports) if all(_ready(report, status) for report in reports.values()) else []
+
+
+def describe_late_trainers(situation: Situation, absent: Sequence[int]) -> Finding:
+    """What keeps the trainers of these workers, for the condition that waits for them."""
+    reports, members = situation.attempt_reports, situation.members
+    hindered = [
+        worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy
+    ]
+    first = (hindered or absent)[0]
+    trainer, whose = reports[first].trainer, f"worker {first} ({len(hindered or absent)} in all)"
+    if trainer.stuck:
+        return Finding(conditions.WAITING_FOR_TRAINERS, f"no attempt can begin at {whose}: {trainer.stuck}")
+    if trainer.unhealthy:
+        return Finding(
+            conditions.HEALTH_CHECK_FAILED, f"no attempt can begin at {whose}: {trainer.unhealthy}"
+        )
+    if trainer.busy:
+        return Finding(conditions.WAITING_FOR_TRAINERS, f"the launcher of {whose} {trainer.busy}")
+    said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
+    return Finding(conditions.WAITING_FOR_TRAINERS, f"the trainer container of {whose} is not up{said}")
 
 
 def _ready(report: Report, status: JobRecord) -> bool:
