@@ -35,6 +35,13 @@ PRODUCT = product()
 TREES = {name: ast.parse(path.read_text()) for name, path in PRODUCT.items()}
 
 
+def python_files() -> list[str]:
+    """All of the repository, those included that are not committed yet."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [path for path in listed if (ROOT / path).is_file()]
+
+
 def imports_of(name: str) -> Iterator[str]:
     """Modules of the product that a module imports outside its functions, for types only or not."""
 
@@ -123,11 +130,36 @@ def test_few_modules_are_a_piece_of_an_idea() -> None:
     assert len(small) <= MOST_SMALL, small
 
 
+def names_in(tree: ast.AST) -> set[str]:
+    """What a module defines, assigns or imports, wherever in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_what_benchmarks_and_tests_import_of_the_product_is_there() -> None:
+    known = {name: names_in(tree) for name, tree in TREES.items()}
+    missing = [
+        f"{path}: {node.module}.{alias.name}"
+        for path in python_files()
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module in known
+        for alias in node.names
+        if alias.name not in known[node.module] and f"{node.module}.{alias.name}" not in known
+    ]
+    assert missing == []
+
+
 def test_the_first_line_of_a_module_is_a_whole_sentence() -> None:
     bad = {}
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
-    for path in subprocess.run(listed, cwd=ROOT, text=True, capture_output=True, check=True).stdout.split():
-        text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+    for path in python_files():
+        text = (ROOT / path).read_text()
         words = ast.get_docstring(ast.parse(text)) or ""
         first = words.partition("\n")[0]
         if text.strip() and (not first.endswith(".") or len(first) > LONGEST_FIRST_LINE):

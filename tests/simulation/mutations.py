@@ -167,7 +167,7 @@ def _restore_the_oldest() -> list[Patch]:
 
 
 def _forget_copies() -> list[Patch]:
-    real = attempt.inventories
+    real = attempt.build_inventories
 
     def own_only(reports: Any) -> Any:
         return [dataclasses.replace(each, hosted={}) for each in real(reports)]
