@@ -151,9 +151,9 @@ def test_slow_deltas_end_are_told_and_come_back(
     running, checkpointer = started(script, every=4)
     clock, delta = Clock(), 0.5
     checkpointer._saver.pace = measured = Pace(clock)
-    took = measured.took
-    monkeypatch.setattr(measured, "took", lambda _: took(delta))
-    monkeypatch.setattr(measured, "waited", lambda _: None)
+    took = measured.note_work
+    monkeypatch.setattr(measured, "note_work", lambda _: took(delta))
+    monkeypatch.setattr(measured, "note_wait", lambda _: None)
     checkpointer.restore()
 
     def steps(count: int, step: float = 1.0) -> set[int]:
