@@ -18,7 +18,7 @@ GLOSSARY = DOCS / "understand" / "glossary.md"
 SHELVES = ("start", "use", "operate", "understand")
 MOST_WORDS = 30_000
 MOST_TERMS = 40
-REPLACED = ("pulse", "straggler", "homeless", "shunned", "overtaken")
+REPLACED = ("pulse", "laggard", "homeless", "shunned", "overtaken")
 """Words of our own, in whose place the glossary has the field's."""
 
 _CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
