@@ -1,5 +1,4 @@
-"""What TierCheck costs and how fast it is, beside the physical limit and beside others, measured by the
-repository's own command.
+"""Measures what TierCheck costs and how fast it is, beside the physical limit and beside others.
 
 python -m benchmarks [--quick] [--only NAME ...]
 """

@@ -1,5 +1,4 @@
-"""How long training waits for a snapshot: against a plain copy of the state, and against everybody else in
-the same loop.
+"""Measures how long training waits for a snapshot, against a plain copy and against others.
 
 What counts is the time that the training thread spends in the saving call and in hooks around the update. How
 much longer the steps became altogether is reported beside it: it contains what the background work takes from

@@ -1,5 +1,4 @@
-"""The length of steps as a training has it: many in a row, of which some save, and nobody waits for the
-device in between.
+"""Measures steps as a training has them: many in a row, and nobody waits for the device between.
 
 To synchronise after each step hides what a lost lead of the host costs; a median hides the steps that save.
 """

@@ -1,4 +1,4 @@
-"""How near copies between sidecars come to what plain sockets carry on the same machine in the same minute.
+"""Measures copies between sidecars against plain sockets on the same machine in the same minute.
 
     python -m benchmarks.exchange [--mebibytes 512] [--rounds 5] [--deltas 50]
 
@@ -91,7 +91,7 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
             for step in range(1, rounds + 1):
                 seal = owner.save(Version(step * 1000, 1), mebibytes * MIB)
                 rates["limit"].append(carry(STREAMS))
-                for way, tagger in (("plain ", None), ("", owner.board.tagger(seal.artifact))):
+                for way, tagger in (("plain ", None), ("", owner.state.tagger(seal.artifact))):
                     per_core.setdefault(f"{way}seal", []).append(owner.sealing(seal, tagger))
                 with plain_wires():
                     both_ways("plain ", seal, 3)
@@ -163,7 +163,7 @@ class _Worker:
         self.worker, self._addresses = worker, addresses
         host = f"127.{os.getpid() % 200 + 20}.{worker}.1"
         memory = folder / f"worker-{worker}"
-        self.board = SidecarState(
+        self.state = SidecarState(
             SidecarConfig(
                 job="default/benchmark",
                 job_uid="benchmark",
@@ -179,14 +179,14 @@ class _Worker:
                 token=token,
             )
         )
-        self.vault = Vault(memory, 1 << 40, self.board.config.ranks, self.board.bump, self.board.tagger)
+        self.vault = Vault(memory, 1 << 40, self.state.config.ranks, self.state.bump, self.state.tagger)
         self.vault.open()
         self.identity = Identity("benchmark", worker, token, host)
 
     def follow(self, holders: tuple[int, ...], hosted: tuple[int, ...] = ()) -> None:
         """Released in attempt 1."""
         peers = {worker: Peer(worker, self._addresses.get(worker, ("", 0))[0]) for worker in range(3)}
-        self.board.accept(
+        self.state.accept(
             Directive(
                 job_uid="benchmark",
                 worker=self.worker,
@@ -205,8 +205,8 @@ class _Worker:
             )
         )
         self.vault.host(hosted)
-        with self.board.lock:
-            self.board.restore = RestoreReport(RestoreState.READY, None)
+        with self.state.lock:
+            self.state.restore = RestoreReport(RestoreState.READY, None)
 
     def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT) -> Seal:
         """An artifact of random bytes, in place of the older ones of its kind."""
@@ -291,7 +291,7 @@ def _hold(pipe: Connection, folder: Path, token: str, worker: int, plain: bool) 
     """Keep the newest artifact of each kind, until the other end of `pipe` is closed."""
     with plain_wires() if plain else nullcontext():
         holder = _Worker(folder, token, worker, {})
-        server = ExchangeServer(holder.board, holder.vault, holder.identity, 0)
+        server = ExchangeServer(holder.state, holder.vault, holder.identity, 0)
         holder.follow((), hosted=(0,))
         server.start()
         threading.Thread(target=_keep_newest, args=(holder,), daemon=True).start()
@@ -303,13 +303,13 @@ def _hold(pipe: Connection, folder: Path, token: str, worker: int, plain: bool) 
                 pipe.send(time.process_time())
         except EOFError:
             server.stop()
-            holder.board.stop()
+            holder.state.stop()
 
 
 def _keep_newest(holder: _Worker) -> None:
     seen = -1
-    while not holder.board.stopping:
-        seen = holder.board.wait(seen, 5.0)
+    while not holder.state.stopping:
+        seen = holder.state.wait(seen, 5.0)
         newest = {
             seal.kind: seal.version for seal in holder.vault.held() if seal.tier is Tier.PEER
         }  # oldest first

@@ -1,5 +1,4 @@
-"""The same on a GPU: what every step costs a small GPT in bf16, and how near copies off the device come to
-pinned ones.
+"""Measures on a GPU what every step costs, and copies off the device against pinned ones.
 
 Whole blocks of steps are compared, snapshots among them, and nobody waits for the device within one. What
 else is promised about GPUs is checked by `benchmarks.gpu_acceptance`.

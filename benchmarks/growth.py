@@ -1,4 +1,4 @@
-"""What grows how: time blocked and memory with the state, time to copy everything to peers with the workers.
+"""Measures what grows how: time blocked and memory with the state, time to copy with the workers.
 
 A slope of 1 in log-log scales is linear growth. Workers share one machine here, so the work that is copied
 grows with them.

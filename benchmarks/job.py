@@ -1,4 +1,4 @@
-"""A job of real sidecar processes on loopback addresses, so that what is measured is what runs in a pod."""
+"""Runs real sidecar processes on loopback addresses, so that what is measured is what runs in a pod."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Small models of the kinds that people train, for what depends on how gradients look: their type, and where
-they are zero."""
+"""Builds small models of the kinds that people train, whose gradients differ in type and zeros."""
 
 from __future__ import annotations
 

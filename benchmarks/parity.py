@@ -1,4 +1,4 @@
-"""How near parity comes to what memory and sockets allow: folding blocks, and rebuilding what was lost.
+"""Measures how near folding and rebuilding parity come to what memory and sockets allow.
 
     python -m benchmarks.parity [--mebibytes 128] [--rounds 5]
 
@@ -181,14 +181,14 @@ class _Worker:
         host = f"{job.network}.{worker + 1}"
         place = job.folder / f"{os.getpid()}-{worker}"
         limit = 8 * job.size + (64 << 20)
-        self.board = SidecarState(
+        self.state = SidecarState(
             SidecarConfig("b/b", _JOB, worker, 1, "pod", host, place, limit, place, place, None, job.token)
         )
-        self.vault = Vault(place, limit, (worker,), self.board.bump)
+        self.vault = Vault(place, limit, (worker,), self.state.bump)
         self.vault.open()
         self._identity = Identity(_JOB, worker, job.token, host)
         is_holder = worker >= job.data
-        self.board.accept(
+        self.state.accept(
             Directive(
                 job_uid=_JOB,
                 worker=worker,
@@ -207,13 +207,13 @@ class _Worker:
                 folded=(job.group,) if is_holder else (),
             )
         )
-        self.holder = ParityHolder(self.board, self.vault)
+        self.holder = ParityHolder(self.state, self.vault)
         if is_holder:
             self.vault.host((), shares(job.group, worker - job.data, 1))
 
     def serve(self) -> None:
-        server = ExchangeServer(self.board, self.vault, self._identity, 8471)
-        server.languages["parity"] = serving(self.board, self.vault, self.holder)
+        server = ExchangeServer(self.state, self.vault, self._identity, 8471)
+        server.languages["parity"] = serving(self.state, self.vault, self.holder)
         server.start()
 
     def dial(self, peer: Peer) -> Wire:
@@ -283,7 +283,7 @@ def _holders(pipe: Connection, job: _Job) -> None:
             if word == "forget":
                 worker.vault.free(lambda seal: True)
             else:
-                worker.board.wait_until(lambda worker=worker: bool(worker.vault.held()), 30.0)  # type: ignore[misc]
+                worker.state.wait_until(lambda worker=worker: bool(worker.vault.held()), 30.0)  # type: ignore[misc]
         pipe.send("done")
 
 

@@ -16,13 +16,8 @@ from pathlib import Path
 from tiercheck.protocol.version import History, Share, Version
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
-from tiercheck_operator.planning.recovery.recovery import (
-    Artifacts,
-    Inventory,
-    RecoveryProblem,
-    RemoteInventory,
-    decide_recovery,
-)
+from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
+from tiercheck_operator.planning.recovery.recovery import RecoveryProblem, decide_recovery
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 LIMIT = 1.0
@@ -70,9 +65,9 @@ def situation(sites: list[WorkerSite], topology: Topology, placement: Placement)
         for index, holder in enumerate(group.holders):
             blocks[holder][Share(index, group.members)] = chain(max(group.members))
     inventories = [
-        Inventory(worker, {worker: chain(worker)}, hosted[worker], blocks[worker])
+        JobInventory(worker, {worker: chain(worker)}, hosted[worker], blocks[worker])
         if worker % 100
-        else Inventory(worker)
+        else JobInventory(worker)
         for worker in range(len(sites))
     ]
     return RecoveryProblem(

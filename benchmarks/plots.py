@@ -1,5 +1,4 @@
-"""The table as pictures. Okabe and Ito's colours, marks that differ in shape too, so that they can be told
-apart in print."""
+"""Draws the table as pictures, in Okabe and Ito's colours and marks that differ in shape too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A rank without torch: it speaks the trainer's protocol and writes bytes, where only the sidecars are
-measured."""
+"""Plays a rank without torch, where only the sidecars are measured.
+
+It speaks the trainer's protocol and writes bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What uploads and restores cost this process, in CPU and in time: the remote tier beside obstore alone and
-boto3.
+"""Measures what uploads and restores cost in CPU and time, beside obstore alone and boto3.
 
     python -m benchmarks.remote [--mebibytes 512] [--rounds 5]
 

@@ -1,5 +1,4 @@
-"""A restore on another mesh reads what it needs: bytes and seconds beside reading each shard whole, and
-beside torch DCP.
+"""Measures a restore on another mesh, beside reading each shard whole and beside torch DCP.
 
 Each ratio is that of two restores in one round of the same processes, the median over the rounds.
 """

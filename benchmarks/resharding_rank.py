@@ -1,5 +1,6 @@
-"""One rank of `benchmarks.resharding`: ACTION `save`, or KIND of a mesh on which what was saved comes back in
-several ways, in turn.
+"""Runs one rank of `benchmarks.resharding`: saves, or restores on a mesh in several ways.
+
+Its arguments: ACTION `save`, or KIND of a mesh.
 
 As from another machine, slots come through the sidecar's own lending: chunk by verified chunk, out of a
 folder in memory.
@@ -34,7 +35,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
 from tiercheck.trainer.backends.backend import Offer, Ranges
 from tiercheck.trainer.checkpointer import Found, find
-from tiercheck_sidecar.digest import digest, digest_chunk, piece
+from tiercheck_sidecar.digest import chunk_view, digest, digest_chunk
 from tiercheck_sidecar.restore.resharded_reads import Lender
 from tiercheck_sidecar.vault import NotHeld, Vault
 
@@ -96,7 +97,7 @@ class Store:
         assert self._offer.borrow is not None
         with open(self._offer.borrow(artifact.rank, ()), "rb", buffering=0) as file:
             for index in indices:
-                with piece(into, digests, index) as chunk:
+                with chunk_view(into, digests, index) as chunk:
                     os.preadv(file.fileno(), [chunk], index * digests.chunk)
                     self.read += len(chunk)
                     if digest_chunk(chunk) != digests.values[index]:

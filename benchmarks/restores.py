@@ -1,5 +1,4 @@
-"""How fast a state comes back: from the pod's own memory beside a plain copy, and from a peer beside
-torchft's HTTP transport.
+"""Measures restores: from own memory beside a plain copy, from a peer beside torchft's transport.
 
 Ours ends when a training process has the tensors, verified on the way; so does torchft's, which verifies
 nothing.

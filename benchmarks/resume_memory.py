@@ -1,6 +1,4 @@
-"""How much memory a training process needs at most when it comes back, beside the same process from
-scratch.
-"""
+"""Measures the peak memory of a training process that comes back, beside one from scratch."""
 
 from __future__ import annotations
 

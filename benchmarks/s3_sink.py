@@ -1,5 +1,4 @@
-"""An S3 server that costs the client nothing to wait for: it drops what is put, and sends one file for
-whatever is read.
+"""Serves S3 at no cost to the client: drops what is put, and sends one file for what is read.
 
     python -m benchmarks.s3_sink FILE [CERTIFICATE KEY]
 

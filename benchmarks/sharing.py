@@ -1,5 +1,4 @@
-"""Replicas save a share each: what a rank captures, and how long it takes, must fall with the data-parallel
-degree.
+"""Measures that what a rank captures, and how long it takes, falls with data parallelism.
 
 Each ratio is that of two captures in one round of one process, the median over the rounds: what else the
 machine does changes more slowly than that. One rank captures while the others wait, as if each had a machine

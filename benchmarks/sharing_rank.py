@@ -1,5 +1,6 @@
-"""One rank of `benchmarks.sharing`: the same model under data parallelism of several degrees, one capture of
-each in every round.
+"""Runs one rank of `benchmarks.sharing`: a model under several degrees of data parallelism.
+
+Each round has one capture of each.
 
 Slots are files in memory that are there already, as a sidecar grants them. What becomes of a full one is no
 business of the trainer's.

@@ -1,5 +1,4 @@
-"""What Python in the training thread costs a model of many sharded parameters: hooks around each update, and
-`step`.
+"""Measures what Python in the training thread costs a model of many sharded parameters.
 
 Tensors are tiny, so that what is measured is what is paid for their number. Time of the thread's own, in
 which waits do not count.

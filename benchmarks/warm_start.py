@@ -1,5 +1,6 @@
-"""How soon after the release the user's code runs, and its first optimizer step is done: warm, cold, and the
-bare fork of a Python that has torch, which is the limit.
+"""Measures how soon after the release user code runs: warm, cold, and by a bare fork.
+
+The fork of a Python that has torch is the limit.
 
 In turn, in one run, through the real launcher process.
 """

@@ -1,5 +1,4 @@
-"""One training loop for everybody: TierCheck and its peers save the same state in it, and are timed by the
-same clock.
+"""Trains one loop in which TierCheck and its peers save the same state, timed by the same clock.
 
 Needs torch only, because it runs in the peers' environments too.
 """

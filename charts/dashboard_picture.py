@@ -1,5 +1,6 @@
-"""Draws the Grafana dashboard without Grafana: every panel's query, answered by a real Prometheus that
-watched a laptop cluster.
+"""Draws the Grafana dashboard without Grafana, from what a real Prometheus answers.
+
+Prometheus watches a laptop cluster.
 
     python -m charts.dashboard_picture [SECONDS]
 

@@ -1,5 +1,4 @@
-"""Writes the parts of the chart that have another source, so that nothing is kept up to date in two places by
-hand.
+"""Writes the parts of the chart that have another source, so that nothing is kept twice by hand.
 
     python charts/generate.py
 

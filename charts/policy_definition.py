@@ -1,5 +1,4 @@
-"""Derives the definition of TierCheckPolicy from that of TierCheckJob, so that what both have cannot drift
-apart."""
+"""Derives the definition of TierCheckPolicy from that of TierCheckJob, so that they cannot drift."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A script that saves with torch.distributed.checkpoint, and what TierCheck adds to it: the four lines with a
-remark.
+"""Trains and saves with torch.distributed.checkpoint, plus four lines that TierCheck adds.
 
     python examples/train_dcp.py --folder /tmp/dcp --steps 100
     torchrun --nproc-per-node 2 examples/train_dcp.py --folder /tmp/dcp --steps 200

@@ -1,4 +1,4 @@
-"""Trains a small GPT on real text, and shows how little a training script needs to survive every failure.
+"""Trains a small GPT on real text, and needs little to survive every failure.
 
 The same script runs on a laptop and in a TierCheckJob:
 

@@ -1,4 +1,4 @@
-"""How a test that speaks HTTP itself reaches the laptop cluster: the part of a kubeconfig that it needs."""
+"""Gives a test that speaks HTTP itself the part of a kubeconfig that it needs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""For all tests: machines may be slow, and what was skipped is said once per reason instead of once per
-line.
-"""
+"""Gives slow machines time, and says once per reason what was skipped."""
 
 from __future__ import annotations
 

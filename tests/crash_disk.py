@@ -1,5 +1,4 @@
-"""What a disk may have kept if the power went at any moment: the least, and the most, of what was done since
-it was synced."""
+"""Tells what a disk may have kept if the power went at any moment: the least, and the most."""
 
 from __future__ import annotations
 

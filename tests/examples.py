@@ -1,5 +1,7 @@
-"""How many random examples a property is tried on: `make test-extended` takes all that its test asks for,
-`make test` a part, others each time."""
+"""Sets how many random examples a property is tried on.
+
+`make test-extended` takes all that its test asks for, `make test` a part, others each time.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Lives of training scripts: each is a process that runs a script as its main program, forked from one that
-has imported already.
+"""Runs lives of training scripts, each in a process forked from one that has imported already.
 
 To import torch, or a framework on top of it, takes far longer than what the scripts of these tests do. Tests
 ask for lives (`Lives`) through the standard input of that one process, with a line of JSON for each; a line

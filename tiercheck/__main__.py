@@ -1,4 +1,4 @@
-"""`python3 -m tiercheck launch -- COMMAND...` works wherever the library is on the path, installed or not."""
+"""Runs `python3 -m tiercheck launch -- COMMAND...` wherever the library is on the path."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""For scripts that save with torch.distributed.checkpoint: the same calls, and TierCheck keeps what they
-save.
+"""Makes what a script saves with torch.distributed.checkpoint survive, by the same calls.
 
     storage = Storage(folder="checkpoints")
     if storage.start:
@@ -46,7 +45,7 @@ from tiercheck.trainer.dcp.reader import TierCheckReader
 from tiercheck.trainer.dcp.writer import Slots, TierCheckWriter
 from tiercheck.trainer.process import process_end
 from tiercheck.trainer.process.process_end import LastWords
-from tiercheck.trainer.replicas.ranks import distributed, rank_and_world
+from tiercheck.trainer.replicas.ranks import is_distributed, rank_and_world
 
 __all__ = ["Storage", "TierCheckReader", "TierCheckWriter"]
 
@@ -81,7 +80,7 @@ class Storage:
             process_end.answer_with_stacks()
             self._last_words = LastWords(backend.failing)
         self.process_group: dist.ProcessGroup | None = (
-            dist.new_group(backend="gloo") if distributed() else None
+            dist.new_group(backend="gloo") if is_distributed() else None
         )
         """Gloo, and of saving alone: a save in a thread must not meet the collectives of training."""
         self.saved = self.failed = 0

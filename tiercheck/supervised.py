@@ -1,4 +1,4 @@
-"""No thread dies alone: a loop that ends by an error that nobody thought of is told of, and begins again.
+"""Runs threads that never die alone: an unforeseen error is told, and the loop begins again.
 
 All threads of the sidecar and of the library are begun here.
 """

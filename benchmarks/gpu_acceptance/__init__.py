@@ -1,5 +1,4 @@
-"""What is promised about GPUs, as checks of the real thing: ten that its states are right, eight that it is
-fast.
+"""Checks on a real GPU that states are right, and that saving and restoring are fast.
 
 python -m benchmarks.gpu_acceptance
 

@@ -1,9 +1,7 @@
-"""Checks on a GPU what is promised about GPUs, says what was found, and ends with the number of checks that
-failed.
+"""Runs the GPU acceptance, and ends with the number of checks that failed.
 
-python -m benchmarks.gpu_acceptance                    everything, under ten minutes on one GPU python -m
-benchmarks.gpu_acceptance --only C1,P2       these alone python -m benchmarks.gpu_acceptance --cpu --quick
-what means something without a GPU, to see that it works
+python -m benchmarks.gpu_acceptance: everything, under ten minutes on one GPU; `--only C1,P2`: these alone;
+`--cpu --quick`: what means something without a GPU, to see that it works.
 """
 
 from __future__ import annotations

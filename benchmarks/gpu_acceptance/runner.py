@@ -1,5 +1,4 @@
-"""Checks run in processes of their own: a CUDA error leaves a process of no use, and none may hide what the
-others find.
+"""Runs checks in processes of their own: after a CUDA error a process is of no use.
 
 On a GPU each has one. Without one they share a process for as long as it lives, because importing torch takes
 longer than they do.

@@ -1,5 +1,4 @@
-"""Training scripts, and what becomes of one whose process ends in the middle of a chain and is begun again
-with other seeds."""
+"""Runs training scripts that end in the middle of a chain and begin again with other seeds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Whether a warm start stays possible with a CUDA build of torch: a driver that was opened before a fork is
-lost to the child."""
+"""Checks that a warm start stays possible with a CUDA build of torch.
+
+A driver that was opened before a fork is lost to the child.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A sidecar that only hands out slots, in this process: what the trainer asks and is answered goes over the
-real socket."""
+"""Hands out slots as a sidecar does, in this process, over the real socket."""
 
 from __future__ import annotations
 

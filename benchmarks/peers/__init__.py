@@ -1,2 +1,1 @@
-"""Others who do the same work: each in an environment of its own, all driven by one loop, so that figures
-compare."""
+"""Runs others who do the same work, each in its own environment, by one loop."""

@@ -1,5 +1,4 @@
-"""torch.distributed.checkpoint's own asynchronous save: by thread, by process, and by process from memory
-that is kept (DefaultStager)."""
+"""Runs torch.distributed.checkpoint's own asynchronous save: by thread, process and kept memory."""
 
 from __future__ import annotations
 

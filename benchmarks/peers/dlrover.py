@@ -1,4 +1,4 @@
-"""DLRover's flash checkpoint: a synchronous copy into shared memory of a saver process, its fastest way."""
+"""Runs DLRover's flash checkpoint: a synchronous copy into a saver process's shared memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""torch's next checkpointing (torch.distributed.checkpoint._experimental): staged into memory that is kept,
-written by a process."""
+"""Runs torch's next checkpointing: staged into kept memory, written by a process.
+
+It is torch.distributed.checkpoint._experimental.
+"""
 
 from __future__ import annotations
 

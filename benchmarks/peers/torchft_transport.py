@@ -1,5 +1,4 @@
-"""torchft's HTTP transport between two processes: how long a joining worker waits for the state of a healthy
-one.
+"""Times torchft's HTTP transport: how long a joining worker waits for a healthy one's state.
 
 python -m benchmarks.peers.torchft_transport BYTES ANSWER
 """

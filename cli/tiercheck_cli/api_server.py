@@ -1,5 +1,4 @@
-"""One Kubernetes API server, asked with plain dictionaries: the client of the commands and of the
-laptop cluster.
+"""Calls one Kubernetes API server with plain dictionaries, for the commands and the laptop cluster.
 
 Logging in is the business of the kubernetes package; its model classes are not used.
 """

@@ -1,5 +1,7 @@
-"""Reads a job and what belongs to it from the API server, as the user of the kubeconfig. Nothing is
-ever written."""
+"""Reads a job and what belongs to it from the API server, as the user of the kubeconfig.
+
+Nothing is ever written.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 
 
-def moment(text: object) -> float | None:
+def parse_moment(text: object) -> float | None:
     """Unix seconds of an RFC 3339 time, or of a number, as the first operators wrote some; None if it is
     neither."""
     if isinstance(text, int | float):

@@ -1,5 +1,7 @@
-"""What the commands say when they cannot do what was asked: one sentence, what to do about it, and
-an exit status for scripts."""
+"""Says in one sentence why a command cannot do what was asked, and what to do.
+
+It has an exit status for scripts.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What to do about a reason, in the words of the troubleshooting guide: one text, read by people
-and shown by commands."""
+"""Finds what to do about a reason in the troubleshooting guide, for people and commands alike."""
 
 from __future__ import annotations
 

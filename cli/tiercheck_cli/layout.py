@@ -112,7 +112,7 @@ def _labels(
     return {node: known.get(node, {}) for node in used}, tuple(remarks)
 
 
-def seated(
+def seat_wanted(
     spec: Mapping[str, Any], nodes: Nodes, per_node: int | None = None
 ) -> tuple[Wanted, tuple[WorkerSite, ...], Topology, tuple[str, ...]]:
     """Where the job's workers would about be. The last is what a person should know about it. Raises
@@ -136,7 +136,7 @@ def seated(
     return wanted, tuple(sites), topology, (*([aside] if aside else []), *bare)
 
 
-def placed(
+def compute_placement(
     sites: tuple[WorkerSite, ...], topology: Topology, policy: PlacementPolicy | ParityPolicy
 ) -> Placement:
     """As the operator would. Raises CannotDo, also where a required spread cannot be had."""
@@ -155,9 +155,9 @@ def placed(
     return outcome
 
 
-def planned(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> JobLayout:
+def plan_layout(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> JobLayout:
     """As the operator would place it. Raises CannotDo."""
-    wanted, sites, topology, remarks = seated(job["spec"], nodes, per_node)
-    placement = placed(sites, topology, wanted.policy)
+    wanted, sites, topology, remarks = seat_wanted(job["spec"], nodes, per_node)
+    placement = compute_placement(sites, topology, wanted.policy)
     name = str((job.get("metadata") or {}).get("name") or "job")
     return JobLayout(name, wanted, sites, topology, placement, None, remarks)

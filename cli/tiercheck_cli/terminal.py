@@ -1,4 +1,4 @@
-"""What commands take and where their answers go: a terminal, a pipe, or a program that reads JSON or YAML."""
+"""Writes answers to a terminal, a pipe, or a program that reads JSON or YAML."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def console() -> Console:
     return made
 
 
-def plain(shown: RenderableType, width: int) -> str:
+def to_plain_text(shown: RenderableType, width: int) -> str:
     """As text without colours, for a file."""
     sink = io.StringIO()
     Console(file=sink, width=width, highlight=False, color_system=None, force_terminal=False).print(shown)

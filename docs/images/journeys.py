@@ -1,4 +1,7 @@
-"""Draws the four journeys of docs/understand/how-it-works.md: python docs/images/journeys.py"""
+"""Draws the four journeys of docs/understand/how-it-works.md.
+
+python docs/images/journeys.py
+"""
 
 from __future__ import annotations
 

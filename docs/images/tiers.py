@@ -1,4 +1,7 @@
-"""Draws the three tiers of the README: python docs/images/tiers.py > docs/images/tiers.svg"""
+"""Draws the three tiers of the README.
+
+python docs/images/tiers.py > docs/images/tiers.svg
+"""
 
 from __future__ import annotations
 

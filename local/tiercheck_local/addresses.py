@@ -1,4 +1,4 @@
-"""Addresses that nobody else on this machine uses: one octet of 127.0.0.0/8 per cluster, and free ports.
+"""Hands out addresses that nobody else on this machine uses: an octet of 127.0.0.0/8, free ports.
 
 The octet is held by an abstract Unix socket: it belongs to the same network namespace as the addresses do,
 and the kernel frees it when the holder dies, however it dies.

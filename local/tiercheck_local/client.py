@@ -1,5 +1,4 @@
-"""The API server for asynchronous code: the calls of the command's client in threads, and
-collections that follow it."""
+"""Calls the API server from asynchronous code, and follows collections."""
 
 from __future__ import annotations
 

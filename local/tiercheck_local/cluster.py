@@ -1,5 +1,4 @@
-"""A whole cluster on one machine, as tests and the demo use it: what can be applied, and what can
-go wrong."""
+"""Runs a whole cluster on one machine: what can be applied to it, and what can go wrong in it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which links between pods, and between pods and the operator, are cut: a file that every process
-of the cluster looks at."""
+"""Writes which links between pods and operator are cut, for every process of the cluster to read."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ OPERATOR = "127.0.0.1"
 """Where the operator's connections start."""
 
 
-def hooked(env: Mapping[str, str], cuts: str | None) -> dict[str, str]:
+def hooked_environment(env: Mapping[str, str], cuts: str | None) -> dict[str, str]:
     """`env` for a process whose links can be cut; as it is if `cuts` is None."""
     if not cuts:
         return dict(env)

@@ -1,5 +1,4 @@
-"""What a cluster leaves on the machine, and how to remove all of it: processes by their marker,
-folders by their name.
+"""Finds and removes what a cluster leaves on the machine: marked processes and named folders.
 
 Each process carries its place in its environment, and children inherit it. A process group would lose what
 starts its own session, as launchers do; a PID namespace would need privileges.

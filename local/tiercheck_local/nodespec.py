@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tiercheck_operator.planning.cluster_nodes import expanded
+from tiercheck_operator.planning.cluster_nodes import expand_node
 
 RACK = "topology.kubernetes.io/rack"
 ZONE = "topology.kubernetes.io/zone"
@@ -39,7 +39,7 @@ class NodeSpec:
         for index, entry in enumerate(content["nodes"]):
             if not isinstance(entry, dict) or not entry.get("name"):
                 raise BadCluster(f"{path}: nodes[{index}] has no name")
-            for each in expanded(entry):
+            for each in expand_node(entry):
                 nodes.append(NodeSpec._of(each))
         names = [node.name for node in nodes]
         if len(set(names)) != len(names):

@@ -212,7 +212,7 @@ class RunningCluster:
             **(env or {}),
         }
         if self.cuts is not None:
-            environment = links.hooked({**os.environ, **environment}, str(self.cuts))
+            environment = links.hooked_environment({**os.environ, **environment}, str(self.cuts))
         if self.failpoints is not None:
             environment[ENV_FAILPOINTS] = str(self.failpoints / replica)
         self.operator = self._start(replica, ["-m", "tiercheck_operator"], environment)

@@ -1,5 +1,6 @@
-"""kopf wiring: watches keep the view of the cluster, and every event wakes the jobs it may concern. No logic
-lives here.
+"""Wires kopf: watches keep the view of the cluster, and every event wakes the jobs it may concern.
+
+No logic lives here.
 
 Only event handlers and indexes are used. So kopf adds no finalizer and no annotation: a job can be deleted
 while the operator is down, and its owner references leave nothing behind. Every replica watches; only the one
@@ -33,8 +34,8 @@ from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube, load_configuration
 from tiercheck_operator.kubernetes.election.elector import Elector, boot_clock
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
-from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, stuck, verdict
-from tiercheck_operator.kubernetes.watches import ClusterView, Strange, Watched, dated, version_of
+from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, describe_troubles, stuck
+from tiercheck_operator.kubernetes.watches import ClusterView, Strange, Watched, date_containers, version_of
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import identity_of, parse_node, parse_pod
@@ -263,7 +264,7 @@ class Operator:
         now = asyncio.get_running_loop().time()
         begun = {loop.named: loop.began for loop in self._loops.values() if loop.began is not None}
         dead = [loop.named for loop in self._loops.values() if loop.dead]
-        return verdict(
+        return describe_troubles(
             [
                 *self._resync.troubles(),
                 stuck(begun, now, self._config.stuck_seconds),
@@ -304,9 +305,9 @@ class Operator:
         )
         async def pods_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
-            pod = self._strange.understood("Pod", body, parse_pod)
+            pod = self._strange.parse_or_none("Pod", body, parse_pod)
             if pod is not None:
-                pod = dated(pod, self._view.pods.get(uid), time.time())
+                pod = date_containers(pod, self._view.pods.get(uid), time.time())
             self._view.put_pod(uid, pod, version)
             if pod is not None:
                 self._wake(pod)
@@ -316,7 +317,7 @@ class Operator:
         @kopf.index("v1", "nodes", id="nodes_seen", registry=registry)
         async def nodes_seen(body: kopf.Body, **_: Any) -> None:
             uid, version = _identity(body)
-            node = self._strange.understood("Node", body, lambda raw: parse_node(raw, self._config.signs))
+            node = self._strange.parse_or_none("Node", body, lambda raw: parse_node(raw, self._config.signs))
             if self._view.put_node(uid, node, version):
                 self._wake_all()
 
@@ -348,7 +349,7 @@ class Operator:
     def _job_changed(self, raw: Mapping[str, Any]) -> None:
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
-        known_as = self._strange.understood(names.KIND, raw, identity_of) or uid
+        known_as = self._strange.parse_or_none(names.KIND, raw, identity_of) or uid
         identity = str(raw["metadata"]["namespace"]), known_as
         # A job is what its own UID says; whose workload it says to look after is only its word, and the first
         # one counts.

@@ -1,5 +1,4 @@
-"""Every setting of the operator's process in one place, so that the chart, the tests and the code cannot
-disagree."""
+"""Holds every setting of the operator's process, so that chart, tests and code cannot disagree."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What others may ask the process over HTTP: metrics, whether it is well, whether it could take over. It asks
-nobody who he is, so each connection lasts for seconds only, and of too many the oldest of whoever has most
-gives way.
+"""Serves metrics, health and readiness over HTTP.
+
+It asks nobody who he is, so each connection lasts for seconds only, and of too many the oldest of whoever has
+most gives way.
 """
 
 from __future__ import annotations

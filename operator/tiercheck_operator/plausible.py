@@ -33,7 +33,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 
 
-def plausible(report: Report) -> Report:
+def make_plausible(report: Report) -> Report:
     """`report` with every number and every reason such that it may be counted with, and be written. The same
     object if all are."""
     held = report.holdings

@@ -1,5 +1,6 @@
-"""Listens to the sidecars of one job and tells them what is wanted. The controller calls, the sidecar
-answers.
+"""Listens to the sidecars of one job and tells them what is wanted.
+
+The controller calls, the sidecar answers.
 
 One long poll per pod keeps the newest report at hand; news wakes the job. What a worker holds makes up most
 of a report, changes at every step and counts only in a recovery, so it is asked for only then. Polls of many
@@ -28,7 +29,7 @@ from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Report
 from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.observed import HostSign, WorkerReport
-from tiercheck_operator.plausible import ClockSkew, by_our_clock, plausible
+from tiercheck_operator.plausible import ClockSkew, by_our_clock, make_plausible
 
 log = logging.getLogger(__name__)
 
@@ -300,7 +301,7 @@ class JobSidecars:
             raise SidecarError(f"{host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:
             raise SidecarError(f"{host} belongs to another job")
-        return plausible(by_our_clock(report, ahead))
+        return make_plausible(by_our_clock(report, ahead))
 
     def _heard(self, uid: str, report: Report) -> None:
         known = self._reports.get(uid)

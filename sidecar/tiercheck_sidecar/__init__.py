@@ -1,3 +1,1 @@
-"""The sidecar: keeps a worker's checkpoints in memory, copies them to other workers and to the remote
-tier.
-"""
+"""The sidecar keeps a worker's checkpoints in memory and copies them to peers and the remote tier."""

@@ -31,7 +31,7 @@ from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
 from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import RemoteSource
-from tiercheck_sidecar.offload.renewal import renewed
+from tiercheck_sidecar.offload.renewal import wait_for_renewal
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.sender import ParitySender
@@ -59,7 +59,7 @@ _LAST_WORD = 2.0
 _MOST_STRANGERS = 256
 """Connections to a port for HTTP of addresses that nobody named, and that have proved nothing yet."""
 
-_BESIDE = {"offload", "sweep", "pulse", "throttling", "rehearse"}
+_BESIDE = {"offload", "sweep", "heartbeat", "throttling", "rehearse"}
 """Loops that are worth less than what this process holds and serves: it never ends because of them."""
 
 
@@ -68,7 +68,7 @@ class Sidecar:
 
     def __init__(self, config: SidecarConfig) -> None:
         self.config = config
-        self.board = SidecarState(config)
+        self.state = SidecarState(config)
         self.vault = Vault(
             config.vault_dir,
             config.memory_limit,
@@ -77,8 +77,8 @@ class Sidecar:
             self.board.tagger,
             hands=spare_hands(config.cgroup_dir),
         )
-        self.reporter = Reporter(self.board, self.vault)
-        self.reclaimer = Reclaimer(self.board, self.vault)
+        self.reporter = Reporter(self.state, self.vault)
+        self.reclaimer = Reclaimer(self.state, self.vault)
         self.identity = Identity(
             config.job_uid,
             config.worker,
@@ -87,29 +87,29 @@ class Sidecar:
             lambda: self.board.peers_encrypted,
             lambda: self.board.peers_by_ucx and not why_no_ucx(),
         )
-        self.exchange = ExchangeServer(self.board, self.vault, self.identity, config.exchange_port)
-        self.replicator = Replicator(self.board, self.vault, self.identity, names.EXCHANGE_PORT)
-        self.coordinator = Coordinator(self.board)
-        self.pulse = Pulse(self.board, self.identity, names.EXCHANGE_PORT)
+        self.exchange = ExchangeServer(self.state, self.vault, self.identity, config.exchange_port)
+        self.replicator = Replicator(self.state, self.vault, self.identity, names.EXCHANGE_PORT)
+        self.coordinator = Coordinator(self.state)
+        self.heartbeat = HeartbeatSender(self.state, self.identity, names.EXCHANGE_PORT)
         self.stores = JobStore(config)
-        inventory = RemoteListing(self.board, self.coordinator.stored)
-        self.uploader = Uploader(self.board, self.vault, self.stores, inventory, self.coordinator.manifest)
-        remote = RemoteSource(self.board, self.vault, self.stores)
-        reach = RestoreSources(self.board, self.vault, self.identity, names.EXCHANGE_PORT, remote)
-        self.restorer = Restorer(self.board, self.vault, reach)
-        self.rehearser = Rehearser(self.board, self.vault, reach)
-        self.socket = TrainerSocket(self.board, self.vault, reach)
+        inventory = RemoteListing(self.state, self.coordinator.stored)
+        self.uploader = Uploader(self.state, self.vault, self.stores, inventory, self.coordinator.manifest)
+        remote = RemoteSource(self.state, self.vault, self.stores)
+        reach = RestoreSources(self.state, self.vault, self.identity, names.EXCHANGE_PORT, remote)
+        self.restorer = Restorer(self.state, self.vault, reach)
+        self.rehearser = Rehearser(self.state, self.vault, reach)
+        self.socket = TrainerSocket(self.state, self.vault, reach)
         self.parity = ParitySender(
-            self.board, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
+            self.state, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
         )
-        self.parity_holder = ParityHolder(self.board, self.vault)
-        self.exchange.languages["parity"] = serving(self.board, self.vault, self.parity_holder)
+        self.parity_holder = ParityHolder(self.state, self.vault)
+        self.exchange.languages["parity"] = serving(self.state, self.vault, self.parity_holder)
         self.reporter.owes = self._owes
         self.reporter.settled = self._settled
         self.reporter.addresses = lambda: tuple(each.host for each in self.identity.addresses.own)
         self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.uploader.uploaded)
         self._ports: list[GuardedPort] = []
-        self.board.when_identified(self._identified)
+        self.state.when_identified(self._identified)
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT, or until new credentials ask for a new process. Raises OSError if an
@@ -127,26 +127,26 @@ class Sidecar:
         self.socket.start()
         self.exchange.start()
         for name, loop_body in self._loops():
-            self.board.threads.loop(name, loop_body, vital=name not in _BESIDE)
-        control = ControlApi(self.board, self.reporter)
-        api = control.build(*routes(self.board, self.coordinator))
+            self.state.threads.loop(name, loop_body, vital=name not in _BESIDE)
+        control = ControlApi(self.state, self.reporter)
+        api = control.build(*routes(self.state, self.coordinator))
         port = GuardedPort(api, Strangers(self._most_strangers, self._named), server_context(self.config))
         control.on_proof = port.believe
         await self._serve(port, self.config.control_port)
         self._ready = True
-        who = "a spare" if self.board.config.worker == SPARE else f"worker {self.board.config.worker}"
+        who = "a spare" if self.state.config.worker == SPARE else f"worker {self.state.config.worker}"
         log.info("sidecar of %s is ready on %s", who, self.config.pod_ip)
         renewal = asyncio.create_task(
-            renewed(self.config.remote_credentials_dir, lambda: self.board.remote.reachable)
+            wait_for_renewal(self.config.remote_credentials_dir, lambda: self.state.remote.reachable)
         )
         renewal.add_done_callback(lambda _: stop.set())
         await stop.wait()
         renewal.cancel()
-        self.board.begin_ending()
+        self.state.begin_ending()
         await asyncio.to_thread(self._hand_over)
         await asyncio.to_thread(self._flush)
         await asyncio.to_thread(self._be_heard, control)
-        self.board.stop()
+        self.state.stop()
         self.socket.stop()
         self.exchange.stop()
         self.stores.close()
@@ -171,21 +171,21 @@ class Sidecar:
     def _sweep(self) -> None:
         """What moved workers of this job left on this node."""
         keep = self.config.node_memory_keep
-        while keep is not None and not self.board.stopping:
+        while keep is not None and not self.state.stopping:
             sweep_job(self.config.memory_dir, keep, time.time())
-            self.board.wait_until(lambda: False, max(1.0, keep / 4))
+            self.state.wait_until(lambda: False, max(1.0, keep / 4))
 
     def _watch_throttling(self) -> None:
         watch = ThrottleWatch()
-        while not self.board.stopping:
-            self.board.problem(
+        while not self.state.stopping:
+            self.state.problem(
                 "SidecarThrottled", watch.look(time.monotonic(), read_cpu_stat(self.config.cgroup_dir))
             )
-            self.board.wait_until(lambda: False, EVERY)
+            self.state.wait_until(lambda: False, EVERY)
 
     @property
     def _over(self) -> bool:
-        return self.board.directive is not None and self.board.directive.phase is Phase.FINISH
+        return self.state.directive is not None and self.state.directive.phase is Phase.FINISH
 
     def _loops(self) -> list[tuple[str, Callable[[], None]]]:
         return [
@@ -199,7 +199,7 @@ class Sidecar:
             ("offload", self.uploader.run),
             ("tiers", self.tiers.run),
             ("sweep", self._sweep),
-            ("pulse", self.pulse.run),
+            ("heartbeat", self.heartbeat.run),
             ("throttling", self._watch_throttling),
             ("rehearse", self.rehearser.run),
         ]
@@ -221,21 +221,21 @@ class Sidecar:
         """Asked to go while the job goes on, as by an eviction: bring the holders what they do not have
         yet.
         """
-        board, end, seen = self.board, time.monotonic() + min(_HAND_OVER, self.config.flush_seconds), -1
-        while time.monotonic() < end and not board.overtaken:
-            directive = board.directive
+        state, end, seen = self.state, time.monotonic() + min(_HAND_OVER, self.config.flush_seconds), -1
+        while time.monotonic() < end and not state.fenced:
+            directive = state.directive
             if directive is None or directive.phase is not Phase.RELEASE:
                 return
             if not self._owes():
                 return
-            seen = board.wait(seen, timeout=0.2)
+            seen = state.wait(seen, timeout=0.2)
 
     def _flush(self) -> None:
         """At the end of a job, stay as long as its last complete version can still get to the remote tier."""
-        board, seen = self.board, -1
+        state, seen = self.state, -1
         seconds = self.config.flush_seconds
         end = time.monotonic() + seconds
-        while self._over and self.config.remote and not board.overtaken and not self._settled():
+        while self._over and self.config.remote and not state.fenced and not self._settled():
             if time.monotonic() >= end:
                 log.error(
                     "the last version did not reach the remote tier within %.0f s: %s",
@@ -243,7 +243,7 @@ class Sidecar:
                     self._hold_up(),
                 )
                 return
-            seen = board.wait(seen, timeout=0.5)
+            seen = state.wait(seen, timeout=0.5)
 
     def _settled(self) -> bool:
         """Whether the job is over and this sidecar owes the remote tier nothing any more."""
@@ -251,16 +251,16 @@ class Sidecar:
             return False
         if not self.config.remote:
             return self.tiers.end().final
-        return self.coordinator.may_go if self.board.config.worker == 0 else may_go(self.tiers.end())
+        return self.coordinator.may_go if self.state.config.worker == 0 else may_go(self.tiers.end())
 
     def _hold_up(self) -> str:
         """Why it did not, and what to do."""
-        if self.board.remote.reachable is False:
+        if self.state.remote.reachable is False:
             return (
-                f"{self.board.remote.message or 'it does not answer'}. Check spec.tiers.remote and its "
+                f"{self.state.remote.message or 'it does not answer'}. Check spec.tiers.remote and its "
                 "credentials"
             )
-        others = self.coordinator.waits_for() if self.board.config.worker == 0 else []
+        others = self.coordinator.waits_for() if self.state.config.worker == 0 else []
         if others:
             return f"the trainer of worker {others[0]} has not ended"
         return "set terminationGracePeriodSeconds in spec.template to give it more time"
@@ -270,7 +270,7 @@ class Sidecar:
         answered."""
         end, seen = time.monotonic() + _LAST_WORD, -1
         while self._over and not control.has_told_all() and time.monotonic() < end:
-            seen = self.board.wait(seen, timeout=0.1)
+            seen = self.state.wait(seen, timeout=0.1)
 
     def _health(self) -> web.Application:
         async def healthz(_: web.Request) -> web.Response:
@@ -305,11 +305,11 @@ class Sidecar:
         await port.start(self.config.pod_ip, number)
 
     def _named(self) -> frozenset[str]:
-        return named_addresses(self.board.directive)
+        return named_addresses(self.state.directive)
 
     def _most_strangers(self) -> int:
         """All workers may call worker 0 at once."""
-        directive = self.board.directive
+        directive = self.state.directive
         return _MOST_STRANGERS + (directive.workers if directive else 0)
 
 

@@ -30,8 +30,6 @@ class SourceCorrupt(SourceFailed):
     """It gave bytes that do not match their digests: it must not be asked again."""
 
 
-pass  # HOUSE
-
 T = TypeVar("T")
 
 _LOOK_EVERY = 1.0

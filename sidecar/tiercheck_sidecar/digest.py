@@ -25,7 +25,7 @@ def digest_chunk(view: memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(view)
 
 
-def running() -> xxhash.xxh3_128:
+def running_digest() -> xxhash.xxh3_128:
     """For a chunk that comes piece by piece; its `hexdigest()` is what `digest_chunk` gives of all of it."""
     return xxhash.xxh3_128()
 
@@ -55,12 +55,12 @@ def first_mismatch(view: memoryview, digests: Digests) -> int | None:
     if len(view) != digests.size:
         return 0
     for index, value in enumerate(digests.values):
-        if digest_chunk(piece(view, digests, index)) != value:
+        if digest_chunk(chunk_view(view, digests, index)) != value:
             return index
     return None
 
 
-def piece(view: memoryview, digests: Digests, index: int) -> memoryview:
+def chunk_view(view: memoryview, digests: Digests, index: int) -> memoryview:
     """The bytes of chunk `index`."""
     begin = index * digests.chunk
     return view[begin : min(begin + digests.chunk, digests.size)]

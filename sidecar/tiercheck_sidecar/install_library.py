@@ -1,7 +1,7 @@
-"""`python3 -m tiercheck_sidecar.install_library DEST`: brings the trainer's library into any training image.
+"""Brings the trainer's library into any training image, in an init container.
 
-Runs in an init container. The copy appears at DEST/tiercheck by one rename, so a container that is restarted
-half-way never leaves half a library behind.
+`python3 -m tiercheck_sidecar.install_library DEST`: the copy appears at DEST/tiercheck by one rename, so a
+container that is restarted half-way never leaves half a library behind.
 """
 
 from __future__ import annotations

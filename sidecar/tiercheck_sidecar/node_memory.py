@@ -1,15 +1,14 @@
-"""The local tier in the node's memory: what a pod leaves there is for the next pod of the same worker, and
-for nobody else.
+"""Keeps what a pod leaves in the node's memory for the next pod of the same worker alone.
 
 Each sidecar has a folder named after its pod, in the folder of its job. A file in it says whose it is, and is
-locked as long as the process lives, so that anybody on the node can tell the dead from the living without
-asking anyone. A new pod takes over the sealed slots of its predecessors. Folders that nobody needs are
-removed by whoever comes by: sidecars of the same job, the init container of any later pod on the node, and a
-janitor where one is installed.
+locked as long as the process lives, so that anybody on the node can tell the dead from the living. A new pod
+takes over the sealed slots of its predecessors. Folders that nobody needs are removed by whoever comes by:
+sidecars of the same job, the init container of any later pod on the node, and a janitor where one is
+installed.
 
-`python3 -m tiercheck_sidecar.node_memory BASE JOB_UID KEEP_SECONDS` prepares the folder of a job and
-sweeps all others; it is the init container's command. With `--watch` in place of a job it sweeps for ever:
-the janitor's.
+`python3 -m tiercheck_sidecar.node_memory BASE JOB_UID KEEP_SECONDS` prepares the folder of a job and sweeps
+all others; it is the init container's command. With `--watch` in place of a job it sweeps for ever: the
+janitor's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The threads of the sidecar: loops that begin again after errors that nobody thought of, and one thread per
-connection.
+"""Runs the sidecar's threads: a loop begins again after an error that nobody thought of.
 
 A loop that dies again and again ends the process instead: what it holds lies in the memory volume, and the
 next process finds it.

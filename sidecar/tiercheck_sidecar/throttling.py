@@ -1,5 +1,4 @@
-"""Tells when the kernel holds this sidecar back: its CPU limit is used up again and again, so copies and
-restores are slow."""
+"""Tells when the kernel holds this sidecar back because its CPU limit is used up."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Benchmarks have a process to themselves and set its environment; here they must leave it as they found
-it.
-"""
+"""Leaves the environment as it was: benchmarks set it as if the process were theirs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A step's length is the mean of many in a row: no waiting for the device hides in it, and no snapshot is
-left out."""
+"""A step's length is the mean of many in a row, which hides no wait and leaves out no snapshot."""
 
 from __future__ import annotations
 

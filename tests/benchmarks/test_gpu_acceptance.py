@@ -1,5 +1,4 @@
-"""The GPU acceptance, as far as it runs without a GPU: nothing is hidden, what cannot fail shows nothing, and
-no speed decides."""
+"""The GPU acceptance hides nothing, and no speed decides, as far as it runs without a GPU."""
 
 from __future__ import annotations
 

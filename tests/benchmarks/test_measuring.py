@@ -1,5 +1,6 @@
-"""The clocks themselves, and a tiny run of the real thing. Nothing here depends on how fast the machine
-is.
+"""The clocks are right, and a tiny run of the real thing works.
+
+Nothing here depends on how fast the machine is.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""docs/benchmarks/results.md shows the numbers of results.json, in short rows; `python -m benchmarks --table`
-writes it anew."""
+"""docs/benchmarks/results.md shows the numbers of results.json, in short rows.
+
+`python -m benchmarks --table` writes it anew.
+"""
 
 from __future__ import annotations
 

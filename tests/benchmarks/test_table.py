@@ -1,5 +1,4 @@
-"""What the benchmark command promises whoever reads its table: every miss is named, and nothing that was not
-run looks like a result."""
+"""The benchmark command names every miss, and shows nothing as a result that was not run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`python -m tests.chaos`: a campaign on the laptop cluster. The exit code is the number of broken
-promises.
+"""Runs a chaos campaign on the laptop cluster, and exits with the number of broken promises.
+
+`python -m tests.chaos`
 """
 
 from __future__ import annotations

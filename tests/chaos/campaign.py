@@ -1,5 +1,7 @@
-"""One strike after the other on a job that trains on, each after the one before has healed; what it cost, and
-which promises were broken."""
+"""Strikes a job that trains, one strike after the other, and checks the promises.
+
+Each strike comes after the one before has healed; what it cost is noted.
+"""
 
 from __future__ import annotations
 

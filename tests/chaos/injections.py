@@ -1,5 +1,7 @@
-"""What may strike: failpoints of real processes, and faults of nodes, networks and the store. Pure: what a
-seed draws is known before anything runs."""
+"""Lists what may strike: failpoints of real processes, and faults of nodes, networks and the store.
+
+Pure: what a seed draws is known before anything runs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The simulation's checker over a history of real processes, which is seen from outside: whose memory held
-what is not recorded there.
+"""Checks a history of real processes with the simulation's checker, from outside.
+
+Whose memory held what is not recorded there.
 
 Each injection is a window: what counts as struck, and what must come after it, begins anew with it.
 """

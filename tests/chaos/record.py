@@ -1,5 +1,4 @@
-"""Writes down what happens, in the words that the simulation's checker reads: from the job's status, the
-pods, and what the ranks print."""
+"""Writes down what happens, from status, pods and ranks, in words that the checker reads."""
 
 from __future__ import annotations
 

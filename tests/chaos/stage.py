@@ -1,5 +1,4 @@
-"""The laptop cluster under one training job, and the hands that strike it: real operator, sidecars, launchers
-and trainers, each a process."""
+"""Runs a training job on the laptop cluster, each part a real process, and strikes it."""
 
 from __future__ import annotations
 

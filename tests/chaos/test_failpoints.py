@@ -1,5 +1,4 @@
-"""Failpoints: what is armed strikes as often as it shall and not more, whoever passes; what nobody armed from
-outside does nothing."""
+"""An armed failpoint strikes as often as it shall and not more; an unarmed one does nothing."""
 
 from __future__ import annotations
 

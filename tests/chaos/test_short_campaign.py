@@ -1,5 +1,7 @@
-"""A few strikes on real processes: the campaign itself works, and finds nothing. `make chaos` is the long
-one."""
+"""A few strikes on real processes: the campaign itself works, and finds nothing.
+
+`make chaos` is the long one.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the chaos campaign trains: tiny, coupled over all ranks, and the same bits at every step whatever
-happened before.
+"""Trains what the chaos campaign strikes: tiny, coupled over all ranks, and the same bits always.
 
 Trains until the file STOP exists; then all ranks end after the same step. PACE: seconds per step. Each line
 tells what a rank is in before it is

@@ -1,5 +1,4 @@
-"""One real API server for all tests of the chart that need one; helpers for it are shared with the operator's
-tests."""
+"""Starts one real API server for all tests of the chart that need one."""
 
 from __future__ import annotations
 

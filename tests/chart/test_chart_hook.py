@@ -1,5 +1,4 @@
-"""What `helm test` runs, run: it passes on an operator that is up, and says what is wrong with one that is
-not."""
+"""`helm test` passes on an operator that is up, and says what is wrong with one that is not."""
 
 from __future__ import annotations
 

@@ -90,15 +90,15 @@ def dashboard() -> dict[str, Any]:
     return parsed
 
 
-def panels_of(board: dict[str, Any]) -> list[dict[str, Any]]:
+def panels_of(state: dict[str, Any]) -> list[dict[str, Any]]:
     """All panels, those in folded rows too."""
-    return [each for panel in board["panels"] for each in (panel, *panel.get("panels", ()))]
+    return [each for panel in state["panels"] for each in (panel, *panel.get("panels", ()))]
 
 
 def dashboard_expressions() -> list[str]:
-    board = dashboard()
-    found = [target["expr"] for panel in panels_of(board) for target in panel.get("targets", ())]
-    found += [entry["expr"] for entry in board["annotations"]["list"]]
+    state = dashboard()
+    found = [target["expr"] for panel in panels_of(state) for target in panel.get("targets", ())]
+    found += [entry["expr"] for entry in state["annotations"]["list"]]
     return [text.replace("$__rate_interval", "5m").replace("$__range", "1h") for text in found]
 
 
@@ -205,12 +205,12 @@ def test_monitors_find_ports_that_exist() -> None:
 def test_dashboard_is_found_by_grafana_and_reads_from_the_data_source_that_is_chosen() -> None:
     (config,) = of_kind("ConfigMap", MONITORED)
     assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
-    board = dashboard()
-    assert {panel["datasource"]["uid"] for panel in panels_of(board) if "datasource" in panel} == {
+    state = dashboard()
+    assert {panel["datasource"]["uid"] for panel in panels_of(state) if "datasource" in panel} == {
         "${datasource}"
     }
-    variables = {variable["name"] for variable in board["templating"]["list"]}
-    used = set(re.findall(r"\$\{?([a-z]\w*)", " ".join(strings([board["panels"], board["templating"]]))))
+    variables = {variable["name"] for variable in state["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([a-z]\w*)", " ".join(strings([state["panels"], state["templating"]]))))
     assert used <= variables
 
 
@@ -230,9 +230,9 @@ def test_every_line_of_the_dashboard_has_a_unit_and_a_legend_that_covers_nothing
 
 
 def test_panels_have_a_title_a_meaning_and_a_place_of_their_own() -> None:
-    board = dashboard()
-    folded = [row["panels"] for row in board["panels"] if row.get("panels")]
-    for panels in (board["panels"], *folded):
+    state = dashboard()
+    folded = [row["panels"] for row in state["panels"] if row.get("panels")]
+    for panels in (state["panels"], *folded):
         taken: set[tuple[int, int]] = set()
         for panel in panels:
             place = panel["gridPos"]
@@ -242,5 +242,5 @@ def test_panels_have_a_title_a_meaning_and_a_place_of_their_own() -> None:
             taken |= cells
             assert panel["title"]
             assert panel["type"] == "row" or panel["description"]
-    everything = panels_of(board)
+    everything = panels_of(state)
     assert len({panel["id"] for panel in everything}) == len(everything)

@@ -1,6 +1,4 @@
-"""Wrong values are refused before anything is installed, with a sentence that names them and says what to
-do.
-"""
+"""Wrong values are refused before anything is installed, with a sentence that says what to do."""
 
 from __future__ import annotations
 

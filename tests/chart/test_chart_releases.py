@@ -1,6 +1,4 @@
-"""Installed by the real Helm SDK on a real API server: what install, upgrade, rollback and uninstall
-leave.
-"""
+"""Install, upgrade, rollback and uninstall by the real Helm SDK leave what they should."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What makes a pod a worker, and a job that of a workload, is written by the operator alone: a real API
-server refuses it to all others."""
+"""A real API server lets the operator alone write what makes a pod a worker."""
 
 from __future__ import annotations
 

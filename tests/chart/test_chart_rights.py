@@ -1,5 +1,4 @@
-"""The operator under the chart's own service account is refused nothing that it needs and granted nothing
-more."""
+"""The operator under the chart's account is refused nothing it needs, and granted nothing more."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Pods of the chart pass the restricted Pod Security Standard, hold a token only where it is needed, and talk
-to few."""
+"""Pods of the chart pass the restricted Pod Security Standard, and talk to few."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A cluster that answers with recorded objects, for what is about showing them and not about
-fetching them."""
+"""Answers with recorded objects, for tests of showing them and not of fetching them."""
 
 from __future__ import annotations
 

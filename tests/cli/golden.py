@@ -7,14 +7,14 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from tiercheck_cli.terminal import plain
+from tiercheck_cli.terminal import to_plain_text
 
 FOLDER = Path(__file__).parent / "golden"
 
 
 def rendered(shown: RenderableType, width: int) -> str:
     """As a pipe gets it: no colours, no trailing blanks."""
-    return plain(shown, width)
+    return to_plain_text(shown, width)
 
 
 def matches(name: str, text: str) -> None:

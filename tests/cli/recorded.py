@@ -1,5 +1,4 @@
-"""A job in trouble as the API shows it: eight workers in four racks, four recoveries behind it, one
-thing to be done about it.
+"""Holds a job in trouble as the API shows it: eight workers, four racks, four recoveries.
 
 The objects have the shape that the operator writes; `test_recorded_objects.py` holds them against the CRD and
 the operator's own reader.

@@ -1,5 +1,7 @@
-"""The commands against an API server, as the shell runs them; against the real one also as a user
-with the chart's viewer role alone."""
+"""The commands work against an API server, as the shell runs them.
+
+Against the real one they do so as a user with the chart's viewer role alone, too.
+"""
 
 from __future__ import annotations
 

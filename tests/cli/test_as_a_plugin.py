@@ -1,5 +1,4 @@
-"""The command as the shell and kubectl start it: its names, its manners in a pipe, and what it says
-on a terminal."""
+"""The command behaves as the shell and kubectl start it, in a pipe and on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server whose certificate the kubeconfig says not to check is mentioned once, not with every request."""
+"""A server whose certificate is not checked is mentioned once, not with every request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the README promises can be looked up: each promise names a test that exists, each link leads
-somewhere."""
+"""Each promise of the README names a test that exists, and each link leads somewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One laptop cluster with the real operator process for all tests here; each test brings jobs of its own."""
+"""Runs one laptop cluster with the real operator for all tests here, which bring their own jobs."""
 
 from __future__ import annotations
 

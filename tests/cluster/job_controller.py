@@ -1,5 +1,6 @@
-"""A stand-in for Kubernetes' Job controller, which neither control plane of the tests has: as much of it as
-one Indexed Job needs.
+"""Stands in for Kubernetes' Job controller, as far as one Indexed Job needs it.
+
+Neither control plane of the tests has one.
 
 It makes the pods with the names, labels and owner references of the real one, makes another for every index
 whose pod is gone, being deleted or failed, and counts what succeeded. It knows nothing of TierCheck.

@@ -1,6 +1,4 @@
-"""What the cluster tests say about jobs: make one, look at it, wait for it, and know what it should end
-with.
-"""
+"""Makes jobs, looks at them, waits for them, and knows what they should end with."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A model sharded over all ranks by FSDP2, whose whole state is told at every step and after every restore,
-and which samples it drew.
+"""Trains a model sharded by FSDP2, and tells its whole state at every step and restore.
+
+It tells which samples it drew, too.
 
 The first LIVES attempts (1 if not given) train until they are hit, later ones some steps beyond where they
 came back to.

@@ -1,5 +1,7 @@
-"""Runs somebody's training script, unchanged, as `python SCRIPT ARGUMENT...` would; but in the first attempt
-it stands still after the end of step AT, until it is hit: so no test that hits it depends on speed.
+"""Runs an unchanged script that stands still at one step in its first attempt, until it is hit.
+
+`python SCRIPT ARGUMENT...` would run it; it stands still after the end of step AT. So no test that hits it
+depends on speed.
 """
 
 from __future__ import annotations

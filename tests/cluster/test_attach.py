@@ -1,5 +1,7 @@
-"""A plain Indexed Job keeps its own controller and gets TierCheck by one label: the API server asks the
-operator's webhook."""
+"""A plain Indexed Job gets TierCheck by one label, and keeps its own controller.
+
+The API server asks the operator's webhook.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A script that saves with torch.distributed.checkpoint is a job like any other: memory first, then the
-bucket, on any number of ranks."""
+"""A script that saves with torch.distributed.checkpoint is a job like any other.
+
+Memory first, then the bucket, on any number of ranks.
+"""
 
 from __future__ import annotations
 

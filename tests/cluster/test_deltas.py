@@ -1,5 +1,7 @@
-"""With a delta of every step a failure costs nothing that had reached its holders; parity does the same for
-less memory."""
+"""With a delta of every step, a failure costs nothing that had reached its holders.
+
+Parity does the same for less memory.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every class of failure that is not a loss of pods, with the real operator: what it is called, what it
-costs, what the user can rule."""
+"""Every failure that loses no pod has a name, a cost and a user's rule, by the real operator."""
 
 from __future__ import annotations
 

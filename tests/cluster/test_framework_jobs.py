@@ -1,5 +1,4 @@
-"""The frameworks' examples as jobs: unchanged scripts, whose ranks find each other, save to memory and come
-back, by what the launcher tells them."""
+"""The frameworks' examples run as jobs unchanged: they save to memory and come back."""
 
 from __future__ import annotations
 

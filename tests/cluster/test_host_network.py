@@ -1,5 +1,4 @@
-"""A job whose pods are in their nodes' network, two on each node: they train, and come back, as anywhere
-else."""
+"""Jobs whose pods share their nodes' network train and come back as anywhere else."""
 
 from __future__ import annotations
 

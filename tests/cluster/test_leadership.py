@@ -1,5 +1,4 @@
-"""Two operators, one of which leads: whatever happens to it, the other one goes on where it was, and no
-attempt is spent."""
+"""When the leading operator is hit, the other one goes on where it was and spends no attempt."""
 
 from __future__ import annotations
 

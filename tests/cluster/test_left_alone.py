@@ -1,5 +1,4 @@
-"""Healthy training is left alone by the real operator, whatever becomes of sidecars and kubelets; what is
-dead is still left."""
+"""The real operator leaves healthy training alone, and still leaves what is dead."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Nodes get other labels under a job that trains: its copies move, in the same attempt, and are worth
-something where they are."""
+"""Copies move within the attempt when nodes get other labels, and are worth something there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What other tools wrote begins a job, and a job's newest version leaves it for other tools, asked for by the
-job's name."""
+"""What other tools wrote begins a job, and a job's newest version leaves it for them."""
 
 from __future__ import annotations
 

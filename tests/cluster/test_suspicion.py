@@ -1,5 +1,4 @@
-"""Nodes that die, are cut off or will be emptied: left in time, and whoever is left behind is never believed
-again."""
+"""Nodes that die, are cut off or will be emptied are left in time, and not believed again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Bad input and trouble: a condition says what is wrong and what to do; the job waits or degrades, the
-operator lives."""
+"""After bad input or trouble a condition says what to do; the job waits, the operator lives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the cluster tests train: a tiny model whose every step couples all ranks, so that survivors notice a
-loss.
+"""Trains a tiny model whose every step couples all ranks, so that survivors notice a loss.
 
 Deterministic: the same step gives the same bits on any attempt. Without STEPS the first attempt trains until
 it is hit, and a later one TAIL steps beyond where it came back to, so that no test depends on speed. PACE is

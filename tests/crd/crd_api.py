@@ -1,5 +1,4 @@
-"""What the CRD's tests say to an API server, and what it answers: plain HTTP, so that nothing stands between
-them and its words."""
+"""Asks an API server by plain HTTP, so that nothing stands between the tests and its words."""
 
 from __future__ import annotations
 

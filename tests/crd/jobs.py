@@ -1,5 +1,4 @@
-"""Jobs for the CRD's tests: a valid one, and the ways to make it wrong with the sentence that the user then
-reads."""
+"""Makes a valid job, and wrong ones with the sentence that the user then reads."""
 
 from __future__ import annotations
 

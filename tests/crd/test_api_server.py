@@ -1,5 +1,4 @@
-"""What a user meets at the API: examples are accepted, defaults filled in, and every mistake is refused with
-a sentence."""
+"""The API accepts the examples, fills in defaults, and refuses every mistake with a sentence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Attached jobs and the policies that they are made by: what the API server accepts, and what it says about
-the rest."""
+"""The API server accepts attached jobs and their policies, and says what is wrong with others."""
 
 from __future__ import annotations
 

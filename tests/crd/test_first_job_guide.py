@@ -1,5 +1,4 @@
-"""The guide for new users is true: its script runs and goes on after a stop, and its job is accepted as it
-stands."""
+"""The guide for new users is true: its script goes on after a stop, and its job is accepted."""
 
 from __future__ import annotations
 

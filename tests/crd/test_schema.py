@@ -1,5 +1,4 @@
-"""The CRD keeps the promises that need no API server: every field is described, every list bounded, presets
-agree."""
+"""The CRD keeps the promises that need no API server: fields described, lists bounded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`python -m tests.fuzz SECONDS [TARGET ...]`: every target for its part of the time, longer than the suite
-has; `make fuzz` runs it.
+"""Fuzzes every target for its part of the time, longer than the suite does.
+
+`python -m tests.fuzz SECONDS [TARGET ...]`; `make fuzz` runs it.
 
 With atheris (https://github.com/google/atheris), if it is installed, coverage leads the mutations, and a
 target runs in a process of its own; else they are random. What fails is written into a file, and its name

@@ -1,6 +1,4 @@
-"""Bytes that are almost right: what a bit flip, a careless writer or somebody hostile makes of a true
-text.
-"""
+"""Makes bytes that are almost right, as a bit flip or somebody hostile makes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What comes from others, and what is done with it: each target takes any bytes, and may end with its
-declared error only.
+"""Lists what comes from others: each target takes any bytes and ends with its declared error only.
 
 A target does not stop at decoding: what was let in is used as the product uses it.
 """
@@ -198,7 +197,7 @@ def _template(text: bytes) -> None:
         return
     job = replace(_JOB, spec=replace(_JOB.spec, template=template))
     with contextlib.suppress(Unbuildable):
-        build_pod(job, 0, 0, ["n1"], "image", prefer="n2", shun=["n3"])
+        build_pod(job, 0, 0, ["n1"], "image", prefer="n2", unwelcome=["n3"])
     with contextlib.suppress(Unbuildable):
         build_spare(job, 0, ["n1"], "image")
 

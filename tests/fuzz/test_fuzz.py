@@ -1,5 +1,4 @@
-"""Promise: whatever bytes arrive, wherever they come from, they end in a declared error and in bounded
-memory."""
+"""Promise: whatever bytes arrive, they end in a declared error and in bounded memory."""
 
 from __future__ import annotations
 

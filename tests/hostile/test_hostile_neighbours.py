@@ -1,5 +1,7 @@
-"""The real operator process beside neighbours who mean harm: pods, annotations, jobs, Services and
-ConfigMaps. Nothing of mine changes, and the operator stays well."""
+"""Neighbours who mean harm change nothing of mine, and the real operator stays well.
+
+Nothing of mine changes, and the operator stays well.
+"""
 
 from __future__ import annotations
 

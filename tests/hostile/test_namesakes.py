@@ -1,4 +1,4 @@
-"""A ConfigMap of somebody else under the name of a job's placement is neither overwritten nor believed."""
+"""Somebody else's ConfigMap under a placement's name is neither overwritten nor believed."""
 
 from __future__ import annotations
 

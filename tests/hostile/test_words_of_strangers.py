@@ -1,5 +1,4 @@
-"""Whatever a stranger writes on his objects, nothing of mine is decided by it: from the API server's objects
-to what a decision sees."""
+"""Whatever a stranger writes on his objects, nothing of mine is decided by it."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def seen(*pods: Object) -> ClusterView:
     view, strange = ClusterView(), Strange()
     for number, raw in enumerate(pods):
         uid = str(raw["metadata"].get("uid") or number)
-        view.put_pod(uid, strange.understood("Pod", raw, parse_pod), number)
+        view.put_pod(uid, strange.parse_or_none("Pod", raw, parse_pod), number)
     return view
 
 
@@ -128,8 +127,8 @@ NODE: Object = {
 def test_object_that_makes_no_sense_is_left_out_and_stops_nobody(raw_pod: Object, raw_node: Object) -> None:
     strange = Strange()
     view = ClusterView()
-    view.put_pod("p", strange.understood("Pod", raw_pod, parse_pod), 1)
-    view.put_node("n", strange.understood("Node", raw_node, parse_node), 1)
+    view.put_pod("p", strange.parse_or_none("Pod", raw_pod, parse_pod), 1)
+    view.put_node("n", strange.parse_or_none("Node", raw_node, parse_node), 1)
     assert view.pods.uids() == {"p"}, "it was seen, so that no watch is called deaf for it"
     assert set(view.all_nodes()) <= {"n"}
     assert len(list(view.pods_of("ns", VICTIM))) <= 1
@@ -139,7 +138,7 @@ def test_what_was_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> Non
     strange = Strange()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert strange.understood("Node", {**NODE, "status": 7}, parse_node) is None
+            assert strange.parse_or_none("Node", {**NODE, "status": 7}, parse_node) is None
     assert len(caplog.records) == 1
     assert "Node n makes no sense" in caplog.text
 
@@ -225,7 +224,7 @@ def test_job_whose_spec_makes_no_sense_ends_no_watch(operator: Operator, spec: A
 def test_status_that_makes_no_sense_is_not_read_as_one(status: Any) -> None:
     job = new_job()
     job["status"] = status
-    Strange().understood(names.KIND, job, parse_job)
+    Strange().parse_or_none(names.KIND, job, parse_job)
 
 
 @pytest.mark.parametrize("name", ["../../victim/secrets", "a/b", "x?y=z", "x#y", "%2e%2e", "a b", "\n"])

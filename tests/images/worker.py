@@ -21,7 +21,7 @@ from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Branch, History
 from tiercheck_local.addresses import free_ports
-from tiercheck_operator.controller.attempt.directives import policy
+from tiercheck_operator.controller.attempt.directives import build_policy
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.manifests.owned import build_secret
 from tiercheck_operator.manifests.pod import build_pod
@@ -94,7 +94,7 @@ class Worker:
             attempt=1,
             phase=phase,
             history=History((Branch(1, 0, 1),)),
-            policy=policy(self.job.spec),
+            policy=build_policy(self.job.spec),
             restore=None,
             holders=(),
             hosted=(),

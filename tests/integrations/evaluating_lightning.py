@@ -1,5 +1,6 @@
-"""A Lightning Trainer that validates in mid-epoch: the metric moves its learning rate, and a patience runs
-out.
+"""Trains with a Lightning Trainer that validates in mid-epoch.
+
+The metric moves its learning rate, and a patience runs out.
 
     python evaluating_lightning.py FOLDER [CHECKPOINT]
 

@@ -1,5 +1,4 @@
-"""Promise: each framework's example comes back from SIGKILL, wherever in an epoch, with the same losses bit
-for bit.
+"""Promise: each framework's example comes back from SIGKILL with the same losses bit for bit.
 
 The command is the one of its README. Alone, on two ranks, and under a sidecar that takes a delta of every
 step.

@@ -1,5 +1,4 @@
-"""What the tests of training scripts rest on: a rank that ends as it should not is told of, and nobody waits
-for it."""
+"""A rank that ends as it should not is told of, and nobody waits for it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Optimizers of torchao and bitsandbytes, whose states are quantised: a run that is left and resumed makes
-the same losses."""
+"""Quantised optimizers of torchao and bitsandbytes resume with the same losses."""
 
 from __future__ import annotations
 

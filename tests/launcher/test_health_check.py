@@ -1,5 +1,4 @@
-"""Promise: training starts in a place only once the user's own check has passed there, and what the check
-said is told."""
+"""Promise: training starts only once the user's own check has passed there, which is told."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: the user's command runs exactly when the sidecar says so, leaves nothing behind, and its end is
-told."""
+"""Promise: the user's command runs exactly when the sidecar says so, and leaves nothing."""
 
 from __future__ import annotations
 

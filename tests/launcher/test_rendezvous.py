@@ -1,4 +1,4 @@
-"""Promise: the user's script and command line stay as they are: the ranks of all workers find each other."""
+"""Promise: the ranks of all workers find each other, and the user's command stays as it is."""
 
 from __future__ import annotations
 

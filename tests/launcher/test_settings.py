@@ -1,4 +1,7 @@
-"""Promise: training first. A slip in a variable costs a line in the log, and not the start of the command."""
+"""Promise: a slip in a variable costs a line in the log, and not the start of the command.
+
+A slip in a variable costs a line in the log, and not the start of the command.
+"""
 
 from __future__ import annotations
 

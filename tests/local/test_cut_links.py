@@ -1,5 +1,4 @@
-"""A cut link is silence, not an end: who was connected waits in vain, and whoever calls hears
-nothing, until it is mended."""
+"""A cut link is silence, not an end, until it is mended."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def spawn(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(script: str, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", script, *arguments],
-            env=links.hooked(os.environ, str(tmp_path / "cut")),
+            env=links.hooked_environment(os.environ, str(tmp_path / "cut")),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -95,4 +94,4 @@ def test_cut_link_is_silent_for_old_and_new_connections_and_for_no_others(
 
 
 def test_process_of_a_cluster_whose_links_cannot_be_cut_is_left_alone() -> None:
-    assert links.hooked({"A": "b"}, None) == {"A": "b"}
+    assert links.hooked_environment({"A": "b"}, None) == {"A": "b"}

@@ -1,5 +1,4 @@
-"""For what must end at any moment, even at the one at which news arrive: Python 3.11's `asyncio.wait_for`
-forgets that it was cancelled."""
+"""Ends what must end at any moment: Python 3.11's `asyncio.wait_for` forgets a cancellation."""
 
 from __future__ import annotations
 

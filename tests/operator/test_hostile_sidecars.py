@@ -1,5 +1,4 @@
-"""Promise: one process serves all teams, so nothing that one team's sidecar answers takes its memory, or ends
-its listening."""
+"""Promise: no answer of one team's sidecar takes the operator's memory or its listening."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Promise: one process decides for all teams, so whatever one team's sidecar says of itself, no decision
-about it ends badly, takes long, or gives a status that the API server would refuse.
+"""Promise: no lie of a sidecar makes a decision fail, take long, or give a bad status.
+
+One process decides for all teams, so the API server must not refuse that status either.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning.recovery import availability
 from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
-from tiercheck_operator.plausible import MOST, by_our_clock, plausible
+from tiercheck_operator.plausible import MOST, by_our_clock, make_plausible
 from tiercheck_operator.sidecars import JobSidecars, read_report
 
 _CRD = yaml.safe_load((Path(__file__).parents[2] / "crds" / "tiercheckjobs.yaml").read_text())
@@ -97,7 +98,7 @@ def lying(report: Report, numbers: random.Random) -> Report:
             read = read_report(json.dumps(told).encode())
         except ValueError:
             continue
-        return plausible(by_our_clock(read, numbers.choice((0.0, 0.0, 2.5e11, -6e10))))
+        return make_plausible(by_our_clock(read, numbers.choice((0.0, 0.0, 2.5e11, -6e10))))
 
 
 def make_lie(liar: SidecarModel, tell: Callable[[Report], Report]) -> None:
@@ -135,7 +136,7 @@ def test_a_block_that_no_code_has_is_no_block(share: Share, spec: dict[str, Any]
     block = Holding(2, version, Tier.PEER, 1, Kind.SNAPSHOT, share)
     make_lie(
         world.sidecars[world.member(2)],
-        lambda report: plausible(replace(report, holdings=(*report.holdings, block))),
+        lambda report: make_plausible(replace(report, holdings=(*report.holdings, block))),
     )
     world.crash(1)
     assert world.recovered()["step"]
@@ -156,11 +157,11 @@ def test_versions_without_number_are_not_all_planned_with(monkeypatch: pytest.Mo
 
 def test_what_is_true_is_taken_as_it_is() -> None:
     report = some_report()
-    assert plausible(report) == report
+    assert make_plausible(report) == report
     held = tuple(
         Holding(n, Version(n, 1), Tier.PEER, n, Kind.DELTA, Share(n % 4, (n, n + 1))) for n in range(20)
     )
-    assert plausible(replace(report, holdings=held)).holdings == held
+    assert make_plausible(replace(report, holdings=held)).holdings == held
 
 
 def test_a_number_that_no_job_has_is_brought_to_one_that_some_job_could_have() -> None:
@@ -170,7 +171,7 @@ def test_a_number_that_no_job_has_is_brought_to_one_that_some_job_could_have() -
         proofs=(Proof(Tier.PEER, far, -1e300, 1e300, -(2**63)),),
         unreachable=(Unreachable(1, "h", 1e300, Break.SILENT),), problems=(Problem("no word", "x"),),
     )  # fmt: skip
-    found = plausible(told)
+    found = make_plausible(told)
     assert found.watermarks.local == Version(MOST, MOST)
     assert (found.proofs[0].at, found.unreachable[0].since) == (-(2.0**31), 253_370_764_800.0)
     assert found.problems[0].message == "x"

@@ -53,7 +53,7 @@ def test_sidecars_that_do_not_answer_are_counted_until_they_do() -> None:
         if killed:
             world.kill_sidecar(world.member(1))
             world.poll()
-        metrics.job_seen(world.job, len(away(world.observe())))
+        metrics.job_seen(world.job, len(find_silent_members(world.observe())))
         assert value(metrics, "tiercheck_sidecars_away") == killed
 
 

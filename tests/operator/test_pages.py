@@ -1,5 +1,4 @@
-"""Strangers on the operator's port for metrics and health take its descriptors for seconds only, and keep no
-probe out."""
+"""Strangers on the port for metrics take descriptors for seconds only, and keep no probe out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the operator listens to a sidecar: over TLS with the job's credentials, knowing silence from news."""
+"""The operator listens to a sidecar over TLS with the job's credentials, and hears silence."""
 
 from __future__ import annotations
 

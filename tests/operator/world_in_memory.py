@@ -43,6 +43,7 @@ from tiercheck_operator.model.actions import (
     RemoveGang,
     SavePlacement,
 )
+from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import (
     HostSign,
     JobView,
@@ -188,7 +189,7 @@ class World:
         """Nodes on which everything else lives, and since when."""
         self.refusing: set[str] = set()
         """Dead nodes whose kernel still says that nobody is there."""
-        self.pulses = False
+        self.heartbeats = False
         """Whether sidecars say which neighbours they miss."""
         self.missed: dict[tuple[str, str], float] = {}
         """Since when a pod (UID) misses another one (IP address)."""
@@ -197,7 +198,7 @@ class World:
         self.notices: list[str] = []
         self.created: list[CreatePod] = []
         self.suspects = SuspectNodes()
-        self.shunning: dict[str, tuple[str, ...]] = {}
+        self.unwelcome_to: dict[str, tuple[str, ...]] = {}
         """By pod name, the nodes that it would rather not be on."""
         self.deleted: list[DeletePod] = []
         self.deleted_job = False
@@ -244,7 +245,7 @@ class World:
         """
         observed = self.observe()
         self.suspects.note(doubted_nodes(observed) | left_nodes(observed), self.now)
-        decision = self.last = decide(replace(observed, shunned=self.suspects.shunned(self.now)))
+        decision = self.last = decide(replace(observed, unwelcome=self.suspects.unwelcome(self.now)))
         work: list[Action | JobRecord] = [*decision.before]
         if decision.status is not None:
             work.append(decision.status)
@@ -264,7 +265,7 @@ class World:
     def _do(self, item: Action | JobRecord) -> None:
         match item:
             case JobRecord():
-                self.job = replace(self.job, status=parse_record(render_record(item)))
+                self.job = replace(self.job, status=parse_record(render_record(fit_status(item))))
             case CreatePod():
                 self.created.append(item)
                 self._create(item)
@@ -305,7 +306,7 @@ class World:
     def _create(self, action: CreatePod) -> None:
         name = f"j-{action.worker}-{action.incarnation}"
         self._make(name, action.worker, action.incarnation, action.avoid)
-        self.shunning[name] = action.shun
+        self.unwelcome_to[name] = action.unwelcome
 
     def _make(
         self, name: str, worker: int, incarnation: int, avoid: tuple[str, ...], spare: int | None = None
@@ -369,8 +370,8 @@ class World:
                         pod, unschedulable_since=since, message="Unschedulable: 0 nodes fit"
                     )
                     continue
-                shunned = self.shunning.get(pod.name, ())
-                order = [(n.name != self.liked, n.hostname in shunned, used[n.name], n.name) for n in fit]
+                unwelcome = self.unwelcome_to.get(pod.name, ())
+                order = [(n.name != self.liked, n.hostname in unwelcome, used[n.name], n.name) for n in fit]
                 node = min(order)[-1]
                 used[node] += 1
                 self.pods[uid] = replace(pod, node=node, unschedulable_since=None, claimed=False, message="")
@@ -726,7 +727,7 @@ class World:
     def missed_by(self, sidecar: SidecarModel) -> tuple[Unreachable, ...]:
         """What its pulses say: neighbours on dead or cut off nodes are silent, closed ones refuse."""
         directive = sidecar.directive
-        if not self.pulses or directive is None:
+        if not self.heartbeats or directive is None:
             return ()
         ips = {pod.ip: uid for uid, pod in self.pods.items()}
         found = []

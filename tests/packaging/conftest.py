@@ -1,4 +1,4 @@
-"""The wheel, built once and unpacked, so that what is tested is what is installed and not the work tree."""
+"""Builds the wheel once and unpacks it, so that what is tested is what is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The drawings in docs/images are what their script draws: python docs/images/journeys.py"""
+"""The drawings in docs/images are what their script draws.
+
+python docs/images/journeys.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A container's first process hears SIGTERM from its first line: as PID 1, nothing would end it before."""
+"""A container's first process hears SIGTERM from its first line.
+
+As PID 1, nothing would end it before.
+"""
 
 from __future__ import annotations
 

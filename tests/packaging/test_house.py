@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,13 @@ def product() -> dict[str, Path]:
 
 PRODUCT = product()
 TREES = {name: ast.parse(path.read_text()) for name, path in PRODUCT.items()}
+
+
+def python_files() -> list[str]:
+    """All of the repository, those included that are not committed yet."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [path for path in listed if (ROOT / path).is_file()]
 
 
 def imports_of(name: str) -> Iterator[str]:

@@ -1,5 +1,7 @@
-"""What others wrote comes in through one door (`tiercheck.protocol.plain_json`), so that its limits and its
-error hold everywhere."""
+"""What others wrote comes in through one door, so that its limits hold everywhere.
+
+The door is `tiercheck.protocol.plain_json`.
+"""
 
 from __future__ import annotations
 

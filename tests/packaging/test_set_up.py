@@ -1,6 +1,4 @@
-"""What `make demo` and `make test` set up: they say what they install, how far they are, and why it
-failed.
-"""
+"""`make demo` and `make test` say what they install, how far they are, and why it failed."""
 
 import os
 import subprocess

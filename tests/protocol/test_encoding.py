@@ -1,5 +1,4 @@
-"""The trainer encodes with the standard library, the sidecar and the operator decode with msgspec: both must
-agree."""
+"""What the trainer encodes by the standard library, sidecar and operator decode by msgspec."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A new operator beside the sidecars of an older one, and the other way round: during an upgrade both
-understand each other.
+"""During an upgrade, operator and sidecars of two versions understand each other.
 
 `first_release/` holds a directive and a report as the first release wrote them, with something in every
 field. They stay as they are.

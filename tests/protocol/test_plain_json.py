@@ -1,4 +1,4 @@
-"""Promise: what others wrote is weighed before it is opened, and every way to be wrong is the same error."""
+"""Promise: what others wrote is weighed before it is opened, and all errors are one error."""
 
 from __future__ import annotations
 

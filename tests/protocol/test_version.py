@@ -1,4 +1,4 @@
-"""One history: every step has at most one owner, and what a rollback abandoned is never accepted again."""
+"""Every step has at most one owner, and what a rollback abandoned is never accepted again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The stage of all tests here: set up once, in the network of a cluster that `make real-cluster-test`
-started."""
+"""Sets the stage of all tests here once, in the network of a cluster that already runs.
+
+`make real-cluster-test` started it.
+"""
 
 from __future__ import annotations
 

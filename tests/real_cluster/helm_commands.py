@@ -1,5 +1,4 @@
-"""`helm install|upgrade|test|uninstall` as the docs write them, through the Helm SDK, with KUBECONFIG's
-cluster."""
+"""Runs `helm install|upgrade|test|uninstall` as the docs write them, through the Helm SDK."""
 
 from __future__ import annotations
 

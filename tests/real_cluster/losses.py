@@ -1,5 +1,4 @@
-"""Every line that a trainer printed, read from the nodes' disks, where it outlives the pod and the node's
-power."""
+"""Reads every line that a trainer printed from the nodes' disks, where it outlives the pod."""
 
 from __future__ import annotations
 

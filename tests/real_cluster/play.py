@@ -1,6 +1,4 @@
-"""One row of the matrix: hurt the training, watch what happens, write it down, and say whether it was
-right.
-"""
+"""Plays one row of the matrix: hurts the training, watches, and says whether it was right."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What every test finds installed: images in a registry, S3, the chart, namespaces; and the jobs that they
-apply."""
+"""Installs what every test finds: images in a registry, S3, the chart, namespaces."""
 
 from __future__ import annotations
 

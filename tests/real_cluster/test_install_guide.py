@@ -38,9 +38,8 @@ def commands() -> list[str]:
     """Every line of the guide that a person types."""
     text = _GUIDE.read_text().split(_SECTION)[1].split("\n## ")[0]
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-    return [
-        line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")
-    ]
+    lines = re.sub(r"\\\n *", "", "".join(blocks)).splitlines()
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
 
 
 @pytest.mark.anywhere

@@ -1,4 +1,4 @@
-"""The matrix: one job of four workers on four nodes in two racks, hit by everything, one after the other.
+"""A job of four workers in two racks survives everything, one fault after the other.
 
 Its losses, over all attempts, are those of a job that nothing happened to, bit for bit: the last test.
 """

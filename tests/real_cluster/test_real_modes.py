@@ -1,4 +1,4 @@
-"""Other ways to run a job on the real cluster: spares, node memory, attached pods, and the orderly end."""
+"""Spares, node memory, attached pods and the orderly end work on the real cluster."""
 
 from __future__ import annotations
 

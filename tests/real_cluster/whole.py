@@ -1,5 +1,7 @@
-"""`make real-cluster-test`: images, a cluster up, the guide and the matrix on it, the cluster down. Nothing
-stays."""
+"""Builds images, brings a cluster up, runs the guide and the matrix, and takes it down.
+
+`make real-cluster-test`; nothing stays.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a log or an error may hold of a credential is taken out, and what people need to read stays."""
+"""Every credential in a log or an error is taken out, and what people need to read stays."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A credential is taken out however it is spelt: every name with every separator, quotes and surroundings;
-and however long the text is."""
+"""A credential is taken out however it is spelt, and however long the text is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Shapes that were written down without a look at the rules: of clouds and services, of tools, of what wraps
-and colours a log."""
+"""Credentials of shapes that no rule was written for are taken out.
+
+They were written down without a look at the rules: of clouds and services, of tools, of what wraps and
+colours a log.
+"""
 
 from __future__ import annotations
 

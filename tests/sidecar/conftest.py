@@ -1,3 +1,5 @@
+"""Gives the sidecar's tests their fixtures."""
+
 from __future__ import annotations
 
 import shutil

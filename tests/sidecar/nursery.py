@@ -1,5 +1,4 @@
-"""Sidecar processes, forked from one that has imported already: their start was most of what the tests of
-sidecars cost.
+"""Forks sidecar processes from one that has imported already, because their start was the cost.
 
 Each runs the sidecar's own `__main__` with its own environment and log, and ends as it would by itself. The
 true command is started by the tests of clusters and images.

@@ -165,7 +165,7 @@ class Station:
 
     def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT, rank: int | None = None) -> Seal:
         """Capture an artifact of about `size` bytes of an own rank."""
-        rank = self.board.config.ranks[0] if rank is None else rank
+        rank = self.state.config.ranks[0] if rank is None else rank
         layout = SlotLayout.plan([("weight", "U8", (size,), size)])
         room = self.vault.reserved(rank)
         if kind is Kind.SNAPSHOT and (room is None or room.snapshot != layout.size):
@@ -179,7 +179,7 @@ class Station:
         self.vault.complete(path, 0)
         seal = self.vault.seal(path)
         assert seal is not None
-        self.board.bump()
+        self.state.bump()
         return seal
 
     def _begin(self, rank: int, version: Version, kind: Kind) -> Path | None:
@@ -236,7 +236,7 @@ class Station:
     def stop(self) -> None:
         """The process ends; nothing answers any more."""
         self.server.stop()
-        self.board.stop()
+        self.state.stop()
 
 
 def send_bytes(wire: Wire, index: int, content: bytes, *, bare: bool = False) -> None:

@@ -1,5 +1,7 @@
-"""A call that brings nothing is left behind, one that brings something is waited for however long it takes,
-and neither costs more than it holds."""
+"""A call that brings nothing is left behind; one that brings something is waited for.
+
+Neither costs more than it holds.
+"""
 
 from __future__ import annotations
 
@@ -138,18 +140,18 @@ def test_meter_tells_how_far_and_since_when_nothing_came() -> None:
     meter.plan(1, wanted=500, done=0)
     now[0] += 30
     with meter.waiting("worker 3"), meter.waiting("worker 3"), meter.waiting("the remote tier"):
-        told = meter.told()
+        told = meter.describe()
     assert (told.bytes, told.wanted, told.idle_seconds) == (200, 1500, 30.0)
     assert told.sources == ("the remote tier", "worker 3")
     meter.arrived(1, 400)
     now[0] += 5
     meter.arrived(1, 400)
-    assert (meter.told().bytes, meter.told().idle_seconds) == (700, 0.0), "never more than is wanted"
-    assert meter.told().sources == ()
+    assert (meter.describe().bytes, meter.describe().idle_seconds) == (700, 0.0), "never more than is wanted"
+    assert meter.describe().sources == ()
     now[0] += 50
     meter.given_up("worker 3")
-    assert (meter.told().idle_seconds, meter.stalled) == (0.0, ("worker 3",)), (
+    assert (meter.describe().idle_seconds, meter.stalled) == (0.0, ("worker 3",)), (
         "to go on to the next one is progress"
     )
     meter.begin()
-    assert (meter.told().wanted, meter.stalled) == (0, ())
+    assert (meter.describe().wanted, meter.stalled) == (0, ())

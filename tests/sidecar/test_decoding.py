@@ -1,5 +1,4 @@
-"""A sidecar that starts hears from its launcher, its ranks and its neighbours at once, each in a thread of
-its own."""
+"""A sidecar that starts decodes its launcher, ranks and neighbours at once, in threads."""
 
 from __future__ import annotations
 

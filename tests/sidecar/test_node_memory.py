@@ -1,5 +1,4 @@
-"""What a pod leaves in its node's memory: for the next pod of the same worker, verified, and cleared away
-when nobody needs it."""
+"""What a pod leaves in node memory is for the next pod of the worker, and then cleared."""
 
 from __future__ import annotations
 

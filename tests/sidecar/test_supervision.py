@@ -1,5 +1,7 @@
-"""Loops that die are begun again, told of, and end the process when nothing else helps; connections only end
-themselves."""
+"""Loops that die are begun again, or end the process when nothing else helps.
+
+Connections only end themselves.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +241,7 @@ def test_worker_is_heard_again_after_a_time_without_descriptors(
     monkeypatch.setattr(socket.socket, "accept", accept)
     until(lambda: reached(job), "heard again")
     until(lambda: next(troubles, None) is None and reached(job), "heard after all")
-    assert [each.reason for each in job[0].board.problems] == [INTERNAL_ERROR]
+    assert [each.reason for each in job[0].state.problems] == [INTERNAL_ERROR]
 
 
 def reached(job: Stations) -> bool:
@@ -298,18 +300,18 @@ def test_launcher_that_gets_no_orders_any_more_can_come_again(
     stations: MakeStations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     station = stations(workers=1)[0]
-    listener = TrainerSocket(station.board, station.vault, object())  # type: ignore[arg-type]
+    listener = TrainerSocket(station.state, station.vault, object())  # type: ignore[arg-type]
     listener.start()
     real, failures = SidecarState.wait, iter(["once"])
 
-    def wait(board: SidecarState, seen: int, timeout: float) -> int:
+    def wait(state: SidecarState, seen: int, timeout: float) -> int:
         if threading.current_thread().name == "orders":
             for _ in failures:
                 fail()
-        return real(board, seen, timeout)
+        return real(state, seen, timeout)
 
     monkeypatch.setattr(SidecarState, "wait", wait)
-    path = station.board.config.socket_path
+    path = station.state.config.socket_path
     try:
         first = FakeLauncher(path)
         with first.socket.makefile("rb") as lines:
@@ -323,16 +325,16 @@ def test_launcher_that_gets_no_orders_any_more_can_come_again(
 
 def test_fault_of_the_launcher_is_told_as_those_of_the_sidecar_are(stations: MakeStations) -> None:
     station = stations(workers=1)[0]
-    listener = TrainerSocket(station.board, station.vault, object())  # type: ignore[arg-type]
+    listener = TrainerSocket(station.state, station.vault, object())  # type: ignore[arg-type]
     listener.start()
     try:
-        launcher = FakeLauncher(station.board.config.socket_path)
+        launcher = FakeLauncher(station.state.config.socket_path)
         launcher.tell("started", 1, fault="KeyError in app.py, line 7")
-        until(lambda: station.board.problems, "told")
+        until(lambda: station.state.problems, "told")
         launcher.close()
     finally:
         listener.stop()
-    (problem,) = station.board.problems
+    (problem,) = station.state.problems
     assert problem.reason == INTERNAL_ERROR
     assert problem.message.startswith(
         "its launcher failed and goes on (KeyError in app.py, line 7): see the log of the "
@@ -342,16 +344,16 @@ def test_fault_of_the_launcher_is_told_as_those_of_the_sidecar_are(stations: Mak
 def restoring(job: Stations, monkeypatch: pytest.MonkeyPatch) -> SidecarState:
     """Worker 0 begins attempt 2 with what it holds of attempt 1."""
     monkeypatch.setattr(supervised, "FIRST", 0.01)
-    station, directive = job[0], job[0].board.directive
+    station, directive = job[0], job[0].state.directive
     assert directive is not None
     seal = station.save(Version(5, 1), 100_000)
     restore = Restore(seal.version, (RankSources(0, ()),))
     history = directive.history.after(2, 5)
     wanted = replace(directive, attempt=2, phase=Phase.HOLD, history=history, restore=restore, revision="2")
-    reach = RestoreSources(station.board, station.vault, station.identity, job.port, object())  # type: ignore[arg-type]
-    station.board.accept(wanted)
-    station.board.threads.loop("restore", Restorer(station.board, station.vault, reach).run)
-    return station.board
+    reach = RestoreSources(station.state, station.vault, station.identity, job.port, object())  # type: ignore[arg-type]
+    station.state.accept(wanted)
+    station.state.threads.loop("restore", Restorer(station.state, station.vault, reach).run)
+    return station.state
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2])
@@ -359,17 +361,17 @@ def test_restore_that_fails_unforeseen_is_tried_again(
     stations: MakeStations, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     monkeypatch.setattr(rank_restore, "fault_of", failing_first(failures, rank_restore.fault_of))
-    board = restoring(stations(), monkeypatch)
-    until(lambda: board.restore.state is RestoreState.READY, "restored")
+    state = restoring(stations(), monkeypatch)
+    until(lambda: state.restore.state is RestoreState.READY, "restored")
 
 
 def test_restore_that_always_fails_is_reported_instead_of_being_waited_for(
     stations: MakeStations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_restore, "fault_of", fail)
-    board = restoring(stations(), monkeypatch)
-    until(lambda: board.restore.state is RestoreState.FAILED, "given up")
-    (rank,) = board.restore.ranks
+    state = restoring(stations(), monkeypatch)
+    until(lambda: state.restore.state is RestoreState.FAILED, "given up")
+    (rank,) = state.restore.ranks
     assert rank.tier is None
     assert "3 times in a way that nobody thought of: ValueError in " in rank.failures[0]
 
@@ -398,14 +400,14 @@ class Broken:
 def test_place_that_fails_unforeseen_is_gone_round(stations: MakeStations) -> None:
     job = stations(workers=3)
     _, artifact, _ = copied(job, 100_000)
-    reach = RestoreSources(job[0].board, job[0].vault, job[0].identity, job.port, Broken())  # type: ignore[arg-type]
-    known = job[0].board.directive
+    reach = RestoreSources(job[0].state, job[0].vault, job[0].identity, job.port, Broken())  # type: ignore[arg-type]
+    known = job[0].state.directive
     assert known is not None
     directive = replace(known, restore=Restore(artifact.version, ()))
     sources = [Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1))]
     with ThreadPoolExecutor(1) as verifiers:
         found = RankRestorer(
-            job[0].board, job[0].vault, reach, verifiers, directive=directive, rank=0, sources=sources
+            job[0].state, job[0].vault, reach, verifiers, directive=directive, rank=0, sources=sources
         ).run()
     assert (found.tier, found.worker) == (Tier.PEER, 1)
     assert found.failures[0].startswith("the remote tier: ValueError in ")

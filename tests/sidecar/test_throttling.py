@@ -1,5 +1,4 @@
-"""A sidecar whose CPU limit is too small says so, by the kernel's own count, and says nothing where there is
-no limit."""
+"""A sidecar whose CPU limit is too small says so, by the kernel's own count."""
 
 from __future__ import annotations
 

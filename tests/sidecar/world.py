@@ -1,5 +1,4 @@
-"""A small world for sidecar tests: one job's credentials, real sidecar processes on 127.x addresses, a
-scripted trainer."""
+"""Makes a small world: one job's credentials, real sidecar processes, a scripted trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promises, checked from what happened: reads a history, and knows nothing of how anything was decided.
+"""Checks the promises by a history, and knows nothing of how anything was decided.
 
 It imports none of the code under test, and does its own arithmetic: which version lies on the line that the
 job came, what can be rebuilt from a snapshot and deltas, what was in whose memory and in the bucket when.

@@ -1,5 +1,6 @@
-"""Deliberate bugs, each of a kind that would cost somebody a training run. The simulation has to find every
-one of them.
+"""Plants bugs that would cost somebody a training run; the simulation has to find each.
+
+The simulation has to find every one of them.
 
 Each is a patch of the code under test, named after what it takes away. `focus` narrows schedules to jobs
 where the bug can show, so that it is found soon; nothing else about the schedules differs.
@@ -19,7 +20,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Chain, History, Kind, Version
 from tiercheck_operator.controller import decide
-from tiercheck_operator.controller.attempt import attempt, barrier
+from tiercheck_operator.controller.attempt import attempt, directives
 from tiercheck_operator.controller.failures import trigger
 from tiercheck_operator.controller.observe import situation
 from tiercheck_operator.controller.status import status
@@ -96,7 +97,7 @@ def _minimum_of_newest() -> list[Patch]:
         last = min(newest, key=lambda span: span.last, default=None)
         return () if last is None else (last,)
 
-    return [(watermark, "common", least)]
+    return [(watermark, "intersect", least)]
 
 
 def _watermark_falls() -> list[Patch]:
@@ -166,18 +167,18 @@ def _restore_the_oldest() -> list[Patch]:
 
 
 def _forget_copies() -> list[Patch]:
-    real = attempt.inventories
+    real = attempt.build_inventories
 
     def own_only(reports: Any) -> Any:
         return [dataclasses.replace(each, hosted={}) for each in real(reports)]
 
-    return [(attempt, "inventories", own_only), (barrier, "inventories", own_only)]
+    return [(attempt, "build_inventories", own_only), (directives, "build_inventories", own_only)]
 
 
 def _release_at_once() -> list[Patch]:
     return [
         (decide, "wanted_phase", lambda _: Phase.RELEASE),
-        (barrier, "wanted_phase", lambda _: Phase.RELEASE),
+        (directives, "wanted_phase", lambda _: Phase.RELEASE),
     ]
 
 
@@ -198,7 +199,7 @@ def _manifest_before_artifacts() -> list[Patch]:
         return self._objects.create(keys.manifest_key(manifest.version), to_json(manifest))
 
     def eager(self: coordinator.Coordinator) -> Any:
-        verdict, directive = self._verdict, self._board.directive
+        verdict, directive = self._verdict, self._state.directive
         if verdict is None or directive is None or verdict.upload is None or verdict.upload in self._stored:
             return None
         mine = {rank: each for rank, each in self._artifacts.items() if each.version == verdict.upload}
@@ -207,7 +208,7 @@ def _manifest_before_artifacts() -> list[Patch]:
         from tiercheck.protocol.manifest import Manifest
 
         return Manifest(
-            self._board.config.job,
+            self._state.config.job,
             directive.job_uid,
             verdict.upload,
             directive.workers,

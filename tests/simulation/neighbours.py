@@ -1,5 +1,4 @@
-"""Pods of others with a job's own labels, as the API server would show them, read by the operator's real
-parser.
+"""Makes pods of others with a job's own labels, which the operator's real parser reads.
 
 Whoever may make pods may label them. Each says that it is the newest pod of a worker, and that it has failed,
 or is being deleted, or runs where the real one does: a decision that believed it would end a healthy attempt,

@@ -1,5 +1,4 @@
-"""The memory volume of every simulated pod: the real `Vault` runs on it, its slot files are byte arrays in
-this process.
+"""Gives every simulated pod a memory volume of byte arrays, on which the real `Vault` runs.
 
 Only what touches the file system is replaced: making, tearing, sealing and removing a slot's file, and taking
 inventory of what an earlier process left. Slots hold real slot headers and eight bytes of state, and every
@@ -99,7 +98,9 @@ class Volumes:
             stack.enter_context(
                 mock.patch.object(slots, "break_seal", lambda path: self.seals.pop(path, None))
             )
-            stack.enter_context(mock.patch.object(vault, "near", return_value=contextlib.nullcontext()))
+            stack.enter_context(
+                mock.patch.object(vault, "touch_on_node", return_value=contextlib.nullcontext())
+            )
             yield
 
 

@@ -1,5 +1,4 @@
-"""One life of a sidecar's process, in one thread: the real state, vault, coordinator, tiers, reclaim,
-replication, restore and offload.
+"""Runs one life of a sidecar's process in one thread, with the real state, vault and rules.
 
 A loop of the sidecar runs turn by turn: it is called as it is, and where it would wait for news it is left
 again (`OneTurn`). What blocks in reality (a call to the store, a transfer, a fetch) lets simulated time pass
@@ -140,27 +139,27 @@ class Process:
             remote="{}" if world.job.spec.remote is not None else None,
             token="",
         )
-        self.board = SidecarState(config, clock=lambda: world.now + world.skew.get(pod.node, 0.0))
-        self.board.wait = self._wait  # type: ignore[method-assign]
-        self.board.wait_until = self._wait_until  # type: ignore[method-assign]
-        self.board.bump = self._bump  # type: ignore[method-assign]
-        self.board.peers._changed = self._bump
+        self.state = SidecarState(config, clock=lambda: world.now + world.skew.get(pod.node, 0.0))
+        self.state.wait = self._wait  # type: ignore[method-assign]
+        self.state.wait_until = self._wait_until  # type: ignore[method-assign]
+        self.state.bump = self._bump  # type: ignore[method-assign]
+        self.state.peers._changed = self._bump
         self.vault = RecordedVault(pod.folder, config.memory_limit, config.ranks, self._bump, instance=name)
         self.vault.process = self
-        self.board.when_identified(lambda changed: self.vault.identify(changed.ranks))
-        self.coordinator = Coordinator(self.board, clock=lambda: world.now)
+        self.state.when_identified(lambda changed: self.vault.identify(changed.ranks))
+        self.coordinator = Coordinator(self.state, clock=lambda: world.now)
         self.folder = Folder(world.bucket, self.wait, lambda: world.no_store(pod.uid))
         stores = JobStore(config, lambda: remote_store.RemoteStore(self.folder, JOB))
-        inventory = RemoteListing(self.board, self.coordinator.stored)
-        self.uploader = Uploader(self.board, self.vault, stores, inventory, self.coordinator.manifest)
-        self.remote = RemoteSource(self.board, self.vault, stores)
+        inventory = RemoteListing(self.state, self.coordinator.stored)
+        self.uploader = Uploader(self.state, self.vault, stores, inventory, self.coordinator.manifest)
+        self.remote = RemoteSource(self.state, self.vault, stores)
         self.reach = Reach(self)
-        self.reclaimer = Reclaimer(self.board, self.vault)
-        self.restorer = Restorer(self.board, self.vault, self.reach)  # type: ignore[arg-type]
-        self.replicator = Replicator(self.board, self.vault, None, 0)  # type: ignore[arg-type]
-        self.tiers = TierClient(self.board, self.vault, self.replicator.acknowledged, self.uploader.uploaded)
-        self.reporter = Reporter(self.board, self.vault)
-        self.board.instance = name
+        self.reclaimer = Reclaimer(self.state, self.vault)
+        self.restorer = Restorer(self.state, self.vault, self.reach)  # type: ignore[arg-type]
+        self.replicator = Replicator(self.state, self.vault, None, 0)  # type: ignore[arg-type]
+        self.tiers = TierClient(self.state, self.vault, self.replicator.acknowledged, self.uploader.uploaded)
+        self.reporter = Reporter(self.state, self.vault)
+        self.state.instance = name
         self.reporter.owes = self.replicator.owes
         self.inbox = Inbox(self.vault, clock=lambda: world.now)
         self._lanes: list[_Lane] = []
@@ -177,7 +176,7 @@ class Process:
     # Waiting
 
     def _bump(self) -> None:
-        self.board._generation += 1
+        self.state._generation += 1
         if not self._pending and not self.dead:
             self._pending = True
             self.world.later(self.world.rng.uniform(*_LOOK), self.look)
@@ -186,7 +185,7 @@ class Process:
         if not self._turns:
             raise OneTurn
         self._turns -= 1
-        return self.board._generation
+        return self.state._generation
 
     def _wait_until(self, predicate: Callable[[], bool], timeout: float) -> bool:
         if predicate():
@@ -201,7 +200,7 @@ class Process:
 
     def die(self) -> None:
         self.dead = True
-        self.board.stopping = True
+        self.state.stopping = True
 
     def _turn(self, name: str, loop: Callable[[], None], waits: int = 1) -> float:
         """One turn of a loop. Returns the seconds that it wants to wait."""
@@ -250,32 +249,32 @@ class Process:
         """What loops do although nothing has changed."""
         if self.dead or self.world.frozen(self.pod.uid):
             return
-        self._pulses()
+        self._heartbeats()
         self.inbox.sweep()
-        if self.board.config.remote is not None and self.world.now >= self._offload_after:
+        if self.state.config.remote is not None and self.world.now >= self._offload_after:
             pause = self._turn("offload", self.uploader.run, 0)
             self._offload_after = self.world.now + pause
         self._bump()
 
     def _tell(self) -> None:
-        directive = self.board.directive
+        directive = self.state.directive
         if directive is None or "tell" in self._busy:
             return
         report = self.tiers.gather(directive)
         due = self.world.now - self._told_at >= 1.0
-        if report != self.tiers._taken or due or self.board.verdict is None:
+        if report != self.tiers._taken or due or self.state.verdict is None:
             taken = self.tiers._tell(directive, report)
             self.tiers._taken = report if taken else None
             self._told_at = self.world.now if taken else self._told_at
         self.note_verdict()
 
     def note_verdict(self) -> None:
-        verdict = self.board.verdict
+        verdict = self.state.verdict
         if verdict is not None and verdict != self.seen_verdict:
             self.seen_verdict = verdict
 
     def _coordinate(self) -> None:
-        word = self.coordinator.news() if self.board.config.worker == 0 else None
+        word = self.coordinator.news() if self.state.config.worker == 0 else None
         if word is None:
             return
         verdict, _ = word
@@ -301,27 +300,27 @@ class Process:
     def session(self, worker: int, attempt: int) -> Session:
         """With a caller that has proved who it is."""
         claim = CallerClaim(JOB_UID, worker, attempt, "")
-        return Session(self.board, self.vault, self.inbox, None, claim)  # type: ignore[arg-type]
+        return Session(self.state, self.vault, self.inbox, None, claim)  # type: ignore[arg-type]
 
-    def _pulses(self) -> None:
-        directive = self.board.directive
+    def _heartbeats(self) -> None:
+        directive = self.state.directive
         if directive is None:
             return
         peers = neighbours(directive)
         other = {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
         if (directive.attempt, peers) != self.watched:
             self.watched = (directive.attempt, peers)  # type: ignore[assignment]
-            self.board.peers.only(peers | other)
+            self.state.peers.only(peers | other)
         for peer in sorted(peers, key=lambda each: each.worker):
             try:
-                said = self.dial(peer).board.newest_attempt
+                said = self.dial(peer).state.newest_attempt
             except PeerSilent:
-                self.board.peers.broken(peer, Break.SILENT)
+                self.state.peers.broken(peer, Break.SILENT)
             except WireBroken:
-                self.board.peers.broken(peer, Break.REFUSED)
+                self.state.peers.broken(peer, Break.REFUSED)
             else:
-                self.board.peers.answered(peer)
-                self.board.learn(said)
+                self.state.peers.answered(peer)
+                self.state.learn(said)
 
     def _replicate(self) -> None:
         new = self.replicator.follow()
@@ -336,9 +335,9 @@ class Process:
 
     def accept(self, directive: Directive) -> bool:
         """`PUT /v1/directive`."""
-        self.board.hear_controller()
+        self.state.hear_controller()
         try:
-            self.board.accept(directive)
+            self.state.accept(directive)
         except DirectiveRefused:
             return False
         return True
@@ -348,7 +347,7 @@ class Process:
 
     def order(self) -> Any:
         """What the launcher is told."""
-        return TrainerSocket._order(SimpleNamespace(_board=self.board))  # type: ignore[arg-type]
+        return TrainerSocket._order(SimpleNamespace(_state=self.state))  # type: ignore[arg-type]
 
 
 class _Lane:
@@ -361,7 +360,7 @@ class _Lane:
         self._reviewed_at = process.world.now
 
     def _list(self, rank: int) -> tuple[ListedArtifact, ...]:
-        mine = self._process.board
+        mine = self._process.state
         return self._process.dial(self._holder).session(mine.config.worker, mine.attempt)._list(rank).listed
 
     def turn(self) -> None:
@@ -392,9 +391,9 @@ class _Lane:
 def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = None) -> Pushed:
     """As `sender.push`, with the bytes in one piece."""
     sender, peer = line
-    world, attempt = sender.world, sender.board.attempt
+    world, attempt = sender.world, sender.state.attempt
     holder = sender.dial(peer)
-    session = holder.session(sender.board.config.worker, attempt)
+    session = holder.session(sender.state.config.worker, attempt)
     ask = Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
     said = session._offer(ask)
     if said.state == "have":
@@ -413,7 +412,7 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
     world.stroll(sender)
     if holder.dead or sender.dial(peer) is not holder:
         raise WireBroken("the connection was closed")
-    transfer = holder.inbox.find(said.transfer, sender.board.config.worker)
+    transfer = holder.inbox.find(said.transfer, sender.state.config.worker)
     if transfer is None:
         raise WireBroken("no such transfer")
     if world.rng.random() < world.plan.noise:
@@ -455,7 +454,7 @@ class Reach:
         except WireBroken as error:
             raise SourceFailed(str(error)) from error
         listed = (
-            holder.session(self._process.board.config.worker, self._process.board.attempt)._list(rank).listed
+            holder.session(self._process.state.config.worker, self._process.state.attempt)._list(rank).listed
         )
         return {each.artifact: each.bytes for each in listed}
 
@@ -483,7 +482,7 @@ class Reach:
                 body = bytes(view)
             digests, world_size = slot.seal.digests, slot.seal.world_size
         if first_mismatch(memoryview(body), digests) is not None:
-            holder.session(process.board.config.worker, process.board.attempt)._corrupt(artifact)
+            holder.session(process.state.config.worker, process.state.attempt)._corrupt(artifact)
             why = f"chunk 0 of worker {peer.worker}'s {artifact} does not match its digest"
             bad.append(Quarantined(artifact.rank, artifact.version, peer.worker, why, artifact.kind))
             return False

@@ -1,5 +1,7 @@
-"""Runs schedules: one seed, many, many with a bug in the product. A failing seed's history is printed for
-people."""
+"""Runs schedules: one seed, many, or many with a bug in the product.
+
+A failing seed's history is printed for people.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A bucket in memory under the real `RemoteStore`: slow, failing, forgetful of what it said, and sometimes
-behind with its lists.
+"""Plays a bucket in memory under the real `RemoteStore`: slow, failing, forgetful.
 
 What it does is recorded, so that the checker can say what existed when. One `Bucket` is the place; each
 process has a `Folder` of it, through which its calls may fail or take their time.
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
-from tiercheck_sidecar.remote.verify import nothing_arrived
+from tiercheck_sidecar.remote.verify import ignore_arrival
 
 Record = Callable[..., None]
 
@@ -105,7 +104,7 @@ class Folder(Objects):
         found = self._bucket.objects.get(key)
         return None if found is None else found[0]
 
-    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = nothing_arrived) -> int:
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore_arrival) -> int:
         self._call()
         found = self._bucket.objects.get(key)
         if found is None:

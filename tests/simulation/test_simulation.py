@@ -1,5 +1,4 @@
-"""The whole under faults, from seeds: promises hold, a seed replays exactly, and the checker finds deliberate
-bugs."""
+"""Promises hold under faults from seeds, which replay exactly, and the checker finds bugs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One pod's trainer container: a model of launcher and rank. What it says to its sidecar goes through the
-real `RankSession`.
+"""Models one pod's launcher and rank, which speak through the real `RankSession`.
 
 A state is eight bytes: a digest of the state before, the rank, the step and the attempt. So two attempts that
 reach the same step are in different states, and whoever loads something that was never trained is found out.
@@ -63,11 +62,11 @@ class Launcher:
     # Launcher
 
     def connect(self, process: Process) -> None:
-        process.board.trainer.launcher_connected()
+        process.state.trainer.launcher_connected()
         if self.said is None and self.pod.born_as == SPARE:
             self.said = LauncherEvent("idle", 0)
         if self.said is not None:
-            process.board.trainer.event(self.said, process.board.clock())
+            process.state.trainer.event(self.said, process.state.clock())
 
     def follow(self) -> None:
         process = self.pod.process
@@ -105,7 +104,7 @@ class Launcher:
         self.said = event
         process = self.pod.process
         if process is not None and not process.dead:
-            process.board.trainer.event(event, process.board.clock())
+            process.state.trainer.event(event, process.state.clock())
             process._bump()
 
     def _start(self, order: Order) -> None:
@@ -154,7 +153,7 @@ class Launcher:
         session._restored.close()
         for path in session._writing:
             process.vault.lose(path)
-        process.board.trainer.rank_left(self.rank, self.attempt)
+        process.state.trainer.rank_left(self.rank, self.attempt)
         process._bump()
 
     def _greet(self) -> Welcome | None:
@@ -163,7 +162,7 @@ class Launcher:
             return None
         hello = Hello("rank", 1, self.rank, order.workers, self.attempt)
         lender: Any = SimpleNamespace(close=lambda: None)
-        session = RankSession(process.board, process.vault, self._submit, None, hello, lender=lender)  # type: ignore[arg-type]
+        session = RankSession(process.state, process.vault, self._submit, None, hello, lender=lender)  # type: ignore[arg-type]
         welcome = session._welcome()
         if welcome.error:
             return None
@@ -257,7 +256,7 @@ class Launcher:
         size = pages.SNAPSHOT_BYTES if kind is Kind.SNAPSHOT else pages.DELTA_BYTES
         reply = self._ask(BeginSlot(self.position, size, kind))
         self._every = (
-            reply.snapshot_every or self._every or (self._session._board.every if self._session else 0)
+            reply.snapshot_every or self._every or (self._session._state.every if self._session else 0)
         )
         if not reply.path:
             return

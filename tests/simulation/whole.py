@@ -1,5 +1,4 @@
-"""The whole in one thread: the operator's real decisions, a process for every sidecar, and everything around
-them that may fail.
+"""Runs the whole in one thread: the operator's real decisions, and a process per sidecar.
 
 Kubelets, scheduler and API are those of `World` (`tests/operator/world_in_memory.py`), nodes and networks
 too. Sidecars are real but for their wires (`process.py`), trainers are a model (`trainer.py`). Everything
@@ -58,16 +57,16 @@ class Pod:
 
     @property
     def worker(self) -> int:
-        return self.process.board.config.worker if self.process else self.born_as
+        return self.process.state.config.worker if self.process else self.born_as
 
     @property
     def directive(self) -> Directive | None:
-        return self.process.board.directive if self.process else None
+        return self.process.state.directive if self.process else None
 
     @property
     def trainer(self) -> TrainerReport:
         assert self.process is not None
-        return self.process.board.trainer.report
+        return self.process.state.trainer.report
 
     def accept(self, directive: Directive) -> None:
         if self.process is not None:
@@ -88,7 +87,7 @@ class Pod:
         if self.process is not None:
             self._world.record("down", pod=self.uid)
             self.process.die()
-            self.born_as = self.process.board.config.worker
+            self.born_as = self.process.state.config.worker
             self.process = None
 
     def vanish(self) -> None:
@@ -361,7 +360,7 @@ class Simulation(World):
 
     def record_verdict(self, process: Process, verdict: Any) -> None:
         """What a coordinator says, whenever that changes."""
-        name = process.board.instance
+        name = process.state.instance
         if self._verdicts.get(name) == verdict:
             return
         self._verdicts[name] = verdict

@@ -1,5 +1,4 @@
-"""Host memory as if it lay on a device whose copies happen as late as they may: only when somebody waits for
-them.
+"""Plays a device of host memory whose copies happen only when somebody waits for them.
 
 The training stream is the program itself, so a copy that the next update does not come after reads what the
 update has written.

@@ -1,5 +1,6 @@
-"""A training script of several ranks, for tests: `python sharded_script.py STEPS KIND...`. Prints what a test
-compares, a line per KIND.
+"""Trains on several ranks, and prints what a test compares, a line per KIND.
+
+`python sharded_script.py STEPS KIND...`
 
 One KIND is trained after the other, each with the sidecar in a folder RANK/KIND below TIERCHECK_RUN_DIR:
 starting torch takes longer than any of them. KIND: ddp, zero (ZeroRedundancyOptimizer), fsdp, hybrid (FSDP on

@@ -1,4 +1,4 @@
-"""A small, but not simple, training run: dropout, batch norm, tied weights, a scheduler, a data position."""
+"""Makes a small but not simple run: dropout, batch norm, tied weights, a scheduler."""
 
 from __future__ import annotations
 

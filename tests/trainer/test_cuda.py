@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.scripted_sidecar import ScriptedSidecar
 from tests.trainer.deltas.replaying import Script, survives
 from tiercheck import Checkpointer
-from tiercheck.trainer.deltas.encoding import decode, encode, same_bits
+from tiercheck.trainer.deltas.encoding import decode, encode, have_same_bits
 from tiercheck.trainer.proof.state_hash import fingerprints
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -81,7 +81,7 @@ def test_snapshot_is_the_state_after_its_step_though_training_goes_on(tmp_path: 
     for step, state in states.items():
         stored = load_file(tmp_path / "rank-0-of-1" / f"{step:012d}-0.safetensors")
         for name, value in state.items():
-            assert same_bits(stored[f"model/{name}"], value)
+            assert have_same_bits(stored[f"model/{name}"], value)
 
 
 def test_fingerprint_is_the_same_on_every_device() -> None:
@@ -97,4 +97,4 @@ def test_sparse_forms_found_on_the_gpu_are_lossless() -> None:
     assert encoded.nbytes == 2 * (64 * 4 + 4)
     restored = decode(encoded.parts.get, encoded.about, torch.device("cuda"))
     assert restored is not None
-    assert same_bits(restored, embedding)
+    assert have_same_bits(restored, embedding)

@@ -1,5 +1,6 @@
-"""Scripts that do what no list of idioms has: their state is in odd places, changes its kind, or is not where
-a state_dict looks.
+"""Scripts with their state in odd places resume too.
+
+It changes its kind, or is not where a state_dict looks.
 
 Each is left and resumed twice: from a snapshot and the deltas after it, and from a snapshot alone. Equal,
 refused or told, as in `test_idioms`; never silently different, never the script's end.

@@ -1,5 +1,4 @@
-"""Whatever a script does to its weights: what comes back is what was there, or the script is refused, or its
-owner is told.
+"""What comes back is what was there, or the script is refused, or its owner is told.
 
 The idioms are those of public training scripts. Each is run, killed by leaving it, and resumed by a new life
 of the script.

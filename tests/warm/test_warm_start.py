@@ -1,5 +1,4 @@
-"""Promise: an attempt that starts warm is the command started anew, only sooner; and whatever is not sure
-starts cold."""
+"""Promise: a warm start is the command started anew, only sooner; the unsure starts cold."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""A framework that owns the training loop is made to call Checkpointer at the right places: one module for
-each of them."""
+"""Integrations make frameworks that own the loop call Checkpointer at the right places."""

@@ -1,5 +1,4 @@
-"""A transformers Trainer restores before its first step and goes on in the middle of an epoch, bit for bit,
-by itself.
+"""Brings a transformers Trainer back in the middle of an epoch, bit for bit.
 
     from tiercheck.integrations.huggingface import Resumable
 

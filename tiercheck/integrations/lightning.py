@@ -1,5 +1,4 @@
-"""A Lightning Trainer restores before its first batch and goes on in the middle of an epoch, bit for bit, by
-itself.
+"""Brings a Lightning Trainer back in the middle of an epoch, bit for bit.
 
     Trainer(callbacks=[TierCheck(every=50)], enable_checkpointing=False).fit(model, loader)
 

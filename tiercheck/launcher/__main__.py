@@ -1,4 +1,7 @@
-"""`python3 -m tiercheck.launcher -- COMMAND...`: what the operator puts in front of the user's command."""
+"""Runs the launcher, which the operator puts in front of the user's command.
+
+`python3 -m tiercheck.launcher -- COMMAND...`
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The launcher's loop: orders from the sidecar, ends of processes and signals come in; the command follows.
+"""Runs the training command: follows the sidecar's orders, signals and ends of processes.
 
 One thread, one selector. What the launcher is doing is told to the sidecar at each change, and again after
 each new connection, so that nothing is lost when the sidecar restarts.

@@ -151,8 +151,6 @@ def reap() -> dict[int, int]:
         ended[pid] = code if code >= 0 else 128 - code
 
 
-pass  # HOUSE
-
 ASK = signal.SIGUSR2
 """The trainer library answers it with the stack of every Python thread
 (`tiercheck.trainer.process.process_end`)."""

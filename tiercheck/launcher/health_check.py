@@ -1,5 +1,7 @@
-"""The user's own check of a place, before training starts there: its exit code decides, its last lines are
-the reason."""
+"""Runs the user's own check of a place before training starts there.
+
+Its exit code decides, its last lines are the reason.
+"""
 
 from __future__ import annotations
 

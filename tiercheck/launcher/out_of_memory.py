@@ -1,5 +1,4 @@
-"""A SIGKILL does not say who sent it; the container's cgroup counts those that the kernel sent for want of
-memory."""
+"""Tells whether the kernel sent a SIGKILL for want of memory, by the container's cgroup."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The launcher's end of the pod's socket: it comes and goes with the sidecar, and the command must not
-notice."""
+"""Keeps the launcher's end of the pod's socket, which comes and goes with the sidecar."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The next attempt's interpreter, made ready beside the running command: importing torch is most of a restart
-in place.
+"""Keeps the next attempt's interpreter ready: importing torch is most of a restart in place.
 
 It is a child of the launcher as the command is, and *becomes* the command: same session, same inherited
 output, same signal when the launcher dies. Whatever goes wrong with it, the command is started the ordinary

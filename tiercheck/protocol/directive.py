@@ -1,5 +1,7 @@
-"""Directive: what the controller tells one sidecar. It is a wanted state, not an event: the same one may be
-sent any number of times, and the sidecar converges to it.
+"""Defines the directive: what the controller wants of one sidecar.
+
+It is a wanted state, not an event: the same one may be sent any number of times, and the sidecar converges to
+it.
 
 Order is kept by three numbers. An older attempt is refused. Within an attempt the phase only moves forward.
 And each directive says how many the sidecar had followed when it was decided upon: what arrives after a later

@@ -126,9 +126,6 @@ TORCH_MISSING = "TorchMissing"
 CANNOT_START = "CannotStart"
 
 
-pass  # HOUSE
-
-
 def join_address(host: str, first_port: int | None) -> str:
     """`first_port` None: the usual ones."""
     if first_port is None:

@@ -1,5 +1,4 @@
-"""The one way in for JSON that somebody else wrote: its size, depth and counts are known before anything is
-made of it.
+"""Reads JSON that somebody else wrote, once its size, depth and counts are known.
 
 What comes from the network, a store, shared memory, a file or an environment may hold anything. Here every
 way to fail becomes `Malformed`, whichever decoder reads the text. Only the standard library is needed.

@@ -1,5 +1,7 @@
-"""Report: what a sidecar tells the controller. Complete each time; the controller keeps no other memory of a
-worker."""
+"""Defines the report that a sidecar gives the controller, complete each time.
+
+The controller keeps no other memory of a worker.
+"""
 
 from __future__ import annotations
 

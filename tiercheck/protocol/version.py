@@ -147,9 +147,6 @@ class History:
         )
 
 
-pass  # HOUSE
-
-
 class Kind(str, Enum):
     SNAPSHOT = "snapshot"
     """One rank's complete state after a step."""
@@ -183,9 +180,6 @@ class Share:
 
     index: int
     ranks: tuple[int, ...]
-
-
-pass  # HOUSE
 
 
 @dataclass(frozen=True)

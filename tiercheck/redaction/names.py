@@ -1,5 +1,4 @@
-"""Values that are secret because of the name before them: `password: x`, `WANDB_API_KEY x`, `--hf-token x`,
-`{"secret": "x"}`.
+"""Takes out values that are secret because of the name before them: `password: x`, `--hf-token x`.
 
 The keyword is looked for first, then the name around it and the value after it, so that no place of a line is
 looked at twice.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tiercheck.redaction.shapes import GONE, mixed, opaque, random_run
+from tiercheck.redaction.shapes import GONE, has_random_run, is_mixed, is_opaque
 
 _KEYWORD = re.compile(
     r"(?i)p(?:as)?sw(?:or)?[dt]|pass[-_. "
@@ -285,17 +284,17 @@ def _is_secret(name: str, content: str, *, sure: bool, placed: bool, weak: bool,
         return True
     password = bool(_PASSWORD.search(name))
     if weak and not placed:
-        return random_run(content)
+        return has_random_run(content)
     if weak:
         least = 8 if name.lower().endswith("auth") else 16
         return (
             len(content) >= least
             and " " not in content
-            and ("/" not in content or random_run(content))
-            and opaque(content)
+            and ("/" not in content or has_random_run(content))
+            and is_opaque(content)
             and not _DURATION.match(content)
         )
-    if not sure and not (len(content) >= (6 if password else 8) and " " not in content and mixed(content)):
+    if not sure and not (len(content) >= (6 if password else 8) and " " not in content and is_mixed(content)):
         return False
     return not (name.lower().endswith("pwd") and content.startswith("/"))  # the working directory
 

@@ -1,5 +1,7 @@
-"""Credentials that are known by their looks, whatever stands before them. Every pattern is searched in linear
-time."""
+"""Takes out credentials that are known by their looks, whatever stands before them.
+
+Every pattern is searched in linear time.
+"""
 
 from __future__ import annotations
 
@@ -127,17 +129,17 @@ def without_shapes(line: str) -> str:
     for hints, rule in _RULES:
         if any(hint in low for hint in hints):
             line = rule(line)
-    line = _RUN.sub(lambda m: GONE if random_run(m[0]) else m[0], line)
+    line = _RUN.sub(lambda m: GONE if has_random_run(m[0]) else m[0], line)
     return _ENCODED.sub(lambda m: GONE if _pair(m[0]) else m[0], line)
 
 
-def opaque(word: str) -> bool:
+def is_opaque(word: str) -> bool:
     """Whether a word can hardly be one of a language: letters and digits mixed, or capitals within."""
     letters = any(c.isalpha() for c in word)
     return letters and (any(c.isdigit() for c in word) or not (word[1:].islower() or word.isupper()))
 
 
-def random_run(run: str) -> bool:
+def has_random_run(run: str) -> bool:
     """Whether upper case, lower case and digits follow one another as by chance. Digests and UIDs have one
     case and no letter after F."""
     if _MANGLED.match(run):
@@ -224,14 +226,14 @@ def _named_later(line: str) -> str:
             low = line.rfind("/", low, high) + 1
         value, name = line[low:high], (found["name"] or found["listed"]).lower()
         if value != GONE and (
-            mixed(value) or (group == "quoted" and name.startswith("pass") and " " not in value)
+            is_mixed(value) or (group == "quoted" and name.startswith("pass") and " " not in value)
         ):
             parts += [line[done:low], GONE]
             done = high
     return "".join(parts) + line[done:] if parts else line
 
 
-def mixed(word: str) -> bool:
+def is_mixed(word: str) -> bool:
     """Whether it has digits and letters."""
     return any(c.isdigit() for c in word) and any(c.isalpha() for c in word)
 
@@ -244,9 +246,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[str], str]], ...] = (
     (("header",), lambda line: _HEADER_VALUE.sub(rf"\1{GONE}", line)),
     (
         ("bearer", "basic", "token", "digest", "negotiate", "ntlm", "apikey", "hmac-sha256"),
-        lambda line: _SCHEME.sub(lambda m: f"{m[1]}{m[2]}{GONE}" if opaque(m[3]) else m[0], line),
+        lambda line: _SCHEME.sub(lambda m: f"{m[1]}{m[2]}{GONE}" if is_opaque(m[3]) else m[0], line),
     ),
-    (("login",), lambda line: _LOGIN.sub(lambda m: m[1] + GONE if opaque(m[2]) else m[0], line)),
+    (("login",), lambda line: _LOGIN.sub(lambda m: m[1] + GONE if is_opaque(m[2]) else m[0], line)),
     (
         ("login", "sshpass", "mysql", "maria", "mongo", "redis-cli", "ldap", "pass:"),
         lambda line: _SHORT_OPTION.sub(rf"\1{GONE}", line),

@@ -26,7 +26,7 @@ _ESCAPED = re.compile(
 _NAMED = {"quot": '"', "apos": "'", "amp": "&", "lt": "<", "gt": ">"}
 
 
-def visible(text: str) -> str:
+def make_visible(text: str) -> str:
     """With as many lines as before."""
     if _UNUSUAL.search(text) is None:
         return text
@@ -34,7 +34,7 @@ def visible(text: str) -> str:
     return text.translate({ord(each): _ordinary(each) for each in set(text) if not " " <= each <= "~"})
 
 
-def unescaped(line: str) -> str:
+def unescape_once(line: str) -> str:
     """One layer of escapes less."""
     return _ESCAPED.sub(_resolved, line)
 
@@ -59,8 +59,6 @@ def _resolved(found: re.Match[str]) -> str:
     )
     return chr(code) if 32 <= code < 127 else found[0]
 
-
-pass  # HOUSE
 
 LONGEST_LINE = 4096
 """Characters of a line that are kept."""
@@ -95,7 +93,7 @@ def redacted(text: str, known: Iterable[str] = ()) -> str:
     """
     held = sorted({entry for entry in known if len(entry) >= _SHORTEST_KNOWN}, key=len, reverse=True)
     text = _without(text, held)
-    seen = visible(text)
+    seen = make_visible(text)
     shown = _lines(_without(seen, held) if seen is not text else seen)
     if seen is text:
         return "\n".join(shown)
@@ -164,7 +162,7 @@ def _clean(line: str) -> tuple[str, str]:
     shown, goes_on = without_named(without_shapes(line))
     inner = shown
     for _ in range(_LAYERS):
-        plain = unescaped(inner)
+        plain = unescape_once(inner)
         if plain == inner:
             break
         inner, went_on = without_named(without_shapes(plain))

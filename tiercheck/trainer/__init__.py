@@ -1,2 +1,1 @@
-"""What runs inside the training process: it saves the state while training goes on, and puts it back bit for
-bit."""
+"""The trainer's part saves the state while training goes on, and puts it back bit for bit."""

@@ -1,4 +1,4 @@
-"""The one object a training script needs: it brings the state back, and keeps it safe while training goes on.
+"""Brings the state back and keeps it safe: the one object that a training script needs.
 
     checkpointer = Checkpointer(model, optimizer, state={"scheduler": scheduler, "data": position})
     for step in range(checkpointer.restore(), steps):

@@ -1,6 +1,7 @@
-"""No sample twice and none left out, whenever a run is stopped and on however many ranks it goes on: the
-order of samples is a function of seed and epoch alone, and the position in it is counted in samples of all
-ranks together.
+"""Orders samples so that none comes twice or is left out, whenever and on any ranks a run goes on.
+
+The order is a function of seed and epoch alone, and the position in it is counted in samples of all ranks
+together.
 
     order = ResumableSampler(len(dataset), global_batch_size=64, seed=0)
     loader = DataLoader(dataset, batch_sampler=order, num_workers=4)

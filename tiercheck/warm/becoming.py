@@ -1,5 +1,4 @@
-"""From a waiting interpreter to the training command: whatever does not fit exactly is executed anew, in the
-same process.
+"""Turns a waiting interpreter into the training command, or executes that anew in the process.
 
 `exec` keeps the process id, the session and the signal of a parent's death, so a cold start from here is the
 command that the launcher would have started, only later.
@@ -149,7 +148,7 @@ def prepare(
         command = build(recipe, names)
     except Unfit as unfit:
         channel.say(f"cold {unfit}")
-        cold(given, environment)
+        start_cold(given, environment)
     apply(environment)
     imports = Imports(before, imported_with, set_by_imports, of_torch)
     if recipe.torchrun and set(recipe.flags) <= {"-u"}:
@@ -282,13 +281,13 @@ def draw_curtain(imports: Imports, given: Sequence[str], environment: Mapping[st
             )
             sys.stdout.flush()
             sys.stderr.flush()
-            cold(given, environment)
+            start_cold(given, environment)
         imports.show_effects()
 
     Curtain(imports.before, opening)
 
 
-def cold(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def start_cold(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Become the command by executing it. What Python has done to signals is undone, as a launcher would."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

@@ -1,5 +1,4 @@
-"""What a warm interpreter runs: it prepares itself, waits, and then this frame alone stands below the user's
-code.
+"""Starts a warm interpreter: it prepares, waits, and then stands alone below the user's code.
 
 `python [flags] entry.py DESCRIPTOR COMMAND...`. Nothing but the few lines here may stay between Python and
 the script: a traceback of the script must begin with the script.

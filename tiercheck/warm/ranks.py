@@ -1,5 +1,4 @@
-"""Ranks of torchrun, forked before torchrun has begun to run: at that moment there is one thread, no socket
-and no store.
+"""Forks torchrun's ranks before torchrun runs, while there is one thread and no socket.
 
 torchrun starts each rank as a subprocess of its own. Here the subprocess is there already, as a child of
 torchrun that waits to be told its arguments, its environment and its output; what torchrun then holds answers
@@ -141,7 +140,7 @@ def _wait(channel: becoming.Channel, imports: becoming.Imports, names: Mapping[s
         recipe, command = becoming.rank_command(order["command"], names)
     except becoming.Unfit as unfit:
         print(f"tiercheck: a rank starts cold: {unfit}", file=sys.stderr)
-        becoming.cold(order["command"], environment)
+        becoming.start_cold(order["command"], environment)
     becoming.apply(environment)
     if not sys.flags.safe_path:
         del sys.path[0]

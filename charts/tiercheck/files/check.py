@@ -1,5 +1,7 @@
-"""`helm test`: the operator serves what it should, seen from another pod. Needs no library, so any Python
-image will do."""
+"""Checks for `helm test`, from another pod, that the operator serves what it should.
+
+It needs no library, so any Python image will do.
+"""
 
 import os
 import signal

@@ -1,2 +1,1 @@
-"""Versions of the training state outside a job: written for other tools, and made from what other
-tools wrote."""
+"""Writes versions of the training state for other tools, and makes them of what others wrote."""

@@ -1,5 +1,4 @@
-"""`export --format` and `import`: a version leaves a job for other tools, or what other tools wrote
-becomes one."""
+"""Runs `export --format` and `import`: a version leaves a job, or becomes one."""
 
 from __future__ import annotations
 
@@ -115,7 +114,7 @@ def export_checkpoint(
             for sentence in to_dcp.write(saved, unfinished, progress):
                 remark(sentence)
         else:
-            tensors = to_safetensors.chosen(saved, prefix)
+            tensors = to_safetensors.choose_tensors(saved, prefix)
             progress = Progress(sum(tensor.size for tensor in tensors.values()))
             to_safetensors.write(saved, tensors, unfinished, most, progress)
         if to.is_dir():
@@ -192,7 +191,7 @@ def import_checkpoint(
     except ModuleNotFoundError as error:
         raise CannotDo(NEEDS_TORCH) from error
     found = seed.from_dcp(came, prefix) if form is Format.DCP else seed.from_safetensors(came)
-    progress = Progress(seed.total(found))
+    progress = Progress(seed.total_bytes(found))
     if job is None:
         if any(Path(to).glob("rank-*-of-*/*.json")):
             raise CannotDo(f"{to} holds versions already; give another folder with --to", USAGE)
@@ -212,4 +211,4 @@ def import_checkpoint(
     if len(found.left_out) > 3:
         remark(f"left out: {len(found.left_out) - 3} more")
     what = "weights only" if found.optimizer is None else "weights and optimizer"
-    remark(f"step {step}: {what}, {len(found.tensors)} tensors, {seed.total(found) / 1e9:.2f} GB")
+    remark(f"step {step}: {what}, {len(found.tensors)} tensors, {seed.total_bytes(found) / 1e9:.2f} GB")

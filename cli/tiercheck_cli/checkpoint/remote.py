@@ -1,5 +1,7 @@
-"""The remote tier of a job, for the commands: the sidecar's own store, so that there is one reader
-of its layout and digests."""
+"""Opens a job's remote tier for the commands, by the sidecar's own store.
+
+So there is one reader of its layout and digests.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`remote`: tries a durable store out before a job relies on it, and says or changes whose a job's
-folder there is."""
+"""Runs `remote`: tries a durable store out, and says or changes whose a job's folder there is."""
 
 from __future__ import annotations
 

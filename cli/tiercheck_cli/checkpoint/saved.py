@@ -1,5 +1,4 @@
-"""A version as bytes of ranks' slots, wherever it is kept; no byte is handed out that did not match
-its checksum."""
+"""Reads a version as bytes of ranks' slots, wherever it is kept, and checks every byte."""
 
 from __future__ import annotations
 

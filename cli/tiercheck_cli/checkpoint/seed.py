@@ -1,5 +1,4 @@
-"""A version made of what other tools wrote, as one rank would have saved it: a job of any number of
-ranks begins from it.
+"""Makes a version of what other tools wrote, from which a job of any number of ranks begins.
 
 Tensors go one by one into a mapped file, so the model does not have to fit into memory.
 """
@@ -285,6 +284,6 @@ class _DcpFolder:
             raise CannotDo(f"{fqn} cannot be read from {path}: {error}") from error
 
 
-def total(found: Incoming) -> int:
+def total_bytes(found: Incoming) -> int:
     """Bytes of all tensors."""
     return sum(Box.whole(shape).count * dtype.itemsize for dtype, shape, _ in found.tensors.values())

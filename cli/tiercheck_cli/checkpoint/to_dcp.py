@@ -1,5 +1,4 @@
-"""A plain folder of torch.distributed.checkpoint, written by torch itself: readable wherever torch
-is, without us."""
+"""Writes a plain folder of torch.distributed.checkpoint, readable wherever torch is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Safetensors as Hugging Face libraries lay it out: files of limited size, and an index that says
-which tensor is in which.
+"""Writes safetensors as Hugging Face libraries lay it out: files of limited size, and an index.
 
 Bytes are copied as they are, so neither torch nor safetensors has to be installed.
 Layout: https://huggingface.co/docs/safetensors, `save_torch_state_dict` of huggingface_hub.
@@ -23,7 +22,7 @@ Progress = Callable[[str, int], None]
 """Called with the tensor's name and the bytes written since the last call."""
 
 
-def chosen(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
+def choose_tensors(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
     """The tensors below `prefix`, by their names without it; all with their full names if it is empty. Raises
     CannotDo."""
     if not prefix:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.durations import moment
+from tiercheck_cli.durations import parse_moment
 
 TIERS = ("local", "peer", "remote")
 """Nearest first."""
@@ -76,5 +76,5 @@ def _read(raw: Mapping[str, Any]) -> PastRecovery:
         detect=float(raw.get("detectSeconds") or 0.0),
         restore=float(raw.get("restoreSeconds") or 0.0),
         total=float(raw.get("totalSeconds") or 0.0),
-        ended=moment(raw.get("time")),
+        ended=parse_moment(raw.get("time")),
     )

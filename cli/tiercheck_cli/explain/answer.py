@@ -1,5 +1,4 @@
-"""What would happen if something died now, put together from what the job holds and what the
-operator would decide."""
+"""Answers what would happen if something died now, as the operator would decide it."""
 
 from __future__ import annotations
 

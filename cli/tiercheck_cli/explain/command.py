@@ -13,9 +13,9 @@ from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.events.recoveries import recoveries
 from tiercheck_cli.explain.answer import WhatIf, answer, scenario_of
 from tiercheck_cli.explain.losses import losses
-from tiercheck_cli.explain.screen import what_if_screen, why
+from tiercheck_cli.explain.screen import what_if_screen, why_screen
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import JobLayout, layout_of, planned
+from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
 from tiercheck_cli.terminal import (
     Context,
@@ -71,7 +71,7 @@ def explain(
             raise CannotDo(
                 "of a job that is only a file there is nothing to explain but --if: say what dies", USAGE
             )
-        layout = planned(described, listed, workers_per_node)
+        layout = plan_layout(described, listed, workers_per_node)
     _what_if(what_if, layout, found, pods, output)
 
 
@@ -90,7 +90,7 @@ def _why(found: dict[str, Any], output: Output) -> None:
         )
         return
     terminal = console()
-    terminal.print(why(found, past, time.time(), terminal.width))
+    terminal.print(why_screen(found, past, time.time(), terminal.width))
 
 
 def _what_if(

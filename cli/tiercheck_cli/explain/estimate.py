@@ -1,5 +1,4 @@
-"""How long a job would be without training: as long as after its own recoveries, by their parts; or
-a guess, which says so."""
+"""Estimates how long a job would be without training, from its own recoveries or by a guess."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a person may ask "what if" about: a node, a pod, a worker, a rack or another domain,
-everything, or a mere crash."""
+"""Lists what a person may ask "what if" about: a node, pod, worker, domain, all, or a crash."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Why the last recovery took what it took, and what the next one would take, in sentences and small
-pictures."""
+"""Shows why the last recovery took what it took, and what the next one would take."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.durations import age, clock, moment, short
+from tiercheck_cli.durations import age, clock, parse_moment, short
 from tiercheck_cli.events.recoveries import TIERS, PastRecovery
 from tiercheck_cli.explain.answer import WhatIf
 from tiercheck_cli.explain.losses import hit
@@ -29,7 +28,7 @@ _BAR = 28
 _PEERS_NAMED = 8
 
 
-def why(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width: int) -> Group:
+def why_screen(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width: int) -> Group:
     """Of the newest recovery, and how the job came to where it is. `past`: newest first."""
     status, metadata = job.get("status") or {}, job["metadata"]
     name = f"{metadata['namespace']}/{metadata['name']}"
@@ -48,7 +47,7 @@ def why(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width:
 
 
 def _under_way(recovery: Mapping[str, Any], name: str, now: float) -> Group:
-    since = moment(recovery.get("failedAt")) or moment(recovery.get("detectedAt"))
+    since = parse_moment(recovery.get("failedAt")) or parse_moment(recovery.get("detectedAt"))
     lines = [
         Text.assemble(
             (name, "bold"), " is on its way back now", f", for {short(now - since)}" if since else ""

@@ -1,5 +1,4 @@
-"""Collects what somebody who is asked for help would ask for: as files, redacted, with a list of
-what could not be had."""
+"""Collects what somebody who is asked for help needs: files, redacted, with a list of gaps."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from tiercheck_cli.durations import clock
 from tiercheck_cli.events.command import events_table
 from tiercheck_cli.events.recoveries import recoveries
 from tiercheck_cli.events.story import story
-from tiercheck_cli.explain.screen import why
+from tiercheck_cli.explain.screen import why_screen
 from tiercheck_cli.export import redact
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.layout import layout_of
 from tiercheck_cli.plan.screen import screen as plan_screen
 from tiercheck_cli.status.screen import screen as status_screen
 from tiercheck_cli.status.view import status_view, worker_views
-from tiercheck_cli.terminal import plain
+from tiercheck_cli.terminal import to_plain_text
 from tiercheck_operator.planning.topology import Topology
 
 _WIDTH = 120
@@ -57,12 +56,12 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     found = CollectedFiles()
     name = job["metadata"]["name"]
     pods = _pods(cluster, job, found)
-    found.add("job.yaml", lambda: _yaml(redact.thing(job)))
-    found.add("placement.yaml", lambda: _yaml(redact.thing(cluster.placement_object(job) or {})))
-    found.add("events.yaml", lambda: _yaml(redact.thing(cluster.events(job))))
-    found.add("nodes.yaml", lambda: _yaml(redact.thing([_node(node) for node in _nodes_of(cluster, pods)])))
+    found.add("job.yaml", lambda: _yaml(redact.clean(job)))
+    found.add("placement.yaml", lambda: _yaml(redact.clean(cluster.placement_object(job) or {})))
+    found.add("events.yaml", lambda: _yaml(redact.clean(cluster.events(job))))
+    found.add("nodes.yaml", lambda: _yaml(redact.clean([_node(node) for node in _nodes_of(cluster, pods)])))
     for pod in pods:
-        found.files[f"pods/{pod['metadata']['name']}.yaml"] = _yaml(redact.thing(pod))
+        found.files[f"pods/{pod['metadata']['name']}.yaml"] = _yaml(redact.clean(pod))
     for pod in _telling(pods):
         pod_name = pod["metadata"]["name"]
         for container in (names.SIDECAR_CONTAINER, *((names.TRAINER_CONTAINER,) if trainer_logs else ())):
@@ -78,7 +77,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     _operator_logs(cluster, found)
     found.add("status.txt", lambda: _text(status_screen(_view(cluster, job, pods, now), _WIDTH, wide=True)))
     found.add("plan.txt", lambda: _text(plan_screen(layout_of(cluster, job), _WIDTH)))
-    found.add("explain.txt", lambda: _text(why(job, recoveries(job), now, _WIDTH)))
+    found.add("explain.txt", lambda: _text(why_screen(job, recoveries(job), now, _WIDTH)))
     found.add("events.txt", lambda: _text(events_table(story(job, cluster.events(job)))))
     found.add("about.json", lambda: json.dumps(
         {"job": f"{cluster.namespace}/{name}", "time": clock(now), "tiercheck": __version__,
@@ -197,7 +196,7 @@ def gaps(missing: Mapping[str, str]) -> list[str]:
 
 
 def _text(shown: RenderableType) -> str:
-    return redacted(plain(shown, _WIDTH))
+    return redacted(to_plain_text(shown, _WIDTH))
 
 
 def _yaml(content: Any) -> str:

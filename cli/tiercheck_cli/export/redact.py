@@ -1,5 +1,4 @@
-"""Takes out of objects and logs what must not leave the company: values of environment variables,
-credentials, signed addresses.
+"""Takes out of objects and logs what must not leave the company: values, credentials, addresses.
 
 It is better to lose a harmless value than to give a secret away, so values of environment variables go
 whatever they are called.
@@ -18,7 +17,7 @@ _FIELDS_OF_VALUES = {"env"}
 _OPTION = re.compile(r"^--?[A-Za-z0-9_.-]+$")
 
 
-def thing(content: Any) -> Any:
+def clean(content: Any) -> Any:
     """An object of the API, or a part of one: a new one, without values that may be secret and without
     noise."""
     if isinstance(content, Mapping):
@@ -27,7 +26,7 @@ def thing(content: Any) -> Any:
         return (
             _words(content)
             if content and all(isinstance(item, str) for item in content)
-            else [thing(x) for x in content]
+            else [clean(x) for x in content]
         )
     return redacted(content) if isinstance(content, str) else content
 
@@ -38,14 +37,14 @@ def _value(key: str, value: Any) -> Any:
     listed = isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)
     if is_secret_name(key) and (listed or isinstance(value, str | float) or type(value) is int):
         return GONE
-    return thing(value)
+    return clean(value)
 
 
 def _variable(entry: Any) -> Any:
     """The name says enough."""
     if not isinstance(entry, Mapping):
         return GONE
-    return {str(key): GONE if key == "value" else thing(value) for key, value in entry.items()}
+    return {str(key): GONE if key == "value" else clean(value) for key, value in entry.items()}
 
 
 def _words(command: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.files import Nodes, made_up_nodes, read_job, read_nodes
-from tiercheck_cli.layout import JobLayout, layout_of, planned
+from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.picture import draw
 from tiercheck_cli.plan.screen import screen
 from tiercheck_cli.terminal import (
@@ -70,7 +70,7 @@ def plan(
         layout = layout_of(cluster, cluster.job(job))
     else:
         found, listed = job_and_nodes(file, nodes, made_up)
-        layout = planned(found, listed, workers_per_node)
+        layout = plan_layout(found, listed, workers_per_node)
     if picture is not None:
         draw(picture, layout)
         remark(f"drawn: {picture}")

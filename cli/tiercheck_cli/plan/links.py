@@ -1,5 +1,4 @@
-"""What a drawing of a placement is made of: the domains with their workers, and how many copies go
-from where to where."""
+"""Computes what a drawing of a placement shows: domains, workers, and how many copies go where."""
 
 from __future__ import annotations
 

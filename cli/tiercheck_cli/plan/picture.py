@@ -1,4 +1,4 @@
-"""A placement as a picture: domains on a circle, and a curve from each worker to whoever keeps its copies."""
+"""Draws a placement: domains on a circle, and a curve from each worker to whoever keeps its copies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A placement in the terminal: boxes with every worker while they fit on a screen, a matrix of
-domains, or a list of them."""
+"""Prints a placement: boxes with every worker if they fit, else a matrix or list of domains."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The three pictures of a run: on the page, where they follow the reader's light or dark theme, and
-as PNG files."""
+"""Draws the three pictures of a run, for the page and as PNG files."""
 
 from __future__ import annotations
 

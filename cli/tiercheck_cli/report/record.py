@@ -1,5 +1,4 @@
-"""The one thing every view is drawn from: what happened in a run, as plain data that can be kept
-and drawn again."""
+"""Records what happened in a run, as plain data from which every view is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pictures draw, worked out of a record once: curves, stretches trained again, places of faults."""
+"""Works out of a record what the pictures draw: curves, steps trained again, places of faults."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class FaultMark:
     resumed: float
 
 
-def exact(text: str) -> float:
+def parse_loss(text: str) -> float:
     """The loss behind a `float.hex`. Raises ValueError."""
     return float.fromhex(text)
 
 
 def reference_curve(record: RunRecord) -> list[tuple[float, float]]:
     """(step, loss) of the uninterrupted run."""
-    return thinned([(float(step), exact(loss)) for step, loss in sorted(record.reference_losses.items())])
+    return thin([(float(step), parse_loss(loss)) for step, loss in sorted(record.reference_losses.items())])
 
 
 def attempt_curves(record: RunRecord) -> list[list[tuple[float, float]]]:
@@ -38,7 +38,7 @@ def attempt_curves(record: RunRecord) -> list[list[tuple[float, float]]]:
     curves: dict[int, list[tuple[float, float]]] = {}
     for step in record.steps:
         curves.setdefault(step.attempt, []).append((float(step.step), step.loss))
-    return [thinned(sorted(curve)) for _, curve in sorted(curves.items())]
+    return [thin(sorted(curve)) for _, curve in sorted(curves.items())]
 
 
 def progress_curves(record: RunRecord) -> list[list[tuple[float, float]]]:
@@ -46,7 +46,7 @@ def progress_curves(record: RunRecord) -> list[list[tuple[float, float]]]:
     curves: dict[int, list[tuple[float, float]]] = {}
     for step in record.steps:
         curves.setdefault(step.attempt, []).append((step.time - record.started, float(step.step)))
-    return [thinned(sorted(curve)) for _, curve in sorted(curves.items())]
+    return [thin(sorted(curve)) for _, curve in sorted(curves.items())]
 
 
 def watermark_curve(record: RunRecord, tier: str) -> list[tuple[float, float]]:
@@ -77,7 +77,7 @@ def fault_marks(record: RunRecord) -> list[FaultMark]:
     ]
 
 
-def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most about MOST_POINTS of the points, first and last among them: a page must stay light."""
     stride = -(-len(points) // MOST_POINTS) if points else 1
     kept = points[::stride]

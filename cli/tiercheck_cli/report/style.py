@@ -1,4 +1,4 @@
-"""One colour per meaning in every picture, and how the page looks in a light and in a dark room and on paper.
+"""Sets one colour per meaning in every picture, and the page's look in light, dark and print.
 
 The colours are Okabe and Ito's, which colour-blind people can tell apart. The page loads nothing from
 anywhere.

@@ -1,5 +1,4 @@
-"""What a simulation takes for granted where nobody says otherwise: how often what fails, with
-sources, and how long things take."""
+"""Lists what a simulation assumes unless told otherwise: failure rates, with sources, and times."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import JobLayout, layout_of, planned
+from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
 from tiercheck_cli.simulate import assumptions
 from tiercheck_cli.simulate.assumptions import STEP_SECONDS, Assumptions
@@ -149,7 +149,7 @@ def simulate(
         found, listed = job_and_nodes(file, nodes, made_up)
         if workers is not None:
             found["spec"]["workers"] = workers
-        layout = planned(found, listed, workers_per_node)
+        layout = plan_layout(found, listed, workers_per_node)
     if state_size is not None:
         layout = replace(layout, wanted=replace(layout.wanted, state_size=_bytes("--state-size", state_size)))
     pace = ((found.get("status") or {}).get("progress") or {}).get("stepSeconds")
@@ -167,7 +167,7 @@ def simulate(
             described = scenario(layout, row.wanted, assumed)
             task = progress.add_task(row.name, total=runs)
             try:
-                simulation = lives(
+                simulation = simulate_lives(
                     described,
                     days=days,
                     runs=runs,

@@ -1,5 +1,7 @@
-"""Plays the settings with the operator's own planning, in portions small enough for progress to be
-shown, the same for the same seed."""
+"""Simulates the settings with the operator's own planning, in portions that show progress.
+
+The same seed gives the same result.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifacts.sizing import auto_cadence
-from tiercheck_cli.layout import JobLayout, placed
+from tiercheck_cli.layout import JobLayout, compute_placement
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.settings import Setting
 from tiercheck_operator.planning.placement.placement import Placement
@@ -58,7 +60,7 @@ def saving(wanted: Wanted, assumed: Assumptions) -> Saving:
 def scenario(layout: JobLayout, wanted: Wanted, assumed: Assumptions) -> Scenario:
     """The placement is made anew where the setting asks for another one. Raises CannotDo."""
     same = wanted.policy == layout.wanted.policy
-    existing = layout.placement if same else placed(layout.sites, layout.topology, wanted.policy)
+    existing = layout.placement if same else compute_placement(layout.sites, layout.topology, wanted.policy)
     return Scenario(
         sites=layout.sites,
         topology=layout.topology,
@@ -73,7 +75,7 @@ def scenario(layout: JobLayout, wanted: Wanted, assumed: Assumptions) -> Scenari
     )
 
 
-def lives(
+def simulate_lives(
     described: Scenario, *, days: float, runs: int, seed: int, tick: Callable[[int], None] | None = None
 ) -> Simulation:
     """`tick` is told how many more runs are done. Every setting meets the same chance, so that they can be

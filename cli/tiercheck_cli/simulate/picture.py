@@ -1,5 +1,4 @@
-"""The outcome of a simulation as a picture: how the runs are spread, and what saving more often and
-keeping copies are worth."""
+"""Draws the outcome of a simulation: how runs are spread, and what saving and copies are worth."""
 
 from __future__ import annotations
 
@@ -134,7 +133,7 @@ def _curves(
                 else replace(alone, remote_every=every)
             )
             described = scenario(layout, wanted, assumed)
-            simulation = lives(
+            simulation = simulate_lives(
                 described, days=days, runs=runs, seed=seed, tick=lambda done: progress.advance(task, done)
             )
             points.append((every, simulation.ettr))

@@ -1,5 +1,4 @@
-"""The outcome of a simulation in the terminal: one line for each setting, how the runs are spread,
-and what was assumed."""
+"""Prints the outcome of a simulation: a line for each setting, the spread, the assumptions."""
 
 from __future__ import annotations
 

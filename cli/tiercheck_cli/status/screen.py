@@ -1,5 +1,4 @@
-"""A job on one screen, for people: what it does, how far it is, what it would survive, and what
-needs them."""
+"""Shows a job on one screen: what it does, how far it is, what it would survive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What there is to say about a job, from the objects of the API: everything that the screen shows,
-and what -o json gives."""
+"""Derives all that there is to say about a job: what the screen shows and -o json gives."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_cli import guide
-from tiercheck_cli.durations import moment
+from tiercheck_cli.durations import parse_moment
 from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_operator.planning.topology import Topology
 
@@ -263,7 +262,7 @@ def _attention(status: Mapping[str, Any], now: float) -> tuple[Attention, ...]:
 
 
 def _since(text: object, now: float) -> float | None:
-    at = moment(text)
+    at = parse_moment(text)
     return None if at is None else max(0.0, now - at)
 
 

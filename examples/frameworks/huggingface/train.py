@@ -1,5 +1,6 @@
-"""A transformers Trainer that comes back from any kill: a tiny Llama made from a config, nothing is
-downloaded.
+"""Trains a tiny Llama with a transformers Trainer that comes back from any kill.
+
+The model is made from a config; nothing is downloaded.
 
 python examples/frameworks/huggingface/train.py --folder /tmp/huggingface
 torchrun --nproc-per-node 2 examples/frameworks/huggingface/train.py --folder /tmp/huggingface-2

@@ -1,5 +1,4 @@
-"""A Lightning Trainer that comes back from any kill, in the middle of an epoch and of accumulated gradients
-too.
+"""Trains with a Lightning Trainer that comes back from any kill, in the middle of an epoch too.
 
 python examples/frameworks/lightning/train.py --folder /tmp/lightning
 torchrun --nproc-per-node 2 examples/frameworks/lightning/train.py --folder /tmp/lightning-2

@@ -1,5 +1,6 @@
-"""A loop like torchtitan's: a Trainer that is Stateful itself, FSDP2, a StatefulDataLoader, averaged weights,
-gradient accumulation.
+"""Trains by a loop like torchtitan's: a Stateful Trainer, FSDP2, gradient accumulation.
+
+Its data come from a StatefulDataLoader, and it averages weights.
 
 python examples/frameworks/plain-loop/train.py --folder /tmp/plain-loop
 torchrun --nproc-per-node 2 examples/frameworks/plain-loop/train.py --folder /tmp/plain-loop-2

@@ -1,5 +1,7 @@
-"""`python -m tiercheck_local.apiserver --directory DIR`: serve until told to stop, and never
-outlive the parent."""
+"""Serves the API until told to stop, and never outlives its parent.
+
+`python -m tiercheck_local.apiserver --directory DIR`
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Refusals, spelt as the real server spells them: clients branch on `reason` and `code`, people
-read `message`."""
+"""Spells refusals as the real server does: clients branch on `reason` and `code`."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""What a control plane without controller manager lacks and a job needs: scheduling, node
-life-cycle, disruption budgets, garbage collection."""
+"""Controllers do what a job needs of a control plane: scheduling, nodes, budgets, garbage."""

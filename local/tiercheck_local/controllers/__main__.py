@@ -1,5 +1,7 @@
-"""`python -m tiercheck_local.controllers`: scheduler, node life-cycle, disruption budgets and
-garbage collection in one process."""
+"""Runs scheduler, node life-cycle, disruption budgets and garbage collection in one process.
+
+`python -m tiercheck_local.controllers`
+"""
 
 from __future__ import annotations
 

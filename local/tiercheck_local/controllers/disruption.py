@@ -1,5 +1,4 @@
-"""Keeps the status of PodDisruptionBudgets, without which the API server refuses every eviction of
-a pod that one covers."""
+"""Keeps the status of PodDisruptionBudgets, without which the API server refuses evictions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Which node a pod goes to, and the sentence that says why it goes nowhere: pure, in the words of
-the real scheduler."""
+"""Chooses a pod's node, or says in the real scheduler's words why there is none.
+
+Pure.
+"""
 
 from __future__ import annotations
 

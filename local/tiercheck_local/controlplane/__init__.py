@@ -1,5 +1,4 @@
-"""One interface over three control planes: embedded, real (etcd and kube-apiserver) and existing (a
-kubeconfig)."""
+"""Opens a control plane by one interface: embedded, real, or an existing one of a kubeconfig."""
 
 from __future__ import annotations
 

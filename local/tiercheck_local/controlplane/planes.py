@@ -1,5 +1,4 @@
-"""What a control plane is to the rest of the laptop cluster; the one of somebody else, and the
-embedded one."""
+"""Defines what a control plane is; has the embedded one and that of somebody else."""
 
 from __future__ import annotations
 

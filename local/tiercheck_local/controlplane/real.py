@@ -1,4 +1,4 @@
-"""The control plane of etcd and kube-apiserver themselves, from a folder of binaries such as envtest's."""
+"""Runs etcd and kube-apiserver themselves, from a folder of binaries such as envtest's."""
 
 from __future__ import annotations
 

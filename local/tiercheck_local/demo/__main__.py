@@ -1,5 +1,7 @@
-"""`make demo`: the whole of TierCheck on one machine, hit by six failures, compared with a run that
-was not."""
+"""Runs the demo: a job on one machine, hit by six failures, beside a run that was not.
+
+`make demo`
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the demo inflicts: five sizes of failure, from a crashed process to the loss of everything,
-and a node again under parity."""
+"""Inflicts the demo's failures, from a crashed process to the loss of everything."""
 
 from __future__ import annotations
 

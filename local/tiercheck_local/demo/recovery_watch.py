@@ -1,5 +1,4 @@
-"""Watches one job come back: what the operator writes into its status, and what each sidecar says
-about its ranks.
+"""Watches one job come back, by the operator's status and by what each sidecar says.
 
 The status carries counts only (a thousand ranks would not fit); the rank-by-rank answer is in the sidecars'
 reports, which are asked here the way the operator asks: over HTTPS, with the job's own CA and token.

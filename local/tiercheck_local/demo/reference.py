@@ -1,5 +1,4 @@
-"""Runs the same training command without a cluster, without checkpoints and without failures: the
-curve to match."""
+"""Trains without cluster, checkpoints and failures, for the curve that the demo must match."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The story, top-down: train, be hit six times, come back six times, compare with a run that was
-never hit."""
+"""Tells the demo's story: train, be hit six times, come back, compare with an unhurt run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Makes a Python process of a laptop cluster lose the links that a fault has cut: silence, as from
-a dead network, without any privilege.
+"""Makes a Python process lose the links that a fault has cut: silence, without any privilege.
 
 Python imports this by itself where the folder is on PYTHONPATH. A file names pairs of addresses. Connections
 between the two are replaced, descriptor by descriptor, by sockets on which nothing ever happens (that reaches

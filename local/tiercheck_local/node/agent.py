@@ -1,4 +1,4 @@
-"""The agent of one node: registers it, and turns what the API server says about its pods into processes."""
+"""Registers one node, and turns what the API server says about its pods into processes."""
 
 from __future__ import annotations
 

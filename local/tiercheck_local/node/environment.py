@@ -1,5 +1,7 @@
-"""What a container's processes find in their environment, and its command after `$(VAR)` expansion:
-pure, as a kubelet has it."""
+"""Makes a container's environment, and its command after `$(VAR)` expansion, as a kubelet does.
+
+Pure.
+"""
 
 from __future__ import annotations
 

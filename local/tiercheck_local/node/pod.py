@@ -254,7 +254,7 @@ class Pod:
                 "machine"
             )
         logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
-        env = links.hooked(env, self._settings.cuts)
+        env = links.hooked_environment(env, self._settings.cuts)
         if self._settings.failpoints is not None:
             env[ENV_FAILPOINTS] = str(self._settings.failpoints / f"{self.name}.{container.name}")
         oom = logs.with_suffix(OUT_OF_MEMORY)

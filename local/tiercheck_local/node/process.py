@@ -1,5 +1,4 @@
-"""One process on the host that cannot outlive its agent: the kernel kills it when the agent's main
-thread dies.
+"""Runs one process on the host that cannot outlive its agent's main thread.
 
 That bond is per thread and is not inherited, so processes are started from the main thread only, and
 descendants are found by their markers.

@@ -1,4 +1,4 @@
-"""The node's own objects: the Node, true to what the agent offers, and the Lease that says it is alive."""
+"""Keeps the Node object of an agent, and the Lease that says it is alive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Volumes as folders of the host: memory ones under the shared-memory file system, the others under
-a short scratch path.
+"""Makes volumes folders of the host: memory ones in shared memory, others under a short path.
 
 Short, because a Unix socket's path has 107 bytes at most. Sizes are not enforced; `sizeLimit` is for the
 reader.

@@ -1,1 +1,1 @@
-"""Attach mode: pods of other controllers become workers at admission, and a job is made for their owner."""
+"""Attach mode makes pods of other controllers workers at admission, and a job for their owner."""

@@ -1,5 +1,7 @@
-"""One pod at admission: what it is to be, or why it stays as it is. Reads from the API server, changes
-nothing there."""
+"""Decides what one pod is to be at admission, or why it stays as it is.
+
+It reads from the API server and changes nothing there.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from tiercheck_operator.attach.injection import (
     attached_job,
     attachment_of,
     inject,
-    injected,
+    is_injected,
     job_name,
-    refused,
+    mark_refused,
 )
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube, fill
@@ -51,7 +53,7 @@ class Admission:
         pod.
         """
         policy = ((pod.get("metadata") or {}).get("labels") or {}).get(names.LABEL_INJECT)
-        if not policy or injected(pod):
+        if not policy or is_injected(pod):
             return pod, ""
         try:
             async with asyncio.timeout(_PATIENCE):
@@ -64,7 +66,7 @@ class Admission:
             why = f"what is needed could not be read: {error}"
         sentence = redacted(f"TierCheck does not look after this pod: {why}.")
         log.warning("%s/%s: %s", namespace, _named(pod), sentence)
-        return refused(pod, sentence), sentence
+        return mark_refused(pod, sentence), sentence
 
     async def _attached(self, namespace: str, pod: Mapping[str, Any], policy: str) -> dict[str, Any]:
         owner = find_owner(pod)

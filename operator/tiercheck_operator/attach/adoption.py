@@ -1,5 +1,7 @@
-"""Sees to it that every owner with attached pods has its TierCheckJob. Pods say all that is needed, so
-nothing is remembered."""
+"""Gives every owner of attached pods its TierCheckJob.
+
+Pods say all that is needed, so nothing is remembered.
+"""
 
 from __future__ import annotations
 

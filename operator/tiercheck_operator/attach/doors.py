@@ -1,5 +1,4 @@
-"""HTTPS for whoever can reach the port: strangers get little room and little time, so that the API server
-finds both.
+"""Serves HTTPS so that strangers get little room and time, and the API server finds both.
 
 Nobody who calls a webhook proves who he is. So connections are counted, from before their TLS handshake on,
 in all and by address; each request has to be there within seconds; and few large ones are held in memory at a

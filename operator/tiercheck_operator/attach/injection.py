@@ -1,5 +1,7 @@
-"""A pod of another controller becomes a worker: the same sidecar, volumes and launcher as in pods of our own.
-Pure."""
+"""Makes a worker of another controller's pod: the sidecar, volumes and launcher of our own pods.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,7 @@ def attachment_of(
     return Attachment(owner, policy, container["name"], seat.workers, procs or _procs(container))
 
 
-def injected(pod: Mapping[str, Any]) -> bool:
+def is_injected(pod: Mapping[str, Any]) -> bool:
     """Whether the pod is attached already, by this webhook or an earlier round of it."""
     annotations = (pod.get("metadata") or {}).get("annotations") or {}
     containers = (pod.get("spec") or {}).get("initContainers") or []
@@ -178,7 +180,7 @@ def inject(
     return new
 
 
-def refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
+def mark_refused(pod: Mapping[str, Any], sentence: str) -> dict[str, Any]:
     """The pod as it is, with the reason written on it for whoever looks."""
     new: dict[str, Any] = copy.deepcopy(dict(pod))
     metadata = new.setdefault("metadata", {})

@@ -1,5 +1,4 @@
-"""Pods that asked to be attached and were not: an Event says why, and one whose job already waits for it is
-made again.
+"""Tells of pods that were to be attached and were not, and evicts those that their job waits for.
 
 The webhook's failure policy is Ignore, so a pod that was created while no operator answered runs without
 TierCheck. At the start of a workload that is what was promised. Later it is not: the other workers are held

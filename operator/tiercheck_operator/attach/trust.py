@@ -1,5 +1,4 @@
-"""The webhook's certificate, and that the API server trusts it: made, shared by replicas and renewed without
-anybody's help.
+"""Makes, shares and renews the webhook's certificate, and sees that the API server trusts it.
 
 The Secret is the one truth. Every replica looks at it now and then, makes it if it is missing, renews it when
 two thirds of its life are over, and sees to it that the webhook configuration names its authorities. A
@@ -21,7 +20,7 @@ from cryptography import x509
 
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
-from tiercheck_operator.kubernetes.identity import DEPLOYMENT, owned_by
+from tiercheck_operator.kubernetes.identity import DEPLOYMENT, owner_metadata
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{name}"
 _SECRETS = CORE + "/secrets"
@@ -38,7 +37,7 @@ class Bundle:
     key: bytes
 
 
-def renewed(current: Bundle | None, hosts: Sequence[str], now: datetime.datetime) -> Bundle | None:
+def renew_when_due(current: Bundle | None, hosts: Sequence[str], now: datetime.datetime) -> Bundle | None:
     """The bundle that should take the place of `current`; None: it is good for long enough."""
     if current is not None and _good(current, hosts, now):
         return None
@@ -88,7 +87,7 @@ class Trust:
         namespace, name = self._secret
         raw = await self._kube.get(_SECRETS + "/{name}", namespace=namespace, name=name)
         current = None if raw is None else _parsed(raw)
-        wanted = renewed(current, self._hosts, now)
+        wanted = renew_when_due(current, self._hosts, now)
         if wanted is not None:
             body = _secret(namespace, name, wanted)
             if raw is None:
@@ -109,7 +108,7 @@ class Trust:
             return {}
         namespace, name = self._deployment
         try:
-            return owned_by(await self._kube.get(DEPLOYMENT, namespace=namespace, name=name))
+            return owner_metadata(await self._kube.get(DEPLOYMENT, namespace=namespace, name=name))
         except ApiFailure as error:
             if error.refused:
                 return {}

@@ -56,8 +56,6 @@ def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-pass  # HOUSE
-
 log = logging.getLogger(__name__)
 
 PATH = "/mutate-pods"

@@ -1,4 +1,6 @@
-"""One reconcile, as a function: from what is observed to what is to be done. This file is the story of a job.
+"""Decides what to do about a job, from what is observed: this file is the story of a job.
+
+This file is the story of a job.
 
 Nothing but the status is remembered. Killed at any point and asked again, it finds the same observation and
 says the same, so every action must be harmless when repeated.
@@ -12,42 +14,26 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.report import Report
+from tiercheck.protocol.report import Report, TrainerState
 from tiercheck_operator.controller.attempt.attempt import Begun, begin_attempt
 from tiercheck_operator.controller.attempt.barrier import (
     advance,
-    all_succeeded,
-    due_directives,
+    describe_late_trainers,
     find_late_trainers,
-    wanted_phase,
 )
+from tiercheck_operator.controller.attempt.directives import due_directives, wanted_phase
 from tiercheck_operator.controller.attempt.readiness import waiting_for_pods
 from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset_restart_count
 from tiercheck_operator.controller.failures.standstill import stalled_restore_message
 from tiercheck_operator.controller.failures.trigger import find_trigger, update_recovery
-from tiercheck_operator.controller.lifecycle.attached import without_ended
-from tiercheck_operator.controller.lifecycle.finish import (
-    after_finish,
-    deadline_passed,
-    finished,
-    is_still_ending,
-    seconds_to_deadline,
-    suspend,
-)
-from tiercheck_operator.controller.lifecycle.prerequisites import (
-    ensure_gang_actions,
-    find_missing_gang,
-    missing_belongings,
-    refuse_pods,
-    remove_gang_actions,
-)
+from tiercheck_operator.controller.finish import after_finish, find_passed_deadline, suspend
 from tiercheck_operator.controller.members.departures import departure_message
 from tiercheck_operator.controller.members.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.members.lost_nodes import unready_node_message
-from tiercheck_operator.controller.members.replacing import replace_pods
-from tiercheck_operator.controller.members.spares import keep_spares
+from tiercheck_operator.controller.members.replacing import replace_pods, without_ended
+from tiercheck_operator.controller.members.spares import Upkeep, keep_spares
 from tiercheck_operator.controller.members.suspicion import due_probes, seconds_to_next_look
-from tiercheck_operator.controller.observe.memory import equal_share, too_small
+from tiercheck_operator.controller.observe.memory import equal_share, why_too_small
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.budget import budget_actions
 from tiercheck_operator.controller.placement.placing import (
@@ -61,10 +47,18 @@ from tiercheck_operator.controller.placement.placing import (
 from tiercheck_operator.controller.placement.replanning import replan
 from tiercheck_operator.controller.status.events import notices
 from tiercheck_operator.controller.status.status import add_final_words, derive_status, with_refusal
+from tiercheck_operator.manifests.template import refuse_pods
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.actions import Action, Decision, SavePlacement
+from tiercheck_operator.model.actions import (
+    Action,
+    Decision,
+    EnsureCredentials,
+    EnsureGang,
+    EnsureService,
+    RemoveGang,
+    SavePlacement,
+)
 from tiercheck_operator.model.conditions import Finding, Findings
-from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -88,15 +82,15 @@ class DecisionDraft:
     after: tuple[Action, ...] = ()
     wake: float | None = None
 
-    def finding(self, **found: Any) -> DecisionDraft:
+    def with_findings(self, **found: Any) -> DecisionDraft:
         """With these findings."""
         return replace(self, findings=replace(self.findings, **found))
 
-    def doing(self, *actions: Action) -> DecisionDraft:
+    def with_actions(self, *actions: Action) -> DecisionDraft:
         """With these actions before the status is written."""
         return replace(self, before=(*self.before, *actions))
 
-    def waking(self, *seconds: float | None) -> DecisionDraft:
+    def with_wake(self, *seconds: float | None) -> DecisionDraft:
         """With another look after so many seconds at the latest."""
         return replace(self, wake=soonest(self.wake, *seconds))
 
@@ -121,7 +115,7 @@ def leave_others_alone(situation: Situation, draft: DecisionDraft) -> DecisionDr
 
 def look_after_ended_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Lets the pods of a completed or failed job end."""
-    if not finished(draft.status):
+    if not draft.status.finished:
         return draft
     status = add_final_words(situation, draft.status)
     return replace(after_finish(situation), status=None if status == draft.status else status)
@@ -129,25 +123,28 @@ def look_after_ended_job(situation: Situation, draft: DecisionDraft) -> Decision
 
 def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Gives the pods of a suspended job back. Once begun, that is brought to its end."""
-    if not (situation.job.spec.suspend or is_still_ending(situation)):
+    if not (situation.job.spec.suspend or situation.is_still_ending):
         return draft
     status, before, after = suspend(situation)
     gone = not situation.all_pods
     draft = replace(draft, status=status, after=tuple(after), wake=None if gone else 1.0)
-    draft = draft.finding(suspended=gone, suspending=not gone)
-    return conclude(situation, draft.doing(*before, *remove_gang_actions(situation)))
+    draft = draft.with_findings(suspended=gone, suspending=not gone)
+    if gone and situation.have_gang:  # workers and scheduler may be others when it goes on
+        before = [*before, RemoveGang()]
+    return conclude(situation, draft.with_actions(*before))
 
 
 def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Says why no pod can be made of the spec."""
     refusal = refuse_pods(situation.job)
-    return draft if refusal is None else conclude(situation, draft.finding(unplaced=refusal))
+    return draft if refusal is None else conclude(situation, draft.with_findings(unplaced=refusal))
 
 
 def end_at_deadline(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Fails a job that takes longer than it may."""
-    overdue = deadline_passed(situation)
-    return draft if overdue is None else conclude(situation, draft.finding(failed=overdue))
+    left = situation.seconds_to_deadline
+    overdue = None if left is None else find_passed_deadline(situation)
+    return draft if overdue is None else conclude(situation, draft.with_findings(failed=overdue))
 
 
 def wait_for_topology(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -156,41 +153,49 @@ def wait_for_topology(situation: Situation, draft: DecisionDraft) -> DecisionDra
     if not problem or situation.job.status.attempt:
         return draft
     unknown = Finding(conditions.TOPOLOGY_NOT_FOUND, problem)
-    return conclude(situation, draft.finding(unplaced=unknown, waiting=unknown).waking(_LOOK_AGAIN))
+    return conclude(situation, draft.with_findings(unplaced=unknown, waiting=unknown).with_wake(_LOOK_AGAIN))
 
 
 def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Begins no job whose slots cannot hold its state."""
     spec = situation.job.spec
-    crowded = "" if situation.job.status.attempt else too_small(spec, equal_share(spec, situation.size))
+    crowded = "" if situation.job.status.attempt else why_too_small(spec, equal_share(spec, situation.size))
     if not crowded:
         return draft
     refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
-    return conclude(situation, draft.finding(unplaced=refusal, waiting=refusal))
+    return conclude(situation, draft.with_findings(unplaced=refusal, waiting=refusal))
 
 
 def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
-    """Makes no pod before its gang."""
-    lacking = find_missing_gang(situation)
-    if lacking is None:
+    """Makes no pod before its gang: a scheduler that does not know it would place pods one by one.
+
+    A job that runs goes on whatever becomes of the object: all its pods carry the reference.
+    """
+    if situation.job.spec.gang is None or situation.have_gang or situation.all_pods:
         return draft
-    draft = draft.finding(unplaced=lacking, waiting=lacking).doing(*ensure_gang_actions(situation))
-    return conclude(situation, draft.waking(_LOOK_AGAIN if situation.gang_problem else 1.0))
+    lacking = Finding(conditions.WAITING_FOR_PODS, "the gang is made before the pods")
+    if situation.gang_problem:
+        lacking = Finding(conditions.GANG_UNAVAILABLE, situation.gang_problem)
+    draft = draft.with_findings(unplaced=lacking, waiting=lacking).with_actions(EnsureGang())
+    return conclude(situation, draft.with_wake(_LOOK_AGAIN if situation.gang_problem else 1.0))
 
 
 def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Gives every worker a pod, a spare's first, unless the job changes its size instead."""
-    spares = keep_spares(situation)
-    resized = resize(situation, spares)
+    upkeep = keep_spares(situation) if situation.has_spares else Upkeep()
+    resized = resize(situation, upkeep) if situation.may_resize else None
     if resized is not None:
         # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a
         # pause.
         return conclude(situation, replace(draft, status=resized.status, findings=resized.findings, wake=1.0))
-    pods, put_off = replace_pods(situation, spares.taken)
-    if situation.job.spec.attach is not None:
-        pods = without_ended(situation, pods)
-    draft = draft.doing(*missing_belongings(situation), *spares.takeovers, *pods, *spares.actions)
-    return draft.waking(put_off, spares.wake, seconds_to_deadline(situation), seconds_to_growth(situation))
+    draft = draft.with_actions(*_missing_belongings(situation), *upkeep.takeovers)
+    if not situation.all_in_place:
+        pods, put_off = replace_pods(situation, upkeep.taken)
+        if situation.job.spec.attach is not None:
+            pods = without_ended(situation, pods)
+        draft = draft.with_actions(*pods).with_wake(put_off)
+    growth = seconds_to_growth(situation) if situation.may_resize else None
+    return draft.with_actions(*upkeep.actions).with_wake(upkeep.wake, situation.seconds_to_deadline, growth)
 
 
 def note_failure(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -207,16 +212,16 @@ def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDr
     outcome = begin_attempt(situation, recovery)
     if isinstance(outcome, Begun):
         draft = replace(draft, status=outcome.status, placement=outcome.placement)
-        return draft.doing(SavePlacement(outcome.placement)).finding(placed=outcome.placed)
+        return draft.with_actions(SavePlacement(outcome.placement)).with_findings(placed=outcome.placed)
     found = Finding(outcome.reason, outcome.message)
     if isinstance(outcome, GivenUp):
-        return conclude(situation, replace(draft, wake=None).finding(failed=found))
+        return conclude(situation, replace(draft, wake=None).with_findings(failed=found))
     if isinstance(outcome, CannotPlace):
-        return conclude(situation, draft.finding(unplaced=found, waiting=found))
+        return conclude(situation, draft.with_findings(unplaced=found, waiting=found))
     lacking = waiting_for_pods(situation)
     unplaced = None if lacking is None else Finding(lacking.reason, lacking.message)
-    draft = replace(draft, after=outcome.probes).finding(unplaced=unplaced, waiting=found)
-    return conclude(situation, draft.waking(outcome.wake_after, 60.0))
+    draft = replace(draft, after=outcome.probes).with_findings(unplaced=unplaced, waiting=found)
+    return conclude(situation, draft.with_wake(outcome.wake_after, 60.0))
 
 
 def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -226,11 +231,13 @@ def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> Decisi
         return draft
     placed = place_members(situation)
     if isinstance(placed, CannotPlace):
-        return conclude(situation, draft.finding(unplaced=Finding(placed.reason, placed.message)))
-    saved = placed.saved(status.attempt, situation.membership)
+        return conclude(situation, draft.with_findings(unplaced=Finding(placed.reason, placed.message)))
+    saved = placed.as_saved(status.attempt, situation.membership)
     status = replace(status, placement=describe_found_again(status.placement, placed.record))
     draft = replace(draft, status=status, placement=saved)
-    return draft.doing(SavePlacement(saved)).finding(placed=Finding(placed.reason, placed.message))
+    return draft.with_actions(SavePlacement(saved)).with_findings(
+        placed=Finding(placed.reason, placed.message)
+    )
 
 
 def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -238,16 +245,19 @@ def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     # No report can be of an attempt that begins with this look.
     begun = draft.status.attempt != situation.job.status.attempt
     reports = {} if begun else situation.attempt_reports
-    status = advance(situation, draft.status, reports)
-    status, until_reset = reset_restart_count(situation, status, reports)
-    return replace(draft, status=status, reports=reports).waking(until_reset)
+    status, until_reset = draft.status, None
+    if status.recovery is not None:
+        status = advance(situation, status, reports)
+    if status.counted:
+        status, until_reset = reset_restart_count(situation, status, reports)
+    return replace(draft, status=status, reports=reports).with_wake(until_reset)
 
 
 def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Moves copies to better places while training goes on."""
     saved = draft.placement
     assert saved is not None
-    if draft.findings.placed is not None or all_succeeded(situation, draft.reports):
+    if draft.findings.placed is not None or _all_succeeded(situation, draft.reports):
         return draft
     moved = replan(situation, draft.status, saved, draft.reports)
     keep = () if moved.saved == saved else (SavePlacement(moved.saved),)
@@ -255,47 +265,52 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
         # What was only found out about it is not worth remembering before the status tells it.
         draft = replace(draft, after=(*keep, *moved.probes))
     else:
-        draft = replace(draft.doing(*keep), after=moved.probes)
+        draft = replace(draft.with_actions(*keep), after=moved.probes)
     record = describe_moved(draft.status.placement, moved.record, saved, moved.saved)
     draft = replace(draft, status=replace(draft.status, placement=record), placement=moved.saved)
-    return draft.finding(placed=moved.placed).waking(moved.wake)
+    return draft.with_findings(placed=moved.placed).with_wake(moved.wake)
 
 
 def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Says who is about to leave or on a doubtful node, or again what the placement is worth."""
     assert draft.placement is not None
-    going = departure_message(situation.membership.departures)
-    news = going or unready_node_message(situation, situation.members)
+    going, news = situation.membership.departures, None
+    if going:
+        news = departure_message(going)
+    elif any(node.lost for node in situation.nodes.values()):
+        news = unready_node_message(situation, situation.members)
     if news is not None:
-        return draft.finding(placed=Finding(*news))
+        return draft.with_findings(placed=Finding(*news))
     told = draft.status.condition(conditions.PLACED)
     if draft.findings.placed is not None or told is None or told.reason not in _PASSING:
         return draft
     worth = describe_members(situation, draft.placement)
-    return draft.finding(placed=Finding(worth.reason, worth.message))
+    return draft.with_findings(placed=Finding(worth.reason, worth.message))
 
 
 def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Says which restore stands still, or which trainer the release waits for."""
+    if not draft.status.on_way_back:
+        return draft
     still = stalled_restore_message(situation, draft.status, draft.reports)
     late = find_late_trainers(situation, draft.status, draft.reports)
     if late:
-        return draft.finding(waiting=_describe_late_trainers(situation, late))
-    return draft if still is None else draft.finding(waiting=Finding(*still))
+        return draft.with_findings(waiting=describe_late_trainers(situation, late))
+    return draft if still is None else draft.with_findings(waiting=Finding(*still))
 
 
 def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Tells every sidecar what is wanted of it now: to finish, once all training commands have succeeded."""
     members = situation.members
-    if all_succeeded(situation, draft.reports):
+    if _all_succeeded(situation, draft.reports):
         finish = due_directives(situation, draft.status, members, draft.placement, Phase.FINISH)
-        return replace(draft, after=tuple(finish)).finding(completed=True)
+        return replace(draft, after=tuple(finish)).with_findings(completed=True)
     phase = wanted_phase(draft.status)
     directives = due_directives(situation, draft.status, members, draft.placement, phase)
     probes = due_probes(situation, situation.testimony)
-    draft = draft.finding(copied=all_copied(draft.reports, members, directives))
+    draft = draft.with_findings(copied=all_copied(draft.reports, members, directives))
     draft = replace(draft, after=(*directives, *probes, *draft.after))
-    return draft.waking(seconds_to_next_look(situation, situation.testimony))
+    return draft.with_wake(seconds_to_next_look(situation, situation.testimony))
 
 
 Step = Callable[[Situation, DecisionDraft], DecisionDraft | Decision]
@@ -328,14 +343,14 @@ def conclude(situation: Situation, draft: DecisionDraft) -> Decision:
     record = replace(record, sidecar_image=image)
     return Decision(
         draft.before,
-        fit_status(record),
+        record,
         (*draft.after, *budget_actions(situation, budget)),
         notices(situation.job.status, record),
         soonest(draft.wake, budget.wake_after),
     )
 
 
-def refused(obs: Observation, decision: Decision, sentence: str) -> Decision:
+def decision_after_refusal(obs: Observation, decision: Decision, sentence: str) -> Decision:
     """What is left of `decision` if the API server refused what comes before its status: to say so.
 
     A new attempt must not be written then, because it rests on what was refused.
@@ -352,20 +367,18 @@ def soonest(*seconds: float | None) -> float | None:
     return min((entry for entry in seconds if entry is not None), default=None)
 
 
-def _describe_late_trainers(situation: Situation, absent: list[int]) -> Finding:
-    reports, members = situation.attempt_reports, situation.members
-    hindered = [
-        worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy
-    ]
-    first = (hindered or absent)[0]
-    trainer, whose = reports[first].trainer, f"worker {first} ({len(hindered or absent)} in all)"
-    if trainer.stuck:
-        return Finding(conditions.WAITING_FOR_TRAINERS, f"no attempt can begin at {whose}: {trainer.stuck}")
-    if trainer.unhealthy:
-        return Finding(
-            conditions.HEALTH_CHECK_FAILED, f"no attempt can begin at {whose}: {trainer.unhealthy}"
-        )
-    if trainer.busy:
-        return Finding(conditions.WAITING_FOR_TRAINERS, f"the launcher of {whose} {trainer.busy}")
-    said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
-    return Finding(conditions.WAITING_FOR_TRAINERS, f"the trainer container of {whose} is not up{said}")
+def _all_succeeded(situation: Situation, reports: Mapping[int, Report]) -> bool:
+    """Whether every training command of the current attempt exited with 0."""
+    ended = [report.trainer.state is TrainerState.SUCCEEDED for report in reports.values()]
+    return len(ended) == situation.size and all(ended)
+
+
+def _missing_belongings(situation: Situation) -> list[Action]:
+    missing: list[Action] = []
+    if situation.job.spec.gang is not None and not situation.have_gang:
+        missing.append(EnsureGang())
+    if not situation.have_credentials:
+        missing.append(EnsureCredentials())
+    if not situation.have_service and situation.job.spec.attach is None:
+        missing.append(EnsureService())
+    return missing

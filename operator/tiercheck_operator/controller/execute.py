@@ -120,18 +120,25 @@ class Executor:
                 await self._belongings.remove_budget(job)
             case SavePlacement(placement):
                 await self._belongings.save_placement(job, placement)
-            case CreatePod(worker, incarnation, avoid, prefer, shun):
+            case CreatePod(worker, incarnation, avoid, prefer, unwelcome):
                 image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
                 known = await self._with_cluster(job)
                 pod = build_pod(
-                    known, worker, incarnation, avoid, image, prefer=prefer, shun=shun, node_memory=memory
+                    known,
+                    worker,
+                    incarnation,
+                    avoid,
+                    image,
+                    prefer=prefer,
+                    unwelcome=unwelcome,
+                    node_memory=memory,
                 )
                 await self._create_pod(job, pod)
-            case CreateSpare(number, avoid, shun):
+            case CreateSpare(number, avoid, unwelcome):
                 image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
                 known = await self._with_cluster(job)
                 await self._create_pod(
-                    job, build_spare(known, number, avoid, image, shun=shun, node_memory=memory)
+                    job, build_spare(known, number, avoid, image, unwelcome=unwelcome, node_memory=memory)
                 )
             case Promote():
                 await self._promote(job, action)
@@ -220,7 +227,7 @@ class Executor:
             by_force = " by force" if action.force else ""
             log.info("%s/%s: deleted%s %s", job.namespace, job.name, by_force, action.why)
 
-    def removed(self) -> list[DeletePod]:
+    def take_deleted_pods(self) -> list[DeletePod]:
         """The pods that were deleted since this was asked last."""
         removed, self._removed = self._removed, []
         return removed

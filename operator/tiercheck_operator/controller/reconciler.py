@@ -17,14 +17,13 @@ from typing import Any
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.decide import decide, refused
+from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.controller.failures.sidecar_ends import away
-from tiercheck_operator.controller.lifecycle.finish import finished
+from tiercheck_operator.controller.failures.sidecar_ends import find_silent_members
 from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.members.suspicion import doubted_nodes
-from tiercheck_operator.controller.status.discretion import discreet
+from tiercheck_operator.controller.status.discretion import without_credentials
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
@@ -32,6 +31,7 @@ from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.topology_source import TopologySource
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import Decision
+from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.status import render_record
@@ -177,7 +177,7 @@ class JobLoop:
                 self._known = False  # nothing happened for a while: look at everything again
 
     async def _tell_removed(self) -> None:
-        removed = self._executor.removed()
+        removed = self._executor.take_deleted_pods()
         if removed:
             await self._events.post_removed(parse_job(self._raw), removed, self._around.clock())
 
@@ -236,16 +236,16 @@ class JobLoop:
             await self._executor.run(job, decision.before, self._sidecars)
         except ApiFailure as error:
             if error.refused or (error.status >= 500 and self._failures >= _PATIENT_FAILURES):
-                await self._write_status(job, raw, refused(observation, decision, str(error)))
+                await self._write_status(job, raw, decision_after_refusal(observation, decision, str(error)))
             raise
         except Exception as error:
             # A fault of ours, most likely: the job's owner must hear of it, and not only our log.
             why = f"what the spec asks for cannot be made: {type(error).__name__}: {error}"[:500]
-            await self._write_status(job, raw, refused(observation, decision, why))
+            await self._write_status(job, raw, decision_after_refusal(observation, decision, why))
             raise
         delay = await self._write_status(job, raw, decision)
         await self._executor.run(job, decision.after, self._sidecars)
-        around.metrics.job_seen(parse_job(self._raw), len(away(observation)))
+        around.metrics.job_seen(parse_job(self._raw), len(find_silent_members(observation)))
         wanted = [around.config.resync_seconds, decision.wake_after, delay]
         return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
 
@@ -264,7 +264,7 @@ class JobLoop:
 
     def _over(self, job: JobView) -> bool:
         """Whether nobody needs what the job owns any more: finished jobs may be kept by the hundred."""
-        return finished(job.status) and all(pod.terminal for pod in self._pods(job))
+        return job.status.finished and all(pod.terminal for pod in self._pods(job))
 
     def _pods(self, job: JobView) -> Iterator[PodView]:
         """Its own, or those that were attached: nobody gets at the pods of another job by naming that as his
@@ -307,7 +307,7 @@ class JobLoop:
             placement=self._belongings.placement,
             unclaimed=self._note_unclaimed(pods, around.clock()),
             patience=around.config.patience,
-            shunned=around.suspects.shunned(around.clock()),
+            unwelcome=around.suspects.unwelcome(around.clock()),
             have_service=self._belongings.have_service,
             have_credentials=self._belongings.have_secret,
             have_gang=self._belongings.have_gang,
@@ -336,7 +336,7 @@ class JobLoop:
         """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
         if decision.status is None:
             return None
-        old, new = raw.get("status") or {}, discreet(render_record(decision.status))
+        old, new = raw.get("status") or {}, without_credentials(render_record(fit_status(decision.status)))
         if old == new:
             return None
         now = self._around.clock()

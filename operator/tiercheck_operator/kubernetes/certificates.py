@@ -111,8 +111,6 @@ def _key_usage(*, sign_certificates: bool) -> x509.KeyUsage:
     )
 
 
-pass  # HOUSE
-
 _LIFETIME = datetime.timedelta(days=3650)
 
 

@@ -32,8 +32,6 @@ def fill(path: str, **names: str) -> str:
     return path.format(**{key: quote(name, safe="") for key, name in names.items()})
 
 
-pass  # HOUSE
-
 JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.PLURAL}"
 CORE = "/api/v1/namespaces/{namespace}"
 MERGE_PATCH = "application/merge-patch+json"

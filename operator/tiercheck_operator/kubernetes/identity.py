@@ -19,7 +19,7 @@ from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 DEPLOYMENT = "/apis/apps/v1/namespaces/{namespace}/deployments/{name}"
 
 
-def owned_by(deployment: Mapping[str, Any] | None) -> dict[str, Any]:
+def owner_metadata(deployment: Mapping[str, Any] | None) -> dict[str, Any]:
     """To be merged into an object's metadata; nothing without a Deployment, as for an operator that was
     started by hand."""
     if deployment is None:

@@ -16,8 +16,6 @@ from typing import Any
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.watches import Difference, Watched, version_of
 
-pass  # HOUSE
-
 log = logging.getLogger(__name__)
 
 _SETTLE = 1.0
@@ -163,6 +161,6 @@ def stuck(begun: Mapping[str, float], now: float, limit: float) -> str:
     return f"{len(late)} jobs are stuck in a reconcile; {worst} for {late[worst]:.0f} s"
 
 
-def verdict(sentences: Iterable[str]) -> str:
+def describe_troubles(sentences: Iterable[str]) -> str:
     """All that is wrong, a line each; empty: nothing."""
     return "\n".join(sentence for sentence in sentences if sentence)

@@ -1,5 +1,4 @@
-"""Finds the Kueue Topology that a job names, and puts its levels into the job's spec, so that nothing after
-it knows of Kueue."""
+"""Puts the levels of the Kueue Topology that a job names into the job's spec."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Strange:
     def __init__(self) -> None:
         self._told: OrderedDict[str, None] = OrderedDict()
 
-    def understood(
+    def parse_or_none(
         self, kind: str, raw: Mapping[str, Any], parse: Callable[[Mapping[str, Any]], T | None]
     ) -> T | None:
         """`parse` of an object as the API server holds it; None where it raises, whatever it raises."""
@@ -122,7 +122,7 @@ class Watched(Generic[V]):
         )
 
 
-def dated(pod: PodView, known: PodView | None, now: float) -> PodView:
+def date_containers(pod: PodView, known: PodView | None, now: float) -> PodView:
     """`pod` with when its kubelet's last word about each container was first heard. Nodes' clocks may be
     wrong; ours is one."""
     return replace(

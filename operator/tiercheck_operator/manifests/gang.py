@@ -1,5 +1,4 @@
-"""Gang hints: the object by which a scheduler places all workers or none, and what in a pod says that it
-belongs to them.
+"""Builds the gang of a job, by which a scheduler places all workers or none.
 
 Spares and replacements belong to the gang like the first pods. So whoever comes later finds the others
 counted (schedulers count members that run), and a single replacement is enough to make the gang whole again;

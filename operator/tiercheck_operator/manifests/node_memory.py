@@ -1,9 +1,7 @@
-"""tiers.local.medium NodeMemory in a pod: the job's folder on a tmpfs of the node, and an init container that
-prepares it.
+"""Gives a pod its job's folder on a tmpfs of the node, and an init container that prepares it.
 
 The kubelet makes that folder for root alone, and fsGroup does not reach it. So the init container runs as
-root, with no
-capability: as the folder's owner it may open it for the sidecars, whoever they run as.
+root, with no capability: as the folder's owner it may open it for the sidecars, whoever they run as.
 """
 
 from __future__ import annotations

@@ -73,9 +73,6 @@ def pod_name(job: JobView, worker: int, incarnation: int) -> str:
     return f"{job.name}-{worker}-{incarnation}"
 
 
-pass  # HOUSE
-
-
 def build_service(job: JobView) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
@@ -92,9 +89,6 @@ def build_service(job: JobView) -> dict[str, Any]:
             ],
         },
     }
-
-
-pass  # HOUSE
 
 
 @dataclass(frozen=True)
@@ -137,9 +131,6 @@ def parse_secret(secret: dict[str, Any]) -> Credentials:
     return Credentials(parts["ca.crt"], parts["tls.crt"], parts["tls.key"], parts["token"].decode())
 
 
-pass  # HOUSE
-
-
 def build_placement(job: JobView, placement: SavedPlacement) -> dict[str, Any]:
     """`data` as `planning.saved_placement` writes it."""
     return {
@@ -153,9 +144,6 @@ def build_placement(job: JobView, placement: SavedPlacement) -> dict[str, Any]:
 def parse_placement(raw: Mapping[str, Any]) -> SavedPlacement:
     """Raises ValueError if it was not made by `build_placement`."""
     return read_placement_data(raw.get("data") or {})
-
-
-pass  # HOUSE
 
 
 def build_budget(job: JobView, min_available: int) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""One worker's pod, or a spare's: the user's template, with the sidecar that keeps its state and the launcher
-that starts its command.
+"""Builds the pod of a worker or a spare: the user's template with our sidecar and launcher.
 
 The sidecar is a native one (init container with restartPolicy Always): it is up before the trainer, outlives
 it, and its restart does not restart the trainer. The trainer's image is left as it is: the library comes by a
@@ -77,11 +76,11 @@ def build_pod(
     sidecar_image: str,
     *,
     prefer: str = "",
-    shun: Sequence[str] = (),
+    unwelcome: Sequence[str] = (),
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
     """The pod of `worker`; it is not scheduled onto `avoid_nodes`, and if that is possible onto `prefer` and
-    not onto `shun` (host names).
+    not onto `unwelcome` (host names).
 
     Raises Unbuildable.
     """
@@ -98,7 +97,7 @@ def build_pod(
         avoid_nodes=avoid_nodes,
         kit=kit,
         prefer=prefer,
-        shun=shun,
+        unwelcome=unwelcome,
     )
 
 
@@ -108,7 +107,7 @@ def build_spare(
     avoid_nodes: Sequence[str],
     sidecar_image: str,
     *,
-    shun: Sequence[str] = (),
+    unwelcome: Sequence[str] = (),
     node_memory: NodeMemory = _NODE_MEMORY,
 ) -> dict[str, Any]:
     """A pod like a worker's, but for the identity, which it is given later. Raises Unbuildable."""
@@ -117,7 +116,14 @@ def build_spare(
     kit = _Kit(sidecar_image, node_memory)
     ports = spare_ports(job.identity, number)
     return _build(
-        job, name, labels, worker=names.SPARE_WORKER, ports=ports, avoid_nodes=avoid_nodes, kit=kit, shun=shun
+        job,
+        name,
+        labels,
+        worker=names.SPARE_WORKER,
+        ports=ports,
+        avoid_nodes=avoid_nodes,
+        kit=kit,
+        unwelcome=unwelcome,
     )
 
 
@@ -133,7 +139,7 @@ def unlike_a_pod(error: Exception) -> str:
 def unbuildable(job: JobView) -> str:
     """Why no pod can be made of the template: a sentence, or the empty string."""
     try:
-        build_pod(job, 0, 0, ["one"], "sidecar", prefer="another", shun=["a third"])
+        build_pod(job, 0, 0, ["one"], "sidecar", prefer="another", unwelcome=["a third"])
     except Unbuildable as error:
         return str(error)
     return ""
@@ -156,7 +162,7 @@ def _made(
     avoid_nodes: Sequence[str],
     kit: _Kit,
     prefer: str = "",
-    shun: Sequence[str] = (),
+    unwelcome: Sequence[str] = (),
 ) -> dict[str, Any]:
     """`worker`: what the containers find in their environment; `ports`: the first of them on the host, if
     that is where the pod is."""
@@ -187,8 +193,8 @@ def _made(
         _avoid(spec, sorted(avoid_nodes))
     if prefer:
         _prefer(spec, "In", [prefer])
-    if shun:
-        _prefer(spec, "NotIn", sorted(shun))
+    if unwelcome:
+        _prefer(spec, "NotIn", sorted(unwelcome))
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 

@@ -1,5 +1,4 @@
-"""What TierCheck's containers ask for beside the user's: enough for their work, and never the end of the
-pod's QoS class.
+"""Sets what our containers ask for beside the user's, without ending the pod's QoS class.
 
 A Guaranteed pod stays one, so that the kubelet's static CPU manager leaves the trainer its own cores. What is
 added has no whole cores then and shares the node's common ones: a whole core would have to fit into the

@@ -6,8 +6,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck_operator.manifests.pod import unbuildable, unlike_a_pod
+from tiercheck_operator.manifests.resources import resources_problem
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.observed import JobView
+from tiercheck_operator.model.spec import interfaces_problem
 
 _PORTS = {names.CONTROL_PORT, names.EXCHANGE_PORT, names.METRICS_PORT}
+
+
+def refuse_pods(job: JobView) -> Finding | None:
+    """Why no pod can be made of the spec. What attached pods cannot be is said at their admission."""
+    spec = job.spec
+    if spec.attach is not None:
+        return None
+    pod = spec.template.get("spec") or {}
+    begun = job.status.attempt > 0  # such a one is better looked after than refused
+    try:
+        wrong = template_problem(spec.template)
+        if not wrong and not begun:
+            wrong = (
+                pod_problem(pod, names.TRAINER_CONTAINER)
+                or deadline_problem(spec.template)
+                or unbuildable(job)
+            )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        wrong = "" if begun else unlike_a_pod(error)
+    if wrong:
+        return Finding(conditions.INVALID_TEMPLATE, wrong)
+    wrong = "" if job.status.attempt else resources_problem(spec, pod) or interfaces_problem(spec)
+    return Finding(conditions.INVALID_SPEC, wrong) if wrong else None
 
 
 def template_problem(template: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ class CreatePod:
     """Host names to stay away from."""
     prefer: str = ""
     """Host name of the node where the worker's memory lies; empty: none is better than another."""
-    shun: tuple[str, ...] = ()
+    unwelcome: tuple[str, ...] = ()
     """Host names to stay away from if that is possible."""
 
 
@@ -60,7 +60,7 @@ class CreatePod:
 class CreateSpare:
     number: int
     avoid: tuple[str, ...]
-    shun: tuple[str, ...] = ()
+    unwelcome: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

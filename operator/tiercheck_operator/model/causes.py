@@ -1,5 +1,7 @@
-"""What can bring a job down, ordered by how much each explains: a lost node explains the crash of every
-trainer."""
+"""Lists what can bring a job down, ordered by how much each cause explains.
+
+A lost node explains the crash of every trainer.
+"""
 
 from __future__ import annotations
 

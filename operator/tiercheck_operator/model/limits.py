@@ -1,5 +1,4 @@
-"""Keeps the status small whatever happens to the job: an object that outgrows its store could not be written
-any more.
+"""Keeps the status small: an object that outgrows its store could not be written any more.
 
 Each field has a limit of its own; where all of them are reached at once, sentences give way first and
 decisions never.
@@ -29,7 +28,7 @@ def fit_status(record: JobRecord) -> JobRecord:
     """`record` with nothing left out, unless it would be too large."""
     record = _with_messages(record, _MESSAGES)
     allowed = _MESSAGES
-    while size(record) > LIMIT:
+    while status_size(record) > LIMIT:
         if len(record.recoveries) > _RECOVERIES or (record.recoveries and allowed <= _LEAST):
             record = replace(record, recoveries=record.recoveries[:-1])
         elif allowed > _LEAST:
@@ -40,12 +39,12 @@ def fit_status(record: JobRecord) -> JobRecord:
     return record
 
 
-def size(record: JobRecord) -> int:
+def status_size(record: JobRecord) -> int:
     """Bytes of the status."""
     return len(json.dumps(render_record(record), ensure_ascii=False, separators=(",", ":")).encode())
 
 
-def share(lengths: Sequence[int], total: int) -> int:
+def longest_cut(lengths: Sequence[int], total: int) -> int:
     """The greatest length to which all may be cut so that together they are not longer than `total`."""
     left, many = total, len(lengths)
     for length in sorted(lengths):
@@ -59,7 +58,7 @@ def _with_messages(record: JobRecord, total: int) -> JobRecord:
     lengths = [len(entry.message) for entry in record.conditions]
     if sum(lengths) <= total:
         return record
-    most = max(_LEAST, share(lengths, total))
+    most = max(_LEAST, longest_cut(lengths, total))
     cut = tuple(replace(entry, message=_cut(entry.message, most)) for entry in record.conditions)
     return replace(record, conditions=cut)
 

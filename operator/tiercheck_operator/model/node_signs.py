@@ -1,5 +1,4 @@
-"""What a Node object says about its future: that it is lost already, or that it will be emptied soon and
-should be left before.
+"""Reads from a Node whether it is lost already, or will be emptied soon and should be left.
 
 Sources of the taints: kubernetes/autoscaler `utils/taints`, Karpenter's "Disruption" page,
 aws-node-termination-handler's configuration (TAINT_NODE), and what GKE's maintenance handler sets. Soft ones

@@ -1,4 +1,6 @@
-"""What one reconcile knows: an immutable picture of the job, its pods, the nodes and what the sidecars said.
+"""Holds what one reconcile observes of the job, its pods, the nodes and the sidecars' reports.
+
+Nothing in it changes.
 
 Decisions never meet a raw object; `parsing` makes these of them.
 """
@@ -11,7 +13,7 @@ from enum import Enum
 from functools import cached_property
 
 from tiercheck.protocol.names import join_address
-from tiercheck.protocol.report import SPARE, Report
+from tiercheck.protocol.report import SPARE, Report, TrainerState
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.status import Condition, JobRecord
 from tiercheck_operator.planning.saved_placement import SavedPlacement
@@ -183,7 +185,7 @@ class PodView:
         return self.worker == SPARE
 
     @property
-    def homeless(self) -> bool:
+    def unschedulable(self) -> bool:
         """The scheduler finds no node for it."""
         return self.node is None and self.unschedulable_since is not None
 
@@ -259,7 +261,7 @@ class Observation:
     patience: Patience = Patience()
     unclaimed: Mapping[str, float] = field(default_factory=dict)
     """By pod UID: since when it has a node whose kubelet does not take it, by our clock."""
-    shunned: frozenset[str] = frozenset()
+    unwelcome: frozenset[str] = frozenset()
     """Names of nodes that some job has reason to suspect: new pods go elsewhere if that is possible."""
     have_service: bool = True
     have_credentials: bool = True
@@ -323,6 +325,18 @@ class Observation:
         return {uid: report for uid, report in found.items() if report is not None}
 
     @cached_property
+    def all_trainers_well(self) -> bool:
+        """Whether no training command of the attempt failed, stands still, or finds no place to begin in."""
+        trainers = [report.trainer for report in self.current_reports.values()]
+        failed = any(trainer.state is TrainerState.FAILED for trainer in trainers)
+        stalled = any(trainer.stalled_since is not None for trainer in trainers)
+        return not (failed or stalled or any(trainer.stuck or trainer.unhealthy for trainer in trainers))
+
+    @cached_property
+    def any_sidecar_silent(self) -> bool:
+        return any(known.silent_since is not None for known in self.reports.values())
+
+    @cached_property
     def conditions(self) -> Mapping[str, Condition]:
         """Those that the job has been told to have, by type."""
         return {entry.type: entry for entry in self.job.status.conditions}
@@ -335,3 +349,12 @@ class Observation:
         if report is None or pod.worker in (SPARE, report.worker):
             return report
         return replace(report, worker=pod.worker)
+
+    def why_leaving(self, pod: PodView) -> str:
+        """Why the pod will have to go, as a clause; empty: it need not."""
+        node = self.nodes.get(pod.node) if pod.node else None
+        if node is not None and node.leaving:
+            return f"node {node.name} will be emptied: {node.leaving}"
+        if pod.disruption and not pod.deleting and not pod.terminal:
+            return f"Kubernetes is about to end it ({pod.disruption})"
+        return ""

@@ -1,5 +1,4 @@
-"""From the API's objects to the controller's views of them, tolerantly: a strange object must not stop a
-decision."""
+"""Makes the controller's views of the API's objects: a strange object must not stop a decision."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tiercheck_operator.model.observed import (
     NodeView,
     PodView,
 )
-from tiercheck_operator.model.spec import handed_on, read_spec
+from tiercheck_operator.model.spec import queue_entries, read_spec
 from tiercheck_operator.model.status import parse_record, parse_time
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -44,8 +43,8 @@ def parse_job(raw: Mapping[str, Any]) -> JobView:
         deleting=bool(metadata.get("deletionTimestamp")),
         spec=read_spec(raw["spec"]),
         status=parse_record(raw.get("status") or {}),
-        queue_labels=handed_on(metadata.get("labels")),
-        queue_annotations=handed_on(metadata.get("annotations")),
+        queue_labels=queue_entries(metadata.get("labels")),
+        queue_annotations=queue_entries(metadata.get("annotations")),
     )
 
 

@@ -237,7 +237,7 @@ PREFIX = "kueue.x-k8s.io/"
 _OF_GROUPS = ("pod-group-", "retriable-in-group", "role-hash")
 
 
-def handed_on(given: Mapping[str, object] | None) -> dict[str, str]:
+def queue_entries(given: Mapping[str, object] | None) -> dict[str, str]:
     """Those of Kueue, without what makes a pod group."""
     return {
         key: str(value)

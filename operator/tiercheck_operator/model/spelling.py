@@ -1,9 +1,9 @@
-"""Reads and writes frozen dataclasses as the API spells them: each field is named once, where it is declared.
+"""Reads and writes frozen dataclasses as the API spells them.
+
+Each field is named once, where it is declared.
 
 A field stands at its own name in camelCase, or where `Annotated[..., At("elsewhere.inTheObject")]` says.
-It is not written at its default. msgspec could do it for Structs only: `dataclasses.replace` does not take
-them, and nothing would check its arguments. And two threads that use a Struct for the first time at once can
-end the process.
+It is not written at its default. Why not msgspec: docs/design/029-the-house.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The job's status as decisions use it, and its spelling in the API. It is the only thing the controller
-remembers.
+"""Holds the job's status, which is all that the controller remembers, and its spelling in the API.
 
 `parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped, missing ones
 have defaults, so that a status written by an older version is understood.
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_operator.model import conditions as kinds
 from tiercheck_operator.model.spelling import ALWAYS, As, At, read_as, spell
 
 
@@ -20,7 +20,7 @@ def rfc3339(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def precise(seconds: float) -> str:
+def rfc3339_millis(seconds: float) -> str:
     """The same to the millisecond, for moments between which seconds are measured."""
     moment = datetime.datetime.fromtimestamp(round(seconds, 3), datetime.UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -39,7 +39,7 @@ def parse_time(text: object) -> float | None:
 
 Moment = Annotated[
     float,
-    As(read=lambda raw: parse_time(raw) if isinstance(raw, str) else float(raw), write=precise),
+    As(read=lambda raw: parse_time(raw) if isinstance(raw, str) else float(raw), write=rfc3339_millis),
 ]
 """Unix seconds. The first operators wrote them as numbers."""
 
@@ -254,6 +254,16 @@ class JobRecord:
     started: Annotated[str | None, At("startTime")] = None
     completed: Annotated[str | None, At("completionTime")] = None
     conditions: tuple[Condition, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job has completed or failed."""
+        return self.holds(kinds.COMPLETED) or self.holds(kinds.FAILED)
+
+    @property
+    def on_way_back(self) -> bool:
+        """Whether a recovery is under way, and training was not released yet."""
+        return self.recovery is not None and self.recovery.released_at is None
 
     def condition(self, kind: str) -> Condition | None:
         return next((entry for entry in self.conditions if entry.type == kind), None)

@@ -1,5 +1,4 @@
-"""Reads a cluster's nodes from a simulated cluster's YAML or from `kubectl get nodes -o json`, and seats
-workers on them."""
+"""Reads nodes from a cluster's YAML or `kubectl get nodes -o json`, and seats workers on them."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def seat_workers(
     return sites
 
 
-def expanded(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+def expand_node(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A simulated node with a `count` as that many nodes without; another one as it is."""
     count = entry.get("count")
     if count is None:
@@ -103,7 +102,7 @@ def _parsed(entry: Mapping[str, Any]) -> list[ClusterNode]:
     if "metadata" in entry:
         metadata, spec, status = entry["metadata"], entry.get("spec") or {}, entry.get("status") or {}
         return [_node(metadata.get("name"), metadata.get("labels"), _unusable(spec, status))]
-    return [_node(each.get("name"), each.get("labels"), "") for each in expanded(entry)]
+    return [_node(each.get("name"), each.get("labels"), "") for each in expand_node(entry)]
 
 
 def _node(name: Any, labels: Any, unusable: str) -> ClusterNode:

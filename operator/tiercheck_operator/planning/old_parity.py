@@ -1,5 +1,6 @@
-"""What blocks of parity can give of ranks that are no more: snapshots. They and the blocks lie wherever those
-are now who made them.
+"""Finds what blocks of parity can give of ranks that are no more: their snapshots.
+
+They and the blocks lie wherever those are now who made them.
 
 At home a group is known by its workers (`stock.py`); here only the ranks count that a block was made of.
 """

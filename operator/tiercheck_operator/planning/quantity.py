@@ -1,5 +1,4 @@
-"""Kubernetes quantities as whole bytes, and durations as seconds: limits are added up before they are written
-into a pod."""
+"""Reads Kubernetes quantities as whole bytes, and durations as seconds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How a placement is written down, so that the controller that made it and whoever looks at the job read the
-same thing.
+"""Writes and reads a placement, for the controller that made it and whoever looks at the job.
 
 It is kept in a ConfigMap of the job, one line per worker: too long for the status of a large job.
 """

@@ -1,5 +1,4 @@
-"""Whose pod is to be given up before Kubernetes knows: one rule over what the controller and the pods hear of
-each other.
+"""Decides whose pod is given up before Kubernetes knows, from what all hear of each other.
 
 Acting early is safe because the attempt fences whoever is left behind; acting wrongly only costs a restart.
 So the rule asks for two independent observers where seconds count, and for none where nothing else can
@@ -111,7 +110,7 @@ class Suspicion:
 _UNKNOWN = Training()
 
 
-def suspected(
+def suspects(
     witnesses: Sequence[Witness], limits: Limits, training: Training = _UNKNOWN
 ) -> dict[str, Suspicion]:
     """The pods to give up. Never all of them."""
@@ -133,14 +132,14 @@ def suspected(
         host_silent = not witness.host_answers and any(
             accusation.host_silent for accusation in named.values()
         )
-        quiet = quiet_for(witness, training)
+        quiet = seconds_quiet(witness, training)
         if witness.held is not None and not host_silent:
             wanted = broken or training.waits
             gone = wanted and not -limits.overdue <= witness.held <= limits.held
         elif most:
             gone = quiet > max(limits.silent, _PACES * training.pace)
         elif host_silent:
-            asked = unconfirmed(witnesses, quiet, limits)
+            asked = find_unconfirmed(witnesses, quiet, limits)
             gone = quiet > limits.accused + (limits.together if asked else 0.0)
         elif broken or (named and training.waits):
             gone = quiet > limits.suspect
@@ -151,12 +150,12 @@ def suspected(
     return {**found, **_isolated(answering, witnesses, limits, training)}
 
 
-def quiet_for(witness: Witness, training: Training = _UNKNOWN) -> float:
+def seconds_quiet(witness: Witness, training: Training = _UNKNOWN) -> float:
     """Seconds for which nothing has spoken for a witness; 0: it answers."""
     return min(witness.silent or 0.0, training.stepped) if witness.takes_part else witness.silent or 0.0
 
 
-def unconfirmed(witnesses: Sequence[Witness], quiet: float, limits: Limits) -> set[str]:
+def find_unconfirmed(witnesses: Sequence[Witness], quiet: float, limits: Limits) -> set[str]:
     """Pods that have not answered since it was time to give one up that is `quiet`, and may be about to fall
     silent as well."""
     late = quiet - limits.accused

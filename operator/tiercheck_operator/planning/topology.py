@@ -232,8 +232,6 @@ def short_name(domain: str) -> str:
     return domain.rsplit("/", 1)[-1]
 
 
-pass  # HOUSE
-
 _LONGEST = 32
 
 

@@ -1,5 +1,4 @@
-"""Reads from a job's spec what planning needs, with the defaults of the CRD, so that a plan can be had
-without a cluster."""
+"""Reads from a job's spec what planning needs, with the CRD's defaults, without a cluster."""
 
 from __future__ import annotations
 

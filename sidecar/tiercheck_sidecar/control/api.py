@@ -46,9 +46,9 @@ def server_context(config: SidecarConfig) -> ssl.SSLContext:
 class ControlApi:
     """The routes. `build` gives the aiohttp application."""
 
-    def __init__(self, board: SidecarState, reporter: Reporter) -> None:
-        self._board, self._reporter = board, reporter
-        self._expected = f"Bearer {board.config.token}".encode()
+    def __init__(self, state: SidecarState, reporter: Reporter) -> None:
+        self._state, self._reporter = state, reporter
+        self._expected = f"Bearer {state.config.token}".encode()
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_proof: Callable[[web.Request], None] = lambda _: None
@@ -71,7 +71,7 @@ class ControlApi:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._wake)
 
-        self._board.subscribe(wake)
+        self._state.subscribe(wake)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -83,7 +83,7 @@ class ControlApi:
     ) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, self._expected):
-            return sentence(401, "the job's token is required")
+            return text_response(401, "the job's token is required")
         self.on_proof(request)
         return await handler(request)
 
@@ -91,12 +91,12 @@ class ControlApi:
         try:
             directive = decode(await request.read(), Directive)
         except Malformed as error:
-            return sentence(422, f"not a directive: {error}")
-        self._board.hear_controller()
+            return text_response(422, f"not a directive: {error}")
+        self._state.hear_controller()
         try:
-            self._board.accept(directive)
+            self._state.accept(directive)
         except StaleRefused as error:
-            return sentence(409, str(error))
+            return text_response(409, str(error))
         except DirectiveRefused as error:
             return sentence(403, str(error))
         return self._tell(self._reporter.report(), request)
@@ -108,8 +108,8 @@ class ControlApi:
             if not math.isfinite(wait):
                 raise ValueError(wait)
         except ValueError:
-            return sentence(422, "after is a serial, wait is in seconds")
-        self._board.hear_controller()
+            return text_response(422, "after is a serial, wait is in seconds")
+        self._state.hear_controller()
         deadline = asyncio.get_running_loop().time() + min(wait, _MAX_WAIT)
         while True:
             changed = self._changed
@@ -127,7 +127,7 @@ class ControlApi:
         """Whether the controller knows what there is to know, or has not asked for so long that it will
         not.
         """
-        if self._board.clock() - self._board.controller_at > _MAX_WAIT:
+        if self._state.clock() - self._state.controller_at > _MAX_WAIT:
             return True
         return self._told >= self._reporter.report().serial
 
@@ -146,7 +146,7 @@ def answer(value: object) -> web.Response:
     return web.Response(body=to_json(value), content_type="application/json")
 
 
-def sentence(status: int, text: str) -> web.Response:
+def text_response(status: int, text: str) -> web.Response:
     return web.json_response({"error": text}, status=status)
 
 
@@ -160,25 +160,25 @@ def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
         try:
             report = decode(await request.read(), TierReport)
         except Malformed as error:
-            return sentence(422, f"not a tier report: {error}")
-        if report.job_uid != board.config.job_uid:
-            return sentence(403, f"this sidecar belongs to job {board.config.job_uid}")
+            return text_response(422, f"not a tier report: {error}")
+        if report.job_uid != state.config.job_uid:
+            return text_response(403, f"this sidecar belongs to job {state.config.job_uid}")
         try:
             return answer(await asyncio.to_thread(coordinator.hear, report))
         except StaleReport as error:
-            return sentence(409, str(error))
+            return text_response(409, str(error))
         except BadReport as error:
-            return sentence(422, str(error))
+            return text_response(422, str(error))
         except NotNow as error:
-            return sentence(503, str(error))
+            return text_response(503, str(error))
 
     async def watermarks(request: web.Request) -> web.StreamResponse:
         try:
             verdict = decode(await request.read(), TierVerdict)
         except Malformed as error:
-            return sentence(422, f"not a verdict: {error}")
-        reason = board.follow(verdict)
-        return sentence(409, reason) if reason else answer(board.verdict)
+            return text_response(422, f"not a verdict: {error}")
+        reason = state.follow(verdict)
+        return text_response(409, reason) if reason else answer(state.verdict)
 
     return [
         web.get(PATH, TierPort(coordinator).upgrade),

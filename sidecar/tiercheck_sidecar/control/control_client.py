@@ -1,5 +1,4 @@
-"""Calls another sidecar's control API, as one of the same job: its certificate is checked against the job's
-own CA."""
+"""Calls another sidecar's control API, and checks its certificate against the job's own CA."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import ssl
 from tiercheck.protocol import names
 from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.report import Break
-from tiercheck_sidecar.exchange.frames import PeerSilent, broken
+from tiercheck_sidecar.exchange.frames import PeerSilent, wire_error
 from tiercheck_sidecar.model.config import SidecarConfig
 
 _MOST_BODY = 64 * 1024 * 1024
@@ -46,7 +45,7 @@ class ControlClient:
             text = response.read(_MOST_BODY + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
-            silent = isinstance(error, OSError) and isinstance(broken(error), PeerSilent)
+            silent = isinstance(error, OSError) and isinstance(wire_error(error), PeerSilent)
             raise CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED) from error
         if response.status != 200:
             raise CallFailed(f"{self.host}: {response.status} {text[:300].decode(errors='replace')}")

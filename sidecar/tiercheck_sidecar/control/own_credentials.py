@@ -42,7 +42,7 @@ class Discretion:
         self._seen: dict[str, tuple[Any, Any]] = {}
         """By part: how it was last, and that without credentials; None: it has none."""
 
-    def discreet(self, report: Report) -> Report:
+    def without_credentials(self, report: Report) -> Report:
         """The same, with REDACTED in place of credentials."""
         changes = {}
         for name in _TOLD:

@@ -1,4 +1,4 @@
-"""The report: everything the controller knows about this worker, gathered from the state and the vault.
+"""Gathers the report: all that the controller knows about this worker.
 
 Its serial grows only with facts that the controller may act on. What a worker holds and which version is
 complete change at every step, and wake nobody: the controller looks at them when it decides on a recovery,
@@ -33,8 +33,8 @@ from tiercheck_sidecar.vault import Seal, Vault
 class Reporter:
     """Thread-safe."""
 
-    def __init__(self, board: SidecarState, vault: Vault) -> None:
-        self._board, self._vault = board, vault
+    def __init__(self, state: SidecarState, vault: Vault) -> None:
+        self._state, self._vault = state, vault
         self._lock = threading.Lock()
         self._serial = 0
         self._known: tuple[Any, ...] = ()
@@ -50,7 +50,7 @@ class Reporter:
 
     def report(self) -> Report:
         with self._lock:
-            report = self._discretion.discreet(self._gather(self.settled()))
+            report = self._discretion.without_credentials(self._gather(self.settled()))
             essence = _essence(report)
             if essence == self._known:
                 return report
@@ -63,12 +63,12 @@ class Reporter:
         with board.lock:
             directive, verdict = board.directive, board.verdict
             return Report(
-                job_uid=board.config.job_uid,
-                worker=board.config.worker,
-                pod_uid=board.config.pod_uid,
-                instance=board.instance,
+                job_uid=state.config.job_uid,
+                worker=state.config.worker,
+                pod_uid=state.config.pod_uid,
+                instance=state.instance,
                 serial=self._serial,
-                attempt=board.attempt,
+                attempt=state.attempt,
                 revision=directive.revision if directive else "",
                 phase=directive.phase if directive else None,
                 restore=self._restore(),
@@ -77,9 +77,9 @@ class Reporter:
                 remote=board.remote,
                 watermarks=verdict.watermarks if verdict else Watermarks(),
                 memory=self._memory(),
-                quarantined=board.quarantined,
-                problems=board.problems,
-                unreachable=board.peers.unreachable(),
+                quarantined=state.quarantined,
+                problems=state.problems,
+                unreachable=state.peers.unreachable(),
                 can_change_worker=True,
                 reads_tables=True,
                 owes=board.trainer.report.state is not TrainerState.RUNNING and self.owes(),
@@ -104,16 +104,16 @@ class Reporter:
         return tuple([holding for _, holding in self._told.values()])
 
     def _restore(self) -> RestoreReport:
-        board = self._board
-        if board.restore.state is not RestoreState.RUNNING:
-            return board.restore
-        return dataclasses.replace(board.restore, progress=board.meter.told())
+        state = self._state
+        if state.restore.state is not RestoreState.RUNNING:
+            return state.restore
+        return dataclasses.replace(state.restore, progress=state.meter.describe())
 
     def _trainer(self) -> TrainerReport:
-        board = self._board
-        reasons = (board.deltas_off(rank) for rank in self._vault.ranks)
-        no_deltas = (next(filter(None, reasons), "") or board.no_room) if board.wants_deltas else ""
-        report = board.trainer.report
+        state = self._state
+        reasons = (state.deltas_off(rank) for rank in self._vault.ranks)
+        no_deltas = (next(filter(None, reasons), "") or state.no_room) if state.wants_deltas else ""
+        report = state.trainer.report
         return report if report.no_deltas == no_deltas else dataclasses.replace(report, no_deltas=no_deltas)
 
     def _memory(self) -> MemoryReport:

@@ -1,2 +1,1 @@
-"""Bulk transfer between sidecars: plain TCP in threads, from slot to slot, verified before it is
-acknowledged."""
+"""Moves bulk data between sidecars: plain TCP, from slot to slot, verified before acknowledged."""

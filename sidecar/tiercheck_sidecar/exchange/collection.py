@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tiercheck_sidecar.digest import length_of, piece
+from tiercheck_sidecar.digest import chunk_view, length_of
 from tiercheck_sidecar.exchange.frames import Altered, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.gathering import OVERDUE, Gathering
 from tiercheck_sidecar.exchange.handshake import PeerRefused
@@ -133,7 +133,7 @@ class ChunkCollection:
 
     def _take_in(self, index: int, worker: int, wire: Wire, chunks: Chunks) -> bool:
         """Receive a chunk; whether it is good. Raises WireBroken."""
-        place = piece(self._draft.view, self.seal.digests, index)
+        place = chunk_view(self._draft.view, self.seal.digests, index)
         with self._changed:
             mine = index not in self._writers and not self._gathering.is_here(index)
             if mine:

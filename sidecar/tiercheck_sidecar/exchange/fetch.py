@@ -1,5 +1,4 @@
-"""Pull: copy an artifact from the memory of its holders into a slot of our own, from several at once,
-verifying each chunk.
+"""Pulls an artifact from the memory of several holders at once into a slot, verifying each chunk.
 
 All holders of an artifact have the same digests, so any of them can bring any chunk. One that breaks off or
 brings damaged chunks drops out, and the others go on; what has arrived verified is never asked for again.

@@ -1,5 +1,4 @@
-"""What travels on an exchange connection: short JSON messages with a length, and chunks with a small binary
-header.
+"""Sends and receives on an exchange connection: JSON messages with a length, and chunks.
 
 Once the two ends have proved who they are, everything carries a tag (`protection`). Chunks whose tags were
 made when their artifact was sealed (`tags`) travel bare: only their header is tagged here, and the kernel
@@ -278,7 +277,7 @@ class Wire:
             if not bare:
                 self._channel.send(frame.tag())
         except OSError as error:
-            raise broken(error) from error
+            raise wire_error(error) from error
 
     def receive_chunk_header(self) -> tuple[int, int]:
         """(index, length); index END ends the stream. The bytes are to be received next, all of them."""
@@ -368,7 +367,7 @@ class Wire:
                 if view and time.monotonic() > self._deadline:
                     raise WireBroken("it took too long")
         except OSError as error:
-            raise broken(error) from error
+            raise wire_error(error) from error
 
     def _take(self, length: int) -> bytearray:
         buffer = bytearray(length)
@@ -379,7 +378,7 @@ class Wire:
         try:
             self._channel.send(data)
         except OSError as error:
-            raise broken(error) from error
+            raise wire_error(error) from error
 
 
 def _nobody(_: int) -> None:
@@ -402,7 +401,7 @@ def _address(of: Callable[[], Any]) -> tuple[str, int]:
     try:
         host, port, *_ = of()
     except OSError as error:
-        raise broken(error) from error
+        raise wire_error(error) from error
     except ValueError as error:
         raise WireBroken("the connection has no address") from error
     return str(host), int(port)
@@ -429,7 +428,7 @@ def from_bitmap(text: str, chunks: int) -> set[int]:
     return {index for index in range(chunks) if number >> index & 1}
 
 
-def broken(error: OSError) -> WireBroken:
+def wire_error(error: OSError) -> WireBroken:
     """`error` of a socket, told apart."""
     if isinstance(error, WireBroken):
         return error

@@ -1,5 +1,4 @@
-"""Who brings which chunk when one artifact is gathered from several sources: the rules, without sockets or
-threads.
+"""Decides which source brings which chunk of an artifact: the rules, without sockets or threads.
 
 Whoever is free takes the next chunk, so a fast source brings more. A chunk that came damaged is asked of
 another source, if there is one. What a source owes for long may be asked of a second one as well, so that one

@@ -1,4 +1,4 @@
-"""No strangers on the wire: both ends prove that they know the job's token before anything else is said.
+"""Lets no strangers on the wire: both ends prove first that they know the job's token.
 
 The token itself never travels. Each side answers the other's fresh nonce with an HMAC over everything that
 was claimed and over the address at which the two met, so a recorded proof is worth nothing, and neither is a
@@ -172,7 +172,7 @@ def _meet(
     try:
         connection = socket.create_connection(target, CONNECT_TIMEOUT, (source, 0))
     except OSError as error:
-        raise type(broken(error))(f"{host} cannot be reached: {error}") from error
+        raise type(wire_error(error))(f"{host} cannot be reached: {error}") from error
     wire = Wire(connection, CONNECT_TIMEOUT)
     try:
         claim = CallerClaim(

@@ -1,5 +1,6 @@
-"""Asks every neighbour once a second whether it is there: streams fall silent when training does, and then
-tell nothing.
+"""Asks every neighbour once a second whether it is there.
+
+Streams fall silent when training does, and then tell nothing.
 
 A neighbour is a worker that this one keeps copies with, in either direction. A connection that breaks proves
 little; a neighbour is called lost when a new one cannot be made, or when no answer comes in time. With each
@@ -24,7 +25,7 @@ ANSWER = 2.0
 
 
 def neighbours(directive: Directive) -> frozenset[Peer]:
-    """Whose pulse this worker feels."""
+    """Whom this worker asks for a heartbeat."""
     groups = [*directive.folded, *([directive.parity] if directive.parity else [])]
     coded = [peer for group in groups for peer in (*group.members, *group.holders)]
     return frozenset(
@@ -34,22 +35,22 @@ def neighbours(directive: Directive) -> frozenset[Peer]:
     )
 
 
-class Pulse:
+class HeartbeatSender:
     """`run` keeps a thread per neighbour of the current attempt."""
 
-    def __init__(self, board: SidecarState, identity: Identity, port: int) -> None:
-        self._board, self._identity, self._port = board, identity, port
+    def __init__(self, state: SidecarState, identity: Identity, port: int) -> None:
+        self._state, self._identity, self._port = state, identity, port
         self._attempt = 0
         self._peers: frozenset[Peer] = frozenset()
         self._lock = threading.Lock()
-        self._felt: set[tuple[Peer, int]] = set()
+        self._threads: set[tuple[Peer, int]] = set()
         """Who has a thread, for which attempt."""
 
     def run(self) -> None:
         seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=5.0)
-            directive = self._board.directive
+        while not self._state.stopping:
+            seen = self._state.wait(seen, timeout=5.0)
+            directive = self._state.directive
             if directive is None:
                 continue
             peers = neighbours(directive)
@@ -57,7 +58,7 @@ class Pulse:
                 coordinator = (
                     {directive.coordinator} if directive.coordinator.worker != directive.worker else set()
                 )
-                self._board.peers.only(peers | coordinator)
+                self._state.peers.only(peers | coordinator)
                 with self._lock:
                     self._attempt, self._peers = directive.attempt, peers
             for peer in peers:
@@ -65,30 +66,31 @@ class Pulse:
 
     def _begin(self, peer: Peer, attempt: int) -> None:
         with self._lock:
-            if (peer, attempt) in self._felt:
+            if (peer, attempt) in self._threads:
                 return
-            self._board.threads.loop(f"pulse-of-worker-{peer.worker}", lambda: self._feel(peer, attempt))
-            self._felt.add((peer, attempt))
+            name = f"heartbeat-of-worker-{peer.worker}"
+            self._state.threads.loop(name, lambda: self._listen(peer, attempt))
+            self._threads.add((peer, attempt))
 
-    def _feel(self, peer: Peer, attempt: int) -> None:
-        watch = self._board.peers
+    def _listen(self, peer: Peer, attempt: int) -> None:
+        watch = self._state.peers
         while self._wanted(peer, attempt):
             connected = False
             try:
                 with contextlib.closing(dial_pod(self._identity, attempt, peer, self._port)) as wire:
                     wire.patience(ANSWER)
                     while self._wanted(peer, attempt):
-                        said = _pulse(wire)
+                        said = _ask(wire)
                         connected = True
                         watch.answered(peer)
-                        self._board.learn(said.attempt)
+                        self._state.learn(said.attempt)
                         self._pause(peer)
             except PeerRefused as error:
                 if error.attempt is None:
                     watch.broken(peer, Break.REFUSED)  # somebody else has its address now
                 else:
                     watch.answered(peer)
-                    self._board.learn(error.attempt)
+                    self._state.learn(error.attempt)
             except PeerSilent:
                 watch.broken(peer, Break.SILENT)
             except WireBroken:
@@ -102,15 +104,15 @@ class Pulse:
 
     def _wanted(self, peer: Peer, attempt: int) -> bool:
         with self._lock:
-            wanted = not self._board.stopping and self._attempt == attempt and peer in self._peers
+            wanted = not self._state.stopping and self._attempt == attempt and peer in self._peers
             if not wanted:
-                self._felt.discard((peer, attempt))
+                self._threads.discard((peer, attempt))
             return wanted
 
     def _pause(self, peer: Peer) -> None:
-        self._board.wait_until(lambda: self._board.peers.doubted(peer), EVERY)
+        self._state.wait_until(lambda: self._state.peers.doubted(peer), EVERY)
 
 
-def _pulse(wire: Wire) -> Say:
+def _ask(wire: Wire) -> Say:
     wire.send(Ask("pulse"))
     return wire.receive(Say)

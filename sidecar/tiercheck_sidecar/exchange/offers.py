@@ -1,5 +1,4 @@
-"""What every offer of an artifact must be, whoever keeps it: of this attempt, well described, the caller's
-own, accepted."""
+"""Refuses an offer of an artifact that is of another attempt, badly described or not the caller's."""
 
 from __future__ import annotations
 

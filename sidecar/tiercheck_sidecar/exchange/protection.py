@@ -1,5 +1,6 @@
-"""Keeps a proven connection proven: each frame has a tag that only its two ends can make, and none can be
-left out, repeated or moved.
+"""Keeps a proven connection proven: only its two ends can make the tags of its frames.
+
+None can be left out, repeated or moved.
 
 AES-256 in Galois/counter mode (NIST SP 800-38D), with a key for each direction of each connection and the
 frame's number as nonce. Authenticated frames are its associated data alone (GMAC) and travel as they are;

@@ -1,5 +1,7 @@
-"""The receiving end of pushes and pulls. One thread per connection; nothing is acknowledged before it is
-verified."""
+"""Receives pushes and answers pulls, in one thread per connection.
+
+Nothing is acknowledged before it is verified.
+"""
 
 from __future__ import annotations
 
@@ -76,19 +78,19 @@ class ExchangeServer:
             with contextlib.closing(connection):
                 try:
                     wire = Wire(connection)
-                    board = self._board
+                    state = self._state
                     claim = admit(
                         wire,
                         self._identity,
                         self._objection,
-                        lambda: board.attempt,
-                        lambda: board.newest_attempt,
+                        lambda: state.attempt,
+                        lambda: state.newest_attempt,
                     )
                 finally:
                     self._strangers.leave(guest)
                 with contextlib.closing(wire), self._place(claim.worker):
                     Session(
-                        self._board, self._vault, self.inbox, wire, claim, languages=self.languages
+                        self._state, self._vault, self.inbox, wire, claim, languages=self.languages
                     ).serve()
         except PeerRefused as error:
             log.warning("a connection is refused: %s", error)
@@ -111,13 +113,13 @@ class ExchangeServer:
     def _objection(self, claim: CallerClaim) -> str:
         if claim.job_uid != self._identity.job_uid:
             return f"this sidecar belongs to job {self._identity.job_uid}"
-        late = self._board.fence.refuse_past(claim.attempt, self._board.directive)
+        late = self._state.fence.refuse_past(claim.attempt, self._state.directive)
         if not late:
-            self._board.learn(claim.attempt)
+            self._state.learn(claim.attempt)
         return late
 
     def _sweep(self) -> None:
-        while not self._board.wait_until(lambda: False, _SWEEP_SECONDS) and not self._board.stopping:
+        while not self._state.wait_until(lambda: False, _SWEEP_SECONDS) and not self._state.stopping:
             self.inbox.sweep()
 
 

@@ -38,7 +38,7 @@ class Session:
 
     def __init__(
         self,
-        board: SidecarState,
+        state: SidecarState,
         vault: Vault,
         inbox: Inbox,
         wire: Wire,
@@ -46,13 +46,13 @@ class Session:
         *,
         languages: Mapping[str, Language] | None = None,
     ) -> None:
-        self._board, self._vault, self._inbox = board, vault, inbox
+        self._state, self._vault, self._inbox = state, vault, inbox
         self._languages = languages or {}
         self._wire, self._claim = wire, claim
 
     def serve(self) -> None:
         """Until the caller hangs up, or this sidecar ends. Raises WireBroken, OSError."""
-        while not self._board.stopping:
+        while not self._state.stopping:
             self._wire.patience(IDLE_TIMEOUT)
             ask = self._wire.receive(Ask)
             self._wire.patience(IO_TIMEOUT)
@@ -68,7 +68,7 @@ class Session:
             elif ask.op == "corrupt":
                 self._wire.send(self._corrupt(ask.artifact))
             elif ask.op == "pulse":
-                self._wire.send(Say("ok", attempt=self._board.newest_attempt))
+                self._wire.send(Say("ok", attempt=self._state.newest_attempt))
             elif ask.op == "list":
                 self._wire.send(self._list(ask.rank))
             elif ask.op == "ucx":
@@ -81,10 +81,10 @@ class Session:
     # A copy is brought
 
     def _offer(self, ask: Ask) -> Say:
-        directive, worker = self._board.directive, self._claim.worker
+        directive, worker = self._state.directive, self._claim.worker
         named = None if ask.version is None or ask.rank < 0 else ask.artifact
         unwanted = refuse_offer(
-            self._board.fence, directive, self._claim, named, digests=ask.digests, tags=ask.tags
+            self._state.fence, directive, self._claim, named, digests=ask.digests, tags=ask.tags
         )
         if unwanted:
             return Say(*unwanted)
@@ -115,7 +115,7 @@ class Session:
         if not transfer.complete:
             missing = len(transfer.seal.digests.values) - len(transfer.verified)
             return Say("again", f"{missing} chunks are missing", verified=bitmap(transfer.verified))
-        other = self._board.fence.refuse_other(self._claim.attempt, self._board.directive)
+        other = self._state.fence.refuse_other(self._claim.attempt, self._state.directive)
         if other:
             return Say("refused", other)
         try:
@@ -167,5 +167,5 @@ class Session:
         self._vault.free(
             lambda seal: seal.share is None and (seal.rank, seal.version, seal.kind) == (rank, version, kind)
         )
-        self._board.quarantine(Quarantined(rank, version, self._board.config.worker, reason, kind))
+        self._state.quarantine(Quarantined(rank, version, self._state.config.worker, reason, kind))
         return Say("bad", reason)

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.digest import digest_chunk, length_of, piece
+from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import END, Altered, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
 from tiercheck_sidecar.vault.tags import Tagger, Tags
-
-pass  # HOUSE
 
 LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact
@@ -83,7 +81,7 @@ class Transfer:
             if not known:
                 self._arriving.add(index)
         try:
-            place = piece(self.draft.view, self.seal.digests, index)
+            place = chunk_view(self.draft.view, self.seal.digests, index)
             yield memoryview(bytearray(len(place))) if known else place
         finally:
             if not known:

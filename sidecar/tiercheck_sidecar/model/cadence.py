@@ -1,5 +1,4 @@
-"""How many steps lie between two snapshots, and whether deltas lead from one to the next: one answer for all
-ranks.
+"""Decides for all ranks how many steps lie between snapshots, and whether deltas join them.
 
 Snapshots of different steps would never be complete anywhere. And where one rank takes no deltas, those of
 the others lead to no version of the job, so then nobody takes any.

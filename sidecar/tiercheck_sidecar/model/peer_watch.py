@@ -1,5 +1,4 @@
-"""Which peers answer this sidecar, so that the controller hears of a dead node from those who talk to it all
-the time.
+"""Tracks which peers answer this sidecar, so that the controller hears of a dead node.
 
 What comes and goes is damped: a peer that was lost counts as reachable only after it has answered several
 times in a row.

@@ -1,5 +1,4 @@
-"""Runs of versions, so that a rank with a delta for every step can say in a few words what it could be
-rebuilt to.
+"""Writes runs of versions, so that a rank says in a few words what it could be rebuilt to.
 
 All versions here belong to one accepted history, in which a step has one attempt only.
 """
@@ -38,7 +37,7 @@ def versions(runs: Iterable[Span]) -> set[Version]:
     return {Version(step, run.attempt) for run in runs for step in range(run.first, run.last + 1)}
 
 
-def common(many: Iterable[Sequence[Span]]) -> tuple[Span, ...]:
+def intersect(many: Iterable[Sequence[Span]]) -> tuple[Span, ...]:
     """What all have; nothing if there are none. Each must be in order of steps."""
     result: tuple[Span, ...] | None = None
     for runs in many:
@@ -48,7 +47,7 @@ def common(many: Iterable[Sequence[Span]]) -> tuple[Span, ...]:
     return result or ()
 
 
-def united(runs: Iterable[Span]) -> tuple[Span, ...]:
+def unite(runs: Iterable[Span]) -> tuple[Span, ...]:
     """What any of them has, in order of steps. Takes no longer for long ones: how long they are is their
     sender's word."""
     found: list[Span] = []

@@ -178,7 +178,7 @@ class SidecarState:
         return max(self._learned, self.attempt) if self._is_credible(self._learned) else self.attempt
 
     @property
-    def overtaken(self) -> bool:
+    def fenced(self) -> bool:
         """Whether the job goes on without us as far as we know: then nothing is written that others could
         read."""
         return self.newest_attempt > self.attempt

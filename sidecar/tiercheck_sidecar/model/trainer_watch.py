@@ -1,5 +1,4 @@
-"""What is known about the training command of this worker, from what its launcher and ranks say, and from
-their silence.
+"""Tracks the training command, from what its launcher and ranks say and from their silence.
 
 A launcher waits for the release of an attempt when it has said so of that attempt: until then, processes of
 an earlier one may still be there, and hold on to a GPU.

@@ -1,5 +1,4 @@
-"""Keeps uploads and copies from taking the network that training needs: at most so many bytes per second for
-the whole worker.
+"""Bounds the bytes per second of uploads and copies, so that training keeps its network.
 
 A token bucket in its time-based form: instead of counting tokens it remembers when the bytes already granted
 will be paid for. A piece of any size is granted as soon as the ones before it are paid, so a piece may exceed

@@ -1,5 +1,4 @@
-"""Knows which versions the remote tier holds: lists it when that is due, and tries it out before it is relied
-on."""
+"""Lists the versions of the remote tier when that is due, and tries the tier out before it counts."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ _EXAMINATIONS = 3
 class RemoteListing:
     """Used by one thread."""
 
-    def __init__(self, board: SidecarState, tell_stored: Callable[[tuple[Version, ...]], None]) -> None:
+    def __init__(self, state: SidecarState, tell_stored: Callable[[tuple[Version, ...]], None]) -> None:
         """`tell_stored`: tells the coordinator what worker 0 has found."""
-        self._board, self._tell_stored = board, tell_stored
+        self._state, self._tell_stored = state, tell_stored
         self._listed_at: float | None = None
         self._listed_for: Version | None = None
         self._listed_as: int | None = None
@@ -49,26 +48,26 @@ class RemoteListing:
         if self._listed_at is None:
             store.check()
             if store.weakness:
-                self._board.problem(_NOT_SAFE, store.weakness)
-        elif self._board.config.worker != 0:
-            self._listed_as = self._board.config.worker
+                self._state.problem(_NOT_SAFE, store.weakness)
+        elif self._state.config.worker != 0:
+            self._listed_as = self._state.config.worker
             if verdict is not None and verdict.stored is not None:
                 self._found(verdict.stored)
             return
         elif self._listed_as == 0 and mark == self._listed_for and now - self._listed_at <= _LIST_EVERY:
             return
         versions = tuple(store.versions())
-        self._board.learn(store.newest_attempt(self._board.config.job_uid))
-        self._listed_at, self._listed_for, self._listed_as = now, mark, self._board.config.worker
+        self._state.learn(store.newest_attempt(self._state.config.job_uid))
+        self._listed_at, self._listed_for, self._listed_as = now, mark, self._state.config.worker
         self.publish(store, versions)
-        if self._board.config.worker == 0 and self._examinations < _EXAMINATIONS:
+        if self._state.config.worker == 0 and self._examinations < _EXAMINATIONS:
             self._examine(store)
 
     def publish(self, store: RemoteStore, versions: tuple[Version, ...]) -> None:
         """The store holds these versions."""
         self._found(versions, self._ranks_of(store, versions))
         if (
-            self._board.config.worker == 0
+            self._state.config.worker == 0
         ):  # what another one found long ago is no more true when it takes that place
             self._tell_stored(versions)
 
@@ -84,7 +83,7 @@ class RemoteListing:
                 finding.message,
             )
         lasting = [f"{each.name}: {each.message}" for each in findings if not each.ok and not each.passing]
-        self._board.problem(_NOT_SAFE, " ".join(lasting))
+        self._state.problem(_NOT_SAFE, " ".join(lasting))
         self._examinations = (
             self._examinations + 1 if any(each.passing for each in findings) else _EXAMINATIONS
         )
@@ -92,7 +91,7 @@ class RemoteListing:
     def _ranks_of(self, store: RemoteStore, versions: tuple[Version, ...]) -> tuple[int, ...]:
         """By how many ranks each version was made. Manifests name every rank, so one worker of the job reads
         them, each once."""
-        if self._board.config.worker not in (0, SPARE):  # a spare may yet become worker 0
+        if self._state.config.worker not in (0, SPARE):  # a spare may yet become worker 0
             return ()
         for version in set(versions) - set(self._worlds):
             try:
@@ -104,5 +103,5 @@ class RemoteListing:
         return tuple(self._worlds.values())
 
     def _found(self, versions: tuple[Version, ...], ranks: tuple[int, ...] = ()) -> None:
-        self._board.report_remote(True, "", versions, ranks)
-        self._board.withdraw("Remote", but=_NOT_SAFE)
+        self._state.report_remote(True, "", versions, ranks)
+        self._state.withdraw("Remote", but=_NOT_SAFE)

@@ -23,15 +23,15 @@ _LISTED = 3
 class RemoteSource:
     """Thread-safe."""
 
-    def __init__(self, board: SidecarState, vault: Vault, stores: JobStore) -> None:
-        self._board, self._vault, self._stores = board, vault, stores
+    def __init__(self, state: SidecarState, vault: Vault, stores: JobStore) -> None:
+        self._state, self._vault, self._stores = state, vault, stores
         self._lock = threading.Lock()
         self._manifests: dict[Version, Manifest] = {}
 
     def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
         """The newest snapshots of `rank` in the remote tier up to `version` that the history accepts, with
         bytes. Raises SourceFailed."""
-        directive = self._board.directive
+        directive = self._state.directive
         assert directive is not None
         with self._opened() as store:
             usable = [

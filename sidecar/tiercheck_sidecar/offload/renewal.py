@@ -1,5 +1,4 @@
-"""Notices that the remote tier's Secret was made or changed: a container's environment never follows, so the
-process has to end.
+"""Ends the process when the remote tier's Secret was changed: an environment never follows it.
 
 The kubelet starts it again with the new values, and everything it holds is found again on the memory volume.
 It ends only while the remote tier cannot be reached: changed credentials are no reason to disturb what works.
@@ -19,7 +18,7 @@ log = logging.getLogger(__name__)
 _LOOK_EVERY = 2.0
 
 
-async def renewed(folder: Path | None, reachable: Callable[[], bool | None]) -> None:
+async def wait_for_renewal(folder: Path | None, reachable: Callable[[], bool | None]) -> None:
     """Returns when the Secret mounted at `folder` differs from what it was and the remote tier is not
     reachable. May never."""
     if folder is None:

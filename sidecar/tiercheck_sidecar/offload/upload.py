@@ -39,14 +39,14 @@ class Uploader:
 
     def __init__(
         self,
-        board: SidecarState,
+        state: SidecarState,
         vault: Vault,
         stores: JobStore,
         inventory: RemoteListing,
         due_manifest: Callable[[], Manifest | None],
     ) -> None:
         """`due_manifest`: the one to write now, if there is one; the coordinator knows."""
-        self._board, self._vault, self._stores = board, vault, stores
+        self._state, self._vault, self._stores = state, vault, stores
         self._inventory, self._due_manifest = inventory, due_manifest
         self._lock = threading.Lock()
         self._uploaded: dict[int, RankArtifact] = {}
@@ -65,37 +65,37 @@ class Uploader:
         try:
             store = self._stores.get()
         except RemoteConfigError as error:
-            self._board.problem("RemoteMisconfigured", str(error))
-            self._board.report_remote(False, str(error))
+            self._state.problem("RemoteMisconfigured", str(error))
+            self._state.report_remote(False, str(error))
             return
         seen, failures = -1, 0
-        while not self._board.stopping:
+        while not self._state.stopping:
             try:
                 self._step(store)
             except RemoteError as error:
                 failures += 1
                 log.warning("remote tier: %s", error)
-                self._board.report_remote(False, f"{error.reason.value}: {error}")
-                self._board.problem(f"Remote{error.reason.value}", str(error))
+                self._state.report_remote(False, f"{error.reason.value}: {error}")
+                self._state.problem(f"Remote{error.reason.value}", str(error))
                 self._inventory.look_again()
                 pause = min(_BACKOFF[1], _BACKOFF[0] * 2 ** min(failures, 8))
-                self._board.wait_until(lambda: False, pause)
+                self._state.wait_until(lambda: False, pause)
                 continue
             failures = 0
-            seen = self._board.wait(seen, timeout=1.0)
+            seen = self._state.wait(seen, timeout=1.0)
 
     def _step(self, store: RemoteStore) -> None:
-        with self._board.lock:
-            directive, verdict = self._board.directive, self._board.verdict
-            ready = self._board.restore.state is RestoreState.READY
+        with self._state.lock:
+            directive, verdict = self._state.directive, self._state.verdict
+            ready = self._state.restore.state is RestoreState.READY
         self._inventory.list_when_due(store, verdict)
-        if directive is not None and self._board.config.worker == 0 and self._announced != directive.attempt:
+        if directive is not None and self._state.config.worker == 0 and self._announced != directive.attempt:
             store.begin_attempt(directive.job_uid, directive.attempt)
             self._announced = directive.attempt
-        if directive is None or not ready or self._board.overtaken:
+        if directive is None or not ready or self._state.fenced:
             return
-        lonely = self._board.isolated(_ISOLATED)
-        self._board.problem("Isolated", _LONELY if lonely else "")
+        lonely = self._state.isolated(_ISOLATED)
+        self._state.problem("Isolated", _LONELY if lonely else "")
         if lonely:
             return
         if verdict is not None and verdict.upload is not None:
@@ -108,8 +108,8 @@ class Uploader:
         """Whether no newer attempt has announced itself. Asked before anything that readers could see is made
         or deleted: the versions of the next attempt must not be pushed out by ours, which nobody will read.
         """
-        self._board.learn(store.newest_attempt(directive.job_uid))
-        return not self._board.overtaken and self._board.attempt == directive.attempt
+        self._state.learn(store.newest_attempt(directive.job_uid))
+        return not self._state.fenced and self._state.attempt == directive.attempt
 
     def _upload(self, store: RemoteStore, directive: Directive, version: Version) -> None:
         done = {rank for rank, artifact in self._uploaded.items() if artifact.version == version}
@@ -128,7 +128,7 @@ class Uploader:
                     artifact = store.put_artifact(rank, version, slot.path, seal.digests, limit, mapped=view)
             except RemoteCorrupt:
                 # What has rotted is no longer held: the coordinator learns that, and names another version.
-                distrust(self._board, self._vault, seal)
+                distrust(self._state, self._vault, seal)
                 raise
             except NotHeld:
                 continue  # freed meanwhile
@@ -138,14 +138,14 @@ class Uploader:
                 ) from error
             with self._lock:
                 self._uploaded[rank] = artifact
-            self._board.count(uploaded=1)
-            self._board.bump()
+            self._state.count(uploaded=1)
+            self._state.bump()
 
     def _commit(self, store: RemoteStore, directive: Directive, manifest: Manifest) -> None:
         if not store.commit(manifest):
             log.error("%s is in the remote tier already, with other content", manifest.version)
         self._inventory.publish(store, tuple(store.versions()))
-        self._board.bump()
+        self._state.bump()
         policy = directive.policy
         if not self._is_ours(store, directive):
             return

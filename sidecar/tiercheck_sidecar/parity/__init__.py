@@ -1,2 +1,4 @@
-"""Parity: protection for a fraction of a copy's memory. Blocks are folded as chunks arrive, and unfolded to
-rebuild what is lost."""
+"""Parity protects state for a fraction of a copy's memory.
+
+Blocks are folded as chunks arrive, and unfolded to rebuild what is lost.
+"""

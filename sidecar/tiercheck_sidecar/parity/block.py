@@ -14,7 +14,7 @@ from collections import Counter
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
-from tiercheck_sidecar.digest import CHUNK, digest_chunk, piece
+from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.vault import Seal, SlotDraft
 from tiercheck_sidecar.vault.tags import Tags
@@ -150,10 +150,10 @@ class Block:
     def _digest(self, index: int, size: int | None = None) -> None:
         if index not in self._values:
             whole = max(each.size for each in self._digests.values()) if size is None else size
-            self._values[index] = digest_chunk(piece(self._draft.view, Digests(whole, CHUNK, ()), index))
+            self._values[index] = digest_chunk(chunk_view(self._draft.view, Digests(whole, CHUNK, ()), index))
 
 
-def overtaken(version: Version, kind: Kind, history: History, verdict: TierVerdict | None) -> bool:
+def is_expendable(version: Version, kind: Kind, history: History, verdict: TierVerdict | None) -> bool:
     """Whether an incomplete block of `version` can be given up in attempt `history.attempt`.
 
     One snapshot is copied at a time, so one older than the named one will get no more chunks. The named one

@@ -1,5 +1,4 @@
-"""The blocks that this worker keeps for others: which are being made, which are complete, which can be given
-up.
+"""Keeps blocks of parity for others, and knows which are complete and which can be given up.
 
 What is complete lies sealed in the vault. What is being made is known here only, so a holder that restarts
 asks for it again.
@@ -19,7 +18,7 @@ from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.offers import refuse_offer
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity import isal
-from tiercheck_sidecar.parity.block import Block, BlockGone, overtaken
+from tiercheck_sidecar.parity.block import Block, BlockGone, is_expendable
 from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.unfold import Scratch
@@ -36,8 +35,8 @@ _OPENING = 10.0
 class ParityHolder:
     """Thread-safe. `run` gives up what can no longer become complete, or need not."""
 
-    def __init__(self, board: SidecarState, vault: Vault) -> None:
-        self._board, self._vault = board, vault
+    def __init__(self, state: SidecarState, vault: Vault) -> None:
+        self._state, self._vault = state, vault
         self.scratch = Scratch()
         self._lock = threading.Lock()
         self._opened = threading.Condition(self._lock)
@@ -47,14 +46,14 @@ class ParityHolder:
 
     def run(self) -> None:
         seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=5.0)
+        while not self._state.stopping:
+            seen = self._state.wait(seen, timeout=5.0)
             self.prune()
 
     def offer(self, claim: CallerClaim, ask: ParityAsk) -> ParitySay:
         """A member wants its artifact to be protected."""
-        directive, artifact, digests = self._board.directive, ask.artifact, ask.digests
-        unwanted = refuse_offer(self._board.fence, directive, claim, artifact, digests=digests, tags=ask.tags)
+        directive, artifact, digests = self._state.directive, ask.artifact, ask.digests
+        unwanted = refuse_offer(self._state.fence, directive, claim, artifact, digests=digests, tags=ask.tags)
         if unwanted:
             return ParitySay(*unwanted)
         assert directive is not None
@@ -70,7 +69,7 @@ class ParityHolder:
             if sealed.members[share.ranks.index(artifact.rank)] == digests:
                 return ParitySay("have")
             return ParitySay("refused", f"{sealed} was made from other bytes")
-        if overtaken(artifact.version, artifact.kind, directive.history, self._board.verdict):
+        if is_expendable(artifact.version, artifact.kind, directive.history, self._state.verdict):
             return ParitySay("late", f"{artifact.version} is overtaken")
         try:
             block = self._block(share, artifact, ask.world_size, digests)
@@ -88,7 +87,7 @@ class ParityHolder:
 
     def block_for(self, claim: CallerClaim, artifact: Artifact) -> Block | None:
         """The block that an offered artifact of the caller's is folded into."""
-        directive = self._board.directive
+        directive = self._state.directive
         if directive is None or artifact.rank // directive.procs_per_worker != claim.worker:
             return None
         share = self._share(directive, claim.worker, artifact.rank)
@@ -104,11 +103,11 @@ class ParityHolder:
             log.warning("a parity block could not be sealed: %s", error)
         with self._lock:
             self._blocks = {key: each for key, each in self._blocks.items() if each is not block}
-        self._board.bump()
+        self._state.bump()
 
     def status(self, claim: CallerClaim) -> ParitySay:
         """What of the caller's artifacts is here."""
-        directive = self._board.directive
+        directive = self._state.directive
         if directive is None or directive.attempt != claim.attempt:
             return ParitySay("status")
         procs = directive.procs_per_worker
@@ -129,8 +128,8 @@ class ParityHolder:
 
     def prune(self) -> None:
         """Give up blocks that nobody will need."""
-        with self._board.lock:
-            directive, verdict = self._board.directive, self._board.verdict
+        with self._state.lock:
+            directive, verdict = self._state.directive, self._state.verdict
         if directive is None:
             return
         lanes = {share for group in directive.folded for share in self._shares(directive, group)}
@@ -139,7 +138,7 @@ class ParityHolder:
             doomed = [
                 key
                 for key in self._blocks
-                if key[0] not in lanes or overtaken(key[1], key[2], directive.history, verdict)
+                if key[0] not in lanes or is_expendable(key[1], key[2], directive.history, verdict)
             ]
         for key in doomed:
             self._give_up(key)
@@ -188,7 +187,7 @@ class ParityHolder:
             block = self._blocks.pop(key, None)
         if block is not None:
             block.discard()
-            self._board.bump()
+            self._state.bump()
 
     def _share(self, directive: Directive, worker: int, rank: int) -> Share | None:
         """Which block the artifacts of a member's rank are folded into here."""

@@ -79,8 +79,6 @@ def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> ParitySay
     raise TooDamaged(f"{min(left)} chunks arrived damaged {_DAMAGES} times")
 
 
-pass  # HOUSE
-
 log = logging.getLogger(__name__)
 
 _PATIENCE = 3
@@ -94,7 +92,7 @@ class Link:
 
     def __init__(
         self,
-        board: SidecarState,
+        state: SidecarState,
         vault: Vault,
         holder: Peer,
         attempt: int,
@@ -104,7 +102,7 @@ class Link:
         tell: Callable[[Kind, str], None],
     ) -> None:
         """`tell` hears why a lane brings nothing, and with an empty reason that it does."""
-        self._board, self._vault, self.holder, self._attempt = board, vault, holder, attempt
+        self._state, self._vault, self.holder, self._attempt = state, vault, holder, attempt
         self._dial, self._bucket, self._tell = dial, bucket, tell
         self._lock = threading.Lock()
         self._closed = False
@@ -125,7 +123,7 @@ class Link:
         }
         for name, body in bodies.items():
             if name not in self._begun:
-                self._board.threads.loop(f"parity-{self.holder.worker}-{name}", body)
+                self._state.threads.loop(f"parity-{self.holder.worker}-{name}", body)
                 self._begun.add(name)
 
     def close(self) -> None:
@@ -161,7 +159,7 @@ class Link:
             except (WireBroken, PeerRefused) as error:
                 log.debug("status of worker %d: %s", self.holder.worker, error)
                 waits.failed(None, time.monotonic())
-                self._board.wait_until(lambda: self._closed, max(0.0, waits.until(None) - time.monotonic()))
+                self._state.wait_until(lambda: self._closed, max(0.0, waits.until(None) - time.monotonic()))
 
     def _take(self, complete: frozenset[Artifact], folded: frozenset[Artifact]) -> None:
         with self._lock:
@@ -169,7 +167,7 @@ class Link:
                 return
             self._complete, self._folded, self._has = complete, folded, by_rank(complete)
         self._credit()
-        self._board.bump()
+        self._state.bump()
 
     def _credit(self) -> None:
         """Count what was brought and is complete; the two become known in any order."""
@@ -177,7 +175,7 @@ class Link:
             done = self._brought & self._complete
             self._brought -= done
         if done:
-            self._board.count(replicated=len(done))
+            self._state.count(replicated=len(done))
 
     def _lane(self, kind: Kind) -> None:
         seen = -1
@@ -197,9 +195,9 @@ class Link:
                     # While something waits for its next try, what happens elsewhere must not wake this lane
                     # again and again.
                     soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
-                    self._board.wait_until(lambda: self._closed, max(0.0, soonest - now))
+                    self._state.wait_until(lambda: self._closed, max(0.0, soonest - now))
                 else:
-                    seen = self._board.wait(seen, timeout=1.0)
+                    seen = self._state.wait(seen, timeout=1.0)
 
     def _bring(self, seal: Seal, line: Line, pace: BytePace, waits: Backoff[int | None]) -> None:
         """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to
@@ -211,12 +209,12 @@ class Link:
         except NotHeld:
             return  # freed meanwhile: no longer due
         except TooDamaged as error:
-            distrust(self._board, self._vault, seal)
+            distrust(self._state, self._vault, seal)
             waits.failed(seal.rank, now())
             self._tell(seal.kind, str(error))
         except (WireBroken, PeerRefused, OSError) as error:
             log.info("%s to worker %d: %s", seal, self.holder.worker, error)
-            self._board.peers.doubt(self.holder)
+            self._state.peers.doubt(self.holder)
             if waits.failed(None, now()) >= _PATIENCE:
                 self._tell(seal.kind, str(error))
         else:
@@ -239,7 +237,7 @@ class Link:
 
     @property
     def _is_open(self) -> bool:
-        return not self._closed and not self._board.stopping
+        return not self._closed and not self._state.stopping
 
     def _connect(self) -> Wire:
         """A connection that talks parity, and that `close` cuts. Raises WireBroken, PeerRefused."""
@@ -253,9 +251,9 @@ class Link:
         return converse(wire)
 
     def _due(self, kind: Kind) -> list[Seal]:
-        with self._board.lock:
-            verdict, directive = self._board.verdict, self._board.directive
-            ready = self._board.restore.state is RestoreState.READY
+        with self._state.lock:
+            verdict, directive = self._state.verdict, self._state.directive
+            ready = self._state.restore.state is RestoreState.READY
         if verdict is None or not ready or directive is None or directive.attempt != self._attempt:
             return []
         held = self._vault.held()

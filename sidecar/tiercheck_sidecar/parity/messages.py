@@ -1,5 +1,4 @@
-"""What members, replacements and holders of a parity group say to each other, once `Ask("parity")` has turned
-the conversation to it."""
+"""Defines what a parity group says on a connection, once `Ask("parity")` has turned it to that."""
 
 from __future__ import annotations
 

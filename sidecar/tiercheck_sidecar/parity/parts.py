@@ -103,7 +103,7 @@ class DescribedPart:
 
 
 @contextlib.contextmanager
-def opened(part: RebuildPart, dial: DialPeer, expected: Digests) -> Iterator[Wire]:
+def open_part(part: RebuildPart, dial: DialPeer, expected: Digests) -> Iterator[Wire]:
     """A connection on which chunks can be asked for. Raises PartMissing, WireBroken, PeerRefused."""
     with contextlib.closing(dial(part.peer)) as wire:
         if part.ask(wire).digests != expected:

@@ -1,5 +1,4 @@
-"""Rebuild: put a lost artifact together from what the other members of its parity group hold, and from parity
-blocks.
+"""Rebuilds a lost artifact from what its parity group holds and from blocks of parity.
 
 The same chunk is asked of all parts at once and folded piece by piece while it is in the cache; only the
 result is digested. Where it is not what it should be, the parts are read again and digested one by one, so

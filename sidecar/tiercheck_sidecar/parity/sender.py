@@ -21,14 +21,14 @@ class ParitySender:
 
     def __init__(
         self,
-        board: SidecarState,
+        state: SidecarState,
         vault: Vault,
         identity: Identity,
         port: int,
         bucket: TokenBucket | None = None,
     ) -> None:
         """`bucket`: what is sent to holders of copies takes from it too."""
-        self._board, self._vault, self._identity, self._port = board, vault, identity, port
+        self._state, self._vault, self._identity, self._port = state, vault, identity, port
         self.bucket = bucket or TokenBucket(None)
         self._lock = threading.Lock()
         self._key: tuple[int, ParityGroup | None] = (0, None)
@@ -37,9 +37,9 @@ class ParitySender:
 
     def run(self) -> None:
         seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=5.0)
-            directive = self._board.directive
+        while not self._state.stopping:
+            seen = self._state.wait(seen, timeout=5.0)
+            directive = self._state.directive
             if directive is None:
                 continue
             if (directive.attempt, directive.parity) != self._key:
@@ -58,7 +58,7 @@ class ParitySender:
         for link in old:
             link.close()
         if directive.parity or old:
-            self._board.problem("PeerUnreachable", "")
+            self._state.problem("PeerUnreachable", "")
 
     def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
         """Per holder that `directive` names: which worker it is, and by own rank what has its blocks complete
@@ -87,9 +87,9 @@ class ParitySender:
                     self._troubles[holder.worker, kind] = reason
                 worst = {worker: why for (worker, _), why in self._troubles.items() if why}
             if current:
-                self._board.problem("PeerUnreachable", _sentence(worst))
+                self._state.problem("PeerUnreachable", _sentence(worst))
 
-        return Link(self._board, self._vault, holder, attempt, connect, bucket=self.bucket, tell=tell)
+        return Link(self._state, self._vault, holder, attempt, connect, bucket=self.bucket, tell=tell)
 
 
 def _sentence(troubles: dict[int, str]) -> str:

@@ -22,23 +22,23 @@ _STATUS_EVERY = 5.0
 """Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
 
 
-def serving(board: SidecarState, vault: Vault, holder: ParityHolder) -> Callable[[Wire, CallerClaim], None]:
+def serving(state: SidecarState, vault: Vault, holder: ParityHolder) -> Callable[[Wire, CallerClaim], None]:
     """For the exchange server: what to do with a connection that was turned to parity."""
-    return lambda wire, claim: ParitySession(board, vault, holder, wire, claim).serve()
+    return lambda wire, claim: ParitySession(state, vault, holder, wire, claim).serve()
 
 
 class ParitySession:
     """`serve` ends when the caller hangs up, or this sidecar ends. Raises WireBroken."""
 
     def __init__(
-        self, board: SidecarState, vault: Vault, holder: ParityHolder, wire: Wire, claim: CallerClaim
+        self, state: SidecarState, vault: Vault, holder: ParityHolder, wire: Wire, claim: CallerClaim
     ) -> None:
-        self._board, self._vault, self._holder = board, vault, holder
+        self._state, self._vault, self._holder = state, vault, holder
         self._wire, self._claim = wire, claim
         self._said: ParitySay | None = None
 
     def serve(self) -> None:
-        while not self._board.stopping:
+        while not self._state.stopping:
             self._wire.patience(IDLE_TIMEOUT)
             ask = self._wire.receive(ParityAsk)
             self._wire.patience(IO_TIMEOUT)
@@ -82,11 +82,11 @@ class ParitySession:
             raise WireBroken("the block was given up") from error
         finally:
             self._holder.settle(block)
-            self._board.bump()  # what is folded now is news for the status
+            self._state.bump()  # what is folded now is news for the status
 
     def _must_be_current(self) -> None:
         """Raises WireBroken."""
-        other = self._board.fence.refuse_other(self._claim.attempt, self._board.directive)
+        other = self._state.fence.refuse_other(self._claim.attempt, self._state.directive)
         if other:
             raise WireBroken(other)
 
@@ -95,9 +95,9 @@ class ParitySession:
         until = time.monotonic() + _STATUS_EVERY
         seen = -1
         while True:
-            seen = self._board.wait(seen, max(0.0, until - time.monotonic()))
+            seen = self._state.wait(seen, max(0.0, until - time.monotonic()))
             said = self._holder.status(self._claim)
-            if said != self._said or time.monotonic() >= until or self._board.stopping:
+            if said != self._said or time.monotonic() >= until or self._state.stopping:
                 self._said = said
                 return said
 
@@ -145,5 +145,5 @@ class ParitySession:
         if not reason:
             return ParitySay("ok", "the block here is good")
         self._vault.free(lambda seal: (seal.share, seal.version, seal.kind) == (share, version, kind))
-        self._board.quarantine(Quarantined(share.ranks[0], version, self._board.config.worker, reason, kind))
+        self._state.quarantine(Quarantined(share.ranks[0], version, self._state.config.worker, reason, kind))
         return ParitySay("bad", reason)

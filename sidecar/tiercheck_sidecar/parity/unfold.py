@@ -18,7 +18,7 @@ from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.transfers import write_all
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart, opened
+from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart, open_part
 from tiercheck_sidecar.replicate.streams import run_all
 
 
@@ -94,7 +94,7 @@ class Unfolding:
                 try:
                     for part, (_, found) in parts.items():
                         with _blaming(part):
-                            wires[part] = stack.enter_context(opened(part, self._dial, found.digests))
+                            wires[part] = stack.enter_context(open_part(part, self._dial, found.digests))
                 except PartFailed:
                     if extra:
                         return
@@ -146,7 +146,7 @@ class Unfolding:
             length = found.length(index)
             if not length:
                 continue
-            with _blaming(part), opened(part, self._dial, found.digests) as wire:
+            with _blaming(part), open_part(part, self._dial, found.digests) as wire:
                 wire.send_index(index)
                 if wire.receive_chunk_header() != (index, length):
                     raise WireBroken("it sent a chunk that was not asked for")

@@ -1,2 +1,1 @@
-"""Rehearsal: while the job trains, what a recovery would read is read by the recovery's own functions, and
-every byte is verified."""
+"""Rehearsal reads and verifies what a recovery would read, while the job trains."""

@@ -90,7 +90,7 @@ FRESH = 12 * 3600.0
 costs money to read."""
 
 
-def rest(core: float, moved: int, bandwidth: int | None) -> float:
+def seconds_to_rest(core: float, moved: int, bandwidth: int | None) -> float:
     """Seconds to pause after a piece that took `core` seconds of this thread's processor time and moved
     `moved` bytes here from elsewhere.
 

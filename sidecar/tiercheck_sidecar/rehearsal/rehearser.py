@@ -1,5 +1,4 @@
-"""The thread that rehearses: each tier when its turn has come, one after the other, and never beside a
-restore or a save.
+"""Rehearses each tier when its turn has come, never beside a restore or a save.
 
 It reads only. What it finds is told and left as it lies: a bad copy that was freed while the job trains might
 have been the last one, and a restore finds it again by itself and goes round it.
@@ -16,7 +15,7 @@ from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import Proof, RestoreState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in, rest
+from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in, seconds_to_rest
 from tiercheck_sidecar.rehearsal.routes import routes
 from tiercheck_sidecar.rehearsal.walk import Disproved, Stopped, TooSlow, Walk, Walked
 from tiercheck_sidecar.restore.sources import RestoreSources
@@ -42,29 +41,29 @@ class Rehearser:
 
     def __init__(
         self,
-        board: SidecarState,
+        state: SidecarState,
         vault: Vault,
         reach: RestoreSources,
         *,
         wait: Wait | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._board, self._vault, self._reach = board, vault, reach
-        self._wait, self._clock = wait or board.wait_until, clock
+        self._state, self._vault, self._reach = state, vault, reach
+        self._wait, self._clock = wait or state.wait_until, clock
         self._ledger = Ledger()
         self._looks: dict[Tier, Look] = {}
         self._course: tuple[int, str] = (0, "")
 
     def run(self) -> None:
         seen = -1
-        while not self._board.stopping:
+        while not self._state.stopping:
             self.look()
-            seen = self._board.wait(seen, _LOOK_EVERY)
+            seen = self._state.wait(seen, _LOOK_EVERY)
 
     def look(self) -> None:
         """Rehearse the tiers whose turn has come."""
         for tier in Tier:
-            directive = self._board.directive
+            directive = self._state.directive
             if directive is None or directive.policy.rehearse_every is None:
                 self._forget()
                 return
@@ -77,7 +76,7 @@ class Rehearser:
                 log.debug("rehearsal of the %s tier: %s", tier.value, why)
 
     def _look_at(self, tier: Tier, directive: Directive, every: float) -> None:
-        ground = _Ground(self._board, self._vault, directive, tier, self._wait)
+        ground = _Ground(self._state, self._vault, directive, tier, self._wait)
         newest, began = ground.newest(), self._clock()
         if due_in(began, every, self._looks.get(tier), self._course, newest) > 0:
             return
@@ -108,7 +107,7 @@ class Rehearser:
                     if len(found) == len(ways):
                         self._prove(tier, rank, found)
         if ways and walked:
-            self._board.count(**{"disproved" if bad else "proved": 1})
+            self._state.count(**{"disproved" if bad else "proved": 1})
         versions = {(done.version, done.parts) for found in walked.values() for done, _ in found}
         (whole, parts) = versions.pop() if len(versions) == 1 and not bad else (None, 0)
         return not bad, whole if parts == 1 else None
@@ -117,7 +116,7 @@ class Rehearser:
         proof = Proof(
             tier,
             min(done.version for done, _ in found),
-            self._board.clock(),
+            self._state.clock(),
             sum(seconds for _, seconds in found),
             sum(done.bytes for done, _ in found),
             max(done.parts for done, _ in found),
@@ -132,20 +131,20 @@ class Rehearser:
 
     def _publish(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        with self._board.lock:
-            self._board.show(ledger.shown(self._vault.ranks))
-        self._board.problem(REHEARSAL_FAILED, ledger.complaint())
-        self._board.bump()
+        with self._state.lock:
+            self._state.show(ledger.shown(self._vault.ranks))
+        self._state.problem(REHEARSAL_FAILED, ledger.complaint())
+        self._state.bump()
 
 
 class _Ground:
     """`walk.RehearsalGround` by the state and the vault."""
 
     def __init__(
-        self, board: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait
+        self, state: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait
     ) -> None:
-        self._board, self._vault, self._directive, self._tier, self._wait = (
-            board,
+        self._state, self._vault, self._directive, self._tier, self._wait = (
+            state,
             vault,
             directive,
             tier,
@@ -153,8 +152,8 @@ class _Ground:
         )
 
     def newest(self) -> Version:
-        with self._board.lock:
-            verdict = self._board.verdict
+        with self._state.lock:
+            verdict = self._state.verdict
             self._go_on()
         if verdict is None:
             raise Stopped("nothing is known to be complete")
@@ -171,7 +170,7 @@ class _Ground:
     def rest(self, core: float, moved: int) -> None:
         policy = self._directive.policy
         bandwidth = {Tier.PEER: policy.peer_bandwidth, Tier.REMOTE: policy.remote_bandwidth}.get(self._tier)
-        self.pause(rest(core, moved, bandwidth))
+        self.pause(seconds_to_rest(core, moved, bandwidth))
         self._wait(lambda: self._is_over() or not self._vault.unfinished(), _GIVES_WAY)
         self._go_on()
 
@@ -191,15 +190,15 @@ class _Ground:
 
     def _is_over(self) -> bool:
         """Whether the sidecar has something better to do than when this began."""
-        board, mine = self._board, self._directive
-        now = board.directive
+        state, mine = self._state, self._directive
+        now = state.directive
         return (
             now is None
             or (now.attempt, now.placement) != (mine.attempt, mine.placement)
             or now.phase is not Phase.RELEASE
             or now.policy.rehearse_every is None
-            or board.restore.state is not RestoreState.READY
-            or board.overtaken
-            or board.ending
-            or board.stopping
+            or state.restore.state is not RestoreState.READY
+            or state.fenced
+            or state.ending
+            or state.stopping
         )

@@ -1,5 +1,4 @@
-"""The ways that a restore would take, chunk by chunk: what is read is verified and not kept, and nothing is
-held from one chunk to the next.
+"""Reads what a restore would, chunk by chunk: each is verified, and none is kept.
 
 A holder's slot is pinned only while it sends, so each chunk is asked for anew, on one lasting connection.
 """

@@ -1,10 +1,8 @@
-"""One rank's way back over one route, from the first byte to the last: slowly, and out of the way of
-everything else.
+"""Reads one rank's way back over one route, slowly and out of the way of everything else.
 
 A version that training leaves behind is freed while it is read. Then the reading goes on in its successor,
-from the chunk where it
-stopped: so a state that is too large to be read within the life of one version is read whole all the same, in
-  parts of several.
+from the chunk where it stopped: so a state that is too large to be read within the life of one version is
+read whole all the same, in parts of several.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The remote tier: survives the loss of everything. `open_store` is the way in; the rest of the sidecar knows
-`RemoteStore` and the errors only.
+"""Opens the remote tier, which survives the loss of everything.
+
+`open_store` is the way in; the rest of the sidecar knows `RemoteStore` and the errors only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A shared directory as remote tier, for clusters that have NFS or a parallel file system instead of a
-bucket.
+"""Keeps the remote tier in a shared directory, for clusters with NFS instead of a bucket.
 
 Nothing is visible before it is complete and on disk: bytes go to a temporary file, are synced, then renamed;
 then every folder up to the root is synced. The manifest is hard-linked into place instead, because a link
@@ -19,8 +18,8 @@ from tiercheck.durable import sync_folder
 from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
-from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, bounded
-from tiercheck_sidecar.remote.verify import nothing_arrived
+from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, read_all
+from tiercheck_sidecar.remote.verify import ignore_arrival
 
 PIECE = 4 * 1024 * 1024
 _TEMPORARY = ".tmp-"
@@ -77,11 +76,11 @@ class DirectoryObjects(Objects):
         with self._sentences():
             try:
                 with open(open_plain(self._path(key)), "rb", buffering=0) as source:
-                    return bounded(source.read, f"{self.location}/{key}", os.fstat(source.fileno()).st_size)
+                    return read_all(source.read, f"{self.location}/{key}", os.fstat(source.fileno()).st_size)
             except FileNotFoundError:
                 return None
 
-    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = nothing_arrived) -> int:
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore_arrival) -> int:
         with self._sentences():
             try:
                 source = os.open(self._path(key), os.O_RDONLY)

@@ -1,4 +1,6 @@
-"""Where things lie in the remote tier, spelled once. The layout is that of `tiercheck.protocol.manifest`.
+"""Spells where things lie in the remote tier.
+
+The layout is that of `tiercheck.protocol.manifest`.
 
 All keys are relative to the job's folder, so that a bucket can be copied elsewhere and still be read.
 """

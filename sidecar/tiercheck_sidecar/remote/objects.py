@@ -146,7 +146,7 @@ class Objects(ABC):
         """Release connections."""
 
 
-def bounded(read: Callable[[int], bytes], place: str, claimed: int = 0) -> bytes:
+def read_all(read: Callable[[int], bytes], place: str, claimed: int = 0) -> bytes:
     """All that `read` gives, which is asked for at most so many bytes each time and returns none at the end.
     `claimed`: bytes that there are said to be. Raises RemoteCorrupt if either is more than `LONGEST`."""
     found = bytearray()

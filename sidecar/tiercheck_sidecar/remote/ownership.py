@@ -1,5 +1,4 @@
-"""Whose a job's folder in the remote tier is: one job of one cluster at a time, so that two never destroy
-each other's versions.
+"""Gives a job's remote folder one owner, so that two jobs never destroy each other's versions.
 
 Jobs of the same namespace and name find each other there if they share a bucket and a prefix: one after the
 other in a cluster, which is how a job is resumed; but also in a development and a production cluster, or in a

@@ -1,5 +1,4 @@
-"""Tries out, with small objects and one of two parts, all that the remote tier relies on, before a job has
-to.
+"""Tries out all that the remote tier relies on, with small objects, before a job has to.
 
 Each promise is tried by what would go wrong without it: a second writer that is not refused, a range that
 begins elsewhere, an object that is listed late, or cannot be deleted. What is written is deleted again.
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from tiercheck_sidecar.remote import keys
 from tiercheck_sidecar.remote.errors import RemoteError
 from tiercheck_sidecar.remote.objects import Objects
-from tiercheck_sidecar.remote.verify import nothing
+from tiercheck_sidecar.remote.verify import ignore_bytes
 
 CHUNK = 1024 * 1024
 SIZE = 17 * CHUNK
@@ -172,5 +171,5 @@ def _content() -> bytes:
     return random.Random(1).randbytes(SIZE)
 
 
-def _pass(offset: int, piece: memoryview, first: Callable[[memoryview], None] = nothing) -> None:
+def _pass(offset: int, piece: memoryview, first: Callable[[memoryview], None] = ignore_bytes) -> None:
     first(piece)

@@ -1,5 +1,4 @@
-"""The remote tier as the rest of the sidecar sees it: versions that exist completely, verified, or not at
-all.
+"""Keeps versions in the remote tier that exist completely and verified, or not at all.
 
 A version exists when its manifest does. The manifest is created after all its objects, atomically and only
 once; it is deleted before any of them. So whoever dies in between leaves garbage, never half a version.
@@ -33,8 +32,8 @@ from tiercheck_sidecar.remote.verify import (
     check_chunks,
     check_shape,
     digest_of,
-    nothing,
-    nothing_arrived,
+    ignore_arrival,
+    ignore_bytes,
 )
 
 FETCH_BYTES = 16 * 1024 * 1024
@@ -126,7 +125,7 @@ class RemoteStore:
             )
         self._bucket.set_rate(bandwidth)
 
-        def gate(offset: int, piece: memoryview, first: Callable[[memoryview], None] = nothing) -> None:
+        def gate(offset: int, piece: memoryview, first: Callable[[memoryview], None] = ignore_bytes) -> None:
             check_chunks(piece, offset, digests, str(path), first)
             self._bucket.take(len(piece))
 
@@ -209,7 +208,7 @@ class RemoteStore:
         artifact: RankArtifact,
         into: memoryview,
         chunks: Sequence[int] | None = None,
-        heard: Callable[[int], None] = nothing_arrived,
+        heard: Callable[[int], None] = ignore_arrival,
     ) -> None:
         """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify
         every chunk. `heard` is told of the bytes as they come, and what it raises ends the reading.
@@ -296,7 +295,7 @@ class RemoteStore:
         digests: Digests,
         begin: int,
         into: memoryview,
-        heard: Callable[[int], None] = nothing_arrived,
+        heard: Callable[[int], None] = ignore_arrival,
     ) -> None:
         if self._closed.is_set():
             raise RemoteClosed

@@ -1,16 +1,15 @@
-"""No byte leaves for the remote tier or comes back from it unchecked: the digests of sealing, compared at
-this hop."""
+"""Compares every byte to and from the remote tier with the digests of its sealing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from tiercheck.protocol.manifest import Digests
-from tiercheck_sidecar.digest import digest_as_filled, digest_chunk, running
+from tiercheck_sidecar.digest import digest_as_filled, digest_chunk, running_digest
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
 
 
-def nothing_arrived(_: int) -> None:
+def ignore_arrival(_: int) -> None:
     """For those who look at the bytes when all are there."""
 
 
@@ -27,7 +26,7 @@ def check_shape(digests: Digests, place: str) -> None:
         raise RemoteCorrupt(f"The digests of {place} are not those of {digests.size} bytes.")
 
 
-def nothing(_: memoryview) -> None:
+def ignore_bytes(_: memoryview) -> None:
     """Most have the bytes already, and no other use for them."""
 
 
@@ -36,7 +35,7 @@ def check_chunks(
     offset: int,
     digests: Digests,
     place: str,
-    first: Callable[[memoryview], None] = nothing,
+    first: Callable[[memoryview], None] = ignore_bytes,
 ) -> None:
     """Raises RemoteCorrupt at the first chunk that differs. `piece` begins on a chunk, at byte `offset`.
 
@@ -59,13 +58,13 @@ class Arriving:
         offset: int,
         digests: Digests,
         place: str,
-        heard: Callable[[int], None] = nothing_arrived,
+        heard: Callable[[int], None] = ignore_arrival,
     ) -> None:
         """`heard` is told how many bytes have come since it was told last; what it raises ends the
         reading.
         """
         self._into, self._offset, self._digests, self._place = into, offset, digests, place
-        self._seen, self._hasher, self._heard = 0, running(), heard
+        self._seen, self._hasher, self._heard = 0, running_digest(), heard
 
     def __call__(self, arrived: int) -> None:
         """So many bytes of `into` are there now; 0 when they begin to come, also when they begin again.
@@ -73,7 +72,7 @@ class Arriving:
         Raises RemoteCorrupt at the first chunk that differs.
         """
         if arrived == 0:
-            self._seen, self._hasher = 0, running()
+            self._seen, self._hasher = 0, running_digest()
         self._heard(max(0, arrived - self._seen))
         chunk = self._digests.chunk
         while self._seen < arrived:
@@ -87,7 +86,7 @@ class Arriving:
                 check_digest(
                     self._hasher.hexdigest(), self._offset // chunk + index, self._digests, self._place
                 )
-                self._hasher = running()
+                self._hasher = running_digest()
 
 
 def check_digest(found: str, index: int, digests: Digests, place: str) -> None:

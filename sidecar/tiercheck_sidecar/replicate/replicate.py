@@ -1,4 +1,4 @@
-"""Replicate: bring own ranks' artifacts from memory to this worker's holders, while the next step trains.
+"""Copies own ranks' artifacts from memory to this worker's holders, while the next step trains.
 
 Two threads per holder, one for the snapshot that the coordinator names and one for deltas, so that no delta
 waits behind a snapshot, a slow holder delays nobody else, and no holder ever delays a trainer. What a holder
@@ -55,8 +55,8 @@ class _Era:
 class Replicator:
     """Thread-safe. `run` keeps two threads per holder of the current attempt."""
 
-    def __init__(self, board: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
-        self._board, self._vault, self._identity, self._port = board, vault, identity, port
+    def __init__(self, state: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
+        self._state, self._vault, self._identity, self._port = state, vault, identity, port
         self._lock = threading.Lock()
         self._era: _Era | None = None
         self._acknowledged: dict[Peer, dict[int, MemoryStock]] = {}
@@ -73,7 +73,7 @@ class Replicator:
         for _ in self._board.looks(timeout=5.0):
             for holder, kind, era in self.follow():
                 name = f"{kind.value}s-to-worker-{holder.worker}"
-                self._board.threads.loop(name, partial(self._serve, holder, kind, era))
+                self._state.threads.loop(name, partial(self._serve, holder, kind, era))
                 self.served(holder, kind)
 
     def served(self, holder: Peer, kind: Kind) -> None:
@@ -82,7 +82,7 @@ class Replicator:
 
     def follow(self) -> list[tuple[Peer, Kind, _Era]]:
         """Take over whom the directive names as holders. Returns the lanes that nobody serves yet."""
-        directive = self._board.directive
+        directive = self._state.directive
         if directive is None:
             return []
         self.bucket.set_rate(directive.policy.peer_bandwidth)
@@ -123,7 +123,7 @@ class Replicator:
         seen, reviewed_at = -1, time.monotonic()
         waits: Backoff[int | None] = Backoff()
         with Line(lambda: dial(self._identity, era.attempt, holder, self._port)) as line:
-            while not self._board.stopping and self._era == era:
+            while not self._state.stopping and self._era == era:
                 now = time.monotonic()
                 if kind is Kind.SNAPSHOT and now - reviewed_at >= _REVIEW_EVERY:
                     self._review(holder, lambda rank: list_held(line.wires(1)[0], rank), line.drop, era)
@@ -138,16 +138,16 @@ class Replicator:
                     # again and again.
                     if candidates:
                         soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
-                        self._board.wait_until(lambda: self._era != era, max(0.0, soonest - now))
+                        self._state.wait_until(lambda: self._era != era, max(0.0, soonest - now))
                     else:
-                        seen = self._board.wait(seen, timeout=1.0)
+                        seen = self._state.wait(seen, timeout=1.0)
                     continue
                 self._send(holder, seal, line, waits, era)
 
     def _due(self, holder: Peer, kind: Kind, era: _Era) -> list[Seal]:
-        with self._board.lock:
-            verdict, directive = self._board.verdict, self._board.directive
-            ready = self._board.restore.state is RestoreState.READY
+        with self._state.lock:
+            verdict, directive = self._state.verdict, self._state.directive
+            ready = self._state.restore.state is RestoreState.READY
         if verdict is None or not ready or directive is None or directive.attempt != era.attempt:
             return []
         with self._lock:
@@ -166,7 +166,7 @@ class Replicator:
         except NotHeld:
             return  # freed meanwhile: no longer due
         except TooDamaged as error:
-            distrust(self._board, self._vault, seal)
+            distrust(self._state, self._vault, seal)
             waits.failed(seal.rank, time.monotonic())
             self._trouble(lane, str(error))
         except PushRefused as error:
@@ -175,7 +175,7 @@ class Replicator:
                 self._trouble(lane, str(error))
         except (WireBroken, PeerRefused, OSError) as error:
             log.info("%s to worker %d: %s", seal, holder.worker, error)
-            self._board.peers.doubt(holder)
+            self._state.peers.doubt(holder)
             if waits.failed(None, time.monotonic()) >= _PATIENCE:
                 self._trouble(lane, str(error))
         else:
@@ -202,7 +202,7 @@ class Replicator:
         except (WireBroken, PeerRefused, OSError) as error:
             log.info("what worker %d holds: %s", holder.worker, error)
             hang_up()
-            self._board.peers.doubt(holder)
+            self._state.peers.doubt(holder)
             return
         gone = [
             Artifact(rank, version, kind)
@@ -218,7 +218,7 @@ class Replicator:
                 left[each.rank] = left.get(each.rank, NOTHING).minus(each.kind, each.version)
             self._acknowledged[holder] = left
         log.warning("worker %d no longer holds %s", holder.worker, ", ".join(map(str, sorted(gone))))
-        self._board.bump()
+        self._state.bump()
 
     def _acknowledge(self, holder: Peer, seal: Seal, era: _Era) -> None:
         with self._lock:
@@ -232,8 +232,8 @@ class Replicator:
 
     def _forget(self) -> None:
         """What the holders may have freed, by the rule that they follow, is not counted upon any longer."""
-        with self._board.lock:
-            verdict, directive = self._board.verdict, self._board.directive
+        with self._state.lock:
+            verdict, directive = self._state.verdict, self._state.directive
         if directive is None:
             return
         judged = {}
@@ -257,13 +257,13 @@ class Replicator:
             self._troubles[lane] = reason
             worst = {holder.worker: why for (holder, _), why in self._troubles.items() if why}
         if not worst:
-            self._board.problem("PeerUnreachable", "")
+            self._state.problem("PeerUnreachable", "")
             return
         told = ". ".join(
             f"Worker {worker} does not take copies: {why}" for worker, why in sorted(worst.items())
         )
         hope = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
-        self._board.problem("PeerUnreachable", f"{told}. {hope}")
+        self._state.problem("PeerUnreachable", f"{told}. {hope}")
 
 
 def still_kept(acknowledged: MemoryStock, history: History, verdict: TierVerdict | None) -> MemoryStock:

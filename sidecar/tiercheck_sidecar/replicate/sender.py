@@ -18,8 +18,6 @@ from tiercheck_sidecar.exchange.frames import Ask, BytePace, Say, Wire, WireBrok
 from tiercheck_sidecar.replicate.streams import Deal, Line, StreamCrew, Take, stream_count
 from tiercheck_sidecar.vault import Seal, Vault
 
-pass  # HOUSE
-
 
 class Pushed(Enum):
     KEPT = "kept"

@@ -58,7 +58,7 @@ class Deal:
         with self._lock:
             return self._given[index] > 1
 
-    def again(self, index: int) -> None:
+    def ask_again(self, index: int) -> None:
         """It arrived damaged. Raises TooDamaged."""
         with self._lock:
             if self._given[index] >= self._tries:

@@ -1,5 +1,4 @@
-"""How far the restore under way is, and since when nothing has come: so that one that stands still is told
-from one that takes long."""
+"""Measures how far a restore is and since when nothing came, to tell stuck from slow."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ class ProgressMeter:
         with self._lock:
             return tuple(self._stalled)[:_NAMED]
 
-    def told(self) -> RestoreProgress:
+    def describe(self) -> RestoreProgress:
         """For the report."""
         with self._lock:
             return RestoreProgress(

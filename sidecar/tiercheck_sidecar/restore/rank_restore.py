@@ -1,5 +1,4 @@
-"""One rank's restore: plan, verify what is here, fetch what is missing, and plan again without whatever
-proved bad.
+"""Restores one rank: plans, verifies, fetches, and plans again without what proved bad.
 
 Each failure takes an offer away, so that the loop ends: with the whole chain in own memory, or with a
 sentence that names what is missing.
@@ -38,7 +37,7 @@ class RankRestorer:
 
     def __init__(
         self,
-        board: SidecarState,
+        state: SidecarState,
         vault: Vault,
         reach: RestoreSources,
         verifiers: Executor,
@@ -48,7 +47,7 @@ class RankRestorer:
         sources: Sequence[Source],
     ) -> None:
         assert directive.restore is not None
-        self._board, self._vault, self._reach, self._verifiers = board, vault, reach, verifiers
+        self._state, self._vault, self._reach, self._verifiers = state, vault, reach, verifiers
         self._directive, self._rank, self._version = directive, rank, directive.restore.version
         self._sources = [source for source in sources if source.tier is not Tier.LOCAL]
         self._places: list[SourceOffer] | None = None
@@ -85,7 +84,7 @@ class RankRestorer:
     def _complete(self) -> RestorePlan | None:
         """The chain, once all of it lies verified in own memory."""
         while True:
-            if self._board.attempt != self._directive.attempt or self._board.stopping:
+            if self._state.attempt != self._directive.attempt or self._state.stopping:
                 self._failures.append("a newer attempt began")
                 return None
             found = plan(self._rank, self._version, self._directive.history, self._own(), self._places or ())
@@ -117,7 +116,7 @@ class RankRestorer:
         own, chain = self._own(), found.artifacts(self._rank)
         wanted = sum(own[each] for each in chain if each in own) + sum(need.size for need in found.needs)
         done = sum(own[each] for each in chain if each in own and each in self._sound)
-        self._board.meter.plan(self._rank, wanted, done)
+        self._state.meter.plan(self._rank, wanted, done)
 
     def _own(self) -> dict[Artifact, int]:
         return self._vault.own_artifacts(self._rank)
@@ -127,7 +126,7 @@ class RankRestorer:
         self._failures += failures
 
     def _verify(self, artifact: Artifact) -> None:
-        meter = self._board.meter
+        meter = self._state.meter
         try:
             with meter.waiting("own memory"):
                 reason = fault_of(
@@ -144,7 +143,7 @@ class RankRestorer:
         self._failures.append(message)
         self._free(artifact)
         self._distrust(
-            Quarantined(artifact.rank, artifact.version, self._board.config.worker, message, artifact.kind)
+            Quarantined(artifact.rank, artifact.version, self._state.config.worker, message, artifact.kind)
         )
 
     def _fetch(self, need: Need, chosen: RestorePlan) -> None:
@@ -209,7 +208,7 @@ class RankRestorer:
 
     def _distrust(self, bad: Quarantined) -> None:
         log.warning("quarantined: %s", bad)
-        self._board.quarantine(bad)
+        self._state.quarantine(bad)
 
 
 def _at_once(places: Sequence[Source]) -> Iterator[list[Source]]:

@@ -1,5 +1,4 @@
-"""Parts of other ranks' snapshots for a rank that comes back on another mesh: brought chunk by verified
-chunk, and only those it reads.
+"""Brings a rank on another mesh the verified chunks that it reads of others' snapshots.
 
 A loan is a sparse file in the memory volume, as long as the artifact, in which the chunks that were asked for
 are at their places. What this worker holds itself is lent as it lies.
@@ -24,7 +23,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.bounded_calls import BoundedCall, SourceCorrupt, SourceFailed, Stalled
 from tiercheck_sidecar.decoding import create_plain, open_plain
-from tiercheck_sidecar.digest import digest_chunk, length_of, piece
+from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
@@ -182,7 +181,7 @@ class Lender:
             yield (
                 opening.seal.digests,
                 lambda indices, into: receive_chunks(
-                    opening, indices, lambda index: piece(into, opening.seal.digests, index)
+                    opening, indices, lambda index: chunk_view(into, opening.seal.digests, index)
                 ),
             )
 

@@ -38,19 +38,19 @@ _VERIFIERS = max(2, min(8, os.cpu_count() or 2))
 class Restorer:
     """One thread, which restores each attempt once, and again with new sources if that failed."""
 
-    def __init__(self, board: SidecarState, vault: Vault, reach: RestoreSources) -> None:
-        self._board, self._vault, self._reach = board, vault, reach
+    def __init__(self, state: SidecarState, vault: Vault, reach: RestoreSources) -> None:
+        self._state, self._vault, self._reach = state, vault, reach
         self._done: tuple[int, str] = (0, "")
         self._tried: tuple[tuple[int, str], int] = ((0, ""), 0)
         """What was begun last, and how often."""
 
     def run(self) -> None:
         seen = -1
-        while not self._board.stopping:
-            seen = self._board.wait(seen, timeout=5.0)
-            with self._board.lock:
-                directive = self._board.directive
-                ready = self._board.restore.state is RestoreState.READY
+        while not self._state.stopping:
+            seen = self._state.wait(seen, timeout=5.0)
+            with self._state.lock:
+                directive = self._state.directive
+                ready = self._state.restore.state is RestoreState.READY
             if directive is None or (ready and self._done[0] == directive.attempt):
                 continue
             wanted = (directive.attempt, directive.revision)
@@ -75,8 +75,8 @@ class Restorer:
 
     def carry_out(self, directive: Directive) -> None:
         """Restore as `directive` says, and report it."""
-        board, restore = self._board, directive.restore
-        if restore is None or directive.phase is Phase.FINISH or not board.saw_hold:
+        state, restore = self._state, directive.restore
+        if restore is None or directive.phase is Phase.FINISH or not state.saw_hold:
             # Not seen from its beginning: this process was restarted while the attempt ran, with trainers
             # long past this version. What it holds is what its inventory verified.
             self._publish(directive, RestoreReport(RestoreState.READY, restore.version if restore else None))
@@ -92,7 +92,7 @@ class Restorer:
         ):
             restorers = [
                 RankRestorer(
-                    board,
+                    state,
                     self._vault,
                     self._reach,
                     verifiers,
@@ -104,9 +104,9 @@ class Restorer:
             ]
             ranks = tuple(pool.map(RankRestorer.run, restorers))
         failpoint("after-restore")
-        state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
-        seconds, stalled = time.monotonic() - began, board.meter.stalled
-        self._publish(directive, RestoreReport(state, restore.version, ranks, seconds, stalled=stalled))
+        outcome = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
+        seconds, stalled = time.monotonic() - began, state.meter.stalled
+        self._publish(directive, RestoreReport(outcome, restore.version, ranks, seconds, stalled=stalled))
 
     def _look_at_others(self, directive: Directive, restore: Restore, began: float) -> RestoreReport:
         """Whether the slots of other ranks can be read: this worker's share of them, so that all are looked
@@ -121,10 +121,10 @@ class Restorer:
                     failures.append(f"{artifact}, of {restore.world_size} ranks: {error}")
         tier = None if failures else Tier.PEER
         ranks = tuple(RankRestore(rank, tier, None, 0, 0.0, tuple(failures)) for rank in self._vault.ranks)
-        state = RestoreState.FAILED if failures else RestoreState.READY
-        stalled = self._board.meter.stalled
-        return RestoreReport(state, restore.version, ranks, time.monotonic() - began, stalled=stalled)
+        outcome = RestoreState.FAILED if failures else RestoreState.READY
+        stalled = self._state.meter.stalled
+        return RestoreReport(outcome, restore.version, ranks, time.monotonic() - began, stalled=stalled)
 
     def _publish(self, directive: Directive, report: RestoreReport) -> None:
-        if self._board.report_restore(directive.attempt, report):
+        if self._state.report_restore(directive.attempt, report):
             log.info("restore of attempt %d: %s", directive.attempt, report)

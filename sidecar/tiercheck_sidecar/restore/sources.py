@@ -1,5 +1,4 @@
-"""The places that a restore fetches from, behind two verbs: what have you of this rank, and bring it into an
-own slot.
+"""Gives the places that a restore fetches from two verbs: list a rank's artifacts, and bring one.
 
 Peers are asked for what they hold, everybody in a parity group for what could be rebuilt of it. The remote
 tier has the snapshots of complete versions.
@@ -78,10 +77,10 @@ class RestoreSources:
     """Thread-safe."""
 
     def __init__(
-        self, board: SidecarState, vault: Vault, identity: Identity, port: int, remote: RemoteTier
+        self, state: SidecarState, vault: Vault, identity: Identity, port: int, remote: RemoteTier
     ) -> None:
-        self._board, self._vault, self._identity, self._port, self.remote = (
-            board,
+        self._state, self._vault, self._identity, self._port, self.remote = (
+            state,
             vault,
             identity,
             port,
@@ -140,7 +139,7 @@ class RestoreSources:
     def lender(self) -> Lender:
         """For a rank that comes back on another mesh. To be closed."""
         return Lender(
-            self._vault, self._board.config.vault_dir / FOLDER, self.connect, self.remote, self._bounded
+            self._vault, self._state.config.vault_dir / FOLDER, self.connect, self.remote, self._bounded
         )
 
     def _rebuilt(self, artifact: Artifact, source: Source, group: ParityGroup, call: BoundedCall) -> Brought:
@@ -176,7 +175,7 @@ class RestoreSources:
     def _bounded(self, place: str, body: Callable[[BoundedCall], T], rank: int) -> T:
         """What `body` brings for `rank` from `place`, as long as something comes. Raises what it raises,
         Stalled."""
-        meter = self._board.meter
+        meter = self._state.meter
         with meter.waiting(place):
             try:
                 return self._calls.make(place, body, lambda count: meter.arrived(rank, count))
@@ -186,7 +185,7 @@ class RestoreSources:
                 raise
 
     def _patience(self) -> float:
-        directive = self._board.directive
+        directive = self._state.directive
         return directive.policy.restore_stall if directive is not None else RESTORE_STALL
 
     def _left_behind(self, left: Mapping[str, int]) -> None:
@@ -195,13 +194,13 @@ class RestoreSources:
         advice = (
             "Restores go on without it. Look at the mount, the store and the network of this worker's node."
         )
-        self._board.problem(
+        self._state.problem(
             SOURCE_STALLED, f"{named} hangs: what was asked of it has not come back. {advice}" if left else ""
         )
 
     def connect(self, peer: Peer) -> Wire:
         """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
-        return dial(self._identity, self._board.attempt, peer, self._port)
+        return dial(self._identity, self._state.attempt, peer, self._port)
 
 
 def name_of(source: Source) -> str:

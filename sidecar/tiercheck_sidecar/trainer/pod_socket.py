@@ -42,8 +42,8 @@ _LONGEST_FAULT = 200
 class TrainerSocket:
     """Serves one trainer container. `start` raises OSError if the socket cannot be made."""
 
-    def __init__(self, board: SidecarState, vault: Vault, reach: RestoreSources) -> None:
-        self._board, self._vault, self._reach = board, vault, reach
+    def __init__(self, state: SidecarState, vault: Vault, reach: RestoreSources) -> None:
+        self._state, self._vault, self._reach = state, vault, reach
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stopped = False
         self._written: dict[Kind, queue.SimpleQueue[Callable[[], None] | None]] = {
@@ -54,7 +54,7 @@ class TrainerSocket:
         self._launcher: socket.socket | None = None
 
     def start(self) -> None:
-        path = self._board.config.socket_path
+        path = self._state.config.socket_path
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):
             path.parent.chmod(0o777)
@@ -64,7 +64,7 @@ class TrainerSocket:
         os.chmod(fresh, 0o666)
         self._listener.listen(64)
         os.replace(fresh, path)
-        threads = self._board.threads
+        threads = self._state.threads
         for kind, count in _SEALERS.items():
             for number in range(count):
                 name = f"seal-{kind.value}-{number}"
@@ -94,8 +94,8 @@ class TrainerSocket:
             work()
 
     def _accept(self) -> None:
-        threads = self._board.threads
-        stopped = lambda: self._stopped or self._board.stopping  # noqa: E731
+        threads = self._state.threads
+        stopped = lambda: self._stopped or self._state.stopping  # noqa: E731
         for connection in incoming("trainer-socket", self._listener, threads, stopped):
             self._open.add(connection)
             threads.serve(
@@ -113,7 +113,7 @@ class TrainerSocket:
                     self._serve_launcher(connection, lines)
                 elif hello.role == "rank":
                     RankSession(
-                        self._board, self._vault, self._submit, connection, hello, lender=self._reach.lender()
+                        self._state, self._vault, self._submit, connection, hello, lender=self._reach.lender()
                     ).serve(lines)
                 else:
                     log.warning("a connection with role %r is closed", hello.role)
@@ -123,11 +123,11 @@ class TrainerSocket:
             self._open.discard(connection)
 
     def _serve_launcher(self, connection: socket.socket, lines: BinaryIO) -> None:
-        board = self._board
-        with board.lock:
+        state = self._state
+        with state.lock:
             self._launcher = connection
-            board.trainer.launcher_connected()
-        board.bump()
+            state.trainer.launcher_connected()
+        state.bump()
         try:
             begin("orders", partial(self._send_orders, connection))
             while line := lines.readline(LONGEST_LINE):
@@ -138,16 +138,16 @@ class TrainerSocket:
                         f"its launcher failed and goes on ({event.fault[:_LONGEST_FAULT]}): see the "
                         "log of the container trainer"
                     )
-                    board.threads.trouble("launcher", told)
-                with board.lock:
-                    board.trainer.event(event, board.clock())
-                board.bump()
+                    state.threads.trouble("launcher", told)
+                with state.lock:
+                    state.trainer.event(event, state.clock())
+                state.bump()
         finally:
-            with board.lock:
+            with state.lock:
                 if self._launcher is connection:
                     self._launcher = None
-                    board.trainer.launcher_gone(board.clock())
-            board.bump()
+                    state.trainer.launcher_gone(state.clock())
+            state.bump()
 
     def _send_orders(self, connection: socket.socket) -> None:
         """Whatever ends it hangs up: a launcher that gets no orders comes again, and is sent the newest."""
@@ -163,24 +163,24 @@ class TrainerSocket:
 
     def _order_about(self, connection: socket.socket) -> None:
         seen, last = -1, None
-        while not self._board.stopping and self._launcher is connection:
-            with self._board.lock:
+        while not self._state.stopping and self._launcher is connection:
+            with self._state.lock:
                 order = self._order()
             if order is not None and order != last:
                 if order.phase is Phase.RELEASE:
                     failpoint("before-release")
                 connection.sendall(to_json(order) + b"\n")
                 last = order
-            seen = self._board.wait(seen, timeout=1.0)
+            seen = self._state.wait(seen, timeout=1.0)
 
     def _order(self) -> Order | None:
-        directive = self._board.directive
+        directive = self._state.directive
         if directive is None:
             return None
         attempt, phase = directive.attempt, directive.phase
-        if self._board.overtaken:  # whatever it would compute from here on belongs to no history
-            attempt, phase = self._board.newest_attempt, Phase.HOLD
-        if phase is Phase.RELEASE and self._board.trainer.lost_container:
+        if self._state.fenced:  # whatever it would compute from here on belongs to no history
+            attempt, phase = self._state.newest_attempt, Phase.HOLD
+        if phase is Phase.RELEASE and self._state.trainer.lost_container:
             phase = (
                 Phase.HOLD
             )  # this attempt is over here; starting it again would give its versions two histories
@@ -192,7 +192,7 @@ class TrainerSocket:
             procs_per_worker=directive.procs_per_worker,
             master_host=directive.master_host,
             master_port=directive.master_port,
-            dump_stacks=self._board.trainer.report.stalled_since is not None,
+            dump_stacks=self._state.trainer.report.stalled_since is not None,
             exit_code=directive.exit_code,
             health_check=directive.policy.health_check,
         )

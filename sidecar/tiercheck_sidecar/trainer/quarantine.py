@@ -1,4 +1,4 @@
-"""What a rank found wrong is named, wherever it lies, so that no version that needs it is restored again."""
+"""Quarantines what a rank found wrong, so that no version that needs it is restored again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class Quarantine:
     """Of one rank in one attempt."""
 
-    def __init__(self, board: SidecarState, vault: Vault, rank: int, attempt: int) -> None:
-        self._board, self._vault, self._rank, self._attempt = board, vault, rank, attempt
+    def __init__(self, state: SidecarState, vault: Vault, rank: int, attempt: int) -> None:
+        self._state, self._vault, self._rank, self._attempt = state, vault, rank, attempt
 
     def distrust(self, found: ReportMismatch) -> None:
         """What the rank was to load, or had to save, is wrong."""
@@ -41,8 +41,8 @@ class Quarantine:
         """A replay did not give the recorded state. The state before may have been wrong already, so no delta
         of the chain counts for anything any more, wherever a copy of it lies.
         """
-        board, rank = self._board, self._rank
-        directive = board.directive
+        state, rank = self._state, self._rank
+        directive = state.directive
         assert directive is not None
         own, history = self._vault.own_stock(rank), directive.history
         wanted = directive.restore.version if directive.restore else None
@@ -54,19 +54,19 @@ class Quarantine:
             f"from: {found.message}"
         )
         log.error("rank %d: %s", rank, reason)
-        board.count(replay_mismatches=1)
-        board.distrust_deltas(reason)
+        state.count(replay_mismatches=1)
+        state.distrust_deltas(reason)
         self._quarantine([Artifact(rank, version, Kind.DELTA) for version in sorted(bad)], reason)
         self._vault.free(
             lambda s: s.kind is Kind.DELTA and s.tier is Tier.LOCAL and s.rank == rank and s.version in bad
         )
-        board.bump()
+        state.bump()
 
     def _distrust_snapshot(self, found: ReportMismatch) -> None:
         """What replicas stored of it does not fit together, wherever a copy of it lies. They had parted
         before it: so nothing counts that leads to it or on from it.
         """
-        rank, directive = self._rank, self._board.directive
+        rank, directive = self._rank, self._state.directive
         owner = None if directive is None else directive.history.owner(found.step)
         if directive is None or owner is None:
             return
@@ -86,8 +86,8 @@ class Quarantine:
         self._vault.free(lambda s: s.tier is Tier.LOCAL and Artifact(s.rank, s.version, s.kind) in bad)
 
     def _quarantine(self, bad: Sequence[Artifact], why: str) -> None:
-        worker = self._board.config.worker
+        worker = self._state.config.worker
         for each in bad:
-            self._board.quarantine(
+            self._state.quarantine(
                 Quarantined(each.rank, each.version, worker, why, each.kind, everywhere=True)
             )

@@ -51,7 +51,7 @@ class RankSession:
 
     def __init__(
         self,
-        board: SidecarState,
+        state: SidecarState,
         vault: Vault,
         submit: Callable[[Kind, Callable[[], None]], None],
         connection: socket.socket,
@@ -59,11 +59,11 @@ class RankSession:
         *,
         lender: Lender,
     ) -> None:
-        self._board, self._vault, self._submit = board, vault, submit
+        self._state, self._vault, self._submit = state, vault, submit
         self._connection, self._hello = connection, hello
         self._writing: set[Path] = set()
         self._restored = contextlib.ExitStack()
-        self._quarantine = Quarantine(board, vault, hello.rank, hello.attempt)
+        self._quarantine = Quarantine(state, vault, hello.rank, hello.attempt)
         self._lender = lender
         self._restored.callback(lender.close)
 
@@ -78,13 +78,13 @@ class RankSession:
                 while line := lines.readline(LONGEST_LINE):
                     reply = self._answer(decode_request(line))
                     if reply is not None:
-                        self._send(dataclasses.replace(reply, snapshot_every=self._board.every))
+                        self._send(dataclasses.replace(reply, snapshot_every=self._state.every))
             finally:
                 for path in self._writing:
                     self._vault.lose(path)
-                with self._board.lock:
-                    self._board.trainer.rank_left(self._hello.rank, self._hello.attempt)
-                self._board.bump()
+                with self._state.lock:
+                    self._state.trainer.rank_left(self._hello.rank, self._hello.attempt)
+                self._state.bump()
 
     def _send(self, message: Welcome | Reply) -> None:
         self._connection.sendall(to_json(message) + b"\n")
@@ -92,17 +92,17 @@ class RankSession:
     # Restoring
 
     def _welcome(self) -> Welcome:
-        board, hello = self._board, self._hello
-        with board.lock:
-            directive, trainer, state = board.directive, board.trainer, board.restore.state
-            error = self._objection(directive, trainer.lost_container, state)
+        state, hello = self._state, self._hello
+        with state.lock:
+            directive, trainer, restored = state.directive, state.trainer, state.restore.state
+            error = self._objection(directive, trainer.lost_container, restored)
             if error or directive is None:
-                return Welcome(board.attempt, 0, error=error)
+                return Welcome(state.attempt, 0, error=error)
             policy = directive.policy
-            delta = DeltaMode.NONE if board.deltas_off(hello.rank) else policy.delta
+            delta = DeltaMode.NONE if state.deltas_off(hello.rank) else policy.delta
             plain = Welcome(
                 directive.attempt,
-                board.every,
+                state.every,
                 delta=delta,
                 sanity_gate=policy.sanity_gate,
                 verify_all=policy.verify_all,
@@ -145,8 +145,8 @@ class RankSession:
         if directive is None:
             return "the controller has not told this sidecar yet what to do"
         if hello.rank not in self._vault.ranks:
-            return f"rank {hello.rank} does not belong to worker {self._board.config.worker}"
-        other = self._board.fence.refuse_other(hello.attempt, directive)
+            return f"rank {hello.rank} does not belong to worker {self._state.config.worker}"
+        other = self._state.fence.refuse_other(hello.attempt, directive)
         if other:
             return other
         world = directive.workers * directive.procs_per_worker
@@ -166,19 +166,19 @@ class RankSession:
             return None
         try:
             if not isinstance(request, AbandonSlot):
-                other = self._board.fence.refuse_other(self._hello.attempt, self._board.directive)
+                other = self._state.fence.refuse_other(self._hello.attempt, self._state.directive)
                 if other:
                     return Reply(False, error=other)
             return self._act(request)
         except MemoryTooSmall as reason:
-            self._board.problem("MemoryTooSmall", str(reason))
+            self._state.problem("MemoryTooSmall", str(reason))
             return Reply(False, error=str(reason))
         except (NoFreeSlot, NotASlot, SourceFailed, ValueError, OSError) as error:
             return Reply(False, error=str(error))
 
     def _lent(self, request: BorrowArtifact) -> Path:
         """Raises SourceFailed, MemoryTooSmall, OSError."""
-        directive = self._board.directive
+        directive = self._state.directive
         if directive is None or directive.restore is None or directive.attempt != self._hello.attempt:
             raise SourceFailed("there is nothing to restore")
         version = directive.restore.version
@@ -188,28 +188,28 @@ class RankSession:
         return self._lender.lend(directive, Artifact(request.rank, version), request.ranges)
 
     def _progress(self, request: ReportProgress) -> None:
-        board = self._board
-        if board.attempt != self._hello.attempt:
+        state = self._state
+        if state.attempt != self._hello.attempt:
             return
-        with board.lock:
-            before = board.trainer.report
-            board.trainer.progress(self._hello.rank, request.step, request.step_seconds, board.clock())
-            refused = board.trainer.not_finite(self._hello.rank, request.not_finite)
-            after = board.trainer.report
+        with state.lock:
+            before = state.trainer.report
+            state.trainer.progress(self._hello.rank, request.step, request.step_seconds, state.clock())
+            refused = state.trainer.not_finite(self._hello.rank, request.not_finite)
+            after = state.trainer.report
         if refused:
-            board.count(not_finite=refused)
+            state.count(not_finite=refused)
         known = (before.first_step_at is not None, before.not_finite, before.stalled_since)
         if known != (True, after.not_finite, after.stalled_since):
-            board.bump()
+            state.bump()
 
     def _act(self, request: Request | NamedRequest) -> Reply:
         """Raises MemoryTooSmall, NoFreeSlot, NotASlot, SourceFailed, ValueError, OSError."""
-        vault, board, rank = self._vault, self._board, self._hello.rank
+        vault, state, rank = self._vault, self._state, self._hello.rank
         match request:
             case ReserveSlots():
                 vault.reserve(rank, request.bytes, request.delta_bytes, request.numa)
-                board.problem("MemoryTooSmall", "")
-                board.bump()
+                state.problem("MemoryTooSmall", "")
+                state.bump()
             case BeginSlot():
                 return self._begin(request)
             case CompleteSlot():
@@ -221,17 +221,17 @@ class RankSession:
                 self._writing.discard(Path(request.path))
                 vault.abandon(Path(request.path))
             case DeclineDeltas():
-                board.decline_deltas(rank, request.message)
+                state.decline_deltas(rank, request.message)
                 if request.step:
                     self._quarantine.distrust_taken(request)
-                board.bump()
+                state.bump()
             case ReportCannotSave():
-                board.cannot_save(rank, request.message[:1000])
+                state.cannot_save(rank, request.message[:1000])
             case ReportFailing():
                 failure = RankFailure(rank, request.reason[:64], request.message[:1000], request.exit_code)
-                with board.lock:
-                    board.trainer.failing(failure)
-                board.bump()
+                with state.lock:
+                    state.trainer.failing(failure)
+                state.bump()
             case ReportMismatch():
                 self._restored.close()
                 self._quarantine.distrust(request)
@@ -254,21 +254,21 @@ class RankSession:
         except NoFreeSlot as reason:
             return self._skip(version, request.kind, str(reason))
         except MemoryTooSmall as reason:
-            self._board.problem("MemoryTooSmall", str(reason))
+            self._state.problem("MemoryTooSmall", str(reason))
             return self._skip(version, request.kind, str(reason))
         self._writing.add(path)
         if request.kind is Kind.SNAPSHOT:
-            self._board.reach(self._hello.rank, version)
+            self._state.reach(self._hello.rank, version)
         return Reply(True, path=str(path))
 
     def _check_delta(self, version: Version) -> None:
         """Raises NoDeltas if none is due, NoFreeSlot if a missing one before it makes this one worthless."""
-        with self._board.lock:
-            directive, verdict = self._board.directive, self._board.verdict
-        reason = self._board.deltas_off(self._hello.rank)
+        with self._state.lock:
+            directive, verdict = self._state.directive, self._state.verdict
+        reason = self._state.deltas_off(self._hello.rank)
         if reason:
             raise NoDeltas(reason)
-        if directive is None or not self._board.wants_deltas:
+        if directive is None or not self._state.wants_deltas:
             raise NoDeltas("the job takes no deltas")
         if verdict is not None and not verdict.cadence.deltas:
             raise NoDeltas("some rank of the job takes no deltas, so those of this one would lead nowhere")
@@ -286,14 +286,14 @@ class RankSession:
 
     def _skip(self, version: Version, kind: Kind, reason: str) -> Reply:
         if kind is Kind.DELTA:
-            self._board.count(deltas_skipped=1)
+            self._state.count(deltas_skipped=1)
         else:
-            self._board.count(skipped=1)
-            self._board.reach(self._hello.rank, version)
+            self._state.count(skipped=1)
+            self._state.reach(self._hello.rank, version)
         return Reply(True, skip=reason)
 
     def _seal(self, path: Path) -> None:
         seal = self._vault.seal(path)
         if seal is not None:
-            self._board.count(**{"captured" if seal.kind is Kind.SNAPSHOT else "deltas": 1})
-        self._board.bump()
+            self._state.count(**{"captured" if seal.kind is Kind.SNAPSHOT else "deltas": 1})
+        self._state.bump()

@@ -173,8 +173,6 @@ def _put_back(table: dict[Key, Room], key: Key, before: Room | None) -> None:
         table[key] = before
 
 
-pass  # HOUSE
-
 _REMEDY = "Raise tiers.local.sizeLimit and the sidecar's memory limit"
 
 

@@ -1,4 +1,4 @@
-"""What survived a restart of the sidecar: the slots whose bytes still match their seals, and nothing else.
+"""Finds what survived a restart of the sidecar: slots whose bytes still match their seals.
 
 Anything unsealed is removed rather than reused in place: a trainer that outlived the sidecar may still be
 writing through its mapping, and must then write into a file that no one will ever open again.

@@ -77,7 +77,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 @contextlib.contextmanager
-def near(node: int) -> Iterator[None]:
+def touch_on_node(node: int) -> Iterator[None]:
     """What this thread touches for the first time meanwhile lies on that node. Without effect for -1, and
     where this process may not run."""
     before = os.sched_getaffinity(0)

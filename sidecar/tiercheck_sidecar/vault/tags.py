@@ -1,5 +1,4 @@
-"""Tags of artifacts: made once, by whoever seals an artifact, and checked by whoever receives a chunk of it
-from anywhere.
+"""Tags an artifact when it is sealed, and checks the tags of every chunk that arrives.
 
 A digest finds what changed by accident. A tag finds what anybody changed who does not know the job's token:
 it is AES-256-GMAC (NIST SP 800-38D) of a chunk, with the chunk's index as nonce, under a key of this artifact
@@ -24,7 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.digest import CHUNK, digest, is_well_formed, running
+from tiercheck_sidecar.digest import CHUNK, digest, is_well_formed, running_digest
 
 _KEY = 32
 _HEX = 32
@@ -85,7 +84,7 @@ def digest_and_tag(view: memoryview, tagger: Tagger | None) -> tuple[Digests, Ta
     digests, tags = [], []
     for index, begin in enumerate(range(0, len(view), CHUNK)):
         end = min(begin + CHUNK, len(view))
-        hasher, tag = running(), tagger.running(index)
+        hasher, tag = running_digest(), tagger.running(index)
         for at in range(begin, end, _PIECE):
             piece = view[at : min(at + _PIECE, end)]
             hasher.update(piece)

@@ -1,4 +1,4 @@
-"""The vault owns every slot of this worker: what is being written, what is held, what may be written next.
+"""Owns every slot of this worker: what is written, what is held, what may be written next.
 
 Memory is bounded: a slot is allocated only inside the limit, and when none is free the caller is told so at
 once. Nothing here decides what may be freed; the watermark does (`reclaim.py`).
@@ -362,7 +362,7 @@ class Vault:
         with self._table as table:
             numa = table.numa_of(slot)
         try:
-            with near(numa):
+            with touch_on_node(numa):
                 slot.adopt(create(slot.path, slot.size))
         except OSError as error:
             log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)

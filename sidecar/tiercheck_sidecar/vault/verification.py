@@ -14,7 +14,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.digest import digest_chunk, length_of, piece
+from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.inventory import header_fault
@@ -56,15 +56,15 @@ def _mapped(vault: Vault, artifact: Artifact) -> Iterator[tuple[memoryview, Seal
 
 
 def _chunk_fault(view: memoryview, digests: Digests, index: int) -> str:
-    if digest_chunk(piece(view, digests, index)) == digests.values[index]:
+    if digest_chunk(chunk_view(view, digests, index)) == digests.values[index]:
         return ""
     return f"chunk {index} does not match its digest"
 
 
-def distrust(board: SidecarState, vault: Vault, seal: Seal) -> None:
+def distrust(state: SidecarState, vault: Vault, seal: Seal) -> None:
     """Read an own artifact again; if it has rotted, it is freed and reported."""
     with contextlib.suppress(NotHeld, OSError):
         reason = vault.fault(seal.rank, seal.version, Tier.LOCAL, seal.kind)
         if reason:
             vault.free(lambda each: each == seal)
-            board.quarantine(Quarantined(seal.rank, seal.version, board.config.worker, reason, seal.kind))
+            state.quarantine(Quarantined(seal.rank, seal.version, state.config.worker, reason, seal.kind))

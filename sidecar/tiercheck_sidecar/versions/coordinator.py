@@ -1,7 +1,7 @@
-"""The coordinator: sidecar 0 hears which ranks have what where, and tells all of them what that adds up to.
+"""Hears which ranks have what where, and tells all sidecars what that adds up to.
 
-It keeps nothing that the sidecars would not tell it again, so losing it costs nothing: until a new one has
-heard every rank in the current attempt, nothing is freed.
+Sidecar 0 is the coordinator. It keeps nothing that the sidecars would not tell it again, so losing it costs
+nothing: until a new one has heard every rank in the current attempt, nothing is freed.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Caller:
 class Coordinator:
     """Thread-safe. Idle unless this is worker 0."""
 
-    def __init__(self, board: SidecarState, clock: Callable[[], float] = time.monotonic) -> None:
-        self._board, self._clock = board, clock
+    def __init__(self, state: SidecarState, clock: Callable[[], float] = time.monotonic) -> None:
+        self._state, self._clock = state, clock
         self._lock = threading.RLock()
         self._dirty = threading.Condition(self._lock)
         self._attempt = 0
@@ -141,7 +141,7 @@ class Coordinator:
 
     def waits_for(self) -> list[int]:
         """Workers of a job that is over that may still add something."""
-        directive = self._board.directive
+        directive = self._state.directive
         with self._lock:
             return [] if directive is None else sorted(self._present(directive) - self._final)
 
@@ -345,7 +345,7 @@ class Coordinator:
         if self._refused.get(worker) != why:
             log.warning("the report of worker %d is refused: %s", worker, why)
         self._refused[worker] = why
-        self._board.count(refused_reports=1)
+        self._state.count(refused_reports=1)
 
     _tells_refusals = False
 
@@ -360,7 +360,7 @@ class Coordinator:
         told = "".join(
             f"the report of worker {worker} is refused: {why}{more}. {_ADVICE}" for worker, why in refused[:1]
         )
-        self._board.problem(BAD_REPORT, told)
+        self._state.problem(BAD_REPORT, told)
 
     def stored(self, versions: tuple[Version, ...]) -> None:
         """What the remote tier holds."""
@@ -374,7 +374,7 @@ class Coordinator:
         yet.
         """
         with self._lock:
-            directive, verdict = self._board.directive, self._verdict
+            directive, verdict = self._state.directive, self._verdict
             if (
                 directive is None
                 or verdict is None
@@ -389,7 +389,7 @@ class Coordinator:
             if mine.keys() != set(range(world)):
                 return None
             return Manifest(
-                job=self._board.config.job,
+                job=self._state.config.job,
                 job_uid=directive.job_uid,
                 version=verdict.upload,
                 world_size=world,
@@ -400,11 +400,11 @@ class Coordinator:
     def run(self) -> None:
         """Judge when something was heard, and tell everybody when the verdict changed. Begins when this
         becomes worker 0."""
-        while not self._board.wait_until(lambda: self._board.config.worker == 0, _LOOK_EVERY):
+        while not self._state.wait_until(lambda: self._state.config.worker == 0, _LOOK_EVERY):
             pass
         clients: dict[str, ControlClient] = {}
         with ThreadPoolExecutor(_PUSHERS, thread_name_prefix="verdict") as pool:
-            while not self._board.stopping:
+            while not self._state.stopping:
                 with self._dirty:
                     self._dirty.wait_for(
                         lambda: self._has_post or self._is_dirty or self._board.stopping, timeout=1.0
@@ -436,7 +436,7 @@ class Coordinator:
     def news(self) -> tuple[TierVerdict, list[str]] | None:
         """The verdict that everybody shall be told, and where they are; None: they have been."""
         with self._lock:
-            directive = self._board.directive
+            directive = self._state.directive
             # At the end, that somebody says nothing is news too.
             if directive is None or not (self._is_dirty or directive.phase is Phase.FINISH):
                 return None
@@ -451,7 +451,7 @@ class Coordinator:
         """Everybody who could be reached has been told."""
         with self._lock:
             self._told = verdict
-        self._board.bump()
+        self._state.bump()
 
     def _audience(self, directive: Directive) -> list[str]:
         """Where verdicts are sent to: at the end not to those who have gone."""
@@ -496,7 +496,7 @@ class Coordinator:
         self._standing, verdict = judge(world, self._tally, directive.history, self._standing)
         stored = [version for version in self._stored or () if directive.history.accepts(version)]
         upload = None
-        if self._board.config.remote is not None:
+        if self._state.config.remote is not None:
             upload = next_upload(
                 self._standing,
                 directive.history,

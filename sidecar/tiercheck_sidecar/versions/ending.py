@@ -1,5 +1,6 @@
-"""When a sidecar may go at the end of a job: not before the last version is in the remote tier, and not long
-after.
+"""Decides when a sidecar may go at the end of a job: once the last version is in the remote tier.
+
+It does not stay long after that either.
 
 Kubernetes ends each pod's sidecar when its own trainer has ended, so in any order and seconds apart. The
 coordinator writes the manifest: it stays until no worker can add anything, and then tells all. Nobody waits
@@ -65,7 +66,7 @@ def owes_nothing(own: Collection[Version | None], stored: Version | None) -> boo
     return any(newest is None or (stored is not None and newest <= stored) for newest in own) or not own
 
 
-def present(quiet: Mapping[int, float], interval: float) -> set[int]:
+def workers_present(quiet: Mapping[int, float], interval: float) -> set[int]:
     """Workers that are there. `quiet`: seconds since each was heard; `interval`: between two words of one."""
     return {worker for worker, seconds in quiet.items() if seconds < max(GONE, 3 * interval)}
 

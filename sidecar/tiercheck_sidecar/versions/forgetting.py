@@ -1,5 +1,6 @@
-"""What may be forgotten at one place, so that everything complete stays rebuildable there. Nothing is freed
-by age.
+"""Decides what one place may forget while everything complete stays rebuildable there.
+
+Nothing is freed by age.
 
 A place is the own slots of a rank, a holder's slots for a rank, or a holder's blocks for a parity lane. In
 each, what lies before the newest snapshot from which the floor can be rebuilt *there* is of no more use.

@@ -1,8 +1,4 @@
-"""Gives slots back as the watermark allows, so that the next capture finds one free, and makes room for what
-is to come.
-
-Frees nothing on its own judgement.
-"""
+"""Frees slots as the watermark allows, so that the next capture finds one, and on nobody else's word."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class Reclaimer:
                 if directive is not None and directive.phase is Phase.RELEASE:
                     news |= trainer.look_for_stall(now, directive.policy.hang)
             if news:
-                self._board.bump()
+                self._state.bump()
             self._host()
             self.step()
 
@@ -66,7 +62,7 @@ class Reclaimer:
 
     def _host(self) -> None:
         """Whose copies and which blocks are kept here is part of the wanted state."""
-        directive = self._board.directive
+        directive = self._state.directive
         if directive is None:
             return
         hosted = self._wanted_by(directive)
@@ -82,12 +78,12 @@ class Reclaimer:
 
     def step(self) -> None:
         """Free what may be freed now."""
-        board = self._board
-        with board.lock:
+        state = self._state
+        with state.lock:
             directive, verdict, ready = (
-                board.directive,
-                board.verdict,
-                board.restore.state is RestoreState.READY,
+                state.directive,
+                state.verdict,
+                state.restore.state is RestoreState.READY,
             )
         if directive is None or not ready or directive.phase is Phase.HOLD:
             # while others may still be restoring, even what the new history does not accept harms nobody
@@ -140,7 +136,7 @@ class Reclaimer:
             if name.tier is Tier.LOCAL and name.rank in self._vault.ranks and kind is Kind.SNAPSHOT
             if (mark is None or version > mark) and directive.history.continues(version)
         }
-        left_out = self._board.plan_to_free(frozenset(doomed))
+        left_out = self._state.plan_to_free(frozenset(doomed))
         return {each for artifact, each in doomed.items() if artifact not in left_out}
 
 

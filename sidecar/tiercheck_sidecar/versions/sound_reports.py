@@ -1,5 +1,4 @@
-"""What a tier report must be before the coordinator reckons with it: about the worker that sent it, and of a
-size that a worker can have.
+"""Refuses tier reports that are of another worker, or larger than a worker can have.
 
 A peer has proved that it knows the job's token, which says nothing of its sanity: its memory may be bad, or
 somebody else may have got in there.

@@ -16,7 +16,7 @@ from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.control.tier_line import AnswerLate, NotSpoken, TierLine
 from tiercheck_sidecar.decoding import Malformed, decode, encode
 from tiercheck_sidecar.model.cadence import Needs
-from tiercheck_sidecar.model.span import Span, common
+from tiercheck_sidecar.model.span import Span, intersect
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
@@ -43,7 +43,7 @@ class TierClient:
     """One thread."""
 
     def __init__(
-        self, board: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded
+        self, state: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded
     ) -> None:
         self._board, self._vault, self._acknowledged, self._uploaded = board, vault, acknowledged, uploaded
         self._line: TierLine | None = None
@@ -82,9 +82,9 @@ class TierClient:
 
     def end(self) -> WorkerEnd:
         """How things stand at the end of the job."""
-        since, verdict, taken = self._failing_since, self._board.verdict, self._taken
+        since, verdict, taken = self._failing_since, self._state.verdict, self._taken
         unanswered = None if since is None else time.monotonic() - since
-        directive = self._board.directive
+        directive = self._state.directive
         now = None if directive is None else self.gather(directive)
         return WorkerEnd(
             final=now is not None and now.final,
@@ -97,14 +97,14 @@ class TierClient:
     def gather(self, directive: Directive) -> TierReport:
         """The order matters: a version moves from reached to unfinished to local, and must not be missed in
         between."""
-        with self._board.lock:
-            reached, verdict = dict(self._board.reached), self._board.verdict
+        with self._state.lock:
+            reached, verdict = dict(self._state.reached), self._state.verdict
             trainer, ending, stored = (
-                self._board.trainer.report.state,
-                self._board.ending,
-                self._board.remote.versions,
+                self._state.trainer.report.state,
+                self._state.ending,
+                self._state.remote.versions,
             )
-            leaving = self._board.report_leaving()
+            leaving = self._state.report_leaving()
         unfinished = self._vault.unfinished()
         here = self._vault.stocks()
         history = directive.history
@@ -138,7 +138,7 @@ class TierClient:
             job_uid=directive.job_uid,
             attempt=directive.attempt,
             worker=directive.worker,
-            host=self._board.config.address,
+            host=self._state.config.address,
             placement=directive.placement,
             ranks=tuple(ranks),
             copies=tuple(
@@ -159,7 +159,7 @@ class TierClient:
         if room is None or not room.snapshot or room.delta is None:
             return None
         delta = room.delta if directive.policy.delta is not DeltaMode.NONE else 0
-        takes = delta > 0 and not self._board.deltas_off(rank) and not self._board.no_room
+        takes = delta > 0 and not self._state.deltas_off(rank) and not self._state.no_room
         return Needs(room.snapshot, delta, takes)
 
     def _tell(self, directive: Directive, report: TierReport) -> bool:
@@ -235,14 +235,14 @@ class TierClient:
             self._board.follow(dataclasses.replace(verdict, received=mine or verdict.received))
 
     def _saw(self, directive: Directive, how: Break | None) -> None:
-        """Nobody sends pulses to the coordinator, which would get too many of them: this call is one."""
+        """Nobody sends heartbeats to the coordinator, which would get too many of them: this call is one."""
         self._failing_since = None if how is None else self._failing_since or time.monotonic()
-        if directive.coordinator.worker == self._board.config.worker:
+        if directive.coordinator.worker == self._state.config.worker:
             return
         if how is None:
-            self._board.peers.answered(directive.coordinator)
+            self._state.peers.answered(directive.coordinator)
         else:
-            self._board.peers.broken(directive.coordinator, how)
+            self._state.peers.broken(directive.coordinator, how)
 
 
 def _of(artifacts: set[Artifact], rank: int, kind: Kind) -> tuple[Version, ...]:
@@ -267,7 +267,7 @@ def _at_holders(
 
 
 def _copied(at_holders: list[MemoryStock], directive: Directive) -> tuple[Span, ...]:
-    return common(stock.rebuildable(directive.history) for stock in at_holders)
+    return intersect(stock.rebuildable(directive.history) for stock in at_holders)
 
 
 def _everywhere(at_holders: list[MemoryStock]) -> frozenset[Version]:

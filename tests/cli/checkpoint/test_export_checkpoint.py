@@ -1,5 +1,4 @@
-"""Promise: what a job saved can be read by torch and by Hugging Face's tools without us, and what
-they wrote begins a job."""
+"""Promise: torch and Hugging Face's tools read what a job saved, and begin one with theirs."""
 
 from __future__ import annotations
 

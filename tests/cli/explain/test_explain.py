@@ -1,5 +1,4 @@
-"""`explain` says why the last recovery took what it took, and what the next one would, by the
-operator's own decision."""
+"""`explain` says why the last recovery took what it took, and what the next one would."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from tiercheck_cli.explain import estimate as estimates
 from tiercheck_cli.explain.answer import WhatIf, answer, scenario_of
 from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
 from tiercheck_cli.explain.losses import losses
-from tiercheck_cli.explain.screen import what_if_screen, why
+from tiercheck_cli.explain.screen import what_if_screen, why_screen
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import layout_of, planned
+from tiercheck_cli.layout import layout_of, plan_layout
 from tiercheck_operator.model.causes import Cause
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -41,7 +40,7 @@ def answers(*asked: str, job: dict[str, Any] | None = None) -> list[WhatIf]:
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_why_the_last_recovery_took_that_version_from_there(width: int) -> None:
     job = recorded.job()
-    shown = rendered(why(job, recoveries(job), recorded.NOW, width), width)
+    shown = rendered(why_screen(job, recoveries(job), recorded.NOW, width), width)
     assert max(map(len, shown.splitlines())) <= width
     matches(f"explain-{width}", shown)
 
@@ -50,7 +49,7 @@ def test_a_job_that_never_had_to_come_back_says_so() -> None:
     job = recorded.job()
     del job["status"]["lastRecovery"]
     assert "has not had to come back from anything" in rendered(
-        why(job, recoveries(job), recorded.NOW, 80), 80
+        why_screen(job, recoveries(job), recorded.NOW, 80), 80
     )
 
 
@@ -61,7 +60,7 @@ def test_a_recovery_under_way_is_told_before_the_last_one() -> None:
         "message": "pod gpt-large-1-0 was evicted",
         "failedAt": recorded.at(12),
     }
-    shown = rendered(why(job, recoveries(job), recorded.NOW, 80), 80)
+    shown = rendered(why_screen(job, recoveries(job), recorded.NOW, 80), 80)
     assert shown.startswith(
         "team-a/gpt-large is on its way back now, for 12s\n  what failed   pod gpt-large-1-0 was evicted"
     )
@@ -123,7 +122,7 @@ def test_what_if_on_the_screen(asked: str, width: int) -> None:
 
 
 def test_a_job_that_is_only_a_file_is_asked_about_in_the_midst_of_its_life() -> None:
-    layout = planned(read_job(str(EXAMPLES / "parity.yaml")), made_up_nodes("4x4"))
+    layout = plan_layout(read_job(str(EXAMPLES / "parity.yaml")), made_up_nodes("4x4"))
     scenario, step = scenario_of(layout, None)
     found = [answer(loss, layout, scenario, step=step, past=()) for loss in losses(["rack"], layout)]
     assert {entry.consequence.farthest for entry in found} == {Tier.PEER}

@@ -14,7 +14,7 @@ from tests.cli.fake_cluster import FakeCluster
 from tests.cli.golden import matches, rendered
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job, read_nodes
-from tiercheck_cli.layout import JobLayout, layout_of, planned
+from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.links import links
 from tiercheck_cli.plan.picture import svg
 from tiercheck_cli.plan.screen import group_name, screen
@@ -26,7 +26,7 @@ def example(job: str, nodes: str) -> JobLayout:
     found = (
         read_nodes(str(EXAMPLES / "clusters" / nodes)) if nodes.endswith(".yaml") else made_up_nodes(nodes)
     )
-    return planned(read_job(str(EXAMPLES / job)), found)
+    return plan_layout(read_job(str(EXAMPLES / job)), found)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -45,7 +45,7 @@ def test_large_jobs_are_drawn_domain_by_domain(shape: str, name: str) -> None:
     job = read_job(str(EXAMPLES / "realistic.yaml"))
     racks, size = map(int, shape.split("x"))
     job["spec"]["workers"] = racks * size
-    shown = rendered(screen(planned(job, made_up_nodes(shape)), 100), 100)
+    shown = rendered(screen(plan_layout(job, made_up_nodes(shape)), 100), 100)
     assert max(map(len, shown.splitlines())) <= 100
     matches(f"plan-{name}", shown)
 
@@ -63,7 +63,7 @@ def test_the_picture_has_every_domain_and_a_curve_for_every_copy_or_every_pair_o
     job = read_job(str(EXAMPLES / "realistic.yaml"))
     racks, size = map(int, shape.split("x"))
     job["spec"]["workers"] = racks * size
-    layout = planned(job, made_up_nodes(shape))
+    layout = plan_layout(job, made_up_nodes(shape))
     drawn = links(layout)
     content = svg(layout)
     root = xml.etree.ElementTree.fromstring(content)
@@ -95,7 +95,7 @@ def test_levels_of_a_kueue_topology_are_those_that_the_operator_wrote_down() -> 
     layout = layout_of(cluster, job)
     assert [level.name for level in layout.wanted.levels] == ["zone", "rack", "host"]
     with pytest.raises(CannotDo, match=r"name them in topology\.levels"):
-        planned(job, made_up_nodes("4x2"))
+        plan_layout(job, made_up_nodes("4x2"))
 
 
 def test_blocks_of_parity_are_counted_once_for_a_group() -> None:
@@ -118,7 +118,7 @@ def test_a_required_spread_that_cannot_be_had_says_why_the_job_would_wait() -> N
         "mode": "Required",
     }
     with pytest.raises(CannotDo, match=r"the job would wait: .* all 8 workers are in zone"):
-        planned(job, read_nodes(str(EXAMPLES / "clusters" / "gke-blocks.yaml")))
+        plan_layout(job, read_nodes(str(EXAMPLES / "clusters" / "gke-blocks.yaml")))
 
 
 def test_pods_that_take_whole_nodes_are_not_stacked_and_too_few_nodes_are_refused(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_pods_that_take_whole_nodes_are_not_stacked_and_too_few_nodes_are_refuse
     found.write_text(json.dumps({"kind": "List", "items": cordoned}))
     job = recorded.job()
     with pytest.raises(CannotDo, match=r"8 workers do not fit on 7 nodes .*1 of 8 nodes left out: cordoned"):
-        planned(job, read_nodes(str(found)))
+        plan_layout(job, read_nodes(str(found)))
     job["spec"]["workers"] = 7
-    assert len({site.node for site in planned(job, read_nodes(str(found))).sites}) == 7
+    assert len({site.node for site in plan_layout(job, read_nodes(str(found))).sites}) == 7
 
 
 def test_nodes_without_the_accelerator_are_left_out_and_it_is_said(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_nodes_without_the_accelerator_are_left_out_and_it_is_said(tmp_path: Pat
     found.write_text(json.dumps({"kind": "List", "items": nodes}))
     job = recorded.job()
     job["spec"]["workers"] = 4
-    layout = planned(job, read_nodes(str(found)))
+    layout = plan_layout(job, read_nodes(str(found)))
     assert {site.node for site in layout.sites} == {"node-4", "node-5", "node-6", "node-7"}
     assert layout.remarks == ("4 of 8 nodes left out: lacks nvidia.com/gpu: 8",)
 

@@ -1,4 +1,4 @@
-"""A made-up run for the report's tests: four workers, five faults, of the size that a demonstration has."""
+"""Makes up a run for the report's tests: four workers and five faults."""
 
 from __future__ import annotations
 

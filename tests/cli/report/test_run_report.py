@@ -1,5 +1,7 @@
-"""The report shows every fault with its numbers, needs no network, and never interprets what a
-record says."""
+"""The report shows every fault with its numbers, and never interprets what a record says.
+
+It needs no network.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, faults_tabl
 from tiercheck_cli.report.__main__ import main
 from tiercheck_cli.report.page import page
 from tiercheck_cli.report.record import RecordError
-from tiercheck_cli.report.series import attempt_curves, fault_marks, reference_curve, thinned, watermark_curve
+from tiercheck_cli.report.series import attempt_curves, fault_marks, reference_curve, thin, watermark_curve
 from tiercheck_cli.report.words import TIER_WORDS, rows, seconds, tier_counts
 
 _VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -257,7 +259,7 @@ def test_watermarks_are_stairs_and_long_runs_are_thinned_to_their_ends() -> None
     stairs = watermark_curve(made_up_run(), "remote")
     assert stairs[0][1] == 20.0
     assert stairs[1] == (stairs[2][0], 20.0)
-    kept = thinned([(float(index), 0.0) for index in range(100_001)])
+    kept = thin([(float(index), 0.0) for index in range(100_001)])
     assert len(kept) < 2100
     assert (kept[0][0], kept[-1][0]) == (0.0, 100_000.0)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.commands_run import run
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import planned, wanted_of
+from tiercheck_cli.layout import plan_layout, wanted_of
 from tiercheck_cli.simulate.assumptions import RECORDS, shared_domain_rate
 from tiercheck_cli.simulate.settings import settings
 from tiercheck_operator.planning.wanted import Wanted
@@ -72,7 +72,7 @@ def test_failures_a_day_are_the_sum_of_what_is_told() -> None:
 
 @pytest.mark.parametrize("name", sorted(RECORDS))
 def test_domains_have_the_share_of_all_failures_that_the_record_says(name: str) -> None:
-    layout = planned(read_job(str(EXAMPLES / "realistic.yaml")), made_up_nodes("2x2"))
+    layout = plan_layout(read_job(str(EXAMPLES / "realistic.yaml")), made_up_nodes("2x2"))
     counted = RECORDS[name]
     rate = shared_domain_rate(
         counted,

@@ -1,5 +1,4 @@
-"""Raw HTTP against a control plane: the suite judges what is on the wire, so no client library
-stands in between."""
+"""Speaks raw HTTP to a control plane, so that the suite judges what is on the wire."""
 
 from __future__ import annotations
 

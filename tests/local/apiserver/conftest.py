@@ -1,5 +1,4 @@
-"""One suite, two servers: what holds for the real API server must hold for the embedded one, and
-the other way round."""
+"""Runs one suite on two servers, so that the embedded one behaves as the real one."""
 
 from __future__ import annotations
 

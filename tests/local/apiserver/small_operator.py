@@ -1,4 +1,7 @@
-"""Twenty lines of kopf, to see that an operator lives on a control plane. Run as a process by test_kopf."""
+"""Runs twenty lines of kopf, to see that an operator lives on a control plane.
+
+It is a process of test_kopf.
+"""
 
 from __future__ import annotations
 

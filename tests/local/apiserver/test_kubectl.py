@@ -1,5 +1,4 @@
-"""kubectl with the kubeconfig that is printed: get, describe, apply, delete and watch, as a person
-would type them."""
+"""kubectl works with the kubeconfig that is printed, as a person would type it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One embedded cluster for all tests of this folder, one real one if it is there: starting costs
-more than testing."""
+"""Starts one embedded cluster, and a real one if it is there, for all tests of this folder."""
 
 from __future__ import annotations
 

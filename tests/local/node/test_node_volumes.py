@@ -1,4 +1,4 @@
-"""Where a simulated node keeps hostPath volumes: the disk is one machine's, the memory each node's own."""
+"""A simulated node keeps hostPath volumes on one machine's disk, in memory of its own."""
 
 from __future__ import annotations
 

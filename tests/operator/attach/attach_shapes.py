@@ -1,5 +1,4 @@
-"""Workloads and their pods as the controllers of Job, JobSet, Trainer v2 and the training operator write
-them, cut to what matters.
+"""Makes workloads and their pods as the controllers of Job, JobSet and others write them.
 
 Sources: kubernetes/pkg/controller/job; jobset v0.10 pkg/controllers (labels on jobs and pods); trainer v2.1
 pkg/runtime/framework/plugins /torch and manifests/base/runtimes/torch_distributed.yaml; training-operator

@@ -1,5 +1,4 @@
-"""What becomes of pods at admission: each controller's pods get the right number, and nothing of theirs is
-lost."""
+"""Each controller's pods get the right number at admission, and lose nothing of theirs."""
 
 from __future__ import annotations
 

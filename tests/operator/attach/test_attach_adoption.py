@@ -1,5 +1,7 @@
-"""The operator's half of attach mode: every owner gets its job, nobody gets one by writing annotations, and
-pods that were left out are found."""
+"""Every owner of attached pods gets its job, and nobody else by writing annotations.
+
+Pods that were left out are found.
+"""
 
 from __future__ import annotations
 

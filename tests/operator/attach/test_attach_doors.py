@@ -1,5 +1,4 @@
-"""The webhook asks nobody who he is: strangers get little room and little time, and the API server is
-answered all the same."""
+"""Strangers get little room and time at the webhook, and the API server is answered."""
 
 from __future__ import annotations
 

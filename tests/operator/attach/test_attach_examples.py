@@ -1,5 +1,4 @@
-"""The examples of attach mode do what their pages say: each workload's pods would be attached, by the
-example's own policy."""
+"""The examples of attach mode do what their pages say, by their own policies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The webhook looks after its own certificate: made once for all replicas, announced, renewed without a
-failed call between."""
+"""The webhook renews its own certificate for all replicas, without a failed call between."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tiercheck_local.addresses import free_ports
 from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.injection import Outfit
-from tiercheck_operator.attach.trust import Bundle, Trust, renewed
+from tiercheck_operator.attach.trust import Bundle, Trust, renew_when_due
 from tiercheck_operator.attach.webhook import PATH, Webhook
 from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.identity import DEPLOYMENT
@@ -134,11 +133,11 @@ async def test_renewed_certificate_is_shown_only_when_its_authority_was_announce
 
 
 def test_certificate_for_other_names_or_none_at_all_is_made_anew() -> None:
-    bundle = renewed(None, ["a.ns.svc", "10.0.0.7"], NOW)
+    bundle = renew_when_due(None, ["a.ns.svc", "10.0.0.7"], NOW)
     assert bundle is not None
-    assert renewed(bundle, ["a.ns.svc", "10.0.0.7"], NOW) is None
-    assert renewed(bundle, ["b.ns.svc"], NOW) is not None
-    assert renewed(Bundle(b"", b"nonsense", b""), ["a.ns.svc"], NOW) is not None
+    assert renew_when_due(bundle, ["a.ns.svc", "10.0.0.7"], NOW) is None
+    assert renew_when_due(bundle, ["b.ns.svc"], NOW) is not None
+    assert renew_when_due(Bundle(b"", b"nonsense", b""), ["a.ns.svc"], NOW) is not None
 
 
 async def asked(cluster: Cluster, port: int, body: object) -> tuple[int, Any]:

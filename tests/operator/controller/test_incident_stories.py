@@ -1,5 +1,7 @@
-"""What befell users of other tools, played here: told in their words, with the outcome that ours are
-promised. The list: docs/operate/failures.md."""
+"""Incidents of other tools' users end here as ours are promised.
+
+They are told in their words. The list: docs/operate/failures.md.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the loop of one job costs the API server, and that it ends with its job, however it hears of the
-end.
-"""
+"""The loop of one job costs the API server little, and ends with its job."""
 
 from __future__ import annotations
 

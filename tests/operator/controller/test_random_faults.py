@@ -156,7 +156,7 @@ def test_job_survives_any_faults_with_everything_committed(
 ) -> None:
     hang = HangSpec(factor=2, least=8.0)
     world = World(make_spec(remote=REMOTE, max_restarts=1000, rollback_after=3, hang=hang, **shape))
-    world.pulses = True
+    world.heartbeats = True
     moment = 0
     kept: Version | None = None
     attempt = 0

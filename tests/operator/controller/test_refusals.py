@@ -10,7 +10,7 @@ import pytest
 
 from tests.operator.world_in_memory import TEMPLATE, World, make_spec
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.decide import decide, refused
+from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.owned_objects import Belongings
@@ -99,7 +99,7 @@ async def test_of_a_job_that_trains_a_template_that_became_no_pod_is_told_as_a_r
 
 def test_refused_pods_are_said_in_the_status_and_in_an_event() -> None:
     obs = World().observe()
-    answer = refused(obs, decide(obs), "403: exceeded quota: gpus")
+    answer = decision_after_refusal(obs, decide(obs), "403: exceeded quota: gpus")
     assert answer.status is not None
     placed = answer.status.condition("Placed")
     assert placed is not None
@@ -124,7 +124,7 @@ def test_attempt_whose_placement_was_refused_is_not_written(monkeypatch: pytest.
     monkeypatch.setattr(world, "reconcile", watched)
     world.until("Running")
     obs, decision = begun[0]
-    answer = refused(obs, decision, "403: exceeded quota: configmaps")
+    answer = decision_after_refusal(obs, decision, "403: exceeded quota: configmaps")
     assert answer.status is not None
     assert answer.status.attempt == obs.job.status.attempt
     assert answer.status.history == obs.job.status.history

@@ -1,5 +1,4 @@
-"""Nobody finds a pod gone and wonders why: whatever we delete is told, at the job and at the pod, with the
-cause."""
+"""Whatever pod we delete is told, at the job and at the pod, with the cause."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ async def test_pod_is_deleted_although_nothing_can_be_noted_on_it() -> None:
     server = Reluctant({"j-3-1"})
     work = executor(server)
     await work.run(JOB, [SILENT], None)
-    assert work.removed() == [SILENT]
+    assert work.take_deleted_pods() == [SILENT]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -107,8 +106,8 @@ async def test_what_was_asked_for_twice_is_told_once_and_what_was_gone_already_n
     work = executor(server)
     for _ in range(2):
         await work.run(JOB, [SILENT], None)
-    assert work.removed() == ([SILENT] if there else [])
-    assert work.removed() == []
+    assert work.take_deleted_pods() == ([SILENT] if there else [])
+    assert work.take_deleted_pods() == []
 
 
 @pytest.mark.parametrize("status", [403, 409, 500])
@@ -118,7 +117,7 @@ async def test_deletion_that_failed_is_not_told(status: int) -> None:
     with contextlib.suppress(ApiFailure):
         await work.run(JOB, [SILENT], None)
     assert ("delete", "j-3-1") in server.calls
-    assert work.removed() == []
+    assert work.take_deleted_pods() == []
 
 
 async def test_job_and_pod_both_say_why() -> None:

@@ -1,5 +1,4 @@
-"""What the columns and the status say is so now: what a job survives, what was trained again, where a job
-that ends got to."""
+"""What the columns and the status say is so now: what survives, what was trained again."""
 
 from __future__ import annotations
 

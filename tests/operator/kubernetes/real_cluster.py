@@ -1,5 +1,4 @@
-"""Raw requests to a real API server, with the warnings that its answers carry, and a kubeconfig for a service
-account."""
+"""Sends raw requests to a real API server, and keeps the warnings of its answers."""
 
 from __future__ import annotations
 

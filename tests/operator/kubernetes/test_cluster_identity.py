@@ -1,5 +1,7 @@
-"""Pods are told which cluster they are in, so that a store that two clusters share knows them apart; and
-never a wrong one."""
+"""Pods are told which cluster they are in, and never a wrong one.
+
+A store that two clusters share knows them apart by that.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What happens again is counted by the Event that is there, so that a bad night does not bury the Event that
-explains it."""
+"""An Event that happens again is counted, so that a bad night does not bury the first."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Watches lose events. What is gone is found, what is late is waited for, and a watch that stays deaf is
-noticed."""
+"""Watches lose events: what is gone is found, and a watch that stays stale is noticed.
+
+What is gone is found, what is late is waited for, and a watch that stays deaf is noticed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.operator.moments import TURNS, Woken, ends, turns, until
 from tests.operator.world_in_memory import World
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.kubernetes.resync import Hearing, Resync, WatchedKind, stuck
-from tiercheck_operator.kubernetes.watches import ClusterView, Watched, dated
+from tiercheck_operator.kubernetes.watches import ClusterView, Watched, date_containers
 from tiercheck_operator.model.observed import ContainerState, NodeView, PodView
 
 OBJECTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9))
@@ -131,13 +133,13 @@ def test_pod_whose_labels_make_no_sense_is_seen_but_belongs_to_no_job(pod: PodVi
 
 def test_what_a_kubelet_says_is_dated_when_it_is_first_heard_by_our_clock(pod: PodView) -> None:
     """Whatever else changes about the pod, and however often it is listed anew."""
-    first = dated(pod, None, 100.0)
+    first = date_containers(pod, None, 100.0)
     assert (first.sidecar.since, first.trainer.since) == (100.0, 100.0)
-    again = dated(replace(pod, phase="Running", resource_version="9"), first, 200.0)
+    again = date_containers(replace(pod, phase="Running", resource_version="9"), first, 200.0)
     assert (again.sidecar.since, again.trainer.since) == (100.0, 100.0)
     ended = replace(pod, sidecar=replace(pod.sidecar, state=ContainerState.ENDED))
-    assert dated(ended, again, 300.0).sidecar.since == 300.0
-    assert dated(ended, again, 300.0).trainer.since == 100.0
+    assert date_containers(ended, again, 300.0).sidecar.since == 300.0
+    assert date_containers(ended, again, 300.0).trainer.since == 100.0
 
 
 def test_heartbeats_of_nodes_change_nothing_and_wake_nobody() -> None:

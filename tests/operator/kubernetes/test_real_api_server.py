@@ -1,5 +1,4 @@
-"""What only a real API server can tell: Pod Security admits our pods without a word, and the shipped RBAC is
-enough."""
+"""A real API server admits our pods without a word, and the shipped RBAC is enough."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The levels of a Kueue Topology reach the decisions; where there is none, a job says so and does not start
-blindly."""
+"""The levels of a Kueue Topology reach the decisions; without one, a job says so and waits."""
 
 from __future__ import annotations
 

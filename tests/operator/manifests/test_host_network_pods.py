@@ -1,5 +1,4 @@
-"""Templates with hostNetwork: each pod has ports of its own, which the scheduler keeps apart, and all who
-need them know them."""
+"""Each pod with hostNetwork has ports of its own, which all who need them know."""
 
 from __future__ import annotations
 

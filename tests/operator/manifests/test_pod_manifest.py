@@ -1,5 +1,4 @@
-"""The pod that a job's template becomes: what Kubernetes accepts, what restricted Pod Security demands, what
-the user wrote."""
+"""A job's template becomes a pod that Kubernetes accepts, with what the user wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import pytest
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode, HangLimits, Policy
-from tiercheck_operator.controller.attempt.directives import policy
+from tiercheck_operator.controller.attempt.directives import build_policy
 from tiercheck_operator.manifests.owned import build_placement, build_service, parse_placement
 from tiercheck_operator.manifests.pod import build_pod
 from tiercheck_operator.manifests.template import template_problem
@@ -380,7 +379,7 @@ def test_settings_of_the_data_plane_reach_the_sidecars() -> None:
     )
     assert (job.spec.copies, job.spec.parity) == (0, (2, 1))
     assert (job.spec.state_size, job.spec.rollback_after) == (2**30, 4)
-    assert policy(job.spec) == Policy(
+    assert build_policy(job.spec) == Policy(
         snapshot_every=None,
         remote_every=100,
         remote_keep=3,
@@ -404,7 +403,7 @@ def test_job_that_says_nothing_gets_deltas_a_sanity_gate_and_a_copy() -> None:
 
 
 def test_node_that_another_job_suspects_is_shunned_and_not_forbidden() -> None:
-    pod = build_pod(make_job(), 0, 0, (), "sidecar:1", shun=("n2", "n1"))
+    pod = build_pod(make_job(), 0, 0, (), "sidecar:1", unwelcome=("n2", "n1"))
     affinity = pod["spec"]["affinity"]["nodeAffinity"]
     assert "requiredDuringSchedulingIgnoredDuringExecution" not in affinity
     (entry,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]

@@ -1,5 +1,4 @@
-"""What our containers ask for: the pod keeps its QoS class and its exclusive cores, and the sidecar gets what
-its work takes."""
+"""A pod keeps its QoS class and exclusive cores, and the sidecar gets what its work takes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The pods of spares, and of workers whose memory is the node's: what differs from a worker's pod, and that
-nothing else does."""
+"""Pods of spares, and of workers with node memory, differ from a worker's in this alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What else the user has in a pod is left as it is, and what cannot live beside the sidecar is refused before
-there is a pod."""
+"""The user's other containers stay as they are, or are refused before there is a pod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A status never outgrows its object, whatever happens, and what is cut is never what decisions rest on."""
+"""A status never outgrows its object, and what decisions rest on is never cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.operator.world_in_memory import START, World
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.controller.attempt.barrier import add_summary
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.limits import LIMIT, fit_status, share, size
+from tiercheck_operator.model.limits import LIMIT, fit_status, longest_cut, status_size
 from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,
@@ -82,9 +82,9 @@ def worst(letter: str = "\N{GREEK SMALL LETTER OMEGA}") -> JobRecord:
 def test_worst_case_of_every_field_fits_and_keeps_what_decisions_rest_on() -> None:
     for letter in ("x", "\N{GREEK SMALL LETTER OMEGA}"):
         before = worst(letter)
-        assert size(before) > 3 * LIMIT
+        assert status_size(before) > 3 * LIMIT
         after = fit_status(before)
-        assert size(after) <= LIMIT
+        assert status_size(after) <= LIMIT
         assert parse_record(render_record(after)) == parse_record(
             json.loads(json.dumps(render_record(after)))
         )
@@ -118,7 +118,7 @@ def test_what_was_bounded_is_not_cut_again() -> None:
 
 @given(st.lists(st.integers(0, 5000), max_size=16), st.integers(0, 20_000))
 def test_room_is_shared_so_that_only_the_long_ones_give_way(lengths: list[int], total: int) -> None:
-    most = share(lengths, total)
+    most = longest_cut(lengths, total)
     assert sum(min(length, most) for length in lengths) <= total or sum(lengths) <= total
     if sum(lengths) > total:
         assert sum(min(length, most + 1) for length in lengths) > total

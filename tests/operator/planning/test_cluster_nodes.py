@@ -1,5 +1,4 @@
-"""Nodes are read from examples and from kubectl alike, and workers are seated as the pods' spread constraints
-would."""
+"""Nodes are read from examples and kubectl alike, and workers seated as pods would be."""
 
 from __future__ import annotations
 

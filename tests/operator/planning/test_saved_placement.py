@@ -1,6 +1,4 @@
-"""What is written down of a placement is read back the same, and what an older operator wrote is
-understood.
-"""
+"""A placement is read back as it was written, and an older operator's is understood."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: of a slot that somebody else wrote nothing is believed; what is let in can be used without a
-second look."""
+"""Promise: of a slot that somebody else wrote, nothing is believed unchecked."""
 
 from __future__ import annotations
 

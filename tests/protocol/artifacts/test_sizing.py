@@ -1,4 +1,4 @@
-"""The memory that a job needs is arithmetic: what is refused could not have worked, what is granted fits."""
+"""What is refused for memory could not have worked, and what is granted fits."""
 
 from __future__ import annotations
 

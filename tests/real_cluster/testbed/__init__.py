@@ -1,2 +1,4 @@
-"""A real Kubernetes of several nodes on one machine: real kubelets and containerd, each node in namespaces of
-its own."""
+"""The testbed is a real Kubernetes of several nodes on one machine.
+
+Kubelets and containerd are real, and each node has namespaces of its own.
+"""

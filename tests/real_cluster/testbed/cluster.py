@@ -1,4 +1,4 @@
-"""The whole cluster: up, its parts, down. Everything lies in one folder, and nothing is left elsewhere."""
+"""Brings the whole cluster up and down, in one folder, and leaves nothing elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Addresses: one bridge that joins the nodes, in a network namespace of its own; nothing of it is visible
-outside."""
+"""Joins the nodes by one bridge in a network namespace of its own, invisible outside."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One node: a kernel (network and mounts) and what runs on it (a PID namespace), so that either can be lost
-alone."""
+"""Runs one node: a kernel and what runs on it, so that either can be lost alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Processes that outlive the command that started them, known by pid and start time, so that each is ended by
-its id."""
+"""Ends processes that outlive their command, each by its pid and start time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""However many strangers come, the job's own parts find room on every port of a sidecar, and what strangers
-may hold is bounded."""
+"""However many strangers come, the job's own parts find room on every port of a sidecar."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def test_peer_that_no_directive_names_is_admitted_too(
     monkeypatch.setattr(server, "_MOST_STRANGERS", ROOM)
     job = stations(workers=5)
     assert job.host(2) not in {
-        peer.host for peer in (*job[0].board.directive.holders, *job[0].board.directive.hosted)
+        peer.host for peer in (*job[0].state.directive.holders, *job[0].state.directive.hosted)
     }
     with silent(3 * ROOM, (job.host(0), job.port), job.network.rsplit(".", 1)[0] + ".251", 1):
         for _ in range(10):
@@ -111,7 +110,7 @@ def test_whoever_comes_finds_room_and_no_one_else_takes_that_of_a_named_address(
 
 def test_address_that_makes_no_sense_names_nobody(stations: MakeStations) -> None:
     """A directive never ends the loop that lets peers in."""
-    directive = stations(workers=1)[0].board.directive
+    directive = stations(workers=1)[0].state.directive
     assert directive is not None
     odd = ["", "x", "10.0.0.9:", "10.0.0.9:port", "[fd00::1]", "[", "]:", "\x00", "1:2"]
     hosts = [*odd, "10.0.0.9", "10.0.0.10:12000", "[fd00::1]:12003"]
@@ -129,9 +128,9 @@ class Port:
     def __init__(self, job: Stations, root: Path, most: int) -> None:
         write_credentials(root / "credentials")
         self.here = (f"{job.network}.77", names.CONTROL_PORT)
-        board = job[0].board
-        api = ControlApi(board, Reporter(board, job[0].vault))
-        config = type(board.config)(**{**vars(board.config), "credentials_dir": root / "credentials"})
+        state = job[0].state
+        api = ControlApi(state, Reporter(state, job[0].vault))
+        config = type(state.config)(**{**vars(state.config), "credentials_dir": root / "credentials"})
         self.guard = GuardedPort(api.build(), Strangers(lambda: most), server_context(config))
         api.on_proof = self.guard.believe
         self.token = config.token

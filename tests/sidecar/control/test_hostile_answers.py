@@ -1,5 +1,4 @@
-"""Promise: nothing that another sidecar says, of whatever size and with whatever number, ends what this one
-does."""
+"""Promise: nothing that another sidecar says ends what this one does."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ SENSELESS = (
 
 
 @pytest.fixture
-def board(stations: MakeStations) -> SidecarState:
-    return stations(workers=2)[0].board
+def state(stations: MakeStations) -> SidecarState:
+    return stations(workers=2)[0].state
 
 
 @pytest.mark.parametrize("text", SENSELESS, ids=lambda text: repr(text[:20]))
@@ -52,27 +51,27 @@ def test_every_senseless_message_breaks_its_connection_and_nothing_else(text: by
 
 
 @pytest.mark.parametrize("claimed", [10**4, 10**9, 10**18, 2**63 - 1])
-def test_an_attempt_that_cannot_be_is_not_believed(board: SidecarState, claimed: int) -> None:
-    assert board.attempt == 1
-    board.learn(claimed)
-    assert (board.newest_attempt, board.overtaken) == (1, False)
-    board.learn(3)
-    assert (board.newest_attempt, board.overtaken) == (3, True), "one that can be is believed all the same"
+def test_an_attempt_that_cannot_be_is_not_believed(state: SidecarState, claimed: int) -> None:
+    assert state.attempt == 1
+    state.learn(claimed)
+    assert (state.newest_attempt, state.fenced) == (1, False)
+    state.learn(3)
+    assert (state.newest_attempt, state.fenced) == (3, True), "one that can be is believed all the same"
 
 
-def test_what_was_claimed_before_the_first_directive_counts_if_it_can_be_true(board: SidecarState) -> None:
-    for claimed, overtaken in ((7, True), (10**18, False)):
-        fresh = SidecarState(board.config)
+def test_what_was_claimed_before_the_first_directive_counts_if_it_can_be_true(state: SidecarState) -> None:
+    for claimed, fenced in ((7, True), (10**18, False)):
+        fresh = SidecarState(state.config)
         fresh.learn(claimed)
-        assert board.directive is not None
-        fresh.accept(dataclasses.replace(board.directive, attempt=5, pod_uid=""))
-        assert fresh.overtaken is overtaken
+        assert state.directive is not None
+        fresh.accept(dataclasses.replace(state.directive, attempt=5, pod_uid=""))
+        assert fresh.fenced is fenced
 
 
-def test_step_by_step_nobody_is_led_away_either(board: SidecarState) -> None:
+def test_step_by_step_nobody_is_led_away_either(state: SidecarState) -> None:
     for claimed in range(500, 100_000, 500):
-        board.learn(claimed)
-    assert board.newest_attempt <= board.attempt + 1000
+        state.learn(claimed)
+    assert state.newest_attempt <= state.attempt + 1000
 
 
 def test_an_environment_of_nonsense_is_named(make_world: MakeWorld) -> None:

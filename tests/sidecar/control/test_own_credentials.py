@@ -1,4 +1,4 @@
-"""What a sidecar holds is in no report and no log of it, whatever a library, a server or a script says."""
+"""No report and no log of a sidecar holds its credentials, whatever a library says."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ def test_report_holds_no_credential_in_any_of_its_parts(
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", WORD)
     station = Stations(tmp_path, workers=1)[0]
-    reporter, version = Reporter(station.board, station.vault), Version(3, 1)
+    reporter, version = Reporter(station.state, station.vault), Version(3, 1)
     said = f"refused {WORD} and {LOOKS}"
-    board = station.board
-    board.problem("RemoteOther", said)
-    board.remote = RemoteReport(True, False, said, (version,))
-    board.quarantine(Quarantined(0, version, 1, said))
+    state = station.state
+    state.problem("RemoteOther", said)
+    state.remote = RemoteReport(True, False, said, (version,))
+    state.quarantine(Quarantined(0, version, 1, said))
     tried = RankRestore(0, Tier.REMOTE, None, 0, 1.0, (said,))
-    board.restore = RestoreReport(RestoreState.FAILED, version, (tried,))
+    state.restore = RestoreReport(RestoreState.FAILED, version, (tried,))
     ended = TrainerReport(
         TrainerState.FAILED, 1, message=said, failure=RankFailure(0, "Error", said, 1), unhealthy=said
     )
-    monkeypatch.setattr(type(board.trainer), "report", property(lambda _: ended))
+    monkeypatch.setattr(type(state.trainer), "report", property(lambda _: ended))
     report = reporter.report()
     assert WORD not in repr(report)
     assert LOOKS not in repr(report)
     assert report.problems[0].message == "refused REDACTED and REDACTED"
     assert report.restore.ranks[0].failures == ("refused REDACTED and REDACTED",)
     assert report.trainer.state is TrainerState.FAILED
-    assert (report.job_uid, report.remote.versions) == (board.config.job_uid, (version,))
+    assert (report.job_uid, report.remote.versions) == (state.config.job_uid, (version,))
     assert reporter.report().serial == report.serial, "what is hidden is no news"
 
 

@@ -101,7 +101,7 @@ def test_bad_copy_is_named_and_the_good_one_is_used(stations: MakeStations) -> N
     assert fetched.workers == (2,)
     assert job[0].content(seal, Tier.LOCAL) == content
     assert not job[1].holds(artifact), "its holder read it again, and gave it up"
-    assert [bad.worker for bad in job[1].board.quarantined] == [1]
+    assert [bad.worker for bad in job[1].state.quarantined] == [1]
 
 
 def test_copies_that_are_bad_in_different_places_make_a_good_one(stations: MakeStations) -> None:

@@ -1,5 +1,4 @@
-"""Copies are made: verified before they are acknowledged, taken up again where a stream broke, never at
-another's cost."""
+"""Copies are verified before they are acknowledged, and taken up again where they broke."""
 
 from __future__ import annotations
 

@@ -453,13 +453,13 @@ def test_whoever_listens_reads_the_state_only_if_neither_end_wants_it_encrypted(
 
 def test_every_connection_of_a_sidecar_is_encrypted_once_its_job_wants_that(stations: MakeStations) -> None:
     (station,) = stations(workers=1).stations
-    sidecar = Sidecar(station.board.config)
-    directive = station.board.directive
+    sidecar = Sidecar(station.state.config)
+    directive = station.state.directive
     assert directive is not None
     assert not sidecar.identity.encrypts()
-    sidecar.board.accept(replace(directive, policy=replace(directive.policy, peer_encrypted=True)))
+    sidecar.state.accept(replace(directive, policy=replace(directive.policy, peer_encrypted=True)))
     assert sidecar.identity.encrypts()
-    for part in (sidecar.replicator, sidecar.parity, sidecar.pulse, sidecar.exchange):
+    for part in (sidecar.replicator, sidecar.parity, sidecar.heartbeat, sidecar.exchange):
         assert part._identity is sidecar.identity
 
 

@@ -1,5 +1,4 @@
-"""Lets every wait of every loop of the sidecars in this process fail once, by an error that nobody thought
-of."""
+"""Lets every wait of every loop of the sidecars fail once, by an error nobody thought of."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ class Strikes:
         if thread not in self.begun:
             return
         frame = sys._getframe(2)
-        while Path(frame.f_code.co_filename).name in ("threading.py", "board.py"):
+        while Path(frame.f_code.co_filename).name in ("threading.py", "state.py"):
             assert frame.f_back is not None
             frame = frame.f_back
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,5 +1,4 @@
-"""A job of another size numbers its workers anew: a pod's sidecar is another worker then, and keeps what it
-made as who it was."""
+"""A pod's sidecar keeps what it made when a job of another size gives it another number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several sidecars together: what is saved is copied, what is lost comes back, and no stranger is heard."""
+"""What is saved is copied, what is lost comes back, and no stranger is heard."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Deltas between snapshots: where there is room for them, what a chain of them is worth, and what becomes of
-a broken one."""
+"""Deltas are taken where there is room, and a chain is worth what its links allow."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Pods in their node's network share its address: their sidecars find one another by port, and hold copies as
-anywhere."""
+"""Sidecars in their nodes' network find one another by port, and hold copies as anywhere."""
 
 from __future__ import annotations
 

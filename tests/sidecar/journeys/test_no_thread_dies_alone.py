@@ -108,11 +108,11 @@ def test_what_is_kept_goes_on_being_kept_although_every_wait_fails_once(
             "exchange",
             "exchange-sweep",
             "snapshots-to-worker-1",
-            "pulse-of-worker-1",
+            "heartbeat-of-worker-1",
         }
         told = [each.message for each in world.report(0).problems if each.reason == INTERNAL_ERROR]
         assert "Injected in " in told[0]
-        assert " restore " in world.resident(0).sidecar.board.threads._troubles["restore"][1]
+        assert " restore " in world.resident(0).sidecar.state.threads._troubles["restore"][1]
         mark = world.report(0).watermarks.peer
         assert mark is not None
         until(lambda: goes_on(mark), "after all have failed")

@@ -1,4 +1,4 @@
-"""A spare's sidecar: nobody at first, and from its first directive on the worker that it is told to be."""
+"""A spare's sidecar is the worker that it is told to be, from its first directive on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The shared state is written by its own methods alone, so that each change is made under its lock and has a
-name."""
+"""Only its own methods write the shared state, so that each change has a lock and a name."""
 
 from __future__ import annotations
 
@@ -52,13 +51,13 @@ def test_no_module_writes_a_field_of_the_state() -> None:
 
 def test_each_way_to_write_a_field_is_seen() -> None:
     ways = [
-        "self._board.verdict = None",
-        "board.left_out &= gone",
+        "self._state.verdict = None",
+        "state.left_out &= gone",
         "state.reached[0] = version",
-        "self.board.ending, rest = True, 1",
-        "del board.remote",
-        "board.proofs: tuple = ()",
+        "self.state.ending, rest = True, 1",
+        "del state.remote",
+        "state.proofs: tuple = ()",
     ]
     fields = {"verdict", "left_out", "reached", "ending", "remote", "proofs"}
     assert [len(trespasses(way, fields)) for way in ways] == [1] * len(ways)
-    assert trespasses("self.verdict = board.verdict\nknown = board.reached[0]", fields) == []
+    assert trespasses("self.verdict = state.verdict\nknown = state.reached[0]", fields) == []

@@ -1,5 +1,4 @@
-"""What a sidecar says of its peers: lost at the first sign, well again only after it has answered for a
-while."""
+"""A peer counts as lost at the first sign, and as well only after it answered for a while."""
 
 from __future__ import annotations
 

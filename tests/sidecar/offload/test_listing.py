@@ -52,7 +52,7 @@ def ignore(stored: tuple[Version, ...]) -> None:
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> SidecarState:
+def state(tmp_path: Path) -> SidecarState:
     (tmp_path / "token").write_text("x")
     env = {
         "JOB": "ns/j",
@@ -70,13 +70,13 @@ def verdict(*stored: Version) -> TierVerdict:
     return TierVerdict(1, Watermarks(remote=max(stored)), stored=stored)
 
 
-def test_worker_lists_when_it_starts_and_then_hears_from_the_coordinator(board: SidecarState) -> None:
-    store, inventory = Store(), RemoteListing(board, ignore)
+def test_worker_lists_when_it_starts_and_then_hears_from_the_coordinator(state: SidecarState) -> None:
+    store, inventory = Store(), RemoteListing(state, ignore)
     inventory.list_when_due(store, None)  # type: ignore[arg-type]
-    assert (board.remote.reachable, board.remote.versions, store.listed) == (True, (FIRST,), 1)
+    assert (state.remote.reachable, state.remote.versions, store.listed) == (True, (FIRST,), 1)
     for _ in range(3):
         inventory.list_when_due(store, verdict(FIRST, SECOND))  # type: ignore[arg-type]
-    assert (board.remote.versions, store.listed) == ((FIRST, SECOND), 1)
+    assert (state.remote.versions, store.listed) == ((FIRST, SECOND), 1)
 
 
 def test_worker_asks_once_per_version_whether_its_attempt_is_over_however_many_ranks_it_has(
@@ -85,26 +85,26 @@ def test_worker_asks_once_per_version_whether_its_attempt_is_over_however_many_r
     job = stations(procs=4)
     for rank in range(4):
         job[0].save(FIRST, 10_000, rank=rank)
-    board, store, asked, put = job[0].board, Store(), list[str](), list[int]()
+    state, store, asked, put = job[0].state, Store(), list[str](), list[int]()
     monkeypatch.setattr(store, "newest_attempt", lambda uid: asked.append(uid) or 0)
     store.put_artifact = lambda rank, version, *_, **more: put.append(rank) or RankArtifact(rank, version, "")  # type: ignore[attr-defined]
     uploader = Uploader(
-        board, job[0].vault, JobStore(board.config), RemoteListing(board, ignore), lambda: None
+        state, job[0].vault, JobStore(state.config), RemoteListing(state, ignore), lambda: None
     )
     for _ in range(2):
-        uploader._upload(store, board.directive, FIRST)  # type: ignore[arg-type]
+        uploader._upload(store, state.directive, FIRST)  # type: ignore[arg-type]
     assert (put, len(asked)) == ([0, 1, 2, 3], 1)
 
 
 def test_whoever_becomes_worker_0_lists_at_once_and_tells_nothing_that_it_found_before(
-    board: SidecarState, monkeypatch: pytest.MonkeyPatch
+    state: SidecarState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a spare found when it was started may have been deleted long ago."""
     store, told = Store(), list[tuple[Version, ...]]()
-    inventory = RemoteListing(board, told.append)
+    inventory = RemoteListing(state, told.append)
     inventory.list_when_due(store, None)  # type: ignore[arg-type]
     assert (store.listed, told) == (1, [])
-    board.config = replace(board.config, worker=0)
+    state.config = replace(state.config, worker=0)
     monkeypatch.setattr(inventory, "_ranks_of", lambda *_: ())
     monkeypatch.setattr(inventory, "_examine", lambda _: None)
     for _ in range(2):
@@ -112,12 +112,12 @@ def test_whoever_becomes_worker_0_lists_at_once_and_tells_nothing_that_it_found_
     assert (store.listed, told) == (2, [(FIRST, SECOND)])
 
 
-def test_worker_that_had_trouble_looks_for_itself_again(board: SidecarState) -> None:
-    store, inventory = Store(), RemoteListing(board, ignore)
+def test_worker_that_had_trouble_looks_for_itself_again(state: SidecarState) -> None:
+    store, inventory = Store(), RemoteListing(state, ignore)
     store.failure = RemoteError(Reason.FORBIDDEN, "refused", retriable=False)
     with pytest.raises(RemoteError):
         inventory.list_when_due(store, verdict(FIRST))  # type: ignore[arg-type]
-    assert board.remote.reachable is None, "that others reach it says nothing of this node"
+    assert state.remote.reachable is None, "that others reach it says nothing of this node"
     store.failure = None
     inventory.list_when_due(store, verdict(FIRST))  # type: ignore[arg-type]
-    assert (board.remote.reachable, store.listed) == (True, 1)
+    assert (state.remote.reachable, store.listed) == (True, 1)

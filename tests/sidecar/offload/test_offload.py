@@ -1,5 +1,4 @@
-"""The remote tier outlives everything: versions get there complete, and come back from there when nothing
-else is left."""
+"""Versions get to the remote tier complete, and come back when nothing else is left."""
 
 from __future__ import annotations
 
@@ -135,7 +134,7 @@ def test_workers_that_nobody_can_reach_learn_from_the_store_that_the_job_went_on
     elsewhere.begin_attempt(JOB_UID, 2)
     save_everywhere(world, 20, 30, 40)
     order = launcher.order()
-    assert (order.attempt, order.phase) == (2, Phase.HOLD), "worker 0 read it, worker 1 felt its pulse"
+    assert (order.attempt, order.phase) == (2, Phase.HOLD), "worker 0 read it, worker 1 heard its heartbeat"
     until(lambda: world.report(0).watermarks.local == Version(40, 1), "local copies go on")
     assert elsewhere.versions() == [Version(10, 1)], (
         "attempt 2 began there: it is not pushed out by what nobody will read"
@@ -209,14 +208,14 @@ def test_snapshot_that_rots_before_its_upload_is_given_up_so_that_another_can_be
     seal = station.save(Version(10, 1), 1 << 20)
     station.flip(seal, Tier.LOCAL, 0)
     store = open_store(json.dumps({"directory": {"path": str(tmp_path)}}), "default/gpt")
-    board, coordinator = station.board, Coordinator(station.board)
-    inventory = RemoteListing(board, coordinator.stored)
-    uploader = Uploader(board, station.vault, JobStore(board.config), inventory, coordinator.manifest)
-    assert station.board.directive is not None
+    state, coordinator = station.state, Coordinator(station.state)
+    inventory = RemoteListing(state, coordinator.stored)
+    uploader = Uploader(state, station.vault, JobStore(state.config), inventory, coordinator.manifest)
+    assert station.state.directive is not None
     with pytest.raises(RemoteCorrupt):
-        uploader._upload(store, station.board.directive, Version(10, 1))
+        uploader._upload(store, station.state.directive, Version(10, 1))
     store.close()
     assert station.vault.held() == ()
-    assert [(each.rank, each.version, each.worker) for each in station.board.quarantined] == [
+    assert [(each.rank, each.version, each.worker) for each in station.state.quarantined] == [
         (0, Version(10, 1), 0)
     ]

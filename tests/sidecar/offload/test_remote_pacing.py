@@ -1,4 +1,4 @@
-"""Uploads take no more of the network than they were allowed, to the byte, by a clock that the test holds."""
+"""Uploads take no more of the network than allowed, to the byte, by the test's clock."""
 
 from __future__ import annotations
 

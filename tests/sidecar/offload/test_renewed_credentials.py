@@ -1,5 +1,4 @@
-"""A Secret that is made or mended after the pod was started reaches the sidecar without anybody deleting the
-pod."""
+"""A Secret that is mended after the pod started reaches the sidecar without a new pod."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ async def test_changed_credentials_do_not_disturb_a_remote_tier_that_works(
         asked.set()
         return reachable
 
-    waiting = asyncio.create_task(renewal.renewed(tmp_path, answer))
+    waiting = asyncio.create_task(renewal.wait_for_renewal(tmp_path, answer))
     await asked.wait()
     put(tmp_path, KEY="a")
     for _ in range(3):

@@ -1,3 +1,5 @@
+"""Gives the tests of parity their fixtures."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

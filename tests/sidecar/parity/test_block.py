@@ -1,5 +1,4 @@
-"""A block comes out right whatever the order, the repetitions and the number of streams that its chunks come
-in."""
+"""A block comes out right whatever the order, repetitions and streams of its chunks."""
 
 from __future__ import annotations
 

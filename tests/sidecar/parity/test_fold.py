@@ -1,5 +1,7 @@
-"""What a holder promises: less memory than copies, every chunk once, and no acknowledgement before the block
-is complete."""
+"""A holder of parity takes less memory than copies, and acknowledges complete blocks only.
+
+It takes every chunk once.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def block_of(holder: Station, share: Share, version: Version = V, kind: Kind = K
 
 def talk(station: Station, holder: Station, attempt: int | None = None) -> Wire:
     """A connection of a member that says what the test wants."""
-    attempt = station.board.attempt if attempt is None else attempt
+    attempt = station.state.attempt if attempt is None else attempt
     return converse(dial(station.identity, attempt, Peer(holder.identity.worker, holder.identity.host), 8471))
 
 
@@ -185,12 +187,12 @@ def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
     assert seal is not None
     wire = talk(job.members[0], job.holders[0])
     offer(wire, seal)
-    job.holders[0].board.accept(_later(job))
+    job.holders[0].state.accept(_later(job))
     with pytest.raises(WireBroken):
         send(wire, seal, chunks_of(saved[0], 0))
     with pytest.raises(PeerRefused, match="attempt 1 is over"):
         talk(job.members[0], job.holders[0], attempt=1)
-    assert job.holders[0].board.counters.refused_stale >= 2
+    assert job.holders[0].state.counters.refused_stale >= 2
 
 
 def _later(job: Group) -> Directive:

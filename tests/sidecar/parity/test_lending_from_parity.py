@@ -1,5 +1,7 @@
-"""Fewer workers come back: what a lost one of the old ranks had is added up from parity, as far as somebody
-reads it."""
+"""What a lost rank had is added up from parity when fewer workers come back.
+
+Only what somebody reads of it is.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class NoRemote:
 def lender_of(station: Station) -> Lender:
     return Lender(
         station.vault,
-        station.board.config.vault_dir / "lent",
+        station.state.config.vault_dir / "lent",
         station.connect,
         cast("RemotePart", NoRemote()),
     )

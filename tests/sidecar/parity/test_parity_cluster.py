@@ -1,5 +1,4 @@
-"""Whole sidecars under parity: snapshots and deltas are protected, and what is lost comes back by the
-directive alone."""
+"""Whole sidecars under parity bring back what is lost by the directive alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a parity group promises: any losses up to its number of holders come back bit for bit, and no bad byte
-goes unnoticed."""
+"""A parity group brings back any losses up to its number of holders, bit for bit."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ def test_bad_block_is_noticed_and_another_is_used(make_job: MakeJob) -> None:
     assert job.stations[1].rebuild(1, V, job.group, on_bad=bad.append) == saved[1]
     assert [(each.worker, each.version) for each in bad] == [(3, V)]
     assert not job.holders[0].blocks(), "its holder has looked, and keeps it no longer"
-    assert job.holders[0].board.quarantined[0].worker == 3
+    assert job.holders[0].state.quarantined[0].worker == 3
 
 
 def test_bad_survivor_is_named_and_another_block_takes_its_place(make_job: MakeJob) -> None:

@@ -1,4 +1,7 @@
-"""What a member promises: training never waits for a holder, a person is told, and bandwidth is kept to."""
+"""Training never waits for a holder of parity, and bandwidth is kept to.
+
+A person is told.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def test_what_was_brought_is_counted_once(make_job: MakeJob) -> None:
     until(lambda: board.counters.replicated == 2, "two ranks at one holder")
     job.next_attempt(V.step)
     until(lambda: V in job.stations[0].copied(0), "the holder says again what it has")
-    assert board.counters.replicated == 2
+    assert state.counters.replicated == 2
 
 
 def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(make_job: MakeJob) -> None:
@@ -72,8 +75,8 @@ def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(
     job.save_rank(0, V, 1_000_000)
     job.spoil(0, V, 500_000)
     job.name(V)
-    until(lambda: member.board.quarantined, "the member looks at its own memory")
-    assert (member.board.quarantined[0].worker, member.board.quarantined[0].version) == (0, V)
+    until(lambda: member.state.quarantined, "the member looks at its own memory")
+    assert (member.state.quarantined[0].worker, member.state.quarantined[0].version) == (0, V)
     assert member.vault.find(0, V) is None
 
 

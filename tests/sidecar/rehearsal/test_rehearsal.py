@@ -1,5 +1,4 @@
-"""While a job trains, what a recovery would read is read and verified; what would not come back is told, and
-nothing else is touched."""
+"""What a recovery would read is verified while a job trains, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -62,9 +61,9 @@ class Stage:
         self.happenings: list[Callable[[], object]] = []
         self.waits = 0
         self.now = 0.0
-        reach = RestoreSources(self.me.board, self.me.vault, self.me.identity, job.port, NoRemote())
+        reach = RestoreSources(self.me.state, self.me.vault, self.me.identity, job.port, NoRemote())
         self.rehearser = Rehearser(
-            self.me.board, self.me.vault, reach, wait=self._wait, clock=lambda: self.now
+            self.me.state, self.me.vault, reach, wait=self._wait, clock=lambda: self.now
         )
 
     def _wait(self, until: Callable[[], bool], seconds: float) -> bool:
@@ -83,17 +82,17 @@ class Stage:
         return seals[0]
 
     def complete(self, version: Version) -> None:
-        board = self.me.board
+        state = self.me.state
         peer = version if self.job.workers > 1 else None
-        with board.lock:
-            board.verdict = TierVerdict(board.attempt, Watermarks(local=version, peer=peer))
-        board.bump()
+        with state.lock:
+            state.verdict = TierVerdict(state.attempt, Watermarks(local=version, peer=peer))
+        state.bump()
 
     def proved(self) -> dict[Tier, Version]:
-        return {proof.tier: proof.version for proof in self.me.board.proofs}
+        return {proof.tier: proof.version for proof in self.me.state.proofs}
 
     def complaint(self) -> str:
-        found = [each.message for each in self.me.board.problems if each.reason == REHEARSAL_FAILED]
+        found = [each.message for each in self.me.state.problems if each.reason == REHEARSAL_FAILED]
         return found[0] if found else ""
 
 
@@ -121,8 +120,8 @@ def test_intact_version_is_proved_in_own_memory_and_at_its_holder(stage: Stage) 
     stage.rehearser.look()
     assert stage.proved() == {Tier.LOCAL: stage.version, Tier.PEER: stage.version}
     assert not stage.complaint()
-    assert all(proof.bytes == seal.digests.size and proof.parts == 1 for proof in stage.me.board.proofs)
-    assert stage.me.board.counters.proved == 2
+    assert all(proof.bytes == seal.digests.size and proof.parts == 1 for proof in stage.me.state.proofs)
+    assert stage.me.state.counters.proved == 2
 
 
 def test_chain_of_deltas_is_read_with_its_snapshot(stage: Stage) -> None:
@@ -134,7 +133,7 @@ def test_chain_of_deltas_is_read_with_its_snapshot(stage: Stage) -> None:
     stage.complete(after)
     stage.rehearser.look()
     assert stage.proved() == {Tier.LOCAL: after, Tier.PEER: after}
-    assert {proof.bytes for proof in stage.me.board.proofs} == {base.digests.size + seal.digests.size}
+    assert {proof.bytes for proof in stage.me.state.proofs} == {base.digests.size + seal.digests.size}
 
 
 @pytest.mark.parametrize("chunk", [0, 2, 3])
@@ -153,8 +152,8 @@ def test_one_flipped_bit_is_told_with_tier_artifact_and_place_and_stays_where_it
     )
     assert set(stage.proved()) == {Tier.LOCAL, Tier.PEER} - {tier}
     assert keeper.holds(Artifact(0, stage.version), tier), "a rehearsal reads only"
-    assert not keeper.board.quarantined
-    assert stage.me.board.counters.disproved == 1
+    assert not keeper.state.quarantined
+    assert stage.me.state.counters.disproved == 1
 
 
 def test_complaint_ends_when_a_later_version_is_proved(stage: Stage) -> None:
@@ -209,7 +208,7 @@ def test_turning_it_off_takes_back_what_was_said(stage: Stage) -> None:
     stage.rehearser.look()
     assert stage.complaint()
     assert stage.proved()
-    stage.me.board.accept(replace(stage.me.board.directive, policy=Policy(None, 1_000_000, 5)))  # type: ignore[type-var]
+    stage.me.state.accept(replace(stage.me.state.directive, policy=Policy(None, 1_000_000, 5)))  # type: ignore[type-var]
     stage.rehearser.look()
     assert (stage.proved(), stage.complaint()) == ({}, "")
 
@@ -287,7 +286,7 @@ def test_between_two_chunks_no_slot_is_held_here_or_at_the_holder(
     stage.rehearser.look()
     assert not stage.happenings
     assert not stage.complaint()
-    peer = next(proof for proof in stage.me.board.proofs if proof.tier is Tier.PEER)
+    peer = next(proof for proof in stage.me.state.proofs if proof.tier is Tier.PEER)
     assert (peer.version, peer.parts) == (later, 2), "the reading went on in the next version"
 
 
@@ -301,7 +300,7 @@ def test_reclaimed_version_goes_on_in_the_next_one_where_it_stopped(stage: Stage
 
     stage.happenings = [lambda: None, overtaken]
     stage.rehearser.look()
-    local = next(proof for proof in stage.me.board.proofs if proof.tier is Tier.LOCAL)
+    local = next(proof for proof in stage.me.state.proofs if proof.tier is Tier.LOCAL)
     assert (local.version, local.parts, local.bytes) == (later, 2, seal.digests.size)
     assert not stage.complaint()
 
@@ -336,20 +335,20 @@ def test_versions_that_are_freed_before_they_can_be_read_are_no_failure_and_not_
 @pytest.mark.parametrize("after", range(1, 16, 3))
 def test_next_attempt_ends_it_at_once_without_a_word(stage: Stage, after: int) -> None:
     stage.save(stage.version)
-    directive = stage.me.board.directive
+    directive = stage.me.state.directive
     assert directive is not None
     hold = replace(directive, attempt=directive.attempt + 1, phase=Phase.HOLD)
     waits: list[int] = []
 
     def recovery() -> None:
-        stage.me.board.accept(hold)
+        stage.me.state.accept(hold)
         waits.append(stage.waits)
 
     stage.happenings = [*[lambda: None] * after, recovery]
     stage.rehearser.look()
     assert stage.waits == waits[0], "it read on beside the restore"
     assert not stage.complaint()
-    assert stage.me.board.counters.disproved == 0
+    assert stage.me.state.counters.disproved == 0
 
 
 # In real sidecars, beside a job that trains.

@@ -1,5 +1,4 @@
-"""A rehearsal takes a hundredth of what there is, comes when its turn has come, and shows the oldest of its
-proofs."""
+"""A rehearsal takes a hundredth of what there is, and shows the oldest of its proofs."""
 
 from __future__ import annotations
 
@@ -10,7 +9,16 @@ from hypothesis import strategies as st
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Proof
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.rehearsal.ledger import ADVICE, AGAIN, FRESH, WIRE_SECONDS, Ledger, Look, due_in, rest
+from tiercheck_sidecar.rehearsal.ledger import (
+    ADVICE,
+    AGAIN,
+    FRESH,
+    WIRE_SECONDS,
+    Ledger,
+    Look,
+    due_in,
+    seconds_to_rest,
+)
 
 PIECES = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 1 << 26)), min_size=1, max_size=50)
 V, W = Version(5, 1), Version(6, 1)
@@ -21,7 +29,7 @@ COURSE = (1, "placement")
 def test_whatever_pieces_cost_together_they_take_one_percent_of_a_core_and_of_the_bandwidth(
     pieces: list[tuple[float, int]], bandwidth: int | None
 ) -> None:
-    seconds = sum(rest(core, moved, bandwidth) for core, moved in pieces)
+    seconds = sum(seconds_to_rest(core, moved, bandwidth) for core, moved in pieces)
     assert sum(core for core, _ in pieces) <= 0.01 * seconds * (1 + 1e-9)
     moved = sum(moved for _, moved in pieces)
     assert moved * WIRE_SECONDS <= 0.01 * seconds * (1 + 1e-9)
@@ -34,7 +42,7 @@ def test_it_rests_no_longer_than_the_tightest_of_its_limits_demands(
     core: float, moved: int, bandwidth: int | None
 ) -> None:
     limits = [core * 100, moved * WIRE_SECONDS * 100, 0 if bandwidth is None else moved * 100 / bandwidth]
-    assert rest(core, moved, bandwidth) == pytest.approx(max(limits))
+    assert seconds_to_rest(core, moved, bandwidth) == pytest.approx(max(limits))
 
 
 def test_first_time_of_a_tier_and_of_a_new_attempt_or_placement_is_at_once() -> None:

@@ -1,5 +1,4 @@
-"""A real, persistent S3 server for the tests of the remote tier: Ceph's radosgw with the least cluster that
-it runs on.
+"""Runs Ceph's radosgw, a real S3 server that persists, with the least cluster it needs.
 
 One monitor, one object store daemon and one gateway, in a temporary folder, on loopback, without
 authentication among themselves. Needs Debian's packages radosgw, ceph-mon and ceph-osd (`make radosgw-test`

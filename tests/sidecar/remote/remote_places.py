@@ -1,5 +1,4 @@
-"""The two kinds of durable place, with the means to look behind the store's back and to damage what lies
-there."""
+"""Makes the two kinds of durable place, and damages what lies there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A shared directory after a power cut: no manifest is there without everything that it names, whenever the
-power went."""
+"""After a power cut, a shared directory has no manifest without all that it names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a store does not do as promised is found before a job has to rely on it; and a job goes on with a
-store that ignores conditions."""
+"""A promise that a store does not keep is found before a job has to rely on it.
+
+A job goes on with a store that ignores conditions.
+"""
 
 from __future__ import annotations
 
@@ -184,11 +186,11 @@ def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: 
         {f"TIERCHECK_{name}": value for name, value in env.items()}
         | {"TIERCHECK_WORKER": "0", "TIERCHECK_CREDENTIALS_DIR": str(tmp_path)}
     )
-    board, store = SidecarState(config), Store()
-    inventory = RemoteListing(board, lambda _: None)
+    state, store = SidecarState(config), Store()
+    inventory = RemoteListing(state, lambda _: None)
     inventory._examine(store)  # type: ignore[arg-type]
-    assert board.problems == ()
+    assert state.problems == ()
     inventory._examine(store)  # type: ignore[arg-type]
-    assert [each.reason for each in board.problems] == ["RemoteNotSafe"]
-    board.withdraw("Remote", but="RemoteNotSafe")
-    assert board.problems, "it lasts, whatever comes and goes"
+    assert [each.reason for each in state.problems] == ["RemoteNotSafe"]
+    state.withdraw("Remote", but="RemoteNotSafe")
+    assert state.problems, "it lasts, whatever comes and goes"

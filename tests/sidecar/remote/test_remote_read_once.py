@@ -1,5 +1,4 @@
-"""When everything was lost, the store is read once: copies for holders are made from the restored ranks, not
-from the bucket."""
+"""When everything was lost, the store is read once, and holders copy from restored ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whatever the bucket does, training goes on and its copies are made; a condition and a metric say what is
-wrong."""
+"""Whatever the bucket does, training goes on, and a condition says what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with a remote tier is named, so that the job's condition can say what to do about it."""
+"""What goes wrong with a remote tier is named, so that the condition says what to do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Two jobs of one name find the same folder: one of them writes there, the other is told whose it is, and
-nothing of either is lost."""
+"""Of two jobs of one name, one writes to the folder, and the other is told whose it is."""
 
 from __future__ import annotations
 

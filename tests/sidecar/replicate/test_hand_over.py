@@ -1,5 +1,4 @@
-"""An evicted pod hands over: its sidecar stays until its holders have what they lack, as long as its grace
-allows."""
+"""An evicted pod's sidecar stays until its holders have what they lack, within its grace."""
 
 from __future__ import annotations
 

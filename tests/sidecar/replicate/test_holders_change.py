@@ -1,5 +1,4 @@
-"""Holders change while an attempt goes on: what is protected stays protected, at the old holder until the new
-one has it."""
+"""What is protected stays so while holders change: the old one keeps it until then."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ranks that come back on another mesh read parts of other ranks' artifacts: only those, and only
-verified.
-"""
+"""Ranks on another mesh read only the parts they need of others' artifacts, verified."""
 
 from __future__ import annotations
 
@@ -39,16 +37,16 @@ def job(stations: MakeStations) -> Stations:
 @pytest.fixture
 def lender(job: Stations) -> Iterator[Lender]:
     station = job[3]
-    remote = RemoteSource(station.board, station.vault, JobStore(station.board.config))
+    remote = RemoteSource(station.state, station.vault, JobStore(station.state.config))
     made = Lender(
         station.vault,
-        station.board.config.vault_dir / "lent",
+        station.state.config.vault_dir / "lent",
         lambda peer: station.connect(peer.worker),
         remote,
     )
     yield made
     made.close()
-    assert not list((station.board.config.vault_dir / "lent").glob("*"))
+    assert not list((station.state.config.vault_dir / "lent").glob("*"))
 
 
 def directive(job: Stations, *workers: int, listed: bool = False) -> Directive:
@@ -230,7 +228,7 @@ TOO_LONG = struct.pack("<Q", 1 << 20) + bytes(8192)
 def test_artifact_that_is_none_is_refused_and_not_read_for_ever(
     job: Stations, body: bytes, digests: Digests, reason: str
 ) -> None:
-    vault, folder = job[3].vault, job[3].board.config.vault_dir / "lent"
+    vault, folder = job[3].vault, job[3].state.config.vault_dir / "lent"
     lender = Lender(vault, folder, lambda peer: job[3].connect(peer.worker), Bucket(body, digests))
     with pytest.raises(SourceFailed, match=reason):
         lender.lend(directive(job), Artifact(0, Version(5, 1)), ())
@@ -238,7 +236,7 @@ def test_artifact_that_is_none_is_refused_and_not_read_for_ever(
 
 
 def test_artifact_of_the_remote_tier_is_lent(job: Stations) -> None:
-    vault, folder, body = job[3].vault, job[3].board.config.vault_dir / "lent", slot_of(0)
+    vault, folder, body = job[3].vault, job[3].state.config.vault_dir / "lent", slot_of(0)
     lender = Lender(vault, folder, lambda peer: job[3].connect(peer.worker), Bucket(body, described(body)))
     assert lender.lend(directive(job), Artifact(0, Version(5, 1)), [(0, len(body))]).read_bytes() == body
     lender.close()

@@ -1,5 +1,4 @@
-"""A lost worker comes back from wherever its artifacts are: piece by piece, each from the nearest place where
-it is good."""
+"""A lost worker comes back from wherever its artifacts are, each from the nearest place."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which chain a restore takes, and from where: nothing is fetched that need not be, and the remote tier is
-the last resort."""
+"""A restore fetches nothing that need not be, and takes the remote tier last."""
 
 from __future__ import annotations
 

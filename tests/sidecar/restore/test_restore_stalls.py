@@ -1,5 +1,4 @@
-"""Promise: no source holds up a restore for ever by yielding nothing. The next one is used, and the one that
-hangs is named."""
+"""Promise: no source holds up a restore for ever: the next one is used, that one named."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ def dead_mount() -> Iterator[Callable[[str], DeadMount]]:
 
 def hours_pass(
     reach: RestoreSources,
-    board: SidecarState,
+    state: SidecarState,
     place: str,
     hangs: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
@@ -86,7 +85,7 @@ def hours_pass(
     now = [0.0]
 
     def clock() -> float:
-        if hangs.is_set() and board.meter.told().sources == (place,):
+        if hangs.is_set() and state.meter.describe().sources == (place,):
             now[0] += 60.0
         return now[0]
 
@@ -95,12 +94,12 @@ def hours_pass(
 
 
 def bring_back(job: Stations, reach: RestoreSources, artifact: Artifact, *sources: Source) -> RankRestore:
-    known = job[0].board.directive
+    known = job[0].state.directive
     assert known is not None
     wanted = replace(known, restore=Restore(artifact.version, ()))
     with ThreadPoolExecutor(1) as verifiers:
         return RankRestorer(
-            job[0].board,
+            job[0].state,
             job[0].vault,
             reach,
             verifiers,
@@ -111,7 +110,7 @@ def bring_back(job: Stations, reach: RestoreSources, artifact: Artifact, *source
 
 
 def reach_of(job: Stations, remote: object) -> RestoreSources:
-    return RestoreSources(job[0].board, job[0].vault, job[0].identity, job.port, remote)  # type: ignore[arg-type]
+    return RestoreSources(job[0].state, job[0].vault, job[0].identity, job.port, remote)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hangs_at", ["listed", "fetch"])
@@ -123,14 +122,14 @@ def test_mount_that_hangs_is_gone_round_and_named_until_it_is_back(
 ) -> None:
     job, mount = stations(workers=3), dead_mount(hangs_at)
     seal, artifact, content = copied(job, 100_000)
-    board, reach = job[0].board, reach_of(job, mount)
-    hours_pass(reach, board, "the remote tier", mount.entered, monkeypatch)
+    state, reach = job[0].state, reach_of(job, mount)
+    hours_pass(reach, state, "the remote tier", mount.entered, monkeypatch)
     found = bring_back(job, reach, artifact, Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1)))
     assert (found.tier, found.worker) == (Tier.PEER, 1)
     assert found.failures[0].startswith("the remote tier: nothing came from it for ")
     assert job[0].content(seal, Tier.LOCAL) == content
-    assert board.meter.stalled == ("the remote tier",)
-    (problem,) = board.problems
+    assert state.meter.stalled == ("the remote tier",)
+    (problem,) = state.problems
     assert problem.reason == SOURCE_STALLED
     assert problem.message.startswith("the remote tier hangs: ")
     # The next restore loses no time there.
@@ -140,7 +139,7 @@ def test_mount_that_hangs_is_gone_round_and_named_until_it_is_back(
     assert (again.tier, mount.calls) == (Tier.PEER, before)
     assert "an earlier call to it has not come back" in again.failures[0]
     mount.back.set()
-    until(lambda: not board.problems, "it is told that the mount is well again")
+    until(lambda: not state.problems, "it is told that the mount is well again")
 
 
 def test_slot_that_a_dead_mount_may_still_write_to_is_never_used_again(
@@ -166,14 +165,14 @@ def test_slot_that_a_dead_mount_may_still_write_to_is_never_used_again(
 
     mount = Drafting("")
     reach = reach_of(job, mount)
-    hours_pass(reach, job[0].board, "the remote tier", mount.entered, monkeypatch)
+    hours_pass(reach, job[0].state, "the remote tier", mount.entered, monkeypatch)
     used = vault.used()
     found = bring_back(job, reach, artifact, Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1)))
     assert found.tier is Tier.PEER
     assert vault.used() <= used + seal.digests.size + MIB, "one slot, not two"
     back.set()
     until(lambda: late, "the late bytes came")
-    until(lambda: not job[0].board.problems, "it is over")
+    until(lambda: not job[0].state.problems, "it is over")
     assert job[0].content(seal, Tier.LOCAL) == content
 
 
@@ -186,7 +185,7 @@ def test_holder_that_says_nothing_more_is_cut_off_and_the_next_one_is_asked(
     real = session.Session._send_chunks
 
     def mute(self: session.Session, *what: Any) -> None:
-        if self._board is job[1].board:
+        if self._state is job[1].state:
             mute_now.set()
             assert asleep.wait(60)
         real(self, *what)
@@ -199,13 +198,13 @@ def test_holder_that_says_nothing_more_is_cut_off_and_the_next_one_is_asked(
     monkeypatch.setattr("tiercheck_sidecar.restore.rank_restore._at_once", one_by_one)
     places = [Source(Tier.PEER, job.peer(worker)) for worker in (1, 2)]
     reach = reach_of(job, object())
-    hours_pass(reach, job[0].board, "worker 1", mute_now, monkeypatch)
+    hours_pass(reach, job[0].state, "worker 1", mute_now, monkeypatch)
     found = bring_back(job, reach, artifact, *places)
     asleep.set()
     assert (found.tier, found.worker) == (Tier.PEER, 2)
     assert found.failures[0].startswith("worker 1: nothing came from it for ")
     assert job[0].content(seal, Tier.LOCAL) == content
-    until(lambda: not job[0].board.problems, "nothing of the call is left")
+    until(lambda: not job[0].state.problems, "nothing of the call is left")
 
 
 def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
@@ -220,10 +219,10 @@ def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
     wanted = replace(
         wanted, restore=Restore(Version(5, 1), (RankSources(3, (Source(Tier.REMOTE),)),), world_size=4)
     )
-    station.board.accept(wanted)
-    reach = RestoreSources(station.board, station.vault, station.identity, job.port, mount)  # type: ignore[arg-type]
-    Restorer(station.board, station.vault, reach).carry_out(wanted)
-    report = station.board.restore
+    station.state.accept(wanted)
+    reach = RestoreSources(station.state, station.vault, station.identity, job.port, mount)  # type: ignore[arg-type]
+    Restorer(station.state, station.vault, reach).carry_out(wanted)
+    report = station.state.restore
     assert (report.state, report.stalled) == (RestoreState.FAILED, ("the remote tier",))
     assert "the remote tier: nothing came from it for " in report.ranks[0].failures[0]
 

@@ -1,6 +1,4 @@
-"""What a rank saves is in the sidecar's memory, sealed, and comes back after the sidecar or the trainer
-dies.
-"""
+"""What a rank saves comes back after the sidecar or the trainer dies."""
 
 from __future__ import annotations
 

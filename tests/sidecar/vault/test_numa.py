@@ -1,5 +1,4 @@
-"""Promise: a slot lies on the NUMA node of the device that writes it, where this process may run there, and
-everything goes on where it may not."""
+"""Promise: a slot lies on its device's NUMA node where it may, and all goes on where not."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.sidecar.world import layout
 from tiercheck_sidecar.vault import Vault, pages, slots
-from tiercheck_sidecar.vault.pages import near
+from tiercheck_sidecar.vault.pages import touch_on_node
 
 
 @pytest.fixture
@@ -26,14 +25,14 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_thread_runs_there_and_then_where_it_was(nodes: list[int]) -> None:
     for node, processor in enumerate(nodes):
-        with near(node):
+        with touch_on_node(node):
             assert os.sched_getaffinity(0) == {processor}
         assert sorted(os.sched_getaffinity(0)) == nodes
 
 
 @pytest.mark.parametrize("node", [-1, 0, 1, 99], ids=["unknown", "foreign", "without processors", "missing"])
 def test_node_that_is_not_ours_changes_nothing(nodes: list[int], node: int) -> None:
-    with near(node + len(nodes) if node in (0, 1) else node):
+    with touch_on_node(node + len(nodes) if node in (0, 1) else node):
         assert sorted(os.sched_getaffinity(0)) == nodes
 
 

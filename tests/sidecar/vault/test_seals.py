@@ -1,5 +1,4 @@
-"""Promise: whatever memory or a neighbour makes of a seal, it is a seal as it was written or none, and no
-sidecar stops for it."""
+"""Promise: a seal is as it was written or none, and no sidecar stops for a bad one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tags of artifacts: a chunk is what was sealed at that place of that artifact, whoever brings it; and then
-nobody need read it on its way."""
+"""A tagged chunk is what was sealed at that place of that artifact, whoever brings it."""
 
 from __future__ import annotations
 
@@ -142,13 +141,13 @@ def test_seal_with_tags_takes_no_more_memory_than_is_set_aside_for_it(tmp_path: 
 @pytest.mark.parametrize("why", ["encrypted", "kept by nobody", "before the first directive"])
 def test_tags_are_not_made_where_nobody_would_check_them(stations: MakeStations, why: str) -> None:
     job = stations(workers=1 if why == "kept by nobody" else 2)
-    board = job[0].board
-    assert (board.tagger(ARTIFACT) is None) == (why == "kept by nobody")
+    state = job[0].state
+    assert (state.tagger(ARTIFACT) is None) == (why == "kept by nobody")
     if why == "encrypted":
         job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_encrypted=True))
     if why == "before the first directive":
-        board.directive = None
-    assert board.tagger(ARTIFACT) is None
+        state.directive = None
+    assert state.tagger(ARTIFACT) is None
     assert job[0].save(Version(7, job.attempt), 5000).tags is None
 
 

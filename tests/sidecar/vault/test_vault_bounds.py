@@ -1,5 +1,4 @@
-"""Whatever is asked of the vault, in whatever order: memory stays within its limit, and what is sealed stays
-readable."""
+"""The vault stays within its limit, and what is sealed stays readable."""
 
 from __future__ import annotations
 

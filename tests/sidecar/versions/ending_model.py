@@ -1,5 +1,4 @@
-"""A model of how a job ends: sidecars that are told, asked to go, killed and cut off at any time and in any
-order.
+"""Models how a job ends: sidecars that are told, asked to go, killed and cut off in any order.
 
 The coordinator and the rules are the sidecar's own (`coordinator`, `ending`); time, transfers and accidents
 are made up here.
@@ -72,9 +71,9 @@ class Model:
     ) -> None:
         self.now, self.rng, self.losses, self.commit_seconds = 0.0, rng, losses, commit
         self.workers = [Worker(number, plan) for number, plan in enumerate(plans)]
-        self.board = SidecarState(_config(), clock=lambda: self.now)
-        self.coordinator = Coordinator(self.board, clock=lambda: self.now)
-        self.board.accept(self._directive(Phase.RELEASE))
+        self.state = SidecarState(_config(), clock=lambda: self.now)
+        self.coordinator = Coordinator(self.state, clock=lambda: self.now)
+        self.state.accept(self._directive(Phase.RELEASE))
         self.remote: list[Version] = []
         self.committing: tuple[Version, float] | None = None
         self.last_change = 0.0
@@ -105,7 +104,7 @@ class Model:
         if self.now >= plan.finish and not worker.finishing:
             worker.finishing, worker.verdict = True, None
             if worker.number == 0:
-                self.board.accept(self._directive(Phase.FINISH))
+                self.state.accept(self._directive(Phase.FINISH))
         self._upload(worker)
         self._tell(worker)
         if self.now >= plan.asked and self._may_go(worker):

@@ -1,5 +1,4 @@
-"""A model of a job's memory: ranks that capture, holders that keep, a coordinator that hears of it at random
-moments.
+"""Models a job's memory: ranks capture, holders keep, and a coordinator hears of it at random.
 
 All decisions are the sidecar's own (`watermark`, `forgetting`); only time, transfers and accidents are made
 up here.
@@ -14,7 +13,7 @@ from tests.sidecar.versions.judging import judge
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable
-from tiercheck_sidecar.model.span import common, spans
+from tiercheck_sidecar.model.span import intersect, spans
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding, TierVerdict
 
@@ -193,7 +192,7 @@ class Model:
                 sorted(version for kind, version in self.writing[rank] if kind is Kind.DELTA)
             ),
             reached=self.reached[rank],
-            copied=common(spans(each.rebuildable(self.history)) for each in at),
+            copied=intersect(spans(each.rebuildable(self.history)) for each in at),
             copied_snapshots=tuple(sorted(set.intersection(*(each.of(Kind.SNAPSHOT) for each in at))))
             if at
             else (),

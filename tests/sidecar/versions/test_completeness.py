@@ -1,5 +1,4 @@
-"""Whatever the schedule, the skips and the accidents: what is committed is kept, and something newer becomes
-complete."""
+"""Whatever the schedule and the accidents, what is committed is kept, and newer completes."""
 
 from __future__ import annotations
 

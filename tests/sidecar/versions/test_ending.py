@@ -1,5 +1,4 @@
-"""A job ends: its last version is in the remote tier, and its sidecars are gone seconds later, whoever is
-asked first."""
+"""When a job ends, its last version is in the remote tier, and its sidecars go in seconds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Any number of sidecars end in any order: the last version is kept if it can be, and nobody stays for long
-after it."""
+"""Sidecars end in any order, keep the last version if it can be kept, and do not stay."""
 
 from __future__ import annotations
 

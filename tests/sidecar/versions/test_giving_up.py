@@ -1,5 +1,4 @@
-"""What the coordinator announces as complete is still there, although a rank has heard meanwhile that its
-snapshot is abandoned."""
+"""What the coordinator calls complete is still there, though a rank gave its snapshot up."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class Pair:
 
     def __init__(self, job: Stations, monkeypatch: pytest.MonkeyPatch) -> None:
         self.station = job[1]
-        self.coordinator = Coordinator(job[0].board)
+        self.coordinator = Coordinator(job[0].state)
         self.cut = False
         board, vault = self.station.board, self.station.vault
         self.reclaimer = Reclaimer(board, vault)
@@ -66,7 +65,7 @@ class Pair:
         self.tell()
         self.worker_0_has({10}, range(11, 14), unfinished=16)
         self.tell()
-        word = board.verdict
+        word = state.verdict
         assert word is not None
         assert (word.watermarks.local, word.abandoned) == (v(12), (v(14),))
 
@@ -82,7 +81,7 @@ class Pair:
             unfinished_deltas=writing,
             reached=newest,
         )
-        self.coordinator.hear(TierReport(self.station.board.config.job_uid, 1, 0, "host", (said,)))
+        self.coordinator.hear(TierReport(self.station.state.config.job_uid, 1, 0, "host", (said,)))
 
     def announced(self) -> Version | None:
         """What everybody is told next."""
@@ -93,7 +92,7 @@ class Pair:
 
     def tell(self) -> None:
         self.coordinator.news()
-        directive = self.station.board.directive
+        directive = self.station.state.directive
         assert directive is not None
         self.tiers._tell(directive, self.tiers.gather(directive))
 
@@ -146,12 +145,12 @@ def test_what_is_wanted_again_is_said_again_and_stays(pair: Pair) -> None:
     """A coordinator that begins anew knows of no abandoned snapshot at first."""
     pair.station.save(v(18), SIZE)
     pair.reclaimer.step()
-    before = pair.station.board.verdict
+    before = pair.station.state.verdict
     pair.tell()
-    pair.station.board.verdict = None
+    pair.station.state.verdict = None
     pair.reclaimer.step()
     pair.tell()
-    pair.station.board.verdict = before
+    pair.station.state.verdict = before
     pair.reclaimer.step()
     pair.worker_0_has({10, 16}, range(11, 14))
     assert pair.announced() == v(16)

@@ -1,5 +1,4 @@
-"""Promise: a proven peer whose report is senseless, or breaks what reckons with it, is refused and named, and
-the others go on without it."""
+"""Promise: a proven peer whose report is senseless is refused, and the others go on."""
 
 from __future__ import annotations
 
@@ -70,8 +69,8 @@ SENSELESS = {
 
 
 @pytest.fixture
-def board(stations: MakeStations) -> SidecarState:
-    return stations(workers=3)[0].board
+def state(stations: MakeStations) -> SidecarState:
+    return stations(workers=3)[0].state
 
 
 def complete_at(coordinator: Coordinator, step: int, *workers: int) -> TierVerdict:
@@ -80,8 +79,8 @@ def complete_at(coordinator: Coordinator, step: int, *workers: int) -> TierVerdi
     return verdict
 
 
-def test_what_honest_workers_say_is_never_objected_to(board: SidecarState) -> None:
-    assert board.directive is not None
+def test_what_honest_workers_say_is_never_objected_to(state: SidecarState) -> None:
+    assert state.directive is not None
     for worker in range(3):
         assert objection(Vocabulary().word_of(report(worker)), board.directive) == ""
     long = report(1, local=(Span(1, 0, 5000),), copied=(Span(1, 0, 5000),))
@@ -91,9 +90,9 @@ def test_what_honest_workers_say_is_never_objected_to(board: SidecarState) -> No
 
 @pytest.mark.parametrize("bad", SENSELESS.values(), ids=SENSELESS)
 def test_senseless_report_is_refused_counted_and_shown_and_the_last_good_one_stands(
-    board: SidecarState, bad: TierReport, caplog: pytest.LogCaptureFixture
+    state: SidecarState, bad: TierReport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    coordinator = Coordinator(board)
+    coordinator = Coordinator(state)
     complete_at(coordinator, 4, 0, 1, 2)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -101,8 +100,8 @@ def test_senseless_report_is_refused_counted_and_shown_and_the_last_good_one_sta
                 coordinator.hear(bad)
     assert len(caplog.records) == 1, "it comes every second"
     assert f"worker {bad.worker}" in caplog.text
-    assert board.counters.refused_reports == 3
-    (problem,) = board.problems
+    assert state.counters.refused_reports == 3
+    (problem,) = state.problems
     assert problem.reason == BAD_REPORT
     assert problem.message.startswith(f"the report of worker {bad.worker} is refused: ")
     news = coordinator.news()
@@ -110,8 +109,8 @@ def test_senseless_report_is_refused_counted_and_shown_and_the_last_good_one_sta
     assert news[0].watermarks.peer == Version(4, 1)
 
 
-def test_worker_that_comes_to_its_senses_is_heard_again(board: SidecarState) -> None:
-    coordinator = Coordinator(board)
+def test_worker_that_comes_to_its_senses_is_heard_again(state: SidecarState) -> None:
+    coordinator = Coordinator(state)
     complete_at(coordinator, 4, 0, 1, 2)
     with pytest.raises(BadReport):
         coordinator.hear(SENSELESS["endless span"])
@@ -119,7 +118,7 @@ def test_worker_that_comes_to_its_senses_is_heard_again(board: SidecarState) -> 
     news = coordinator.news()
     assert news is not None
     assert news[0].watermarks.peer == Version(6, 1)
-    assert board.problems == ()
+    assert state.problems == ()
 
 
 def breaks_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +134,10 @@ def breaks_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_report_that_breaks_the_reckoning_is_taken_back_and_the_others_go_on(
-    board: SidecarState, monkeypatch: pytest.MonkeyPatch
+    state: SidecarState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaks_at(666, monkeypatch)
-    coordinator = Coordinator(board)
+    coordinator = Coordinator(state)
     complete_at(coordinator, 4, 0, 1, 2)
     assert coordinator.news() is not None
     for step in (6, 8):
@@ -149,23 +148,23 @@ def test_report_that_breaks_the_reckoning_is_taken_back_and_the_others_go_on(
         coordinator.news()
         verdict = coordinator.hear(report(2, step))
         assert verdict.watermarks.peer == Version(4, 1), "what was complete stays so"
-        (problem,) = board.problems
+        (problem,) = state.problems
         assert problem.message.startswith(
             "the report of worker 1 is refused: it cannot be reckoned with (ZeroDivisionError"
         )
-    assert board.counters.refused_reports >= 1
+    assert state.counters.refused_reports >= 1
     complete_at(coordinator, 8, 1)
     news = coordinator.news()
     assert news is not None
     assert news[0].watermarks.peer == Version(8, 1), "what the others said meanwhile was heard"
-    assert board.problems == ()
+    assert state.problems == ()
 
 
 def test_first_report_of_all_that_breaks_the_reckoning_is_refused_at_once(
-    board: SidecarState, monkeypatch: pytest.MonkeyPatch
+    state: SidecarState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breaks_at(666, monkeypatch)
-    coordinator = Coordinator(board)
+    coordinator = Coordinator(state)
     with pytest.raises(BadReport, match="cannot be reckoned with"):
         coordinator.hear(report(1, 666))
     assert complete_at(coordinator, 4, 0, 2, 1).attempt == 1
@@ -186,10 +185,10 @@ def test_sidecar_of_worker_0_lives_on_beside_a_peer_that_only_talks_nonsense(mak
 
 
 def test_reckoning_that_fails_whatever_is_left_out_ends_nothing(
-    board: SidecarState, monkeypatch: pytest.MonkeyPatch
+    state: SidecarState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop that reckons is a vital one: what it raises again and again ends the process."""
-    coordinator = Coordinator(board)
+    coordinator = Coordinator(state)
     complete_at(coordinator, 4, 0, 1, 2)
     known = coordinator.news()
     assert known is not None
@@ -197,4 +196,4 @@ def test_reckoning_that_fails_whatever_is_left_out_ends_nothing(
     for step in range(5, 20):
         assert complete_at(coordinator, step, 0, 1, 2) == known[0]
         assert coordinator.news() == known
-    assert not any(each.reason == "InternalError" for each in board.problems)
+    assert not any(each.reason == "InternalError" for each in state.problems)

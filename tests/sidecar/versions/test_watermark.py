@@ -1,5 +1,4 @@
-"""The rules of completeness: what is named complete, what to copy, what to upload, what nobody needs any
-more."""
+"""The rules of completeness say what is complete, what to copy and upload, what to free."""
 
 from __future__ import annotations
 

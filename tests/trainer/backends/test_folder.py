@@ -1,5 +1,4 @@
-"""Promise: outside a cluster the newest version that is complete and intact for all ranks is found, whatever
-happened."""
+"""Promise: outside a cluster the newest version that is complete and intact is found."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A folder of a laptop or a shared disk after a power cut: an older version goes only once the newer one is
-there for good."""
+"""After a power cut, a folder has an older version until the newer one is there for good."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: with the sidecar well, snapshots reach it complete; with the sidecar ill, training does not
-notice."""
+"""Promise: snapshots reach a sidecar that is well, and training does not notice an ill one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One rank of a run that saves with torch.distributed.checkpoint: `torchrun dcp_script.py FOLDER ACTION...`.
+"""Runs one rank of a run that saves with torch.distributed.checkpoint.
+
+`torchrun dcp_script.py FOLDER ACTION...`
 
 Prints what it found as one line of JSON.
 """

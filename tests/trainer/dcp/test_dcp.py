@@ -1,5 +1,4 @@
-"""Promise: a script that uses torch.distributed.checkpoint keeps its calls, and what it saves comes back, on
-any number of ranks."""
+"""Promise: what a script saves with torch.distributed.checkpoint comes back on any ranks."""
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ def test_what_would_run_code_never_reaches_the_planner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as careless:  # somebody else wrote the slot
-        careless.setattr(writer, "checked", lambda fqn, content: content)
+        careless.setattr(writer, "check_readable", lambda fqn, content: content)
         with alone(tmp_path / "checkpoints") as storage:
             assert storage.save({"weight": torch.ones(3), "bad": Malicious(tmp_path / "hacked")}, 1)
     state = {"weight": torch.zeros(3), "bad": None}

@@ -1,5 +1,4 @@
-"""Trains a script under a sidecar, restores it in the middle of a chain, and compares every bit with the run
-that went on."""
+"""Restores a script in the middle of a chain, and compares every bit with the run that went on."""
 
 from __future__ import annotations
 

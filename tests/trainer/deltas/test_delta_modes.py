@@ -1,5 +1,4 @@
-"""Promise: whether an optimizer can be replayed exactly is found out and reported; if it cannot, there are
-snapshots only."""
+"""Promise: if an optimizer cannot be replayed exactly, there are snapshots only."""
 
 from __future__ import annotations
 

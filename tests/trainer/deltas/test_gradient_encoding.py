@@ -1,5 +1,4 @@
-"""Promise: whatever form a gradient is stored in, it comes back with the same bits, and mostly-zero ones are
-small."""
+"""Promise: a stored gradient has the same bits, and a mostly-zero one is small."""
 
 from __future__ import annotations
 
@@ -8,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiercheck.trainer.deltas.encoding import Encoded, decode, encode, look_sparse, may_be_sparse, same_bits
+from tiercheck.trainer.deltas.encoding import (
+    Encoded,
+    decode,
+    encode,
+    have_same_bits,
+    look_sparse,
+    may_be_sparse,
+)
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -39,7 +45,7 @@ def test_every_form_is_lossless(
     encoded = encode(gradient)
     restored = back(encoded)
     assert restored is not None
-    assert same_bits(restored, gradient)
+    assert have_same_bits(restored, gradient)
     assert encoded.nbytes <= gradient.nbytes
 
 
@@ -56,7 +62,7 @@ def test_few_rows_few_elements_and_nothing_are_small() -> None:
     for gradient in (embedding, top_k, nothing):
         restored = back(encode(gradient))
         assert restored is not None
-        assert same_bits(restored, gradient)
+        assert have_same_bits(restored, gradient)
 
 
 def test_absent_gradient_stays_absent() -> None:
@@ -72,7 +78,7 @@ def test_order_in_memory_is_kept() -> None:
         restored = back(encode(gradient))
         assert restored is not None
         assert restored.stride() == gradient.stride()
-        assert same_bits(restored, gradient)
+        assert have_same_bits(restored, gradient)
 
 
 def test_sparse_tensor_is_kept_as_it_is() -> None:
@@ -83,5 +89,5 @@ def test_sparse_tensor_is_kept_as_it_is() -> None:
         restored = back(encode(wanted))
         assert restored is not None
         assert restored.is_coalesced() == wanted.is_coalesced()
-        assert same_bits(restored._values(), wanted._values())
+        assert have_same_bits(restored._values(), wanted._values())
         assert torch.equal(restored._indices(), wanted._indices())

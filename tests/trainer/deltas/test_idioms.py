@@ -1,5 +1,4 @@
-"""Idioms of training loops that strangers use, each left after nine steps and resumed by a new life of its
-script.
+"""Idioms of strangers' training loops resume after nine steps in a new life of the script.
 
 Equal, or refused, or told; never silently different, never the script's end. Equal means that the losses
 after the resumption are those of the run that went on, in every bit. Told means that the job knows by then

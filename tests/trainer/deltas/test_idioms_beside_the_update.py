@@ -1,6 +1,7 @@
-"""Idioms whose next step depends on what no update of an optimizer makes: target networks, buffers that come
-and go, phases of a training, what a script moves between groups or keeps in them, gradients in memory of its
-own.
+"""Idioms whose next step depends on what no optimizer updates come back too.
+
+Target networks, buffers that come and go, phases of a training, what a script moves between groups or keeps
+in them, gradients in memory of its own.
 
 Each is left and resumed twice, from a snapshot and the deltas after it, and from a snapshot alone. As in
 `test_idioms`: equal, or told.

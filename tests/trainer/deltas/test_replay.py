@@ -1,5 +1,4 @@
-"""Promise: a snapshot and the deltas after it give the state after the last one, bit for bit, for every
-optimizer we know."""
+"""Promise: a snapshot and its deltas give the last state, bit for bit, for every optimizer."""
 
 from __future__ import annotations
 

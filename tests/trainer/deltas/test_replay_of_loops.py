@@ -1,5 +1,4 @@
-"""Promise: however the training loop treats its gradients, replaying what the optimizer consumed gives the
-same bits."""
+"""Promise: replay gives the same bits however the training loop treats its gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: each rank of a sharded or replicated run replays its own part, and the run goes on with the same
-losses."""
+"""Promise: each rank of a sharded or replicated run replays its own part."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Promise: classes of optimizers that nobody here has seen are neither disturbed nor believed, and a call
-from an odd place is none that hurts."""
+"""Promise: unknown classes of optimizers are neither disturbed nor believed.
+
+A call from an odd place is none that hurts.
+"""
 
 from __future__ import annotations
 

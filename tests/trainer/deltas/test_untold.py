@@ -1,5 +1,4 @@
-"""Promise: a delta does not pass that is silent about something which changed, on a device where the training
-thread does not look."""
+"""Promise: a delta that is silent about a change does not pass, on a device too."""
 
 from __future__ import annotations
 

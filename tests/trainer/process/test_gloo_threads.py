@@ -1,4 +1,4 @@
-"""Promise: a process that is done does not end while a thread of gloo could still ask for the interpreter."""
+"""Promise: no process ends while a thread of gloo could still ask for the interpreter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: why a rank ended can be read in the job's status, and telling it changes nothing about how it
-ends."""
+"""Promise: the job's status tells why a rank ended, which changes nothing about the end."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiercheck.trainer.process.process_end import exit_code_of, in_words, reason_of
+from tiercheck.trainer.process.process_end import describe_error, exit_code_of, reason_of
 
 SCRIPT = """
 import sys
@@ -53,9 +52,9 @@ def test_exception_says_whose_fault_it_is_as_far_as_it_is_clear(error: BaseExcep
 
 
 def test_words_are_one_short_line() -> None:
-    assert in_words(ValueError("a\n  b")) == "ValueError: a b"
-    assert len(in_words(ValueError("x" * 5000))) <= 500
-    assert in_words(ValueError()) == "ValueError"
+    assert describe_error(ValueError("a\n  b")) == "ValueError: a b"
+    assert len(describe_error(ValueError("x" * 5000))) <= 500
+    assert describe_error(ValueError()) == "ValueError"
 
 
 @pytest.mark.parametrize(("code", "ends"), [(None, 0), (0, 0), (3, 3), (256 + 3, 3), ("no such file", 1)])

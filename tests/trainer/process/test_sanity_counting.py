@@ -1,4 +1,4 @@
-"""Promise: the steps that the sanity gate refused are counted as long as no good one comes between them."""
+"""Promise: refused steps are counted as long as no good one comes between them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: that updates can be made again, bit for bit, is proved while training, of every class of
-optimizer, and costs next to nothing."""
+"""Promise: training itself proves, at next to no cost, that updates can be made again bit for bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: where a probe tries out a part of a tensor, the optimizer gives it the bits that the whole would
-have got."""
+"""Promise: a probed part of a tensor gets the bits that the whole would have got."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.examples import examples
-from tiercheck.trainer.deltas.encoding import same_bits
+from tiercheck.trainer.deltas.encoding import have_same_bits
 from tiercheck.trainer.proof.replayable import inseparable
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -66,11 +65,11 @@ def test_parts_get_the_bits_of_the_whole(
             part.grad = gradient[a:b].clone()
         together.step()
         apart.step()
-    assert same_bits(torch.cat([part.detach() for part in parts]), whole.detach())
+    assert have_same_bits(torch.cat([part.detach() for part in parts]), whole.detach())
     for key, value in together.state[whole].items():
         if isinstance(value, torch.Tensor):
             found = [apart.state[part][key] for part in parts]
-            assert same_bits(torch.cat(found) if value.dim() else found[0], value), key
+            assert have_same_bits(torch.cat(found) if value.dim() else found[0], value), key
 
 
 class Own(torch.optim.AdamW):

@@ -1,5 +1,4 @@
-"""Promise: a fingerprint tells any state from one that differs in the least, on whatever device it is
-computed."""
+"""Promise: a fingerprint tells any two states apart, on whatever device it is computed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Promise: a probe clones no more than its room, and over time it comes to every element that may be
-cloned.
-"""
+"""Promise: a probe clones no more than its room, and in time comes to every element."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Runs whose replicas drift apart on purpose, one after the other: `python drifting_script.py NUMBER FOLDER
-RUN...`.
+"""Runs replicas that drift apart on purpose, one run after the other.
+
+`python drifting_script.py NUMBER FOLDER RUN...`
 
 RUN is NAME:STEPS:DRIFTS_AFTER:HOW:RANKS, NAME that of its folder. HOW: "local" (no averaging of gradients any
 more, as in local SGD), "element" (one rank changes some elements of one parameter), "hidden" (as local, and

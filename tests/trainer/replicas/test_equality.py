@@ -1,5 +1,7 @@
-"""Promise: what replicas hold differently is never mixed into a state that nobody had: a restore brings equal
-replicas, or each its own."""
+"""Promise: unequal replicas are never mixed into a state that nobody had.
+
+A restore brings equal replicas, or each its own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiercheck.trainer.replicas.equality import Looked, saved_whole, unequal
+from tiercheck.trainer.replicas.equality import Looked, are_unequal, were_saved_whole
 
 SCRIPT = Path(__file__).parent / "drifting_script.py"
 
@@ -127,13 +129,13 @@ def written(whole: bool, *seen: dict[str, int | None]) -> str:
 
 def test_slots_of_a_version_disagree_if_any_ring_does() -> None:
     equal: Sequence[str] = [written(False, {"a": 1}, {"b": 2}), written(False, {"a": 1}, {"b": 2})]
-    assert not unequal(equal)
-    assert unequal([*equal, written(False, {"a": 1}, {"b": 3})])
-    assert not unequal([*equal, "", written(False, {"a": None}, {"b": 2})])  # not all of it was sampled
+    assert not are_unequal(equal)
+    assert are_unequal([*equal, written(False, {"a": 1}, {"b": 3})])
+    assert not are_unequal([*equal, "", written(False, {"a": None}, {"b": 2})])  # not all of it was sampled
 
 
 def test_whole_copies_of_replicas_are_told_from_a_state_without_replicas() -> None:
-    assert saved_whole(written(True, {"a": 1}))
-    assert not saved_whole(written(False, {"a": 1}))
-    assert not saved_whole(written(True))
-    assert not saved_whole("")
+    assert were_saved_whole(written(True, {"a": 1}))
+    assert not were_saved_whole(written(False, {"a": 1}))
+    assert not were_saved_whole(written(True))
+    assert not were_saved_whole("")

@@ -1,5 +1,4 @@
-"""A few cases in place of a product of many: every combination of values of some axes is in one of them (a
-covering array)."""
+"""Chooses few cases that hold every combination of values of some axes (a covering array)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Loops with everything that a script draws from, averages or schedules by: `python exact_lives.py FOLDER`.
-Prints losses, as bits.
+"""Runs loops with everything that a script draws from, averages or schedules by.
+
+`python exact_lives.py FOLDER` prints losses, as bits.
 
 Each loop is trained whole in one process, and again in three, of which two are killed in the middle of an
 update. Each process begins with other seeds and other weights than the one before it. All are forks of one

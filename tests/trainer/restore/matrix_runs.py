@@ -1,5 +1,6 @@
-"""Runs of a matrix: `python matrix_runs.py FOLDER RUNS`, RUNS a file of JSON. Prints what each rank of each
-run said.
+"""Runs a matrix of runs, and prints what each rank of each said.
+
+`python matrix_runs.py FOLDER RUNS`, RUNS a file of JSON.
 
 One process imports torch and forks the ranks of each run, so that a rank costs milliseconds and can really be
 killed. It has no thread of its own when it forks (with a TCPStore's server in it, ranks now and then hung). A

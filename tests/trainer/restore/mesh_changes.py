@@ -1,5 +1,7 @@
-"""One process of a run that changes its mesh again and again: `torchrun mesh_changes.py FOLDER
-KIND:RANKS...`."""
+"""Runs one process of a run that changes its mesh again and again.
+
+`torchrun mesh_changes.py FOLDER KIND:RANKS...`
+"""
 
 from __future__ import annotations
 

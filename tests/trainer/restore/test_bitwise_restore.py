@@ -1,5 +1,4 @@
-"""Promise: after a restore, every following loss and every tensor has the bits of a run that was never
-interrupted."""
+"""Promise: after a restore, losses and tensors have the bits of a run never interrupted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Promise: whatever a script draws from, averages or schedules by, a run that is killed goes on bit for
-bit.
-"""
+"""Promise: a killed run goes on bit for bit, whatever its script draws or averages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: a sharded run that is killed without warning continues bit for bit, and ends with the same
-parameters."""
+"""Promise: a sharded run that is killed continues bit for bit, to the same parameters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: however people train, whatever fails, and on whatever ranks they go on, every bit of the state
-comes back.
+"""Promise: however people train and whatever fails, every bit of the state comes back.
 
 Parallelism x optimizer x what is odd about the model x failure x mesh after it: what goes wrong goes wrong
 where two things meet, and the full product is seventeen thousand cases. Here every value is in some case;

@@ -1,5 +1,4 @@
-"""Promise: what is read straight into a tensor has the stored bits, and a file that was cut off is refused,
-not half believed."""
+"""Promise: what is read straight into a tensor has the stored bits; a cut file is refused."""
 
 from __future__ import annotations
 

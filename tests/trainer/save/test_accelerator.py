@@ -1,5 +1,4 @@
-"""Promise: what lies on a device is saved and comes back bit by bit, and training neither waits for that nor
-disturbs it."""
+"""Promise: what lies on a device comes back bit by bit, and saving does not disturb training."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tests.trainer.deltas.replaying import EQUAL, TOLD, Script, outcome, started
 from tests.trainer.lazy_device import LazyDevice
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas import buffers, watch
-from tiercheck.trainer.deltas.encoding import same_bits
+from tiercheck.trainer.deltas.encoding import have_same_bits
 from tiercheck.trainer.deltas.untold import PATIENCE
 from tiercheck.trainer.save import accelerator, flight
 from tiercheck.trainer.save.accelerator import accelerator_of
@@ -109,7 +108,7 @@ def test_every_snapshot_is_the_state_after_its_step(tmp_path: Path, device: Lazy
     for step, state in truth.items():
         saved = load_file(tmp_path / "rank-0-of-1" / f"{step:012d}-0.safetensors")
         for name, value in state.items():
-            assert same_bits(saved[f"model/{name}"], value), (step, name)
+            assert have_same_bits(saved[f"model/{name}"], value), (step, name)
 
 
 def test_no_value_of_a_device_is_asked_for_in_any_hook_or_in_step(delta_sidecar: ScriptedSidecar) -> None:
@@ -249,7 +248,7 @@ def test_restore_brings_every_byte_through_windows_of_any_size(
     with checkpointer:
         assert checkpointer.restore() == 1
     for name, value in script.tensors().items():
-        assert same_bits(again.tensors()[name], value), name
+        assert have_same_bits(again.tensors()[name], value), name
 
 
 def test_slot_is_never_given_back_while_a_device_may_write_to_it(

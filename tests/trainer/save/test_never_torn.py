@@ -1,4 +1,4 @@
-"""Promise: a snapshot is the state after its step, whatever training does the moment `step` has returned."""
+"""Promise: a snapshot is the state after its step, whatever training does once `step` returned."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Promise: deltas that take longer than steps end by themselves, the owner is told, and they come back when
-there is time."""
+"""Promise: deltas that take longer than steps end by themselves, and come back with time.
+
+The owner is told.
+"""
 
 from __future__ import annotations
 
@@ -81,9 +83,9 @@ def run(
 ) -> bool:
     for _ in range(steps):
         clock.now += step + waited
-        measured.waited(waited)
+        measured.note_wait(waited)
         if delta is not None:
-            measured.took(delta)
+            measured.note_work(delta)
         taken = measured.ends_step(taken)
     return taken
 
@@ -100,8 +102,8 @@ def test_extra_state_that_is_slow_to_tell_ends_deltas_for_good() -> None:
     for step in range(200):
         clock.now += 1
         if taken:
-            measured.took(0.01)
-            measured.told(0.2)
+            measured.note_work(0.01)
+            measured.note_extra_state(0.2)
         taken = measured.ends_step(taken)
         assert taken or step >= 8
     assert not taken
@@ -149,9 +151,9 @@ def test_slow_deltas_end_are_told_and_come_back(
     running, checkpointer = started(script, every=4)
     clock, delta = Clock(), 0.5
     checkpointer._saver.pace = measured = Pace(clock)
-    took = measured.took
-    monkeypatch.setattr(measured, "took", lambda _: took(delta))
-    monkeypatch.setattr(measured, "waited", lambda _: None)
+    took = measured.note_work
+    monkeypatch.setattr(measured, "note_work", lambda _: took(delta))
+    monkeypatch.setattr(measured, "note_wait", lambda _: None)
     checkpointer.restore()
 
     def steps(count: int, step: float = 1.0) -> set[int]:

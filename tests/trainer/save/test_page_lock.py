@@ -1,5 +1,7 @@
-"""Whatever page-locking does, training goes on, and nothing stays registered by halves. With a runtime that
-stands in for CUDA's."""
+"""Whatever page-locking does, training goes on, and nothing stays registered by halves.
+
+With a runtime that stands in for CUDA's.
+"""
 
 from __future__ import annotations
 

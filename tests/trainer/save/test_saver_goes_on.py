@@ -1,5 +1,4 @@
-"""Promise: whatever goes wrong in the thread that saves, training neither ends nor waits for it, and later
-versions are saved."""
+"""Promise: whatever goes wrong in the saver's thread, training goes on, and so does saving."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A remembered inventory is the one that would be taken anew, whatever happened to model and optimizer in
-between."""
+"""A remembered inventory is the one that would be taken anew, whatever happened between."""
 
 from __future__ import annotations
 

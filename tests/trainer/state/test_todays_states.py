@@ -1,5 +1,4 @@
-"""States as today's recipes have them: quantised, in lists, master copies, thawed on the way. Each comes back
-exactly.
+"""States of today's recipes come back exactly: quantised, in lists, master copies, thawed.
 
 A run that is left after six steps and resumed by a new life of its script must make the same losses as one
 that was not.

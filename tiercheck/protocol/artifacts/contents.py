@@ -1,7 +1,7 @@
-"""A version as one state: of each tensor, whole, where its parts lie in the slots of the ranks that saved it.
+"""Finds where the parts of each whole tensor of a version lie in the ranks' slots.
 
 Pure: made from the beginnings of the slots (header and table of pieces), so nothing of the tensors has to be
-  read, or held, before it is wanted.
+read, or held, before it is wanted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A slot's file in memory, at an address where its huge pages fit: what trainer and sidecar share, each maps
-for itself.
+"""Maps a slot's file into memory at an address where its huge pages fit.
 
 Elsewhere a huge page is mapped as hundreds of small ones, and to touch or to page-lock a slot takes that much
 longer.

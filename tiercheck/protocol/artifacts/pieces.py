@@ -226,9 +226,6 @@ def fair_span(count: int, index: int, replicas: int, grain: int = 1) -> tuple[in
     return min(index * share, count), min((index + 1) * share, count)
 
 
-pass  # HOUSE
-
-
 def pieces_table(pieces: Mapping[str, Piece]) -> bytes:
     """JSON, by tensor name: shape of the whole tensor, offset and extent of the shard, and the span that is
     stored of it."""

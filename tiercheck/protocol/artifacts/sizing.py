@@ -1,4 +1,4 @@
-"""How many slots fit into the memory volume: arithmetic only, so that every refusal can name its numbers.
+"""Reckons how many slots fit into the memory volume, so that every refusal names numbers.
 
 Known to both sides: the operator refuses a job that cannot fit before it starts, the sidecar lays out what it
 has.

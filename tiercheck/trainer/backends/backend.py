@@ -1,4 +1,4 @@
-"""Where artifacts go is not the trainer's business: in a cluster to the sidecar, on a laptop to a folder.
+"""Defines where artifacts go: in a cluster to the sidecar, on a laptop to a folder.
 
 Both are one small interface. Its methods are called by the saver's thread, except where stated.
 """

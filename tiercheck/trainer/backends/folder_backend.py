@@ -25,7 +25,7 @@ from tiercheck.protocol.names import ENV_ATTEMPT
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Offer, Ranges, Skipped, log
-from tiercheck.trainer.replicas.ranks import distributed
+from tiercheck.trainer.replicas.ranks import is_distributed
 
 _CHUNK = 4 * 1024 * 1024
 _NONE = Version(-1, -1)
@@ -162,7 +162,7 @@ class FolderBackend:
 
         Each rank looks at its share of the files.
         """
-        shared = distributed() and self._world_size > 1
+        shared = is_distributed() and self._world_size > 1
         ranks = range(self._rank, world, self._world_size) if shared else range(world)
         if not shared:
             for version in sorted(self._complete(world), reverse=True):

@@ -1,4 +1,4 @@
-"""In a cluster the sidecar owns the memory: this asks it for slots, and lives with any answer, or none."""
+"""Asks the sidecar for slots, and lives with any answer, or none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One connection of a rank to its sidecar: JSON lines with a deadline on everything, so that no silence can
-hang training."""
+"""Connects a rank to its sidecar, with a deadline on everything: silence never hangs training."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What torch.distributed.checkpoint must know of a rank's slot beside its tensors: JSON and checked bytes,
-never a pickle that runs code."""
+"""Writes what DCP must know of a slot beside its tensors: JSON and checked bytes, never a pickle."""
 
 from __future__ import annotations
 
@@ -88,13 +87,13 @@ def planner_paths(data: Any) -> dict[str, Path] | None:
     return {fqn: tuple(path) for fqn, path in data.items()}
 
 
-def checked(fqn: str, content: bytes) -> bytes:
+def check_readable(fqn: str, content: bytes) -> bytes:
     """`content` if it can be read without running code. Raises NotCapturable."""
     _read(fqn, content)
     return content
 
 
-def harmless(fqn: str, content: bytes) -> io.BytesIO:
+def rewrite_for_planner(fqn: str, content: bytes) -> io.BytesIO:
     """For a planner, which unpickles without any check: the same value, written anew. Raises NotCapturable.
 
     What was stored never reaches that unpickler itself.

@@ -1,5 +1,4 @@
-"""torch.distributed.checkpoint asks for parts of tensors; this brings them, and no other bytes, from
-whichever ranks saved them."""
+"""Brings torch.distributed.checkpoint the parts of tensors it asks for, whichever ranks saved them."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from tiercheck.protocol.artifacts.contents import (
 )
 from tiercheck.protocol.artifacts.pieces import Box
 from tiercheck.trainer.backends.backend import Offer, RestoreError
-from tiercheck.trainer.dcp.note import LENGTHS, Note, harmless
+from tiercheck.trainer.dcp.note import LENGTHS, Note, rewrite_for_planner
 from tiercheck.trainer.dcp.writer import step_of
 from tiercheck.trainer.restore.resharding import OtherRanks, merged_ranges
 from tiercheck.trainer.state.leaves import NotCapturable, dtype_of
@@ -134,7 +133,7 @@ class _Saved:
                 if item.type == LoadItemType.BYTE_IO:
                     ((begin, end),) = self._ranges(item)
                     fqn = item.storage_index.fqn
-                    planner.load_bytes(item, harmless(fqn, slot.buffer[begin:end]))
+                    planner.load_bytes(item, rewrite_for_planner(fqn, slot.buffer[begin:end]))
                     continue
                 tensor, chunk = self._chunk(item.storage_index)
                 if not all(item.lengths):

@@ -1,5 +1,4 @@
-"""torch.distributed.checkpoint plans what each rank saves; this puts it into the rank's slot, one copy from
-the state's tensors."""
+"""Puts what torch.distributed.checkpoint plans into the rank's slot, one copy from the tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tiercheck.protocol.artifacts.slot import PIECES, SlotLayout
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Backend
 from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.dcp.note import LENGTHS, Note, checked, planner_paths
+from tiercheck.trainer.dcp.note import LENGTHS, Note, check_readable, planner_paths
 from tiercheck.trainer.state.leaves import NotCapturable, dtype_name
 from tiercheck.trainer.state.slot_file import OpenSlots, bytes_into
 from tiercheck.trainer.state.user_state import capacity_for
@@ -148,7 +147,7 @@ class _Save:
                 written = planner.resolve_data(item)
                 assert not isinstance(written, torch.Tensor)
                 places[fqn] = (len(content), len(content) + len(written.getbuffer()))
-                content += checked(fqn, written.getvalue())
+                content += check_readable(fqn, written.getvalue())
                 continue
             entry = DCP_PREFIX + fqn
             while entry in self._tensors:

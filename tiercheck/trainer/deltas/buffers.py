@@ -1,4 +1,4 @@
-"""Batch statistics and counters change in forward, not in the optimizer: a delta carries those that may have.
+"""Finds the buffers that a delta must carry: statistics and counters that forward changed.
 
 torch's in-place counters do not tell for all of them: batch norm writes its running statistics behind their
 back. So small buffers are always carried; a large one if its counter moved, or that of another buffer of its

@@ -1,10 +1,8 @@
-"""What is stored of one step when not the whole state is: its layout in a slot, written and read in one
-place.
+"""Defines the layout of a delta in its slot, which is written and read here alone.
 
-gradient<e>/<parameter>[/index|/values|/indices]   what event e consumed, in a form of `encoding`
-buffer/<name>                                      buffers that changed replay
-JSON: forms, fingerprints, threads user                                               hyper-parameters and the
-users' small state, as in a snapshot
+Items: `gradient<e>/<parameter>[/index|/values|/indices]` is what event e consumed, in a form of `encoding`;
+`buffer/<name>` are buffers that changed; `replay` is JSON (forms, fingerprints, threads, hyper-parameters);
+`user` is the users' small state, as in a snapshot.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Deltas as the training thread sees them: what each update consumed, and whether a delta of it would be
-exact.
+"""Takes deltas in the training thread: what each update consumed, and whether that is exact.
 
 Nothing here raises into training. What cannot be described exactly is skipped; what never can be ends deltas
 for this run, with a reason that the job's status shows.
@@ -21,7 +20,7 @@ from tiercheck.trainer.backends.backend import Backend
 from tiercheck.trainer.deltas.buffers import Buffers
 from tiercheck.trainer.deltas.delta_format import Delta, Planner
 from tiercheck.trainer.deltas.gradients import Event, Recorder, hyper_parameters
-from tiercheck.trainer.deltas.watch import Tree, Watch, trained
+from tiercheck.trainer.deltas.watch import Tree, Watch, trained_parameters
 from tiercheck.trainer.proof.probe import ProbeRefused, Probes
 from tiercheck.trainer.proof.replayable import hindrance, is_known
 from tiercheck.trainer.replicas.partitioned import Partitions
@@ -90,7 +89,7 @@ class Deltas:
         self._look_around()
         self._mark = self._watch.read()
         self._harmless(self._saver.untold.begin)
-        self._saver.pace.begins()
+        self._saver.pace.begin_step()
         if restored is not None:
             self._saver.unbroken.restored(restored)
         self._measured = room > 0
@@ -173,7 +172,7 @@ class Deltas:
             self._outside = "after the update"
         self._mark = mark
         outside, self._outside = self._outside, ""
-        if self._tree.changed() or trained(self._optimizers) != self._identities:
+        if self._tree.changed() or trained_parameters(self._optimizers) != self._identities:
             self._look_around()
             inexact = inexact or "the model, or what its optimizers train, was changed"
             self._mark = self._watch.read()
@@ -279,7 +278,7 @@ class Deltas:
     def _extra(self) -> dict[str, Any]:
         begun = time.monotonic()
         extra = self._buffers.extra()
-        self._saver.pace.told(time.monotonic() - begun)
+        self._saver.pace.note_extra_state(time.monotonic() - begun)
         return extra
 
     def _record(self, index: int) -> None:
@@ -323,7 +322,7 @@ class Deltas:
         """List parameters and buffers; done once, because it takes too long for every step."""
         self._watch = Watch(self._model, self._optimizers, self._partitions.sent)
         self._tree = Tree(self._model)
-        self._identities = trained(self._optimizers)
+        self._identities = trained_parameters(self._optimizers)
         self._buffers = Buffers(self._model)
         self._modes = Modes(self._model)
         self._named = [list(named_parameters_of(optimizer, self._model)) for optimizer in self._optimizers]

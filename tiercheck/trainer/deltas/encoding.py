@@ -1,5 +1,4 @@
-"""A gradient that is mostly zero need not be stored whole: frozen rows, unrouted experts, unused words cost
-nothing.
+"""Encodes gradients so that zeros cost nothing: frozen rows, unrouted experts, unused words.
 
 Every form gives back the same bits, zeros with a sign included:
 
@@ -182,7 +181,7 @@ def _moved(stored: Tensor, device: torch.device) -> Tensor:
     return torch.empty(stored.shape, dtype=stored.dtype, device=device).copy_(stored)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
     """Equal in shape, dtype and every bit, so that a NaN equals itself and a signed zero does not equal
     zero.
     """
@@ -196,17 +195,17 @@ def _words(tensor: Tensor) -> Tensor:
     return plain if plain.dtype == torch.bool or plain.is_complex() else _bits(plain)
 
 
-def same(one: Any, other: Any) -> bool:
+def are_equal_by_bits(one: Any, other: Any) -> bool:
     """Equal, tensors (the shards of sharded ones) by their bits."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
-        return both and same_bits(local_shard(one), local_shard(other))
+        return both and have_same_bits(local_shard(one), local_shard(other))
     if isinstance(one, Mapping):
         return (
             isinstance(other, Mapping)
             and one.keys() == other.keys()
-            and all(same(one[k], other[k]) for k in one)
+            and all(are_equal_by_bits(one[k], other[k]) for k in one)
         )
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(are_equal_by_bits, one, other))
     return bool(one == other)

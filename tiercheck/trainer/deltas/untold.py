@@ -1,5 +1,4 @@
-"""What deltas tell nothing of has to stay as it is: parameters that no optimizer has, and large buffers whose
-counters did not move.
+"""Checks that what deltas tell nothing of stays as it is: frozen parameters and large buffers.
 
 Torch's counters miss what is written through `.data`. In host memory the training thread looks at bytes
 (`Watch`, `Buffers`). On a device that would be work for it at each step; there the saver's thread takes a

@@ -1,6 +1,7 @@
-"""A delta is exact only if nothing but the optimizer changed the state: torch's in-place counters tell, and
-for what is written behind their back, as through `.data`, a sample of the parameters' bytes does, where
-looking costs no wait for a device.
+"""Tells whether anything but the optimizer changed the state, which would make a delta inexact.
+
+Torch's in-place counters tell. For what is written behind their back, as through `.data`, a sample of the
+parameters' bytes does, where looking costs no wait for a device.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Watch:
             if not is_lazy(parameter) and not parameter.is_inference():
                 known[id(parameter)] = parameter
         self._parameters = VersionCounters(list(known.values()))
-        others = {*map(id, sent)}.difference(*trained(optimizers))
+        others = {*map(id, sent)}.difference(*trained_parameters(optimizers))
         watched = [parameter for parameter in known.values() if id(parameter) not in others]
         shards = [getattr(parameter, "_local_tensor", parameter) for parameter in watched]
         self._seen = [shard for shard in shards if type(shard) in PLAIN and shard.device.type == "cpu"]
@@ -92,11 +93,11 @@ class Watch:
         """For another thread: whether all is as when `read` gave this."""
         other = copy.copy(self)
         other._kept, other._sampler = [_Kept(optimizer) for optimizer in self._optimizers], Sampler()
-        listed = trained(self._optimizers)
-        return lambda before: other.read() == before and trained(self._optimizers) == listed
+        listed = trained_parameters(self._optimizers)
+        return lambda before: other.read() == before and trained_parameters(self._optimizers) == listed
 
 
-def trained(optimizers: Sequence[Optimizer]) -> list[list[int]]:
+def trained_parameters(optimizers: Sequence[Optimizer]) -> list[list[int]]:
     """Which parameters each group of each optimizer has."""
     return [[*map(id, group["params"])] for optimizer in optimizers for group in optimizer.param_groups]
 

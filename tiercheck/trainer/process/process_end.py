@@ -66,7 +66,7 @@ def reason_of(error: BaseException) -> str:
     return COLLECTIVE_FAILED if of_network or isinstance(error, backend_error) else UNCAUGHT
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Its type and the beginning of its text, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:_LONGEST] if text else type(error).__name__
@@ -97,7 +97,7 @@ class LastWords:
         code = exit_code_of(error)
         if not self._said and code and not isinstance(error, KeyboardInterrupt):
             self._said = True
-            self._tell(reason_of(error), in_words(error), code)
+            self._tell(reason_of(error), describe_error(error), code)
 
     def close(self) -> None:
         if sys.excepthook is self._ours:

@@ -1,5 +1,4 @@
-"""A run that diverges must be noticed, and go back if it does not recover: this counts the steps that were
-refused in a row."""
+"""Counts steps that the sanity gate refused in a row, so that a run that diverges goes back."""
 
 from __future__ import annotations
 

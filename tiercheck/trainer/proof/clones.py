@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.deltas.encoding import decode, encode, same, same_bits
+from tiercheck.trainer.deltas.encoding import are_equal_by_bits, decode, encode, have_same_bits
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.proof.replayable import (
     inseparable,
@@ -98,8 +98,6 @@ def choose(
         element = 0
     return parts, ParameterPlace(order[0].number if order else 0)
 
-
-pass  # HOUSE
 
 _MOST = 256
 """Parameters of a known class that are cloned at once: each takes some calls, however small it is."""
@@ -237,9 +235,9 @@ class Clones:
             state = {
                 key: _cut(value, shard, pair.part) for key, value in real.state.get(pair.real, {}).items()
             }
-            if not same_bits(_cut(shard, shard, pair.part), pair.clone):
+            if not have_same_bits(_cut(shard, shard, pair.part), pair.clone):
                 return True
-            if not same(state, dict(self.optimizer.state.get(pair.clone, {}))):
+            if not are_equal_by_bits(state, dict(self.optimizer.state.get(pair.clone, {}))):
                 return True
         return False
 

@@ -1,5 +1,4 @@
-"""That a replay gives the very bits is proved while training, not found wrong at the restore: an update is
-made again on clones.
+"""Proves while training that a replay gives the very bits, by making an update again on clones.
 
 In the first updates, and then once in a while, since a kernel may be chosen anew: by the size of a batch, by
 an autotuner, by hand. A class of torch's is believed until it fails, another one only after it agreed. The
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tiercheck.trainer.deltas.encoding import same
+from tiercheck.trainer.deltas.encoding import are_equal_by_bits
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.proof.clones import Cloner, Clones
 from tiercheck.trainer.proof.replayable import is_function, is_known, is_value, own_attributes
@@ -97,7 +96,7 @@ class Probe:
         clones, self._clones = self._clones, None
         if clones is None:
             return
-        if self._random is not None and not same(self._random, user_state.random_state()):
+        if self._random is not None and not are_equal_by_bits(self._random, user_state.random_state()):
             raise ProbeRefused(f"{self._name} draws random numbers")
         try:
             if self._random is None:

@@ -1,5 +1,4 @@
-"""A version proves itself: what lies in its slot, and what a restore brings back, is what the state was at
-`step`.
+"""Proves that a slot, and what a restore brings back, is what the state was at `step`.
 
 A sample of the live state is taken in the training thread. It is compared with the slot before that becomes
 readable, so that a torn copy is none, however the state was written meanwhile. It travels with the version,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiercheck.trainer.deltas.gradients import SCALING
-from tiercheck.trainer.state.readable import encoded
+from tiercheck.trainer.state.readable import as_plain
 
 _NAMES = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
@@ -134,7 +134,7 @@ def is_value(value: Any) -> bool:
         return all(map(is_value, value)) and all(map(is_value, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(is_value, value))
-    return isinstance(value, _UNCHANGEABLE) or encoded(value) is not None
+    return isinstance(value, _UNCHANGEABLE) or as_plain(value) is not None
 
 
 def is_function(value: Any, deep: int = 3) -> bool:

@@ -1,4 +1,4 @@
-"""A look at a few bytes of every tensor, cheap enough for every step: is it still, or again, what it was?
+"""Samples a few bytes of every tensor at each step, to tell whether it is what it was.
 
 Torch's in-place counters miss what is written through `.data`, by a replayed graph, or by a kernel of
 somebody's own. Bytes tell. Of every 16 MiB sixteen runs are looked at, evenly spread and always the same, so

@@ -1,5 +1,4 @@
-"""Shares of what is not equal would be mixed by a restore into a state that nobody ever had: so it is looked
-whether replicas are equal.
+"""Checks that replicas are equal: a restore would mix unequal shares into a state nobody had.
 
 At each snapshot every replica samples what it holds, a few hundred elements of each tensor, others at every
 snapshot, and lays the sums down in the process group's store. Then it looks at what its two neighbours in the
@@ -26,7 +25,7 @@ from torch import Tensor
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.trainer.backends.backend import Skipped, log
 from tiercheck.trainer.proof.samples import content
-from tiercheck.trainer.replicas.ranks import distributed
+from tiercheck.trainer.replicas.ranks import is_distributed
 from tiercheck.trainer.replicas.replicas import Shares, share_of
 from tiercheck.trainer.state.leaves import Entry, local_shard
 
@@ -93,7 +92,7 @@ class Equality:
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._rank = dist.get_rank() if distributed() else 0
+        self._rank = dist.get_rank() if is_distributed() else 0
         self._store = _store()
         self._prefix = ""
         if self._store is not None:
@@ -193,13 +192,13 @@ class Equality:
         return rings
 
 
-def unequal(written: Iterable[str]) -> bool:
+def are_unequal(written: Iterable[str]) -> bool:
     """Whether the slots of a version, given the REPLICAS of their metadata, are of replicas that differ."""
     known: dict[str, str] = {}
     return any(known.setdefault(ring, found) != found for text in written for ring, found in _rings_in(text))
 
 
-def saved_whole(written: str) -> bool:
+def were_saved_whole(written: str) -> bool:
     """Whether every replica saved all that it had although there are several: because they differed."""
     return written.startswith(_WHOLE) and bool(_rings_in(written))
 
@@ -219,7 +218,7 @@ def _message(rank: int, other: int, names: Sequence[str]) -> str:
 
 def _store() -> Store | None:
     """That of the process group; None: there is none, or nobody to compare with."""
-    if not distributed() or dist.get_world_size() == 1:
+    if not is_distributed() or dist.get_world_size() == 1:
         return None
     from torch.distributed import distributed_c10d
 

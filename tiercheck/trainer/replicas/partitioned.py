@@ -1,5 +1,4 @@
-"""An optimizer that keeps state for its part of the parameters only (ZeRO stage 1) is saved and replayed as
-that part.
+"""Saves and replays a rank's own part of a ZeRO stage 1 optimizer.
 
 ZeroRedundancyOptimizer wraps an ordinary optimizer of the parameters that this rank updates, and sends the
 results to the other ranks after each step. So the one inside is captured, each rank's state is nobody else's,

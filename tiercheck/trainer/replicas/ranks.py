@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def distributed() -> bool:
+def is_distributed() -> bool:
     """Whether this process belongs to a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
-def everyones(mine: T) -> list[T]:
+def gather_from_all(mine: T) -> list[T]:
     """What each rank gives, in their order. A collective call."""
-    if not distributed() or dist.get_world_size() == 1:
+    if not is_distributed() or dist.get_world_size() == 1:
         return [mine]
     found = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
-def anywhere(mine: bool) -> bool:
+def is_true_anywhere(mine: bool) -> bool:
     """Whether it is so at any rank. A collective call."""
-    return any(everyones(mine))
+    return any(gather_from_all(mine))
 
 
 def rank_and_world() -> tuple[int, int]:
     """(rank, number of ranks); (0, 1) for a process on its own."""
-    if distributed():
+    if is_distributed():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 

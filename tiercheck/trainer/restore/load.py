@@ -1,5 +1,4 @@
-"""Putting a snapshot back, bit for bit: no dtype is cast, nothing is computed, and nothing missing goes
-unnoticed."""
+"""Puts a snapshot back bit for bit: no dtype is cast, and nothing missing goes unnoticed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""From a snapshot to a later version: the very updates that made it are made again, by the optimizer
-itself.
-"""
+"""Replays deltas after a snapshot: the optimizer itself makes the very updates again."""
 
 from __future__ import annotations
 

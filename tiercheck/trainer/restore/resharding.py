@@ -1,5 +1,4 @@
-"""A state comes back on other ranks, or another mesh, than those that saved it: each rank reads the parts
-that it now holds.
+"""Restores a state on other ranks or another mesh: each rank reads the parts it now holds.
 
 Only the rank knows its sharding, so it reads the beginnings of all slots (header and table of pieces),
 chooses the slots and bytes that it needs, has them brought, and cuts its shards out of them. No byte that no
@@ -22,7 +21,7 @@ from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, Take, co
 from tiercheck.trainer.backends.backend import Ranges
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.proof.samples import Sampler
-from tiercheck.trainer.replicas.ranks import everyones
+from tiercheck.trainer.replicas.ranks import gather_from_all
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.restore.load import (
     DifferentState,
@@ -200,7 +199,7 @@ def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
     for. A collective call."""
     here = {f"model/{key}" for key, _, _ in model_items(model)}
     saved = {name for name in (*others.holders, *others.private) if name.startswith("model/")}
-    if lost := set.intersection(*everyones(saved - here)):
+    if lost := set.intersection(*gather_from_all(saved - here)):
         raise DifferentState(f"{min(lost)} is only in the checkpoint")
 
 

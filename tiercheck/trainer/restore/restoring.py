@@ -1,5 +1,4 @@
-"""Brings a rank to the version that the job continues from: finds it, loads its snapshot, replays the deltas
-after it.
+"""Restores a rank: finds the version, loads its snapshot, replays the deltas after it.
 
 Ranks that have other shards than those that saved it put theirs together from the snapshots of all of them.
 """
@@ -22,8 +21,8 @@ from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.deltas.buffers import PASSING
 from tiercheck.trainer.deltas.delta_format import StoredDelta
 from tiercheck.trainer.proof.proof import first_difference
-from tiercheck.trainer.replicas.equality import REPLICAS, saved_whole, unequal
-from tiercheck.trainer.replicas.ranks import anywhere, everyones, rank_and_world
+from tiercheck.trainer.replicas.equality import REPLICAS, are_unequal, were_saved_whole
+from tiercheck.trainer.replicas.ranks import gather_from_all, is_true_anywhere, rank_and_world
 from tiercheck.trainer.restore.load import fits, load_all, more_groups
 from tiercheck.trainer.restore.replay import Mismatch, Replay
 from tiercheck.trainer.restore.resharding import Here, OtherRanks, load_resharded
@@ -115,7 +114,7 @@ class Restoring:
         slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
         version, facts = slot.header.version, content["facts"]
         if not trained.shares.whole:
-            self._refuse_unequal(version, everyones(slot.header.metadata.get(REPLICAS, "")))
+            self._refuse_unequal(version, gather_from_all(slot.header.metadata.get(REPLICAS, "")))
         load_all(trained.model, trained.optimizers, trained.shares, slot, facts, beside=trained.beside)
         self._put_back_passing(slot, facts)
         self._refuse_other_state(version, slot.proof())
@@ -183,10 +182,10 @@ class Restoring:
             return True
         shares = self._trained.shares
         slot = SlotReader.open(offer.path) if offer.path else None
-        if slot is not None and saved_whole(slot.header.metadata.get(REPLICAS, "")):
+        if slot is not None and were_saved_whole(slot.header.metadata.get(REPLICAS, "")):
             shares.keep_whole(f"replicas differed when {slot.header.version} was saved")
         entries = shares.own(self._trained.inventories.take())
-        return anywhere(slot is None or not (fits(slot, entries) and self._is_kept_here(slot)))
+        return is_true_anywhere(slot is None or not (fits(slot, entries) and self._is_kept_here(slot)))
 
     def _is_kept_here(self, slot: SlotReader) -> bool:
         """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its
@@ -210,7 +209,7 @@ class Restoring:
 
     def _refuse_unequal(self, version: Version, written: Iterable[str]) -> None:
         """Raises RestoreError if what would be put together is of replicas that did not hold the same."""
-        if unequal(written):
+        if are_unequal(written):
             message = (
                 f"replicas held different bits when {version} was saved, so that it cannot be put together"
             )

@@ -155,8 +155,6 @@ def runtimes() -> set[str]:
     }
 
 
-pass  # HOUSE
-
 PIECE = 256 * 1024 * 1024
 _PORTABLE = 1
 """cudaHostRegisterPortable: for every CUDA context of this process."""

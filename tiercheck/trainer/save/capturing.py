@@ -1,5 +1,4 @@
-"""A snapshot as the training thread takes it at the end of a step: what it lists, what it copies at once, and
-why there is none.
+"""Takes a snapshot in the training thread at the end of a step, or says why there is none.
 
 No failure here ends training: it is said once per kind, and counted.
 """
@@ -125,7 +124,7 @@ class Capturing:
         inventory, state = self._trained.inventories.take(), self._trained.state
         blob = user_state.Packed(state, inventory.facts, inventory.fixed)
         self._compare(inventory)
-        if name := user_state.borrowed(state, [entry.tensor for entry in inventory.entries]):
+        if name := user_state.find_borrowed(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(
                 "Shared",
                 f"state[{name!r}] holds tensors of the model or its optimizers: what comes back there "

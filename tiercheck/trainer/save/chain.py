@@ -56,20 +56,20 @@ class Pace:
         self.step = 0.0
         """Seconds of a step."""
 
-    def begins(self) -> None:
+    def begin_step(self) -> None:
         """The first step begins now."""
         self._last = self._window = self._clock()
         self._waited = 0.0
 
-    def took(self, seconds: float) -> None:
+    def note_work(self, seconds: float) -> None:
         """Saver: a delta is in its slot after so much work."""
         self._deltas.append(seconds)
 
-    def waited(self, seconds: float) -> None:
+    def note_wait(self, seconds: float) -> None:
         """For copies, where nothing else could go on meanwhile."""
         self._waited += seconds
 
-    def told(self, seconds: float) -> None:
+    def note_extra_state(self, seconds: float) -> None:
         """So long modules took to tell their extra state."""
         self._asked.append(seconds)
 

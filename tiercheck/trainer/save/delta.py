@@ -1,5 +1,4 @@
-"""How a delta gets into its slot: encoded, copied, and sealed with fingerprints of the state that it leads
-to."""
+"""Brings a delta into its slot: encodes, copies and seals it with fingerprints."""
 
 from __future__ import annotations
 
@@ -89,16 +88,16 @@ class DeltaJob:
         if delta.only_measure:
             raise Measured
         self._path = desk.backend.begin(delta.step, self._layout.size, self.kind)
-        desk.abandoning(delta, self.kind, self._path, lambda: self._copy(plan, turn))
+        desk.give_back_on_failure(delta, self.kind, self._path, lambda: self._copy(plan, turn))
         self.seconds = time.monotonic() - begun
 
     def land(self) -> None:
         if self._flight is not None and self._delta.ready is not None:
-            self._desk.abandoning(self._delta, self.kind, self._path, self._land)
+            self._desk.give_back_on_failure(self._delta, self.kind, self._path, self._land)
 
     def finish(self) -> None:
         begun = time.monotonic()
-        self._desk.abandoning(self._delta, self.kind, self._path, self._finish)
+        self._desk.give_back_on_failure(self._delta, self.kind, self._path, self._finish)
         self._desk.backend.complete(self._path, self._delta.step, self._layout.size, self.kind)
         self.seconds += time.monotonic() - begun
 

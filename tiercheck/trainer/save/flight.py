@@ -1,5 +1,4 @@
-"""The copy of an artifact off a device: given to it at once and in order, so that nobody has to keep feeding
-it, and landed later.
+"""Copies an artifact off a device, which is given all copies at once and in order.
 
 Small tensors travel together, because each copy costs more than its bytes are worth. Whether values are
 finite is found out on the device, at the speed of its memory.

@@ -1,4 +1,4 @@
-"""Saving must not cost training time: one thread does everything that may wait - slots, copies, messages."""
+"""Saves artifacts in a thread that does everything that may wait, so that training never does."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Saver:
         if current and all(
             pending.device is None for pending in current
         ):  # a device computes while this thread waits
-            self.pace.waited(time.monotonic() - begun)
+            self.pace.note_wait(time.monotonic() - begun)
 
     def _begins(self, pending: Pending, patience: float) -> bool:
         """Whether its copy begins before the patience with the sidecar ends; else it is cancelled."""
@@ -312,7 +312,7 @@ class Saver:
         if job.kind is Kind.SNAPSHOT:
             self._lack("")
         if isinstance(job, DeltaJob):
-            self.pace.took(job.seconds)
+            self.pace.note_work(job.seconds)
         with self._count_lock:
             self.captured += job.kind is Kind.SNAPSHOT
             self.deltas += job.kind is Kind.DELTA

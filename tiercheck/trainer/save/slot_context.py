@@ -105,9 +105,6 @@ class Layouts:
             return self._layout
 
 
-pass  # HOUSE
-
-
 class Cancelled(Exception):
     """The barrier gave the artifact up before its copy began."""
 
@@ -169,7 +166,7 @@ class Desk:
         if pending.device is not None and pending.ready is not None:
             pending.device.follow(pending.ready)
 
-    def abandoning(self, pending: Pending, kind: Kind, path: str, work: Callable[[], None]) -> None:
+    def give_back_on_failure(self, pending: Pending, kind: Kind, path: str, work: Callable[[], None]) -> None:
         """Do `work`; if it fails, however, the slot is given back. Raises Skipped or Cancelled, and what
         nobody thought of."""
         try:

@@ -46,14 +46,14 @@ class SnapshotJob:
             backend.pass_over(snapshot.step)
             raise Skipped("NotCapturable", str(error)) from error
         self._path = backend.begin(snapshot.step, self._planned.slot.size, self.kind)
-        self._desk.abandoning(self._snapshot, self.kind, self._path, self._copy)
+        self._desk.give_back_on_failure(self._snapshot, self.kind, self._path, self._copy)
 
     def land(self) -> None:
         if self._flight is not None:
-            self._desk.abandoning(self._snapshot, self.kind, self._path, self._flight.land)
+            self._desk.give_back_on_failure(self._snapshot, self.kind, self._path, self._flight.land)
 
     def finish(self) -> None:
-        self._desk.abandoning(self._snapshot, self.kind, self._path, self._finish)
+        self._desk.give_back_on_failure(self._snapshot, self.kind, self._path, self._finish)
         self._desk.backend.complete(self._path, self._snapshot.step, self._planned.slot.size, self.kind)
 
     def _copy(self) -> None:

@@ -1,5 +1,4 @@
-"""Most of an inventory is the same every time - names, places, how to rebuild: this remembers it, and checks
-that it still holds.
+"""Remembers a rank's inventory between snapshots, and checks that it still holds.
 
 Only of plain models and optimizers, and of those that FSDP2 shards: no hooks and methods of their own decide
 what the state_dict is, and all that is stored are plain tensors or shards of such. Everything else is listed

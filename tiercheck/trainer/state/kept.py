@@ -1,5 +1,4 @@
-"""What an optimizer keeps of a parameter, taken apart into tensors to store and a plain description, and put
-together again.
+"""Takes an optimizer's state apart into tensors and a plain description, and puts it together.
 
 Tensors, quantised ones (`__tensor_flatten__`, torch.utils._python_dispatch), and lists and dicts of them.
 """

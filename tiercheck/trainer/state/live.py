@@ -119,7 +119,7 @@ class Wrapped:
         return Wrapped(inner, tuple(around))
 
 
-def unwrapped(optimizer: Any) -> Optimizer:
+def unwrap(optimizer: Any) -> Optimizer:
     """The optimizer that does the work, without what Accelerate or Lightning have put around it: only that
     one calls its hooks."""
     while type(optimizer).__name__ in _FRAMEWORKS:

@@ -1,5 +1,4 @@
-"""What is frozen, and what evaluates while the rest trains: no tensor tells it, and yet the next step depends
-on it."""
+"""Keeps which parameters are frozen and which modules evaluate, which no tensor tells."""
 
 from __future__ import annotations
 

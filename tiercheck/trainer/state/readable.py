@@ -1,5 +1,4 @@
-"""What a checkpoint may hold beside tensors: what can be read back without running code, or it would be lost
-when it is needed.
+"""Refuses while training what a checkpoint could not be read back from without running code.
 
 `torch.load(weights_only=True)` reads plain values and collections of them. numpy's numbers and arrays, which
 scripts get from a mean or a schedule, are none of those, so they are written as such. Everything else is
@@ -31,7 +30,7 @@ _seen: set[type] = set()
 def must_come_back(value: Any, name: str) -> None:
     """Raises NotCapturable, with `name`, for what a checkpoint could hold and never give back."""
     kind = type(value)
-    if kind in _PLAIN or kind in _seen or encoded(value) is not None:
+    if kind in _PLAIN or kind in _seen or as_plain(value) is not None:
         return
     if kind in _MAPPINGS:
         for key, each in value.items():
@@ -64,7 +63,7 @@ def comes_back(value: Any) -> bool:
     return True
 
 
-def encoded(value: Any) -> dict[str, Any] | None:
+def as_plain(value: Any) -> dict[str, Any] | None:
     """What is written for a number or an array of numpy's; None: it is none, or one of objects."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not (isinstance(value, numpy.generic) or type(value) is numpy.ndarray):
@@ -82,8 +81,8 @@ def encoded(value: Any) -> dict[str, Any] | None:
 
 
 def without_numpy(value: Any) -> Any:
-    """The same with `encoded` in place of what is numpy's. What holds none of it is returned itself."""
-    if (number := encoded(value)) is not None:
+    """The same with `as_plain` in place of what is numpy's. What holds none of it is returned itself."""
+    if (number := as_plain(value)) is not None:
         return number
     if type(value) in (dict, OrderedDict):
         items = {key: without_numpy(each) for key, each in value.items()}
@@ -100,7 +99,7 @@ def without_numpy(value: Any) -> Any:
 
 
 def with_numpy(value: Any) -> Any:
-    """Inverse of `encoded`, anywhere in `value`, whose dicts and lists are changed in place. Without numpy
+    """Inverse of `as_plain`, anywhere in `value`, whose dicts and lists are changed in place. Without numpy
     they stay as they are."""
     if isinstance(value, dict):
         if _MARK in value:
@@ -126,7 +125,7 @@ def _decoded(value: Mapping[str, Any]) -> Any:
 
 
 def _must_be_key(key: Any, name: str) -> None:
-    if encoded(key) is not None:
+    if as_plain(key) is not None:
         raise NotCapturable(
             f"{name}: {key!r} is a key of a {type(key).__name__}, which could not be read back; use a "
             "plain number"

@@ -1,5 +1,4 @@
-"""A slot is memory shared with the sidecar: this maps it, and shows its tensors as torch tensors over the
-same bytes."""
+"""Maps a slot, and shows its tensors as torch tensors over the same bytes."""
 
 from __future__ import annotations
 

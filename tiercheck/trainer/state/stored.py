@@ -1,5 +1,4 @@
-"""A state comes back at the speed of its bytes: read from the slot straight into the memory of the tensors,
-on a few threads.
+"""Reads a state from its slot straight into the memory of the tensors, on a few threads.
 
 Mapping a file costs a fault for every few pages, which takes longer than copying them; `preadv` has none, and
 releases the interpreter lock. The mapping stays for what cannot be filled that way, and to look at shapes

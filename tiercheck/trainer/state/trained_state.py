@@ -1,5 +1,4 @@
-"""What a script gave a Checkpointer to keep: the model, its optimizers, and what else the next step depends
-on."""
+"""Holds what a script gave a Checkpointer to keep: model, optimizers and the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tiercheck.trainer.save.accelerator import accelerator_of
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.kept import refuse_inner
-from tiercheck.trainer.state.live import Wrapped, is_final, refuse_fsdp1, unwrapped
+from tiercheck.trainer.state.live import Wrapped, is_final, refuse_fsdp1, unwrap
 
 
 class TrainedState:
@@ -29,7 +28,7 @@ class TrainedState:
         self.model = wrapped.model
         refuse_fsdp1(self.model)
         listed = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-        self.partitions = Partitions([unwrapped(each) for each in listed])
+        self.partitions = Partitions([unwrap(each) for each in listed])
         self.optimizers = self.partitions.inner
         refuse_inner(self.optimizers)
         given = state or {}

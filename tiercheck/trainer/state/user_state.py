@@ -1,5 +1,6 @@
-"""Losses are only bitwise equal after a restart if the small rest comes back too: random numbers, schedule,
-data position.
+"""Packs and puts back the small rest of the state: random numbers, schedule, data position.
+
+Without it, losses after a restart are not bitwise equal.
 
 It is one blob of bytes, taken at once in `Checkpointer.step()`. It is written by `torch.save` and read with
 `weights_only=True`, so a checkpoint can never run code.
@@ -18,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, memory
-from tiercheck.trainer.state.readable import encoded, must_come_back, with_numpy, without_numpy
+from tiercheck.trainer.state.readable import as_plain, must_come_back, with_numpy, without_numpy
 
 _SMALLEST = 64 * 1024
 
@@ -108,7 +109,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         copy = known[id(value)] = tuple([_copied(item, known) for item in value])
     elif kind is torch.Tensor and _is_plain(value) and (memory := -value.data_ptr()) not in known:
         copy = known[id(value)] = known[memory] = value.clone()
-    elif (number := encoded(value)) is not None:
+    elif (number := as_plain(value)) is not None:
         copy = known[id(value)] = number
     else:
         raise _NotPlain
@@ -196,7 +197,7 @@ def _state_of(name: str, holder: Any) -> Any:
     return dict(holder)
 
 
-def borrowed(state: State, tensors: Sequence[torch.Tensor]) -> str:
+def find_borrowed(state: State, tensors: Sequence[torch.Tensor]) -> str:
     """Name of the first dict that holds one of `tensors`, and not a copy of it; empty: none does."""
     found = {
         name: [*_tensors_in(dict(each))] for name, each in state.items() if isinstance(each, MutableMapping)

@@ -1,5 +1,4 @@
-"""Mutating admission webhooks: who is asked about a new object, what they may change, and what
-happens if they do not answer.
+"""Calls mutating admission webhooks about new objects, and applies what they change.
 
 The part of admissionregistration.k8s.io/v1 that attach mode rests on: creations, selectors, JSON patches,
 warnings, timeouts, failure and reinvocation policies. Webhooks are found by `url` only, because there is no
@@ -36,7 +35,7 @@ class _Unreachable(Exception):
     """The webhook gave no answer that can be used."""
 
 
-async def admitted(objects: ApiObjects, target: Target, call: ApiCall) -> ApiCall:
+async def admit_object(objects: ApiObjects, target: Target, call: ApiCall) -> ApiCall:
     """The call with what webhooks made of its object. Raises ApiError if one denies it, or fails and must not
     be left out."""
     resource = target.resource

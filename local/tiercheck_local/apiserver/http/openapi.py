@@ -1,5 +1,4 @@
-"""The OpenAPI documents, as far as kubectl reads them: to know that the server validates fields,
-and for `explain`."""
+"""Serves the OpenAPI documents as far as kubectl reads them, for validation and `explain`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.http import discovery, openapi
-from tiercheck_local.apiserver.http.admission import admitted
+from tiercheck_local.apiserver.http.admission import admit_object
 from tiercheck_local.apiserver.http.paths import Target, resolve
 from tiercheck_local.apiserver.http.requests import ApiCall, carry_out, selection
 from tiercheck_local.apiserver.http.watching import WatchOptions, stream
@@ -77,7 +77,7 @@ class _Handler:
             request.content_type if request.body_exists else "",
             await request.read(),
         )
-        call = await admitted(self._objects, target, call)
+        call = await admit_object(self._objects, target, call)
         status, body = carry_out(self._objects, target, call, chosen)
         response = _json(body, status)
         for warning in call.warnings:

@@ -1,5 +1,4 @@
-"""Objects as the rows that `kubectl get` prints: pods, nodes and events as usual, custom ones as
-their CRD says."""
+"""Renders objects as the rows that `kubectl get` prints, custom ones as their CRD says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches: the stream of changes of one collection, resumed from a version, as seen through a selector."""
+"""Streams the changes of one collection, from a version on, as seen through a selector."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the server itself adds to built-in objects when they are created, and which of their changes
-it refuses.
+"""Adds the server's defaults to built-in objects, and refuses changes that it would refuse.
 
 Only the part of the real server's defaults and checks that clients of this project can notice.
 """

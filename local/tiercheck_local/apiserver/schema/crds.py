@@ -80,7 +80,7 @@ def _schema_faults(schema: Object, at: str) -> Iterator[FieldCause]:
         yield from _schema_faults(schema["additionalProperties"], f"{at}.additionalProperties")
 
 
-def established(crd: Object) -> Object:
+def established_status(crd: Object) -> Object:
     """The status of a CRD whose resource is being served."""
     spec = crd["spec"]
     earlier = {c["type"]: c for c in (crd.get("status") or {}).get("conditions", [])}

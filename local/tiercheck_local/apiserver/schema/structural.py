@@ -1,5 +1,4 @@
-"""Structural schemas of CRDs: they prune what they do not know, fill in defaults, and say what is
-wrong in words."""
+"""Applies structural schemas of CRDs: prunes, fills in defaults, and says what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of an object: created, changed, deleted in the two or three steps that Kubernetes deletes in.
+"""Creates, changes and deletes objects, in the two or three steps that Kubernetes deletes in.
 
 The verbs of the API over Storage, without HTTP. Arguments are fresh objects that may be kept and changed.
 """
@@ -298,7 +298,7 @@ class ApiObjects:
             found = crds.prepare(value)
             if found:
                 raise errors.invalid(resource.kind, resource.group, value["metadata"]["name"], found)
-            value["status"] = crds.established(value)
+            value["status"] = crds.established_status(value)
         elif resource.custom:
             if resource.custom.has_status:
                 value.pop("status", None)
@@ -327,7 +327,7 @@ class ApiObjects:
         if resource is CRDS:
             found = crds.prepare(value)
             if not found:
-                value["status"] = crds.established({**value, "status": old.get("status")})
+                value["status"] = crds.established_status({**value, "status": old.get("status")})
             return found
         return [] if resource.custom else built_in.prepare_update(resource.collection, value, old)
 

@@ -1,4 +1,4 @@
-"""The patch formats: each takes an object and a patch and gives a new object, leaving its arguments alone."""
+"""Applies patches: each format takes an object and a patch and gives a new object."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is done to pods besides reading and writing them: bound to a node by a scheduler, evicted by
-anyone."""
+"""Binds pods to nodes and evicts them."""
 
 from __future__ import annotations
 

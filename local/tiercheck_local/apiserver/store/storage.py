@@ -1,4 +1,4 @@
-"""What the server remembers: objects, one counter of versions, and enough history for watches to resume.
+"""Stores objects, one counter of versions, and enough history for watches to resume.
 
 Nothing here knows HTTP or what a kind means. Stored objects are never changed in place: a write puts a new
 one.

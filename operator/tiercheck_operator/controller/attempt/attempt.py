@@ -1,5 +1,7 @@
-"""Begins a new attempt, or says what it waits for, or gives the job up. The fencing token is bumped here and
-nowhere else."""
+"""Begins a new attempt, or says what it waits for, or gives the job up.
+
+The fencing token is bumped here and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,13 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
-from tiercheck_operator.controller.attempt.directives import members_digest
 from tiercheck_operator.controller.attempt.readiness import (
     Waiting,
-    handing_over,
-    retrying,
-    settling,
+    waiting_for_explanation,
+    waiting_for_hand_over,
     waiting_for_pods,
     waiting_for_sidecars,
+    waiting_to_retry,
 )
 from tiercheck_operator.controller.failures.exits import note_failed_start
 from tiercheck_operator.controller.failures.failure_policy import (
@@ -26,10 +27,11 @@ from tiercheck_operator.controller.failures.failure_policy import (
 )
 from tiercheck_operator.controller.failures.failure_rules import MatchedRule, match_rule
 from tiercheck_operator.controller.failures.standstill import find_hang, note_hang
+from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.observe.inventories import (
     adopted_history,
     bad_everywhere,
-    inventories,
+    build_inventories,
     last_attempt,
     oldest_step,
     remote_inventory,
@@ -37,7 +39,7 @@ from tiercheck_operator.controller.observe.inventories import (
     with_ranks,
     without_versions,
 )
-from tiercheck_operator.controller.observe.memory import largest_share, too_small
+from tiercheck_operator.controller.observe.memory import largest_share, why_too_small
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.placing import (
     CannotPlace,
@@ -91,10 +93,10 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
         return given_up
     waiting = (
         waiting_for_pods(situation)
-        or settling(situation, recovery)
-        or handing_over(situation)
+        or waiting_for_explanation(situation, recovery)
+        or waiting_for_hand_over(situation)
         or waiting_for_sidecars(situation, recovery)
-        or retrying(situation, recovery)
+        or waiting_to_retry(situation, recovery)
     )
     if waiting is not None:
         return waiting
@@ -105,7 +107,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
     if isinstance(placed, CannotPlace):
         return placed
     if not situation.job.status.attempt:
-        crowded = too_small(situation.job.spec, largest_share(placed.holders, placed.groups))
+        crowded = why_too_small(situation.job.spec, largest_share(placed.holders, placed.groups))
         if crowded:
             return CannotPlace(conditions.MEMORY_TOO_SMALL, crowded)
     reports = reports_of(situation, situation.members)
@@ -173,7 +175,7 @@ def _recovery_problem(
         ranks=situation.size * spec.procs_per_worker,
         ranks_per_worker=spec.procs_per_worker,
         history=history,
-        inventories=inventories(reports),
+        inventories=build_inventories(reports),
         remote=remote,
         distance=placed.distance,
         step_seconds=situation.job.status.step_seconds,

@@ -1,5 +1,4 @@
-"""Drives the current attempt: restore everywhere, then release everywhere, then see the first step. All or
-none.
+"""Drives the current attempt: all workers restore, then all are released, then all make a step.
 
 The release is written to the status before it is sent, so an operator that restarts in between sends the same
 thing.
@@ -11,24 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiercheck.protocol.directive import Phase, Source, Tier
+from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
-from tiercheck_operator.controller.attempt.directives import build_directives, settled_sources
-from tiercheck_operator.controller.observe.inventories import (
-    bad_everywhere,
-    inventories,
-    remote_inventory,
-    reports_of,
-    to_sources,
-)
-from tiercheck_operator.controller.placement.placing import distance_between
-from tiercheck_operator.model.actions import Push
+from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339
-from tiercheck_operator.planning.recovery.inventory import Missing
-from tiercheck_operator.planning.recovery.resharded import ResizedStock
-from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _FIRST_STEP_PATIENCE = 600.0
 """Seconds after which a recovery counts as ended although no step was reported: not every script reports
@@ -75,82 +64,29 @@ def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
 
 def find_late_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
     """The workers that alone hold up the release."""
-    recovery = status.recovery
-    if recovery is None or recovery.released_at is not None or len(reports) < obs.size:
+    if not status.on_way_back or len(reports) < obs.size:
         return []
     return absent_trainers(reports) if all(_ready(report, status) for report in reports.values()) else []
 
 
-def all_succeeded(obs: Observation, reports: Mapping[int, Report]) -> bool:
-    """Whether every training command of the current attempt exited with 0."""
-    return len(reports) == obs.size and all(
-        report.trainer.state is TrainerState.SUCCEEDED for report in reports.values()
-    )
-
-
-def wanted_phase(status: JobRecord) -> Phase:
-    """What the launchers may do now."""
-    recovery = status.recovery
-    return Phase.HOLD if recovery is not None and recovery.released_at is None else Phase.RELEASE
-
-
-def due_directives(
-    obs: Observation,
-    status: JobRecord,
-    members: Mapping[int, PodView],
-    placement: SavedPlacement | None,
-    phase: Phase,
-    *,
-    exit_code: int = 0,
-) -> list[Push]:
-    """A directive for every sidecar that has answered and follows another one. `exit_code`: with Finish, of
-    the launchers."""
-    sources = _sources(obs, status, members, placement, phase)
-    directives = build_directives(
-        obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code
-    )
-    due = []
-    for worker, directive in directives.items():
-        report = obs.newest_reports.get(members[worker].uid)
-        if report is None or report.revision == directive.revision or report.attempt > directive.attempt:
-            continue
-        # The sidecar refuses it if it has followed something else by then: nothing that is under way for long
-        # undoes what came later.
-        ordered = replace(directive, instance=report.instance, number=report.followed + 1)
-        due.append(Push(members[worker].uid, ordered))
-    return due
-
-
-def _sources(
-    obs: Observation,
-    status: JobRecord,
-    members: Mapping[int, PodView],
-    placement: SavedPlacement | None,
-    phase: Phase,
-) -> Mapping[int, tuple[Source, ...]]:
-    version, spec = status.restored_version, obs.job.spec
-    if version is None:
-        return {}
-    old = status.resized_from
-    # Trainers borrow from the old ranks after the release, until they make steps.
-    looking = phase is Phase.HOLD or (old and status.recovery is not None)
-    stored = (Source(Tier.REMOTE),) if spec.remote is not None else ()
-    settled = dict.fromkeys(range(old), stored) if old else settled_sources(spec, members, placement)
-    if not looking:
-        return settled
-    reports = reports_of(obs, members)
-    stock = ResizedStock(
-        obs.size * spec.procs_per_worker,
-        spec.procs_per_worker,
-        status.history,
-        inventories(reports),
-        remote_inventory(spec, reports),
-        bad=bad_everywhere(reports),
-        groups=placement.groups if placement is not None else (),
-    )
-    found = stock.sources(version, distance_between(obs, members))
-    # With no source left for some rank, the places where it ought to be are still worth a try.
-    return settled if isinstance(found, Missing) else to_sources(found, members)
+def describe_late_trainers(situation: Situation, absent: Sequence[int]) -> Finding:
+    """What keeps the trainers of these workers, for the condition that waits for them."""
+    reports, members = situation.attempt_reports, situation.members
+    hindered = [
+        worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy
+    ]
+    first = (hindered or absent)[0]
+    trainer, whose = reports[first].trainer, f"worker {first} ({len(hindered or absent)} in all)"
+    if trainer.stuck:
+        return Finding(conditions.WAITING_FOR_TRAINERS, f"no attempt can begin at {whose}: {trainer.stuck}")
+    if trainer.unhealthy:
+        return Finding(
+            conditions.HEALTH_CHECK_FAILED, f"no attempt can begin at {whose}: {trainer.unhealthy}"
+        )
+    if trainer.busy:
+        return Finding(conditions.WAITING_FOR_TRAINERS, f"the launcher of {whose} {trainer.busy}")
+    said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
+    return Finding(conditions.WAITING_FOR_TRAINERS, f"the trainer container of {whose} is not up{said}")
 
 
 def _ready(report: Report, status: JobRecord) -> bool:

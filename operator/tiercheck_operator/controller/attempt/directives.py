@@ -1,5 +1,7 @@
-"""What every sidecar should do now, built from what is written down and nothing else: sent again, it is the
-same directive."""
+"""Builds what every sidecar is told to do now, from what is written down alone.
+
+Sent again, it is the same directive.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,22 @@ from tiercheck.protocol.directive import (
     SourceTable,
     Tier,
 )
-from tiercheck_operator.controller.observe.inventories import parity_group
+from tiercheck_operator.controller.observe.inventories import (
+    bad_everywhere,
+    build_inventories,
+    parity_group,
+    remote_inventory,
+    reports_of,
+    to_sources,
+)
+from tiercheck_operator.controller.placement.placing import distance_between
+from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.spec import HangSpec, JobSpec
 from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
+from tiercheck_operator.planning.recovery.inventory import Missing
+from tiercheck_operator.planning.recovery.resharded import ResizedStock
 from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _FIRST_PORT, _PORTS = 20000, 10000
@@ -35,18 +48,12 @@ _FIRST_STEP = 3600.0
 """Seconds for the first step of a script that is known to make steps: it may compile, and read much data."""
 
 
-def members_digest(members: Mapping[int, PodView]) -> str:
-    """Names the set of pods that make up an attempt."""
-    text = ";".join(f"{worker}={members[worker].uid}" for worker in sorted(members))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def master_port(job_uid: str, attempt: int) -> int:
     """A new port for each attempt, so that it never meets a listener that the last one left behind."""
     return _FIRST_PORT + zlib.crc32(f"{job_uid}:{attempt}".encode()) % _PORTS
 
 
-def policy(spec: JobSpec, restored: bool = False) -> Policy:
+def build_policy(spec: JobSpec, restored: bool = False) -> Policy:
     """`restored`: the attempt began from a version, so its script is known to make steps."""
     remote = spec.remote or {}
     bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
@@ -73,6 +80,70 @@ def policy(spec: JobSpec, restored: bool = False) -> Policy:
 def _hang_limits(hang: HangSpec, restored: bool) -> HangLimits:
     usual = max(_FIRST_STEP, hang.least) if restored else None
     return HangLimits(hang.factor, hang.least, hang.first_step if hang.first_step is not None else usual)
+
+
+def wanted_phase(status: JobRecord) -> Phase:
+    """What the launchers may do now."""
+    return Phase.HOLD if status.on_way_back else Phase.RELEASE
+
+
+def due_directives(
+    obs: Observation,
+    status: JobRecord,
+    members: Mapping[int, PodView],
+    placement: SavedPlacement | None,
+    phase: Phase,
+    *,
+    exit_code: int = 0,
+) -> list[Push]:
+    """A directive for every sidecar that has answered and follows another one. `exit_code`: with Finish, of
+    the launchers."""
+    sources = _sources(obs, status, members, placement, phase)
+    directives = build_directives(
+        obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code
+    )
+    due = []
+    for worker, directive in directives.items():
+        report = obs.newest_reports.get(members[worker].uid)
+        if report is None or report.revision == directive.revision or report.attempt > directive.attempt:
+            continue
+        # The sidecar refuses it if it has followed something else by then: nothing that is under way for long
+        # undoes what came later.
+        ordered = dataclasses.replace(directive, instance=report.instance, number=report.followed + 1)
+        due.append(Push(members[worker].uid, ordered))
+    return due
+
+
+def _sources(
+    obs: Observation,
+    status: JobRecord,
+    members: Mapping[int, PodView],
+    placement: SavedPlacement | None,
+    phase: Phase,
+) -> Mapping[int, tuple[Source, ...]]:
+    version, spec = status.restored_version, obs.job.spec
+    if version is None:
+        return {}
+    old = status.resized_from
+    # Trainers borrow from the old ranks after the release, until they make steps.
+    looking = phase is Phase.HOLD or (old and status.recovery is not None)
+    stored = (Source(Tier.REMOTE),) if spec.remote is not None else ()
+    settled = dict.fromkeys(range(old), stored) if old else find_settled_sources(spec, members, placement)
+    if not looking:
+        return settled
+    reports = reports_of(obs, members)
+    stock = ResizedStock(
+        obs.size * spec.procs_per_worker,
+        spec.procs_per_worker,
+        status.history,
+        build_inventories(reports),
+        remote_inventory(spec, reports),
+        bad=bad_everywhere(reports),
+        groups=placement.groups if placement is not None else (),
+    )
+    found = stock.sources(version, distance_between(obs, members))
+    # With no source left for some rank, the places where it ought to be are still worth a try.
+    return settled if isinstance(found, Missing) else to_sources(found, members)
 
 
 def build_directives(
@@ -156,7 +227,7 @@ def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
     return obs.size, obs.job.spec.procs_per_worker
 
 
-def settled_sources(
+def find_settled_sources(
     spec: JobSpec, members: Mapping[int, PodView], placement: SavedPlacement | None
 ) -> dict[int, tuple[Source, ...]]:
     """Where a released attempt's version may still be found: by placement, so that the directive does not

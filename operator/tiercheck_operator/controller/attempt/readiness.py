@@ -1,7 +1,10 @@
-"""What a new attempt still waits for. It may begin only when every worker has a pod whose sidecar answered
-after the failure was noticed: older answers cannot tell a crash from a node that has just gone. And it must
-have answered just now: what a sidecar holds changes at every step without news of it, and what was on its way
-when the failure struck has arrived since."""
+"""Says what a new attempt still waits for.
+
+An attempt begins only when every worker has a pod whose sidecar answered after the failure was noticed: older
+answers cannot tell a crash from a node that has just gone. And it must have answered just now: what a sidecar
+holds changes at every step without news of it, and what was on its way when the failure struck has arrived
+since.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | 
     )
 
 
-def handing_over(obs: Observation) -> Waiting | None:
+def waiting_for_hand_over(obs: Observation) -> Waiting | None:
     """While a pod that is being ended says that its holders lack something: the next attempt would refuse
     it.
     """
@@ -96,7 +99,7 @@ def handing_over(obs: Observation) -> Waiting | None:
     return None
 
 
-def settling(obs: Observation, recovery: Recovery) -> Waiting | None:
+def waiting_for_explanation(obs: Observation, recovery: Recovery) -> Waiting | None:
     """After a crash: until a pod or node loss that explains it would have shown."""
     if Cause.parse(recovery.cause) not in (Cause.TRAINER_CRASH, Cause.OOM_KILLED):
         return None
@@ -106,7 +109,7 @@ def settling(obs: Observation, recovery: Recovery) -> Waiting | None:
     return Waiting(conditions.SETTLING, recovery.message, wake_after=left)
 
 
-def retrying(obs: Observation, recovery: Recovery) -> Waiting | None:
+def waiting_to_retry(obs: Observation, recovery: Recovery) -> Waiting | None:
     """After a restore that failed: a moment, unless it is the first time or a bad copy explains it."""
     if Cause.parse(recovery.cause) is not Cause.RESTORE_FAILED or obs.job.status.recovery is None:
         return None

@@ -1,5 +1,4 @@
-"""Whose fault a failure is, and what follows from it: the user's rules first, in their order, then what is
-usual.
+"""Finds whose fault a failure is and what follows: the user's rules first, then what is usual.
 
 Without a rule, what training did itself counts against maxRestarts (crash, hang, out of memory, divergence),
 and what was done to it does not (eviction, lost pod, node, rack). The facts that rules look at are gathered

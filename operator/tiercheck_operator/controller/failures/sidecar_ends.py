@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tiercheck_operator.controller.members.signs_of_life import answers, silence
+from tiercheck_operator.controller.members.suspicion import is_heard, seconds_silent
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
 from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
@@ -20,7 +20,7 @@ _NEXT = (
 )
 
 
-def sidecar_ended(obs: Observation, record: JobRecord, workers: Collection[int]) -> str:
+def describe_sidecar_end(obs: Observation, record: JobRecord, workers: Collection[int]) -> str:
     """A sentence about a sidecar of `workers` that was restarted since the newest version was complete;
     empty: there is none."""
     tier = record.tiers.get("peer" if obs.copies or obs.job.spec.parity else "local")
@@ -34,27 +34,27 @@ def sidecar_ended(obs: Observation, record: JobRecord, workers: Collection[int])
     return ""
 
 
-def away(obs: Observation) -> list[PodView]:
+def find_silent_members(obs: Observation) -> list[PodView]:
     """Members of the attempt whose sidecars do not answer, for longer than a call may get lost. None if
     nobody
     answers: that is our own trouble."""
     living = sorted((pod for pod in obs.living if pod.uid in obs.attempt_pods), key=lambda pod: pod.worker)
-    if not any(answers(obs, pod) for pod in living):
+    if not any(is_heard(obs, pod) for pod in living):
         return []
     return [pod for pod in living if _away(obs, pod)]
 
 
 def _away(obs: Observation, pod: PodView) -> bool:
-    seconds = silence(obs, pod)
+    seconds = seconds_silent(obs, pod)
     if seconds is None:
         return False
     refused = obs.reports[pod.uid].host is HostSign.REFUSED
     return pod.sidecar.restarting or refused or seconds > obs.patience.accused
 
 
-def sidecar_away(obs: Observation) -> tuple[str, str] | None:
+def silent_sidecars_message(obs: Observation) -> tuple[str, str] | None:
     """Reason and message about sidecars that do not answer now; None: all do."""
-    pods = away(obs)
+    pods = find_silent_members(obs)
     if not pods:
         return None
     pod = next((pod for pod in pods if pod.sidecar.restarting), pods[0])
@@ -78,7 +78,7 @@ def sidecar_away(obs: Observation) -> tuple[str, str] | None:
         )
     if obs.reports[pod.uid].host is HostSign.REFUSED:
         # The kubelet tells of it within a second or two; if it does not, the message says more.
-        lately = (silence(obs, pod) or 0.0) <= obs.patience.suspect
+        lately = (seconds_silent(obs, pod) or 0.0) <= obs.patience.suspect
         known = "is gone" if lately else f"is gone, and its kubelet on node {pod.node} has said nothing of it"
         reason = conditions.SIDECAR_RESTARTING if lately else conditions.SIDECAR_NOT_ANSWERING
         return reason, f"the sidecar of worker {pod.worker}{others} in pod {pod.name} {known}. {until}."

@@ -35,7 +35,7 @@ class Hang:
     since: float
     """Last sign of life, unix seconds by a node's clock."""
     message: str
-    laggard: PodView | None
+    straggler: PodView | None
     """The pod of the worker that is behind all others; None: no single one is."""
 
 
@@ -67,19 +67,19 @@ def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | No
     if before is None or before.times + 1 < _TIMES:
         return None
     found = find_hang(obs, pods)
-    laggard = found.laggard if found is not None else None
+    straggler = found.straggler if found is not None else None
     return (
-        laggard
-        if laggard is not None and (laggard.worker, laggard.node) == (before.worker, before.node)
+        straggler
+        if straggler is not None and (straggler.worker, straggler.node) == (before.worker, before.node)
         else None
     )
 
 
 def note_hang(status: JobRecord, hang: Hang | None) -> HangRecord | None:
     """For the status, when a hang leads to a new attempt."""
-    if hang is None or hang.laggard is None or hang.laggard.node is None:
+    if hang is None or hang.straggler is None or hang.straggler.node is None:
         return None
-    worker, node, before = hang.laggard.worker, hang.laggard.node, status.hang
+    worker, node, before = hang.straggler.worker, hang.straggler.node, status.hang
     again = before is not None and (before.worker, before.node) == (worker, node)
     return HangRecord(worker, node, before.times + 1 if before is not None and again else 1)
 

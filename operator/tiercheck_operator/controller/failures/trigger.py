@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import RestoreState, TrainerState
 from tiercheck.protocol.version import Kind
-from tiercheck_operator.controller.attempt.directives import members_digest
 from tiercheck_operator.controller.failures.exits import (
     cause_of_exit,
     describe_exit,
@@ -17,7 +16,7 @@ from tiercheck_operator.controller.failures.exits import (
 from tiercheck_operator.controller.failures.failure_rules import merge_facts
 from tiercheck_operator.controller.failures.standstill import find_hang
 from tiercheck_operator.controller.members.domain_loss import lost_domain
-from tiercheck_operator.controller.members.membership import Loss
+from tiercheck_operator.controller.members.membership import Loss, members_digest
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation
@@ -49,13 +48,13 @@ def find_trigger(situation: Situation) -> Trigger | None:
     mismatch = replay_mismatch(situation)
     if mismatch is not None:
         return mismatch
-    failed = failed_trainers(situation, situation.members)
+    failed = failed_trainers(situation, situation.members) if not situation.all_trainers_well else []
     if failed:
         first = failed[0]
         pod = situation.members[first.worker]
         at = min(report.trainer.ended_at or situation.now for report in failed)
         return Trigger(cause_of_exit(first, pod), describe_exit(first, pod), at, facts_of_exit(first, pod))
-    if status.recovery is not None and status.recovery.released_at is None:
+    if status.on_way_back:
         for worker, report in situation.attempt_reports.items():
             if report.restore.state is RestoreState.FAILED:
                 why = "; ".join(sentence for rank in report.restore.ranks for sentence in rank.failures)
@@ -64,7 +63,8 @@ def find_trigger(situation: Situation) -> Trigger | None:
                     f"worker {worker} could not restore {report.restore.version}: {why}"[:1000],
                     None,
                 )
-    return _hung(situation) or _diverged(situation)
+    hung = None if situation.all_trainers_well else _hung(situation)
+    return hung or _diverged(situation)
 
 
 def replay_mismatch(situation: Situation) -> Trigger | None:
@@ -102,7 +102,7 @@ def _hung(situation: Situation) -> Trigger | None:
     found = find_hang(situation, situation.members)
     if found is None:
         return None
-    node = found.laggard.node if found.laggard is not None else None
+    node = found.straggler.node if found.straggler is not None else None
     return Trigger(Cause.HUNG, found.message, found.since, Facts(nodes=(node,) if node else ()))
 
 
@@ -110,7 +110,7 @@ def _diverged(situation: Situation) -> Trigger | None:
     """Too many steps in a row that the sanity gate refused. Nothing of them was kept, so the newest version
     is a good one."""
     limit, status = situation.job.spec.rollback_after, situation.job.status
-    if limit is None or (status.recovery is not None and status.recovery.released_at is None):
+    if limit is None or status.on_way_back:
         return None
     for worker, report in situation.attempt_reports.items():
         if report.trainer.state is TrainerState.RUNNING and report.trainer.not_finite >= limit:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tiercheck_operator.controller.members.membership import Membership
 from tiercheck_operator.controller.observe.inventories import (
     bad_everywhere,
-    inventories,
+    build_inventories,
     remote_inventory,
     reports_of,
     with_ranks,
@@ -36,25 +36,25 @@ class Shortage:
 
 def describe_shortage(situation: Situation) -> Shortage | None:
     """None: every pod has a node, or the scheduler has not looked for one yet."""
-    if not homeless_members(situation.membership):
+    if not unschedulable_members(situation.membership):
         return None
     since, end = _clock(situation)
     left = end - situation.now
     if left > 0:
-        text = f"{describe_homeless(situation)} {_outlook(situation, end)}"
+        text = f"{describe_unschedulable(situation)} {_outlook(situation, end)}"
         return Shortage(conditions.UNSCHEDULABLE, text, min(left, situation.patience.unschedulable))
-    text = f"{describe_homeless(situation)} {_waits(situation, since)} {_size_advice(situation)}"
+    text = f"{describe_unschedulable(situation)} {_waits(situation, since)} {_size_advice(situation)}"
     return Shortage(conditions.NO_CAPACITY, text.strip(), situation.patience.unschedulable)
 
 
-def homeless_members(membership: Membership) -> list[PodView]:
+def unschedulable_members(membership: Membership) -> list[PodView]:
     """Those that the scheduler finds no node for."""
-    return [pod for pod in membership.members.values() if pod.homeless]
+    return [pod for pod in membership.members.values() if pod.unschedulable]
 
 
 def is_overdue(situation: Situation) -> bool:
     """Whether no node has taken some pod for failurePolicy.capacityTimeoutSeconds."""
-    return bool(homeless_members(situation.membership)) and _clock(situation)[1] <= situation.now
+    return bool(unschedulable_members(situation.membership)) and _clock(situation)[1] <= situation.now
 
 
 def possible_size(situation: Situation) -> int | None:
@@ -68,15 +68,15 @@ def possible_size(situation: Situation) -> int | None:
     size = sum(pod.node is not None for pod in members)
     settled = (
         len(members) == situation.size
-        and size + len(homeless_members(situation.membership)) == situation.size
+        and size + len(unschedulable_members(situation.membership)) == situation.size
     )
     ending = any(pod.deleting and pod.node is not None for pod in situation.all_pods)
-    if not settled or ending or size >= situation.size or hindrance(situation, size):
+    if not settled or ending or size >= situation.size or why_not_smaller(situation, size):
         return None
     return size
 
 
-def hindrance(situation: Situation, size: int) -> str:
+def why_not_smaller(situation: Situation, size: int) -> str:
     """Why the job may not go on with `size` workers, as a clause; empty: it may."""
     spec = situation.job.spec
     if spec.min_workers is None:
@@ -118,7 +118,7 @@ def _leads_back(situation: Situation, size: int) -> bool:
         ranks,
         spec.procs_per_worker,
         history,
-        inventories(reports),
+        build_inventories(reports),
         remote,
         bad=bad_everywhere(reports),
     )
@@ -132,12 +132,12 @@ def _clock(obs: Observation) -> tuple[float, float]:
     return since, since + limit
 
 
-def describe_homeless(situation: Situation) -> str:
+def describe_unschedulable(situation: Situation) -> str:
     """Who has no node, and what the scheduler says. Only while somebody has none."""
-    homeless = homeless_members(situation.membership)
-    first = min(homeless, key=lambda pod: pod.worker)
+    unschedulable = unschedulable_members(situation.membership)
+    first = min(unschedulable, key=lambda pod: pod.worker)
     return (
-        f"{len(homeless)} of {situation.size} pods have no node. "
+        f"{len(unschedulable)} of {situation.size} pods have no node. "
         f"{first.name}: {first.message.rstrip('.') or 'the scheduler gives no reason'}."
     )
 
@@ -166,7 +166,7 @@ def _size_advice(situation: Situation) -> str:
     if situation.job.spec.min_workers is None:
         return ""
     size = sum(pod.node is not None for pod in situation.members.values())
-    why = hindrance(situation, size)
+    why = why_not_smaller(situation, size)
     return (
         f"It cannot go on smaller: {why}."
         if why

@@ -39,16 +39,6 @@ class Departure:
     why: str
 
 
-def leaving(obs: Observation, pod: PodView) -> str:
-    """Why the pod will have to go, as a clause; empty: it need not."""
-    node = obs.nodes.get(pod.node) if pod.node else None
-    if node is not None and node.leaving:
-        return f"node {node.name} will be emptied: {node.leaving}"
-    if pod.disruption and not pod.deleting and not pod.terminal:
-        return f"Kubernetes is about to end it ({pod.disruption})"
-    return ""
-
-
 @dataclass(frozen=True)
 class Assignment:
     """Which living pod is each worker's member."""
@@ -68,7 +58,7 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
     for worker, pods in living.items():
         # A living member of the attempt stays: if it need not leave any more, its replacement goes again.
         old = next((pod for pod in pods if pod.uid in obs.attempt_pods), pods[0])
-        why = leaving(obs, old)
+        why = obs.why_leaving(old)
         members[worker] = old
         if why and old is not pods[0]:
             pairs[worker] = Departure(worker, old, pods[0], why)
@@ -86,14 +76,12 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
     return Assignment(members, {**departures, **{w: m for w, m in pairs.items() if w not in ready}}, departed)
 
 
-def departure_message(departures: Mapping[int, Departure]) -> tuple[str, str] | None:
-    """Reason and message for the condition Placed; None: nobody is on the move."""
-    if not departures:
-        return None
+def departure_message(departures: Mapping[int, Departure]) -> tuple[str, str]:
+    """Reason and message for the condition Placed, while somebody is on the move."""
     first = departures[min(departures)]
     others = f" ({len(departures)} workers in all)" if len(departures) > 1 else ""
     text = f"worker {first.worker}{others} is to leave {first.old.name}: {first.why}. "
-    if first.new is not None and first.new.homeless:
+    if first.new is not None and first.new.unschedulable:
         return (
             conditions.NO_ROOM_TO_MOVE,
             f"{text}It stays and trains on, because no node has room for its replacement {first.new.name}: "
@@ -112,7 +100,7 @@ def _waits(obs: Observation, pod: PodView) -> bool:
     known = obs.reports.get(pod.uid)
     return (
         pod.node is not None
-        and not leaving(obs, pod)
+        and not obs.why_leaving(pod)
         and known is not None
         and known.report is not None
         and known.silent_since is None

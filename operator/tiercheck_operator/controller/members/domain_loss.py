@@ -1,5 +1,4 @@
-"""Nodes that are lost together have usually lost something in common: a rack's power, a switch, a zone. That
-is what people look for."""
+"""Names the rack, switch or zone that nodes lost together have in common."""
 
 from __future__ import annotations
 

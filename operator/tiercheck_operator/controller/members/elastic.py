@@ -1,16 +1,16 @@
-"""How many workers the job has now: fewer than its spec asks for when no node takes the others, and all of
-them again when one does.
+"""Decides how many workers the job has now: fewer when nodes are lacking, all again when they come.
 
 The size is in the status, written before anything follows from it, and all else goes by it
 (`Situation.size`). A smaller job has one spare more for each worker that it lacks, and when they are ready it
 grows.
 
-    shrink    after failurePolicy.capacityTimeoutSeconds, to the workers that have nodes whole     before an
-    attempt with fewer has begun, if nodes take all pods after all grow      a planned attempt: when spares
-    wait for all missing workers, for a while, and a version of the smaller job is complete,
-              at a moment when few steps would be trained again
-    grow      at once, if an attempt is due anyway back      a growth that comes to nothing, because the spare
-    is lost that it was begun for, or copies cannot be spread as required
+    shrink    after failurePolicy.capacityTimeoutSeconds, to the workers that have nodes
+    whole     before an attempt with fewer has begun, if nodes take all pods after all
+    grow      a planned attempt: when spares wait for all missing workers, for a while, and a version
+              of the smaller job is complete, at a moment when few steps would be trained again
+    grow      at once, if an attempt is due anyway
+    back      a growth that comes to nothing, because the spare is lost that it was begun for, or
+              copies cannot be spread as required
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.attempt.directives import members_digest
-from tiercheck_operator.controller.members.capacity import describe_homeless, is_overdue, possible_size
+from tiercheck_operator.controller.members.capacity import describe_unschedulable, is_overdue, possible_size
+from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.members.spares import Upkeep
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
@@ -79,9 +79,8 @@ def _shrunk(situation: Situation) -> Resized | None:
     size = possible_size(situation)
     if size is None:
         return None
-    text = (
-        f"{describe_homeless(situation)} The job goes on with {size} of {situation.job.spec.workers} workers."
-    )
+    shrunk = f"The job goes on with {size} of {situation.job.spec.workers} workers."
+    text = f"{describe_unschedulable(situation)} {shrunk}"
     found = Finding(conditions.UNSCHEDULABLE, text)
     return Resized(
         replace(situation.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found)
@@ -217,10 +216,10 @@ def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | Non
             "steps would be made twice"
         )
         return SizeStanding(False, conditions.GROWING, text)
-    homeless = next((pod for pod in situation.all_pods if pod.homeless and not pod.deleting), None)
-    if homeless is not None:
+    unschedulable = next((pod for pod in situation.all_pods if pod.unschedulable and not pod.deleting), None)
+    if unschedulable is not None:
         text = (
-            f"{text}: no node takes {homeless.name}. {homeless.message.rstrip('.')}. It grows back "
+            f"{text}: no node takes {unschedulable.name}. {unschedulable.message.rstrip('.')}. It grows back "
             "when nodes are added"
         )
     else:

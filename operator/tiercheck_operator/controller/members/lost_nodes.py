@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.members.signs_of_life import answers, training
+from tiercheck_operator.controller.members.suspicion import describe_training, is_heard
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 
@@ -39,7 +39,7 @@ def why_lost(obs: Observation, pod: PodView) -> str:
         return node.lost
     if all(other.lost for other in obs.nodes.values()):
         return ""  # nowhere to go, and nobody to believe
-    if answers(obs, pod):
+    if is_heard(obs, pod):
         return f"{node.lost}, and nobody starts its trainer again" if _wants_a_kubelet(obs, pod) else ""
     return node.lost if _silent_too(obs, pod) else ""
 
@@ -49,7 +49,7 @@ def out_of_reach(obs: Observation, pod: PodView) -> bool:
     node = obs.nodes.get(pod.node) if pod.node is not None else None
     if pod.node is None or not obs.nodes:
         return False
-    return node is None or node.out_of_service or (bool(node.lost) and not answers(obs, pod))
+    return node is None or node.out_of_service or (bool(node.lost) and not is_heard(obs, pod))
 
 
 def unready_node_message(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | None:
@@ -80,12 +80,12 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
     seconds = obs.now - known.silent_since
     if pod.uid not in obs.attempt_pods:  # it holds nothing
         return seconds > (
-            patience.accused if any(answers(obs, other) for other in obs.living) else patience.silent
+            patience.accused if any(is_heard(obs, other) for other in obs.living) else patience.silent
         )
     members = [other for other in obs.living if other.uid in obs.attempt_pods]
-    answering = sum(answers(obs, other) for other in members)
+    answering = sum(is_heard(obs, other) for other in members)
     limit = patience.silent if 2 * answering < len(members) else patience.accused
-    job = training(obs)
+    job = describe_training(obs)
     return answering > 0 and seconds > limit and job.stepped > max(limit, _PACES * job.pace)
 
 

@@ -5,18 +5,17 @@ A worker's member is its newest pod that is not lost. A spare is warm, and no wo
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.attempt.directives import members_digest
-from tiercheck_operator.controller.members.departures import Departure, Move, assign, find_moves
+from tiercheck_operator.controller.members.departures import Assignment, Departure, Move, assign, find_moves
 from tiercheck_operator.controller.members.lost_nodes import why_left_down, why_lost
-from tiercheck_operator.controller.members.signs_of_life import restart_due, silence, was_up
-from tiercheck_operator.controller.members.suspicion import Doubt
+from tiercheck_operator.controller.members.suspicion import Doubt, restart_due, seconds_silent, was_up
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 
 _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
@@ -70,12 +69,19 @@ class Membership:
         return pod is not None and pod.node is not None
 
 
+def members_digest(members: Mapping[int, PodView]) -> str:
+    """Names the set of pods that make up an attempt."""
+    text = ";".join(f"{worker}={members[worker].uid}" for worker in sorted(members))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
     """Asks of every pod of the job whether it is lost. `doubted`: those that we give up ourselves, by UID."""
     living: dict[int, list[PodView]] = {}
     lost: dict[str, Loss] = {}
     beyond: list[PodView] = []
-    moves = {move.pod.uid: move for move in find_moves(obs)}
+    well = obs.all_trainers_well and not obs.job.status.on_way_back
+    moves = {} if well else {move.pod.uid: move for move in find_moves(obs)}
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
         loss = classify_pod(obs, pod, doubted) or (_moved(moves[pod.uid]) if pod.uid in moves else None)
         if loss is not None:
@@ -87,7 +93,10 @@ def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
     for pod, why in _never_up(obs, living, lost):
         lost[pod.uid] = _lost(pod, Cause.NODE_SILENT, why, node=pod.node)
         living[pod.worker].remove(pod)
-    assigned = assign(obs, {worker: pods for worker, pods in living.items() if pods})
+    pods_of = {worker: pods for worker, pods in living.items() if pods}
+    settled = not any(len(pods) > 1 or obs.why_leaving(pods[0]) for pods in pods_of.values())
+    alone = Assignment({worker: pods[0] for worker, pods in pods_of.items()}, {}, ())
+    assigned = alone if settled else assign(obs, pods_of)
     members = assigned.members
     losses = [*_of_attempt(lost, obs.attempt_pods, members), *(_left(each) for each in assigned.departed)]
     losses += _vanished(obs, members, losses)
@@ -132,7 +141,8 @@ def _lost(pod: PodView, cause: Cause, why: str, *, node: str | None = None, at: 
 def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
     """Why the pod is lost; None: it is not."""
     lost = partial(_lost, pod)
-    gone = why_lost(obs, pod)
+    node = obs.nodes.get(pod.node or "")
+    gone = why_lost(obs, pod) if node is None or node.lost else ""
     if gone:
         return lost(Cause.NODE_LOST, gone, node=pod.node)
     if pod.deleting:
@@ -153,7 +163,7 @@ def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -
     doubt = doubted.get(pod.uid)
     if doubt is not None:
         return lost(doubt.cause, doubt.why, node=pod.node if doubt.of_node else None, at=doubt.since)
-    left_down = why_left_down(obs, pod)
+    left_down = why_left_down(obs, pod) if pod.trainer.state is ContainerState.ENDED else ""
     return lost(Cause.POD_FAILED, left_down) if left_down else None
 
 
@@ -278,5 +288,5 @@ def _silent(obs: Observation) -> set[str]:
         for pod in obs.spares
         if was_up(obs, pod)
         and restart_due(obs, pod) is None
-        and (silence(obs, pod) or 0.0) > obs.patience.silent
+        and (seconds_silent(obs, pod) or 0.0) > obs.patience.silent
     }

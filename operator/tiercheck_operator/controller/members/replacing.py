@@ -8,7 +8,7 @@ when it is suspended and resumed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from tiercheck_operator.controller.members.lost_nodes import out_of_reach
 from tiercheck_operator.controller.members.membership import NOTED_CAUSES, Loss
@@ -49,15 +49,25 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
                 next_incarnation(situation, worker),
                 avoid,
                 _home(situation, worker),
-                shunned_hosts(situation),
+                unwelcome_hosts(situation),
             )
         )
     return actions + _removals(situation), wait
 
 
-def shunned_hosts(obs: Observation) -> tuple[str, ...]:
+def without_ended(obs: Observation, actions: Sequence[Action]) -> list[Action]:
+    """What is left to us of `actions`, where another controller makes, counts and gives up the pods.
+
+    None is created, and none that has ended is removed: its owner has yet to see it. Only lost pods
+    that stand in the owner's way go, so that it makes others at once; the attempt fences them.
+    """
+    ended = {pod.uid for pod in obs.pods if pod.terminal}
+    return [action for action in actions if isinstance(action, DeletePod) and action.uid not in ended]
+
+
+def unwelcome_hosts(obs: Observation) -> tuple[str, ...]:
     """Host names that new pods stay away from if they can."""
-    return tuple(sorted(obs.nodes[name].hostname for name in obs.shunned if name in obs.nodes))
+    return tuple(sorted(obs.nodes[name].hostname for name in obs.unwelcome if name in obs.nodes))
 
 
 def _home(situation: Situation, worker: int) -> str:

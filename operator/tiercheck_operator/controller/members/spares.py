@@ -1,5 +1,4 @@
-"""Spares: warm pods that are no worker's yet. A lost worker's identity goes to one of them, and a new spare
-is made behind it.
+"""Keeps spares, gives a lost worker's identity to one of them, and makes a new one behind it.
 
 What makes a spare a member is a label, patched only if the pod is still as it was seen. So whoever looks next
 finds it a member like any other, and all that follows (attempt, directive, restore) is the same as for a new
@@ -17,7 +16,7 @@ from tiercheck_operator.controller.members.replacing import (
     is_held_by_avoidance,
     next_incarnation,
     remove_pod,
-    shunned_hosts,
+    unwelcome_hosts,
 )
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
@@ -66,12 +65,12 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
             record, bool(wanted), reason, f"{wanted} spares wait to take a lost worker's place"
         )
     told = f"{record.ready} of {wanted} spares are ready"
-    homeless = next((pod for pod in pool.coming if pod.homeless), None)
-    if homeless is not None:
+    unschedulable = next((pod for pod in pool.coming if pod.unschedulable), None)
+    if unschedulable is not None:
         advice = "The job does without it; add nodes, or ask for fewer in spec.spares."
         if situation.shrunk:
             advice = "With as many as it lacks workers the job grows back; add nodes."
-        message = f"{told}. {homeless.name}: {homeless.message.rstrip('.')}. {advice}"
+        message = f"{told}. {unschedulable.name}: {unschedulable.message.rstrip('.')}. {advice}"
         return SparesStanding(record, False, conditions.SPARES_UNSCHEDULABLE, message)
     said = next((f". {pod.name}: {pod.message}" for pod in pool.coming if pod.message), "")
     return SparesStanding(record, False, conditions.SPARES_COMING, f"{told}{said}")
@@ -109,7 +108,7 @@ def keep_spares(situation: Situation) -> Upkeep:
     first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
     avoid = avoided_hosts(situation)
     actions += [
-        CreateSpare(number, avoid, shunned_hosts(situation)) for number in range(first, first + missing)
+        CreateSpare(number, avoid, unwelcome_hosts(situation)) for number in range(first, first + missing)
     ]
     return Upkeep(takeovers, tuple(actions))
 
@@ -160,7 +159,7 @@ def _needs_pod(membership: Membership, worker: int) -> bool:
     """A pod that no node takes is as good as none while a spare waits, and one that has to leave soon is to
     be left."""
     member, going = membership.members.get(worker), membership.departures.get(worker)
-    return member is None or member.homeless or (going is not None and going.new is None)
+    return member is None or member.unschedulable or (going is not None and going.new is None)
 
 
 def _workers_housed(situation: Situation, taken: set[int]) -> bool:

@@ -1,38 +1,97 @@
-"""Whom to give up although Kubernetes still believes in it: from what sidecars say of each other, and their
-silence towards us.
+"""Finds workers to give up before Kubernetes does, from what sidecars say and from their silence.
 
-The rule itself is `planning.suspicion`. Here it gets its evidence, and its answer becomes words.
+The rule itself is `planning.suspicion`. Here it gets its evidence, and its answer becomes words. For a pod
+speak answers of its sidecar, its kubelet's word, and steps of training, each of which takes all ranks.
+
+A real kubelet shows a container as running a second after it was made, and as started once its startup probe
+has passed. When one ends it says so within a second or two. When the kubelet itself is dead, all that it said
+stays as it was.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.report import Break, TrainerState
-from tiercheck_operator.controller.members.signs_of_life import (
-    answers,
-    restart_due,
-    silence,
-    training,
-    was_up,
-)
 from tiercheck_operator.model.actions import ProbeSidecar
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.observed import HostSign, Observation, PodView
+from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
 from tiercheck_operator.planning.suspicion import (
     Accusation,
     Limits,
     Suspicion,
     Training,
     Witness,
-    quiet_for,
-    suspected,
-    unconfirmed,
+    find_unconfirmed,
+    seconds_quiet,
+    suspects,
 )
 
+_STARTS = 150.0
+"""Seconds from its address to its first answer that a sidecar gets while its kubelet says that it starts:
+after 120 s its startup probe ends it."""
 _ASK_AGAIN = 1.0
 """Seconds between two calls to a pod that peers cannot reach."""
+
+
+def is_heard(obs: Observation, pod: PodView) -> bool:
+    """Whether the last call of its sidecar was answered."""
+    known = obs.reports.get(pod.uid)
+    return known is not None and known.silent_since is None and known.answered_at is not None
+
+
+def seconds_silent(obs: Observation, pod: PodView) -> float | None:
+    """Seconds for which its sidecar, which ought to, has not answered; None: it does, or was not asked yet.
+
+    They begin anew when its kubelet says that it is up: that may be told before our next call gets through.
+    """
+    known = obs.reports.get(pod.uid)
+    if known is None or known.silent_since is None:
+        return None
+    began = pod.sidecar.since if pod.sidecar.state is ContainerState.UP else None
+    return obs.now - max(known.silent_since, began or 0.0)
+
+
+def was_up(obs: Observation, pod: PodView) -> bool:
+    """Whether its sidecar has ever been there to answer. Before that its silence means nothing."""
+    known, state = obs.reports.get(pod.uid), pod.sidecar.state
+    if state is ContainerState.UP or (known is not None and known.answered_at is not None):
+        return True
+    if state is ContainerState.STARTING and not pod.sidecar.restarts:
+        return (seconds_silent(obs, pod) or 0.0) > _STARTS
+    return pod.sidecar.restarting and pod.uid in obs.attempt_pods
+
+
+def restart_due(obs: Observation, pod: PodView) -> float | None:
+    """Seconds until its kubelet starts its sidecar again, negative if it should be back by now; None: no
+    kubelet says that it is away."""
+    sidecar, node = pod.sidecar, obs.nodes.get(pod.node or "")
+    if not sidecar.restarting or (node is not None and node.lost):
+        return None
+    said = sidecar.since if sidecar.since is not None else obs.now
+    if sidecar.back_off and sidecar.ended_at is not None:
+        # By the node's clock, so not further away than the kubelet said.
+        return min(sidecar.ended_at + sidecar.back_off - obs.now, sidecar.back_off)
+    return min(0.0, said - obs.now)
+
+
+def describe_training(obs: Observation) -> Training:
+    """How the job as a whole gets on."""
+    status = obs.job.status
+    steps = [
+        known.stepped_at
+        for known in obs.reports.values()
+        if known.stepped_at is not None
+        and known.report is not None
+        and known.report.attempt == status.attempt
+    ]
+    # Sidecars that were just started have not heard yet whether their trainers make steps.
+    told = [obs.now - (pod.sidecar.since or 0.0) for pod in obs.pods if is_heard(obs, pod)]
+    stepped = min(obs.now - max(steps, default=-math.inf), max(told, default=math.inf))
+    waits = status.recovery is not None and status.recovery.released_at is None
+    return Training(stepped, status.step_seconds or 0.0, waits)
 
 
 @dataclass(frozen=True)
@@ -59,7 +118,7 @@ def hear_witnesses(obs: Observation) -> Testimony:
     """Of all pods that were up and are not being ended."""
     running = [pod for pod in obs.living if was_up(obs, pod)]
     homes = {(pod.worker, pod.address): pod.uid for pod in running}
-    return Testimony(running, [_witness(obs, pod, homes) for pod in running], training(obs))
+    return Testimony(running, [_witness(obs, pod, homes) for pod in running], describe_training(obs))
 
 
 def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
@@ -67,8 +126,10 @@ def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
     running, witnesses = heard.running, heard.witnesses
     pods = {pod.uid: pod for pod in running}
     silent = {witness.pod: witness for witness in witnesses if witness.silent is not None}
+    if not any(witness.silent is not None or witness.accuses for witness in witnesses):
+        return {}
     found = {}
-    for uid, suspicion in suspected(witnesses, _limits(obs), heard.training).items():
+    for uid, suspicion in suspects(witnesses, _limits(obs), heard.training).items():
         here = [other.uid for other in running if other.node == pods[uid].node]
         gone = all(other in silent for other in here)
         # A kubelet that lives would have told of processes that are not there any more.
@@ -91,14 +152,14 @@ def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
     named = {entry.pod for witness in witnesses for entry in witness.accuses}
     silent = [witness for witness in witnesses if witness.silent is not None]
     limits, trained = _limits(obs), heard.training
-    last = [unconfirmed(witnesses, quiet_for(witness, trained), limits) for witness in silent]
+    last = [find_unconfirmed(witnesses, seconds_quiet(witness, trained), limits) for witness in silent]
     at_once = set[str]().union(*last)
     if silent:
         shortest = min(witness.silent or 0.0 for witness in silent)
         named |= {
             witness.pod for witness in witnesses if witness.silent is None and witness.heard >= shortest
         }
-        named |= set([pod.uid for pod in running if answers(obs, pod) and pod.uid in obs.attempt_pods][:1])
+        named |= set([pod.uid for pod in running if is_heard(obs, pod) and pod.uid in obs.attempt_pods][:1])
     due = []
     for uid in sorted(named | at_once):
         known = obs.reports.get(uid)
@@ -130,7 +191,7 @@ def _limits(obs: Observation) -> Limits:
 
 
 def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str]) -> Witness:
-    known, silent = obs.reports.get(pod.uid), silence(obs, pod)
+    known, silent = obs.reports.get(pod.uid), seconds_silent(obs, pod)
     report = obs.newest_reports.get(pod.uid) if silent is None else None
     current = obs.current_reports.get(pod.uid)
     accuses = tuple(

@@ -1,4 +1,4 @@
-"""From what the sidecars report to what the planner asks: who holds what, without the copies known to be bad.
+"""Turns sidecars' reports into the planner's inventory, without the copies known to be bad.
 
 Workers are numbered anew when a job changes its size. A pod is the worker that its label says. Its sidecar
 hears of that with the next attempt's directive; until then it reports, and is spoken of by others, under
@@ -31,7 +31,7 @@ from tiercheck_operator.planning.recovery.recovery import RecoveryProblem
 _Table = dict[int, tuple[set[Version], set[Version]]]
 
 
-def inventories(reports: Iterable[Report]) -> list[JobInventory]:
+def build_inventories(reports: Iterable[Report]) -> list[JobInventory]:
     """One per report. A copy that any sidecar found bad counts for nobody."""
     known = list(reports)
     quarantined = {
@@ -207,7 +207,7 @@ def reports_of(obs: Observation, members: Mapping[int, PodView]) -> list[Report]
     return [replace(report, quarantined=tuple(_renumbered(report.quarantined, now))) for report in found]
 
 
-def known_as(obs: Observation, pods: Iterable[PodView]) -> dict[int, PodView]:
+def pods_by_their_own_index(obs: Observation, pods: Iterable[PodView]) -> dict[int, PodView]:
     """Pods of the current attempt by the worker that each knows itself to be in it."""
     found = {}
     for pod in pods:

@@ -1,5 +1,4 @@
-"""How much memory the slots of a job need, before it starts and while it runs, so that what cannot fit is
-refused with numbers."""
+"""Reckons the memory of a job's slots, so that what cannot fit is refused with numbers."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def largest_share(holders: Mapping[int, tuple[int, ...]], groups: Iterable[CodeG
     )
 
 
-def budget(spec: JobSpec, share: MemoryShare) -> Sizing | None:
+def plan_memory(spec: JobSpec, share: MemoryShare) -> Sizing | None:
     """What a worker needs, if `spec.checkpoint.stateSize` says how large a rank's snapshot is; None: that is
     not known."""
     if spec.state_size is None:
@@ -77,9 +76,9 @@ def budget(spec: JobSpec, share: MemoryShare) -> Sizing | None:
     return plan(parse_quantity(spec.size_limit), [own] * spec.procs_per_worker, kept, cadence)
 
 
-def too_small(spec: JobSpec, share: MemoryShare) -> str:
+def why_too_small(spec: JobSpec, share: MemoryShare) -> str:
     """Why the job cannot fit, with numbers; empty: it can, or it is not known."""
-    needed = budget(spec, share)
+    needed = plan_memory(spec, share)
     if needed is None or needed.fits:
         return ""
     limit = parse_quantity(spec.size_limit)
@@ -97,15 +96,15 @@ def too_small(spec: JobSpec, share: MemoryShare) -> str:
     )
 
 
-def forecast(spec: JobSpec, share: MemoryShare) -> MemoryRecord | None:
+def forecast_memory(spec: JobSpec, share: MemoryShare) -> MemoryRecord | None:
     """For the status, while no sidecar has reported sizes."""
-    needed = budget(spec, share)
+    needed = plan_memory(spec, share)
     if needed is None:
         return None
     return MemoryRecord(needed.needed, parse_quantity(spec.size_limit), needed.local, needed.peer)
 
 
-def measured(reports: Iterable[Report]) -> MemoryRecord | None:
+def measured_memory(reports: Iterable[Report]) -> MemoryRecord | None:
     """For the status: the worker that needs most, once sizes are known."""
     known = [report.memory for report in reports if report.memory.needed]
     if not known:

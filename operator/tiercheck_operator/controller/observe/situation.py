@@ -10,13 +10,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.lifecycle.attached import start_again
 from tiercheck_operator.controller.members.membership import Membership, SparePool, find_members, find_spares
 from tiercheck_operator.controller.members.suspicion import Testimony, find_doubts, hear_witnesses
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation, PodView
-from tiercheck_operator.model.status import JobRecord, Recovery
+from tiercheck_operator.model.status import JobRecord, Recovery, parse_time
 from tiercheck_operator.planning.topology import Level, Topology, levels_from_spec, spread_level
 
 
@@ -27,7 +26,9 @@ class Situation(Observation):
     @classmethod
     def of(cls, obs: Observation) -> Situation:
         """Of a job that its owner started again: as at its beginning."""
-        obs = _without_stale_size(start_again(obs) or obs)
+        if obs.job.spec.attach is not None:
+            obs = _started_again(obs) or obs
+        obs = _without_stale_size(obs)
         return cls(**{field.name: getattr(obs, field.name) for field in fields(obs)})
 
     @cached_property
@@ -83,6 +84,41 @@ class Situation(Observation):
         return Recovery(Cause.RESUMED.value, "spec.suspend is false again", self.now, self.now)
 
     @cached_property
+    def is_still_ending(self) -> bool:
+        """Whether there are pods that were told to finish: they end, whatever the spec says by now, and bring
+        away what they owe. An attempt that began with them would lose them.
+        """
+        status = self.job.status
+        return (
+            is_suspending(status) and bool(status.attempt and self.all_pods) and self.job.spec.attach is None
+        )
+
+    @cached_property
+    def seconds_to_deadline(self) -> float | None:
+        """That the job has left, not positive once they are over; None: it has as long as it takes."""
+        limit, started = self.job.spec.active_deadline, parse_time(self.job.status.started)
+        if limit is None or started is None or self.resumption is not None:
+            return limit
+        return started + limit - self.now
+
+    @cached_property
+    def may_resize(self) -> bool:
+        """Whether the job may go on with fewer workers than its spec asks for, or did."""
+        known = conditions.FULL_SIZE in self.conditions or self.job.status.size is not None
+        return known or self.job.spec.min_workers is not None
+
+    @cached_property
+    def has_spares(self) -> bool:
+        """Whether there are spares, or pods like spares, or ought to be."""
+        return bool(self.wanted_spares or self.spares or self.membership.beyond)
+
+    @cached_property
+    def all_in_place(self) -> bool:
+        """Whether each worker has one pod, which has a node and may stay there, and there are no others."""
+        housed = sum(pod.node is not None for pod in self.members.values())
+        return housed == self.size == len(self.pods) and not self.membership.departures
+
+    @cached_property
     def levels(self) -> tuple[Level, ...]:
         """The kinds of failure domain, widest first. Raises ValueError if spec.topology contradicts
         itself.
@@ -118,3 +154,19 @@ def _without_stale_size(obs: Observation) -> Observation:
     if size is None or 0 < size.workers < obs.job.spec.workers:
         return obs
     return replace(obs, job=replace(obs.job, status=replace(obs.job.status, size=None)))
+
+
+def _started_again(obs: Observation) -> Observation | None:
+    """An attached job as at its beginning, if it had failed and its owner made new pods; None: it did not.
+
+    Attempts and history go on; only the crash budget begins anew, because it was the owner's policy to try
+    again.
+    """
+    status = obs.job.status
+    if not status.holds(conditions.FAILED):
+        return None
+    if not obs.living or any(pod.uid in obs.attempt_pods for pod in obs.living):
+        return None
+    kept = tuple(entry for entry in status.conditions if entry.type != conditions.FAILED)
+    fresh = replace(status, conditions=kept, completed=None, crashes=0, recovery=None)
+    return replace(obs, job=replace(obs.job, status=fresh))

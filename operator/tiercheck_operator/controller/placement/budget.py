@@ -1,10 +1,9 @@
-"""How many workers may be evicted right now: one while the job is protected, none while its state is on its
-way back.
+"""Says by a PodDisruptionBudget how many workers may be evicted now: one at most.
 
-A PodDisruptionBudget of the job says so to `kubectl drain`, to autoscalers and to whoever else asks before it
-ends a pod. What holds evictions up ends by itself after `spec.disruptionBudget.holdSeconds`, because a node
-that cannot be emptied is a failure of its own. minAvailable as a number is all that Kubernetes takes for pods
-of a custom resource without a scale subresource.
+None may while the job's state is on its way back. `kubectl drain`, autoscalers and whoever else asks before
+it ends a pod obey it. What holds evictions up ends by itself after `spec.disruptionBudget.holdSeconds`,
+because a node that cannot be emptied is a failure of its own. minAvailable as a number is all that Kubernetes
+takes for pods of a custom resource without a scale subresource.
 """
 
 from __future__ import annotations

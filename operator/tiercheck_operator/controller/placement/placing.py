@@ -60,7 +60,7 @@ class Placed:
     def distance(self, a: int, b: int) -> int:
         return self.topology.distance(self.nodes[a], self.nodes[b])
 
-    def saved(self, attempt: int, membership: Membership) -> SavedPlacement:
+    def as_saved(self, attempt: int, membership: Membership) -> SavedPlacement:
         """To be written before the attempt is."""
         return SavedPlacement(
             attempt,
@@ -162,10 +162,7 @@ def describe_members(situation: Situation, saved: SavedPlacement) -> Placed | Ca
 
 def describe_placement(outcome: Placement, layout: Layout) -> Placed:
     """The planner's answer in the controller's words."""
-    return _placed(outcome, layout.topology, layout.nodes, layout.level)
-
-
-def _placed(outcome: Placement, topology: Topology, nodes: tuple[str, ...], level: str) -> Placed:
+    topology, level = layout.topology, layout.level
     record = PlacementRecord(
         hash=outcome.digest,
         spread_achieved=outcome.achieved_level or "none",
@@ -194,7 +191,7 @@ def _placed(outcome: Placement, topology: Topology, nodes: tuple[str, ...], leve
     elif outcome.achieved_level != level and (any(outcome.holders) or outcome.groups):
         reason = conditions.DEGRADED_SPREAD
     holders = dict(enumerate(outcome.holders))
-    return Placed(holders, record, reason, message, topology, nodes, outcome.groups)
+    return Placed(holders, record, reason, message, topology, layout.nodes, outcome.groups)
 
 
 def distance_between(obs: Observation, members: Mapping[int, PodView]) -> Distance | None:

@@ -1,6 +1,7 @@
-"""Moves copies while training goes on: watches whether the placement is still right, waits until a reason
-lasts, begins the moves and ends them when the new holders are complete. What is to move, and that nothing is
-lost meanwhile, is the planner's (`replan`).
+"""Moves copies to better places while training goes on.
+
+It waits until a reason to move lasts, begins the moves, and ends them when the new holders are complete. What
+is to move is the planner's (`replan`).
 
 All that must be remembered is in the ConfigMap of the placement, so an operator that restarts goes on where
 it was.
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import rebuildable
-from tiercheck_operator.controller.observe.inventories import inventories
+from tiercheck_operator.controller.observe.inventories import build_inventories
 from tiercheck_operator.controller.observe.memory import rooms
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.placing import CannotPlace, Layout, describe_placement, lay_out
@@ -251,7 +252,7 @@ def _completeness(
     """Whether a holder can give back every rank of a worker, as new as the peer tier was when the move began:
     from then on that mark stands still until the new holders have caught up.
     """
-    hosted = {inventory.worker: inventory.hosted for inventory in inventories(reports.values())}
+    hosted = {inventory.worker: inventory.hosted for inventory in build_inventories(reports.values())}
     procs, history = obs.job.spec.procs_per_worker, status.history
 
     def newest(rank: int, holder: int) -> int:

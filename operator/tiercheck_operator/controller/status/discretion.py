@@ -1,6 +1,4 @@
-"""The status as everyone with `view` may read it: what pods, servers and scripts said, without
-credentials.
-"""
+"""Takes credentials out of the status, which everyone with `view` may read."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _LONGEST = 4000
 """Characters; what is longer already gets no longer by what stands in place of a credential."""
 
 
-def discreet(status: dict[str, Any]) -> dict[str, Any]:
+def without_credentials(status: dict[str, Any]) -> dict[str, Any]:
     """A rendered status with REDACTED in place of credentials. Once more changes nothing."""
     return {key: value if key in _EXACT else _without(value) for key, value in status.items()}
 
@@ -25,7 +23,7 @@ def _without(value: Any) -> Any:
     if isinstance(value, str):
         return _hide(value)
     if isinstance(value, dict):
-        return discreet(value)
+        return without_credentials(value)
     if isinstance(value, list):
         return [_without(entry) for entry in value]
     return value

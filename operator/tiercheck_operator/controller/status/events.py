@@ -1,5 +1,4 @@
-"""Which Events a change of status deserves. Derived from the two statuses, so that one is told of nothing
-that was not written."""
+"""Derives the Events that a change of status deserves from the old status and the new."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What the job's status says: conditions with a reason and advice, one word for people, progress and tiers.
-Pure."""
+"""Derives a job's status: conditions with reason and advice, one word for people, progress, tiers.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,16 @@ from dataclasses import replace
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.failures.sidecar_ends import sidecar_away, sidecar_ended
+from tiercheck_operator.controller.failures.sidecar_ends import describe_sidecar_end, silent_sidecars_message
 from tiercheck_operator.controller.failures.standstill import restored_bytes
 from tiercheck_operator.controller.members.elastic import describe_size
 from tiercheck_operator.controller.members.spares import SparesStanding, describe_spares
-from tiercheck_operator.controller.observe.memory import equal_share, forecast, largest_share, measured
+from tiercheck_operator.controller.observe.memory import (
+    equal_share,
+    forecast_memory,
+    largest_share,
+    measured_memory,
+)
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.budget import Budget, wanted_budget
 from tiercheck_operator.controller.placement.placing import describe_now
@@ -58,7 +65,7 @@ def derive_status(
         remote = {name: tier for name, tier in record.tiers.items() if name == "remote"}
         record = replace(record, placement=None, tiers=remote)
     idle = over or findings.suspended or findings.suspending
-    spares = None if idle else describe_spares(situation)
+    spares = describe_spares(situation) if situation.has_spares and not idle else None
     record = replace(
         record, proofs=newest_proofs(situation, record, reports), spares=spares.record if spares else None
     )
@@ -205,7 +212,7 @@ def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report
 
 
 def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
-    away = sidecar_away(obs)
+    away = silent_sidecars_message(obs) if obs.any_sidecar_silent else None
     if away is not None:
         return Finding(*away)  # it explains what others say of it
     problems = [(worker, problem) for worker in sorted(reports) for problem in reports[worker].problems]
@@ -215,7 +222,8 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     if told:
         worker, problem = told[0]
         return Finding(problem.reason, f"worker {worker}: {problem.message}")
-    ended = sidecar_ended(obs, record, reports)
+    restarted = any(pod.sidecar.restarts for pod in obs.living)
+    ended = describe_sidecar_end(obs, record, reports) if restarted else ""
     if ended:
         return Finding(conditions.SIDECAR_RESTARTED, ended)
     unreachable = [
@@ -275,7 +283,7 @@ def _placed_for_others(obs: Observation) -> bool:
 
 
 def _memory(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> MemoryRecord | None:
-    known = measured(reports.values())
+    known = measured_memory(reports.values())
     if known is not None or (record.memory is not None and record.attempt):
         return known or record.memory
     placement = obs.placement
@@ -284,7 +292,7 @@ def _memory(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) 
         if placement is None
         else largest_share(placement.holders(), placement.groups)
     )
-    return forecast(obs.job.spec, share)
+    return forecast_memory(obs.job.spec, share)
 
 
 def _deltas_active(record: JobRecord, findings: Findings) -> Condition | None:
@@ -346,7 +354,7 @@ def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Conditio
 
 
 def _full_size(situation: Situation, record: JobRecord) -> Condition | None:
-    found = describe_size(situation, record)
+    found = describe_size(situation, record) if situation.may_resize else None
     return (
         None
         if found is None

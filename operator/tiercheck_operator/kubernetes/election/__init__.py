@@ -1,3 +1,1 @@
-"""Who of the operator's replicas acts: one at a time, by a Lease, so that a lost one is replaced in
-seconds.
-"""
+"""Elects by a Lease the one replica that acts, so that a lost one is replaced in seconds."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from tiercheck.failpoints import failpoint
 from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.election.candidate import Candidate, LeaseMove, Record, Terms
-from tiercheck_operator.kubernetes.identity import DEPLOYMENT, owned_by
+from tiercheck_operator.kubernetes.identity import DEPLOYMENT, owner_metadata
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
@@ -70,8 +70,6 @@ def build_lease(
         },
     }
 
-
-pass  # HOUSE
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +219,7 @@ class Elector(threading.Thread):
             if error.not_found or error.refused:
                 return {}
             raise
-        return owned_by(found)
+        return owner_metadata(found)
 
     def _note_holder(self) -> None:
         holder = parse_lease(self._raw).holder if self._raw is not None else ""

@@ -43,9 +43,6 @@ class OldGroup:
     """Who has block j."""
 
 
-pass  # HOUSE
-
-
 def deal(
     ground: PlacementProblem, start: int, data: int, crowded_first: bool | None = None
 ) -> tuple[CodeGroup, ...]:
@@ -171,8 +168,8 @@ def _with_holders(
         for holder in holders:
             matching.take_back(group, holder, start)
     for level in range(start, len(ground.levels)):
-        matching.at_level(level)
-    matching.anywhere()
+        matching.match_at_level(level)
+    matching.match_anywhere()
     return tuple(
         CodeGroup(hand, tuple(_in_old_order(holders, old)))
         for hand, holders, old in zip(hands, matching.holders, known, strict=True)

@@ -1,5 +1,7 @@
-"""Finds holders for parity groups: domains that a group does not use yet, with augmenting paths, so that none
-goes without while there is a way."""
+"""Finds holders for parity groups in domains that a group does not use yet.
+
+It uses augmenting paths, so that no group goes without while there is a way.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,14 @@ class HolderMatching:
         if (
             holder < self.ground.workers
             and self.ground.can_hold[holder]
-            and not self.part_of(group, holder)
+            and not self.is_part_of(group, holder)
             and len(self.holders[group]) < self.ground.copies
             and self.load[holder] < self.limit
             and any(self._apart(group, level, holder) for level in (start, len(self.ground.levels) - 1))
         ):
             self.give(group, holder)
 
-    def at_level(self, level: int) -> None:
+    def match_at_level(self, level: int) -> None:
         """Holders in domains of that level that have not yet as many of the group as it can lose; unused
         domains first."""
         for most in sorted({1, self.ground.copies}):
@@ -46,12 +48,12 @@ class HolderMatching:
             for group in range(len(self.hands)):
                 round_.serve(group)
 
-    def anywhere(self) -> None:
+    def match_anywhere(self) -> None:
         """For those that still lack holders: whoever has room and is no part of the group, least loaded
         first."""
         for group in range(len(self.hands)):
             while len(self.holders[group]) < self.ground.copies:
-                free = [w for w in self.able if self.load[w] < self.limit and not self.part_of(group, w)]
+                free = [w for w in self.able if self.load[w] < self.limit and not self.is_part_of(group, w)]
                 if not free:
                     break
                 nodes = self.nodes(group)
@@ -60,7 +62,7 @@ class HolderMatching:
     def workers(self, group: int) -> tuple[int, ...]:
         return (*self.hands[group], *self.holders[group])
 
-    def part_of(self, group: int, worker: int) -> bool:
+    def is_part_of(self, group: int, worker: int) -> bool:
         return worker in self.hands[group] or worker in self.holders[group]
 
     def nodes(self, group: int) -> set[int]:
@@ -192,7 +194,7 @@ class _Round:
     def _allows(self, group: int, worker: int, instead_of: int | None = None) -> bool:
         """Whether the rule of this round lets the worker hold for the group; whether it has room is another
         question."""
-        if self._matching.part_of(group, worker):
+        if self._matching.is_part_of(group, worker):
             return False
         place = self._domain[worker]
         there = sum(self._domain[other] == place for other in self._matching.workers(group))
@@ -207,7 +209,7 @@ class _Round:
         nodes = matching.nodes(group)
         best: tuple[bool, int, int] | None = None
         for load, worker in seats if len(seats) <= _LOOKED_AT else heapq.nsmallest(_LOOKED_AT, seats):
-            if load != matching.load[worker] or load >= matching.limit or matching.part_of(group, worker):
+            if load != matching.load[worker] or load >= matching.limit or matching.is_part_of(group, worker):
                 continue
             entry = (matching.ground.node[worker] in nodes, load, worker)
             if best is None or entry < best:

@@ -1,5 +1,6 @@
-"""Decides whose artifacts are coded together and who keeps the parity, so that what fails together costs no
-group more than it can lose.
+"""Decides whose artifacts are coded together and who keeps the parity.
+
+What fails together costs no group more than it can lose.
 
 A group of `data` members and `parity` holders survives any `parity` losses among them. So a domain may vanish
 if it has no more than that many of any group. Several complete placements are drawn up and the best by the

@@ -118,9 +118,6 @@ def _valid_groups(
     return list(groups.values())
 
 
-pass  # HOUSE
-
-
 def build(
     ground: PlacementProblem,
     start: int,

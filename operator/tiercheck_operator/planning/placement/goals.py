@@ -113,7 +113,7 @@ class PlacementStanding:
         return self.bare, self.lacking, self.near, self.unfit
 
 
-def standing(
+def standing_of(
     ground: PlacementProblem, start: int, holders: Holders, among: Collection[int] | None = None
 ) -> PlacementStanding:
     """`start` is the index of the wanted level. `among`: of these workers and these holders' loads only."""

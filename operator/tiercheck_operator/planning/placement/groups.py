@@ -1,4 +1,4 @@
-"""Forms disjoint groups of workers that keep each other's copies, each member in another failure domain.
+"""Forms disjoint groups of workers that keep each other's copies, each in another failure domain.
 
 Few, fixed groups are safer than holders drawn anywhere: a job is lost when any one worker loses all its
 copies, so the fewer sets of nodes are fatal, the better (copysets).

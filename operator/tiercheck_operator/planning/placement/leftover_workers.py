@@ -1,5 +1,4 @@
-"""Finds holders for workers that fit into no group of their own: the odd one, those on suspect nodes, small
-jobs."""
+"""Finds holders for workers that fit into no group: odd ones, suspect nodes, small jobs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Decides which workers keep copies of which others, so that what fails together does not hold the same
-state.
+"""Decides who keeps whose copies, so that what fails together does not hold the same state.
 
 Several complete placements are drawn up and the best by the order of goals (`goals.cost`) is taken: nobody
 without a copy, no copy in the same domain, none on suspect nodes, equal load, few fatal sets, least change,

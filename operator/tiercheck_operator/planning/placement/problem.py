@@ -152,9 +152,6 @@ def _share(wanted: int, rooms: Sequence[int]) -> int:
     return limit
 
 
-pass  # HOUSE
-
-
 @dataclass
 class PlacementDraft:
     """Holders per worker so far, and the load that this puts on each."""

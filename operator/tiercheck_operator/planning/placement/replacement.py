@@ -41,7 +41,7 @@ def _together(survivors: Sequence[str], node: str, topology: Topology, level: Le
 
 
 FIRST, LONGEST = 300.0, 3600.0
-"""Seconds for which a node is shunned after it was suspected for the first time, and at most."""
+"""Seconds for which a node is unwelcome after it was suspected for the first time, and at most."""
 _ANEW = 60.0
 """Seconds without suspicion after which the next one is a new one."""
 
@@ -62,7 +62,7 @@ class SuspectNodes:
             self._noted[node] = now
             self._until[node] = now + min(LONGEST, FIRST * 2 ** min(self._times[node] - 1, 10))
 
-    def shunned(self, now: float) -> frozenset[str]:
+    def unwelcome(self, now: float) -> frozenset[str]:
         """Nodes that new pods had better not be put on."""
         for node in [node for node, noted in self._noted.items() if now - noted > 2 * LONGEST]:
             for table in (self._noted, self._until, self._times):

@@ -1,5 +1,4 @@
-"""State that lies in one place only is the whole job's state at risk: nobody keeps a second copy while
-somebody has none."""
+"""Gives every worker a first copy before anybody keeps a second one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Answers "who can rebuild what": everything that is held anywhere, as sets of versions in the bits of
-integers.
+"""Answers who can rebuild what, with what is held as sets of versions in the bits of integers.
 
 A job of ten thousand ranks holds some hundred thousand artifacts, but of a few dozen versions only. With a
 bit for each version, all that a rank has is four numbers, a chain is a walk over bits, and ranks that hold

@@ -1,5 +1,4 @@
-"""What each place holds, as the planner is told: own memory, copies and parity blocks of others, the remote
-tier."""
+"""Holds what each place has: own memory, copies and parity blocks of others, the remote tier."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What a job can come back to whose attempts did not all have as many ranks: each version counts by the ranks
-that made it.
+"""Finds what a job can come back to whose attempts had different numbers of ranks.
 
-Of another number of ranks a version is restored by resharding: every rank reads its part of what the old ones
-saved. For that nobody is at home: what lies at a worker is a copy kept there, whoever made it, and what
-nobody has may be rebuilt from parity. Only snapshots
-count: deltas can be replayed by nobody but the ranks that took them.
+Each version counts by the ranks that made it. Of another number of ranks a version is restored by resharding:
+every rank reads its part of what the old ones saved. For that nobody is at home: what lies at a worker is a
+copy kept there, whoever made it, and what nobody has may be rebuilt from parity. Only snapshots count: deltas
+can be replayed by nobody but the ranks that took them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Says what a job would come back to if some of its workers vanished now, by asking the code that decides it
-for real."""
+"""Says what a job would come back to if workers vanished now, by the code that decides it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Changes of a placement only what is wrong with it, one holder at a time: where that is as good as a new
-one, less moves."""
+"""Changes one holder at a time of a placement that is only partly wrong.
+
+Where the result is as good as a new placement, less moves.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Decides which copies move while a job trains, and in which order, so that at no moment fewer complete
-copies exist than before.
+"""Decides which copies move while a job trains, with never fewer complete copies than before.
 
 A move is made before it is broken: the new holder is added, and the old one leaves when the new one has a
 complete version. Both need memory meanwhile, so a move waits where there is no room. A copy that was promised
@@ -13,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tiercheck_operator.planning.placement.goals import PlacementStanding, standing
+from tiercheck_operator.planning.placement.goals import PlacementStanding, standing_of
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
 from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
 from tiercheck_operator.planning.replan.mend import mend
@@ -133,7 +132,7 @@ def _wanted(
     all_avoided = frozenset(around.suspects) | frozenset(around.avoided)
     strict = PlacementProblem.of(around.sites, topology, policy.copies, policy.copy_bytes, all_avoided)
     before = [tuple(current.get(worker, ())) for worker in range(strict.workers)]
-    if standing(strict, start, before) == _perfect(strict, start):
+    if standing_of(strict, start, before) == _perfect(strict, start):
         return None, strict, start
     candidates: list[Sequence[tuple[int, ...]]] = [before]
     for suspects in dict.fromkeys((all_avoided, frozenset(around.suspects))):
@@ -141,12 +140,12 @@ def _wanted(
         mended = mend(ground, start, before)
         if mended is not None:
             candidates.append(mended)
-            if standing(strict, start, mended) == _perfect(strict, start):
+            if standing_of(strict, start, mended) == _perfect(strict, start):
                 break
         anew = place(around.sites, topology, policy, suspects, dict(enumerate(before)))
         if isinstance(anew, Placement):
             candidates.append(anew.holders)
-    scores = [(standing(strict, start, each), _moved(before, each)) for each in candidates]
+    scores = [(standing_of(strict, start, each), _moved(before, each)) for each in candidates]
     best = scores.index(min(scores))
     if scores[best][0] >= scores[0][0]:
         return None, strict, start
@@ -182,7 +181,7 @@ def _worthwhile(
             for worker in parts:
                 after[worker] = wanted[worker]
             touched = {*parts, *(holder for worker in parts for holder in (*before[worker], *wanted[worker]))}
-            old, new = standing(ground, start, before, touched), standing(ground, start, after, touched)
+            old, new = standing_of(ground, start, before, touched), standing_of(ground, start, after, touched)
             fewer = any(len(wanted[w]) < min(len(before[w]), ground.copies) for w in parts)
             if new < old and (not fewer or new.bare < old.bare):
                 found.append((_gain(old, new), parts, new.urgent < old.urgent))

@@ -1,6 +1,7 @@
-"""Decides which parity blocks move while a job trains. A group's old block stays where it is until the new
-one is complete, which the holders see to themselves: what they keep for a worker that has other holders now
-is freed only when those hold as much.
+"""Decides which parity blocks move while a job trains.
+
+A group's old block stays where it is until the new one is complete, which the holders see to themselves: what
+they keep for a worker that has other holders now is freed only when those hold as much.
 """
 
 from __future__ import annotations

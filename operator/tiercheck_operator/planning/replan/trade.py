@@ -1,5 +1,7 @@
-"""Holders go from one worker to the next, in a chain, where that parts one more worker from its copy and
-brings nobody nearer to one."""
+"""Passes holders along a chain of workers, so that one worker more is parted from its copy.
+
+Nobody comes nearer to a copy of his by it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a simulation assumes: where workers run, how they are protected, what fails how often, and how long
-the way back takes.
+"""Holds what a simulation assumes of places, protection, failures and the time of the way back.
 
 Everything is given in seconds, hours and steps; nothing is measured here. The figures of a real job are in
 its status.

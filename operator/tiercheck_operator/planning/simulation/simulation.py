@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from tiercheck.protocol.directive import Tier
 from tiercheck_operator.planning.recovery.what_if import Consequence, domain_losses, what_if
 from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes, Saving, Scenario
-from tiercheck_operator.planning.simulation.survival import Survival, fallback
+from tiercheck_operator.planning.simulation.survival import Survival, find_fallback
 
 __all__ = [
     "Chance",
@@ -237,7 +237,7 @@ class _Life:
         lost = self._bare.union(victims)
         peer = max(self._base, saving.peer(step)) if protected else self._copied
         remote = saving.remote(step)
-        outcome = fallback(
+        outcome = find_fallback(
             lost=bool(lost),
             survives=self._survival.in_memory(lost, self._empty),
             own=step - max(self._base, saving.local(step)),
@@ -276,20 +276,9 @@ class _Life:
         return times.spare if workers <= free else times.replace
 
 
-def first_order_ettr(failures_per_second: float, interval: float, overhead: float) -> float:
-    """1 - rate x (overhead + interval / 2): on average half an interval is lost per failure, and the
-    overhead.
-
-    Expected effective training time ratio of a long run with rare failures: A. Kokolis et al., "Revisiting
-    Reliability in Large-Scale Machine Learning Research Clusters", 2024 (arXiv:2410.21680), without time in
-    the queue; in essence J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM
-    17(9), 1974. Seconds throughout.
-    """
-    return 1.0 - failures_per_second * (overhead + interval / 2.0)
-
-
 def exact_ettr(failures_per_second: float, interval: float, overhead: float) -> float:
-    """The same, exact for failures that are exponentially distributed and may hit the recovery as well.
+    """Expected effective training time ratio of a long run, exact for failures that are exponentially
+    distributed and may hit the recovery as well.
 
     Training of one interval takes M e^(R/M) (e^(t/M) - 1) on average, with M the mean time between failures,
     t the interval and R the overhead: J. T. Daly, "A higher order estimate of the optimum checkpoint interval

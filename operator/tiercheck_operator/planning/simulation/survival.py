@@ -1,5 +1,6 @@
-"""Says, fast enough for a hundred thousand losses, which lost workers have their state elsewhere in memory:
-by the planner's own stock, asked once for each shape of a loss.
+"""Says fast which lost workers have their state elsewhere in memory.
+
+The planner's own stock is asked once for each shape of a loss, fast enough for a hundred thousand losses.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _decodable(members: int, gone: tuple[int, ...], blocks: tuple[int, ...]) -> 
 
 
 @lru_cache(maxsize=65536)
-def fallback(
+def find_fallback(
     *,
     lost: bool,
     survives: bool,

@@ -1,4 +1,4 @@
-"""CRC-64/NVME by ISA-L: what a server keeps of a part, to recognise the parts that an earlier upload left.
+"""Computes CRC-64/NVME by ISA-L, to recognise the parts that an earlier upload left.
 
 The library is the one that the package `pyeclib` brings; there the polynomial is called Rocksoft.
 Source: https://github.com/intel/isa-l, `include/crc64.h`; check value 0xAE8B14860A799888 for "123456789".

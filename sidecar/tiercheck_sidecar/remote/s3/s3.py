@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from tiercheck_sidecar.remote import keys as layout
 from tiercheck_sidecar.remote.config import S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
-from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, bounded
+from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, read_all
 from tiercheck_sidecar.remote.s3 import s3_errors
 from tiercheck_sidecar.remote.s3.s3_multipart import Leftover, part_size
-from tiercheck_sidecar.remote.verify import nothing_arrived
+from tiercheck_sidecar.remote.verify import ignore_arrival
 
 if TYPE_CHECKING:
     from tiercheck_sidecar.remote.s3.s3_clients import Clients
@@ -130,13 +130,13 @@ class S3Objects(Objects):
             try:
                 answer = clients.boto.get_object(Bucket=self._bucket, Key=self._key(key))
                 with contextlib.closing(answer["Body"]) as body:
-                    return bounded(body.read, f"{self.location}/{key}", answer.get("ContentLength", 0))
+                    return read_all(body.read, f"{self.location}/{key}", answer.get("ContentLength", 0))
             except ClientError as error:
                 if error.response.get("Error", {}).get("Code") == "NoSuchKey":
                     return None
                 raise
 
-    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = nothing_arrived) -> int:
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore_arrival) -> int:
         if not into:
             return 0
         clients = self._clients()

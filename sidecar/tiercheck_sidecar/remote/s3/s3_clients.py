@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercheck_sidecar.remote.config import S3Settings, clean_credentials, mend_credentials
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
-from tiercheck_sidecar.remote.objects import bounded
+from tiercheck_sidecar.remote.objects import read_all
 from tiercheck_sidecar.remote.s3 import s3_errors
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
 
@@ -162,7 +162,7 @@ class _BoundedAnswers:
         response = self._session.send(request)
         if not streamed or response.status_code >= 300:
             try:
-                response._content = bounded(response.raw.read, f"an answer of {self._location}")
+                response._content = read_all(response.raw.read, f"an answer of {self._location}")
             except BaseException:
                 response.raw.close()
                 raise

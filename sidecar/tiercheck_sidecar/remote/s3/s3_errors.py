@@ -1,4 +1,4 @@
-"""boto3 and obstore meet the same trouble in different words; this turns either into one sentence and reason.
+"""Turns errors of boto3 and obstore into one sentence and one reason.
 
 boto3 raises typed errors with a code. obstore's hold the HTTP status and the server's XML, or the causes of a
 broken connection, in their text alone.

@@ -1,5 +1,4 @@
-"""Mutating webhooks: both API servers ask the same ones, apply the same patches and let the same
-failures pass."""
+"""Both API servers ask the same mutating webhooks and apply the same patches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a job's owner is promised of deltas, parity, divergence and memory when things break, told with the
-pure decision."""
+"""Deltas, parity, divergence and memory keep their promises when things break."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Directives of one attempt arrive in any order, and twice: each says what its sidecar followed when it was
-decided upon."""
+"""Directives of one attempt may arrive in any order, and twice."""
 
 from __future__ import annotations
 

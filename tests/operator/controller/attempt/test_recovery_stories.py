@@ -1,4 +1,4 @@
-"""What a job's owner is promised when things break, told with the pure decision in a cluster in memory."""
+"""When things break, a job comes back as its owner is promised, by the pure decision."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whose fault a recovery was, and since when: the cause told is what struck first, never what followed from
-it."""
+"""The cause of a recovery is what struck first, never what followed from it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tiercheck.protocol.report import RankFailure, TrainerState
 def training(**changes: object) -> World:
     """Four workers on four nodes in two racks; Kubernetes notices no dead node by itself."""
     world = World(make_spec(**changes))
-    world.pulses = True
+    world.heartbeats = True
     world.node_grace = 1e9
     world.until("Running")
     world.train(9)

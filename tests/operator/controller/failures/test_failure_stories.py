@@ -1,5 +1,4 @@
-"""Every class of failure, told with the pure decision in a cluster in memory: what it is called, what it
-costs, what the user can rule."""
+"""Every class of failure has a name, a cost and a user's rule, by the pure decision."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Restores that stand still: told with the name of what they wait for, and gone round by another node, once;
-never by the clock alone."""
+"""A restore that stands still names what it waits for, and is gone round once.
+
+Another node takes over, never by the clock alone.
+"""
 
 from __future__ import annotations
 

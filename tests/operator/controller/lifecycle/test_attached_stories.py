@@ -1,5 +1,4 @@
-"""Attached jobs in memory: pods come and go by their own controller, and everything else is as for a job of
-our own."""
+"""Attached jobs are as jobs of our own, but another controller brings their pods."""
 
 from __future__ import annotations
 

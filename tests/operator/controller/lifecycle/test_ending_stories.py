@@ -1,6 +1,4 @@
-"""How a job's pods go when it ends: at once when they owe nothing, whatever else of the user's runs in
-them.
-"""
+"""A job's pods go at once when it ends and they owe nothing, whatever else runs in them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A queue decides when pods may be scheduled: it gets what the job says to it, and its waiting is no lack of
-nodes."""
+"""A queue decides when pods may be scheduled, and its waiting is no lack of nodes."""
 
 from __future__ import annotations
 

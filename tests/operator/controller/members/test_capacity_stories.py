@@ -1,5 +1,4 @@
-"""What a job's owner is promised when no node takes a pod: it waits, says why, loses nothing of what is left,
-and comes back."""
+"""A job without a node waits, says why, loses nothing of what is left, and comes back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a job's owner is promised of spec.elastic: no node for a lost worker, and it goes on smaller by
-itself, later with all again.
+"""An elastic job without a node for a lost worker goes on smaller, and later whole again.
 
 Nothing that the survivors hold is lost on the way, whoever dies next, and however often the operator is
 started again.
@@ -224,8 +223,8 @@ def test_node_that_comes_back_just_then_is_used_and_the_job_is_whole() -> None:
     world = elastic()
     lose(world, 1)
     tick_until(world, lambda: world.status.size)
-    homeless = next(uid for uid, pod in world.pods.items() if pod.worker == 1 and pod.node is None)
-    world.pods[homeless] = replace(world.pods[homeless], node="n13", unschedulable_since=None)
+    unschedulable = next(uid for uid, pod in world.pods.items() if pod.worker == 1 and pod.node is None)
+    world.pods[unschedulable] = replace(world.pods[unschedulable], node="n13", unschedulable_since=None)
     world.reconcile()
     assert world.status.size is None
     world.until("Running", attempt=2)

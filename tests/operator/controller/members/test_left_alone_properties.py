@@ -1,5 +1,4 @@
-"""Over everything that kubelets, nodes and networks may say: whom decisions never delete, and whom they
-still do."""
+"""Decisions never delete who trains, over all that kubelets and networks may say."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a job's owner is promised: who trains is left alone, whatever is said of sidecars, kubelets and
-nodes."""
+"""Who trains is left alone, whatever is said of sidecars, kubelets and nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tiercheck_operator.model.observed import Observation, PodView
 def trained(**changes: object) -> World:
     """Four workers on four nodes in two racks; Kubernetes calls a node unreachable after 40 s."""
     world = World(make_spec(**changes))
-    world.pulses = True
+    world.heartbeats = True
     world.node_grace = 40
     world.until("Running")
     world.train(9)
@@ -366,7 +365,7 @@ def test_sidecars_that_were_just_started_do_not_vouch_that_training_has_stopped(
 
 def test_node_that_is_not_ready_and_silent_is_lost_without_waiting_for_an_eviction() -> None:
     world = trained()
-    world.pulses = False
+    world.heartbeats = False
     died = world.now
     world.kill_node(world.home(3))
     world.until("Running", attempt=2)
@@ -396,7 +395,7 @@ def test_nodes_that_are_all_not_ready_and_all_silent_are_not_given_up_because_it
 
 def test_node_that_dies_before_the_first_attempt_holds_nobody_up() -> None:
     world = World(make_spec(workers=2))
-    world.pulses, world.node_grace, world.start_seconds = True, 40, 5
+    world.heartbeats, world.node_grace, world.start_seconds = True, 40, 5
     for _ in range(3):
         world.tick()
     name = world.home(1)

@@ -1,5 +1,4 @@
-"""What a job's owner is promised of spares: a lost worker is replaced by a pod that waits already, whatever
-happens meanwhile."""
+"""A pod that waits already replaces a lost worker, whatever happens meanwhile."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a job's owner is promised when the network lies or Kubernetes is slow: seconds instead of minutes, and
-never too much."""
+"""When the network lies or Kubernetes is slow, it takes seconds, and never too much goes."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from tiercheck_operator.planning.placement.replacement import SuspectNodes
 
 
 def trained(**changes: object) -> World:
-    """Four workers on four nodes in two racks, whose sidecars feel each other's pulse; Kubernetes notices
+    """Four workers on four nodes in two racks, whose sidecars hear each other's heartbeat; Kubernetes notices
     nothing by itself."""
     world = World(make_spec(**changes))
-    world.pulses = True
+    world.heartbeats = True
     world.node_grace = 1e9
     world.until("Running")
     world.train(9)
@@ -78,7 +77,7 @@ def test_rack_whose_nodes_die_one_after_the_other_keeps_no_new_pod(seconds: int)
 def test_new_pod_on_a_dead_node_that_nobody_could_tell_of_goes_elsewhere() -> None:
     """The job had no pod there, and Kubernetes has not noticed."""
     world = World(make_spec(workers=2))
-    world.pulses, world.node_grace = True, 1e9
+    world.heartbeats, world.node_grace = True, 1e9
     world.until("Running")
     world.train(9)
     empty = next(name for name in world.nodes if name not in {world.home(0), world.home(1)})
@@ -206,13 +205,13 @@ def test_node_that_one_job_had_to_leave_is_shunned_by_the_others(monkeypatch: py
     monkeypatch.setattr(world, "reconcile", look)
     world.kill_node(node)
     world.train(20)
-    assert known.shunned(world.now) == {node}, "it, and no other"
+    assert known.unwelcome(world.now) == {node}, "it, and no other"
     other = World(make_spec())
     other.tick()
     (first, *_) = [
         action
-        for action in decide(replace(other.observe(), pods=(), shunned=known.shunned(world.now))).before
+        for action in decide(replace(other.observe(), pods=(), unwelcome=known.unwelcome(world.now))).before
         if isinstance(action, CreatePod)
     ]
-    assert first.shun == (node,)
+    assert first.unwelcome == (node,)
     assert first.avoid == (), "where nothing else has room, the node is used"

@@ -1,5 +1,6 @@
-"""Pods in which no attempt can begin, although Kubernetes calls them well: processes that do not end there,
-commands that do not start, checks that fail.
+"""A pod in which no attempt can begin is left, although Kubernetes calls it well.
+
+Processes do not end there, commands do not start, or checks fail.
 """
 
 from __future__ import annotations

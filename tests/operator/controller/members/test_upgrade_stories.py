@@ -1,5 +1,7 @@
-"""A new operator takes over running jobs: nothing about them changes, and a replacement speaks the language
-of its neighbours."""
+"""A new operator takes over running jobs, and nothing about them changes.
+
+A replacement speaks the language of its neighbours.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Nodes can be drained while a job is well, one worker after the other, and never while its last copy is on
-its way."""
+"""Nodes can be drained one after the other while a job is well, and never its last copy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a job's owner is promised when the cluster changes under a job that trains: copies move, training does
-not notice."""
+"""Copies move when the cluster changes under a job, and training does not notice."""
 
 from __future__ import annotations
 

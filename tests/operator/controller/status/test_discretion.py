@@ -1,6 +1,4 @@
-"""Status, Events and annotations are read by everyone with `view`: no credential gets there, whoever said
-it.
-"""
+"""No credential reaches status, Events and annotations, whoever said it."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from tests.operator.kubernetes.test_event_series import JOB, Server
 from tests.operator.world_in_memory import World
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 from tiercheck_operator.controller.reconciler import JobLoop
-from tiercheck_operator.controller.status.discretion import discreet
+from tiercheck_operator.controller.status.discretion import without_credentials
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
 from tiercheck_operator.model.actions import Notice
@@ -49,20 +47,20 @@ def test_no_text_of_a_status_holds_a_credential() -> None:
         "placement": {"hash": "0f9a4c21", "unprotectedReason": SAID},
         "sidecarImage": "registry.example/sidecar@sha256:" + "0f9a4c21" * 8,
     }
-    shown = discreet(status)
+    shown = without_credentials(status)
     assert SECRET not in str(shown)
     assert shown["conditions"][0]["message"].startswith(
         "the trainer of worker 1 ended with exit code 1: clone of https://"
     )
     assert shown["sidecarImage"] == status["sidecarImage"]
-    assert discreet(shown) == shown, "else it would be written again at every look"
+    assert without_credentials(shown) == shown, "else it would be written again at every look"
     assert SECRET in str(status), "what decisions go by is left as it is"
 
 
 def test_text_full_of_credentials_is_no_longer_than_the_api_server_lets_it_be() -> None:
-    shown = discreet({"message": "://a@" * 800})
+    shown = without_credentials({"message": "://a@" * 800})
     assert len(shown["message"]) <= 4000
-    assert discreet(shown) == shown
+    assert without_credentials(shown) == shown
 
 
 def test_ordinary_status_is_written_as_it_is() -> None:
@@ -74,7 +72,7 @@ def test_ordinary_status_is_written_as_it_is() -> None:
             world.tick()
         status = render_record(world.status)
         assert status["conditions"]
-        assert discreet(status) == status
+        assert without_credentials(status) == status
 
 
 async def test_refusal_of_the_api_server_reaches_the_status_without_the_credential_in_it() -> None:

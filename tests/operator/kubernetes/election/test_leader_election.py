@@ -1,5 +1,4 @@
-"""Who leads, and when: replicas with clocks of their own, a server that loses calls, and processes that are
-stopped and go on."""
+"""One replica leads, whatever clocks, lost calls and stopped processes do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What parity placement promises, for any cluster: checked on random ones, tolerance by deleting domains and
-workers."""
+"""Parity placement keeps its promises on random clusters, whatever domain is deleted."""
 
 from __future__ import annotations
 

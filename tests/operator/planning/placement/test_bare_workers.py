@@ -1,5 +1,4 @@
-"""A worker whose state nobody else keeps costs the whole job when it is lost: first copies go before second
-ones."""
+"""First copies go before second ones: a worker without any costs the whole job."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What placement promises, for any cluster: checked on random ones, tolerance by deleting every domain in
-turn."""
+"""Placement keeps its promises on random clusters, whichever domain is deleted."""
 
 from __future__ import annotations
 

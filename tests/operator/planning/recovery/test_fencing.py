@@ -1,5 +1,4 @@
-"""Whatever a worker that was given up still writes, and wherever it gets to: no decision is any different for
-it."""
+"""Whatever a worker that was given up still writes, no decision is any different for it."""
 
 from __future__ import annotations
 

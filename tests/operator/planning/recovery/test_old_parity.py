@@ -1,5 +1,4 @@
-"""Of ranks that are no more, blocks of parity give what nobody has, if there are enough of them, and say
-where everything lies now."""
+"""Blocks of parity give what nobody has of ranks that are no more, if there are enough."""
 
 from __future__ import annotations
 

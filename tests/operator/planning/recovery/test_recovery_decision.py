@@ -1,5 +1,4 @@
-"""What a job comes back to: the best version that every rank can rebuild, nearest sources first, and never a
-guess."""
+"""A job comes back to the best version that every rank can rebuild, nearest sources first."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Copies move in the life of a job only for a reason, as few as can be, and never so that fewer complete ones
-exist."""
+"""Copies move only for a reason, as few as can be, and never with fewer complete ones."""
 
 from __future__ import annotations
 
@@ -240,7 +239,7 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
             if not found:
                 break
             had = {worker: _complete(holders, complete, worker) for worker in holders}
-            before = standing(ground, start, [holders[w] for w in sorted(holders)])
+            before = standing_of(ground, start, [holders[w] for w in sorted(holders)])
             # Only for a worker that has none may another one go down to its last copy.
             least = 1 if policy.copies and before.bare else policy.copies
             holders = {**holders, **found.holders}
@@ -264,7 +263,7 @@ def test_at_no_moment_are_there_fewer_complete_copies_than_were_promised_and_had
                 if leaving:
                     complete.add(pending.pop())
             complete |= {(worker, holder) for worker, kept in holders.items() for holder in kept}
-            after = standing(ground, start, [holders[w] for w in sorted(holders)])
+            after = standing_of(ground, start, [holders[w] for w in sorted(holders)])
             assert after < before
         else:
             raise AssertionError("the rounds do not end")

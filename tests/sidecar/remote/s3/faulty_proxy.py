@@ -1,5 +1,4 @@
-"""An S3 server's bad day: a loopback proxy that passes requests on, but for those that a test wants delayed,
-refused or cut off."""
+"""Passes requests to S3, but for those that a test wants delayed, refused or cut off."""
 
 from __future__ import annotations
 

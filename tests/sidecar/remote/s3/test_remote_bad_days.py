@@ -1,5 +1,7 @@
-"""A store that is slow, failing, full or forbidden is named, waited out where that helps, and loses nothing
-that it had."""
+"""A store that is slow, failing, full or forbidden is named, and loses nothing it had.
+
+It is waited out where that helps.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promise: nothing that a store says takes more memory here than its limit, whatever length it claims or
-keeps silent about."""
+"""Promise: nothing that a store says takes more memory here than its limit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An upload that was interrupted goes on where it stopped: parts that the store has are not sent again,
-unless they are not ours."""
+"""An interrupted upload sends no part again that the store has, unless it is not ours."""
 
 from __future__ import annotations
 

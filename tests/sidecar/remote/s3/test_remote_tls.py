@@ -1,6 +1,4 @@
-"""A bucket behind a private authority is reached only with that authority's certificate, by both S3
-clients.
-"""
+"""Both S3 clients reach a bucket of a private authority with its certificate only."""
 
 from __future__ import annotations
 

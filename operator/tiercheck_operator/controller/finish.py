@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiercheck.protocol.directive import Phase
-from tiercheck_operator.controller.attempt.barrier import due_directives
-from tiercheck_operator.controller.lifecycle.attached import exit_code
+from tiercheck.protocol.report import TrainerState
+from tiercheck_operator.controller.attempt.directives import due_directives
 from tiercheck_operator.controller.members.lost_nodes import out_of_reach
 from tiercheck_operator.controller.members.replacing import remove_pod
-from tiercheck_operator.controller.observe.inventories import known_as
+from tiercheck_operator.controller.observe.inventories import pods_by_their_own_index
 from tiercheck_operator.controller.observe.situation import Situation, is_suspending
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
@@ -23,10 +23,7 @@ from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import JobRecord, Recovery, parse_time
 
-
-def finished(status: JobRecord) -> bool:
-    ends = (conditions.COMPLETED, conditions.FAILED)
-    return any(entry.status and entry.type in ends for entry in status.conditions)
+_UNKNOWN_FAILURE = 1
 
 
 def after_finish(obs: Observation) -> Decision:
@@ -54,7 +51,7 @@ def after_finish(obs: Observation) -> Decision:
         elif not pod.deleting:
             left = max(1.0, ended + patience - now)
             wake = left if wake is None else min(wake, left)
-    members = known_as(obs, [pod for pod in live if pod.ip and not pod.deleting])
+    members = pods_by_their_own_index(obs, [pod for pod in live if pod.ip and not pod.deleting])
     after: list[Action] = []
     if members and status.attempt:
         after += due_directives(obs, status, members, None, Phase.FINISH, exit_code=exit_code(obs))
@@ -81,17 +78,9 @@ def finishing_time(obs: Observation) -> float:
     return obs.patience.suspend if obs.job.spec.remote is None else obs.patience.flush
 
 
-def seconds_to_deadline(situation: Situation) -> float | None:
-    """That the job has left, not positive once they are over; None: it has as long as it takes."""
-    limit, started = situation.job.spec.active_deadline, parse_time(situation.job.status.started)
-    if limit is None or started is None or situation.resumption is not None:
-        return limit
-    return started + limit - situation.now
-
-
-def deadline_passed(situation: Situation) -> Finding | None:
+def find_passed_deadline(situation: Situation) -> Finding | None:
     """Why the job has to end now; None: it need not."""
-    left, spec = seconds_to_deadline(situation), situation.job.spec
+    left, spec = situation.seconds_to_deadline, situation.job.spec
     if left is None or left > 0:
         return None
     return Finding(
@@ -127,16 +116,21 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
             lost = node is not None and bool(node.lost)
             if lost or not pod.deleting:
                 before.append(DeletePod(pod.name, pod.uid, lost, f"pod {pod.name}: {why}"))
-    members = known_as(obs, [pod for pod in left if pod.ip and not pod.deleting])
+    members = pods_by_their_own_index(obs, [pod for pod in left if pod.ip and not pod.deleting])
     after: list[Action] = (
         list(due_directives(obs, status, members, None, Phase.FINISH)) if members and status.attempt else []
     )
     return status, before, after
 
 
-def is_still_ending(obs: Observation) -> bool:
-    """Whether there are pods that were told to finish: they end, whatever the spec says by now, and bring
-    away what they owe. An attempt that began with them would lose them.
-    """
+def exit_code(obs: Observation) -> int:
+    """What the launchers of a job that is over exit with, so that the owner sees what it would have seen
+    without us."""
     status = obs.job.status
-    return is_suspending(status) and bool(status.attempt and obs.all_pods) and obs.job.spec.attach is None
+    if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
+        return 0
+    reports = [known.report for known in obs.reports.values() if known.report is not None]
+    failed = [report.trainer for report in reports if report.attempt == status.attempt]
+    failed = [trainer for trainer in failed if trainer.state is TrainerState.FAILED and trainer.exit_code]
+    first = min(failed, key=lambda trainer: trainer.ended_at or obs.now, default=None)
+    return _UNKNOWN_FAILURE if first is None else first.exit_code or _UNKNOWN_FAILURE

@@ -1,1 +1,0 @@
-"""Before the first attempt and after the last: prerequisites, suspension, the end."""
