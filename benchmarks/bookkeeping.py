@@ -93,16 +93,16 @@ class _Worker:
             credentials_dir=folder, remote=None, token="token",
         )  # fmt: skip
         self.spent: list[dict[str, float]] = []
-        self._board = board = SidecarState(config)
-        self.vault = vault = Vault(config.vault_dir, config.memory_limit, config.ranks, board.bump)
+        self._state = state = SidecarState(config)
+        self.vault = vault = Vault(config.vault_dir, config.memory_limit, config.ranks, state.bump)
         vault.open()
         every = [Branch(n + 1, n * _BETWEEN, WORKERS * RANKS) for n in range(restarts + 1)]
         self._step, self._attempt = restarts * _BETWEEN, restarts + 1
         self._hosted = range(2 * RANKS, 3 * RANKS)
-        board.directive = self._directive(History(tuple(every)))
-        board.restore = RestoreReport(RestoreState.READY, None)
-        board.wait = self._wait  # type: ignore[method-assign]
-        self._looks, self._loops = 0, list(self._all_loops(Replicator(board, vault, None, 0)))  # type: ignore[arg-type]
+        state.directive = self._directive(History(tuple(every)))
+        state.restore = RestoreReport(RestoreState.READY, None)
+        state.wait = self._wait  # type: ignore[method-assign]
+        self._looks, self._loops = 0, list(self._all_loops(Replicator(state, vault, None, 0)))  # type: ignore[arg-type]
         for rank in config.ranks:
             vault.reserve(rank, _SNAPSHOT.size, _DELTA.size)
         vault.expect(CADENCE, Room(_SNAPSHOT.size, _DELTA.size))
@@ -151,15 +151,15 @@ class _Worker:
         )
         cadence = Cadence(CADENCE, CADENCE, True, _SNAPSHOT.size, _DELTA.size)
         marks = Watermarks(now, held, None, named)
-        self._board.follow(
+        self._state.follow(
             TierVerdict(self._attempt, marks, held, whole, copy=named, cadence=cadence, placement="x")
         )
 
     def _wake(self) -> None:
         """Until nothing is news any more."""
         seen = -1
-        while seen != self._board._generation:
-            seen = self._board._generation
+        while seen != self._state._generation:
+            seen = self._state._generation
             self.spent.append({name: self._timed(loop, waits) for name, loop, waits in self._loops})
 
     def _timed(self, loop: Callable[[], object], waits: int) -> float:
@@ -173,16 +173,16 @@ class _Worker:
         if not self._looks:
             raise _Over
         self._looks -= 1
-        return self._board._generation
+        return self._state._generation
 
     def _all_loops(self, replicator: Replicator) -> Iterator[tuple[str, Callable[[], object], int]]:
         """Name, loop, and how often it waits before it looks."""
-        board, vault = self._board, self.vault
-        reclaimer, reporter = Reclaimer(board, vault), Reporter(board, vault)
+        state, vault = self._state, self.vault
+        reclaimer, reporter = Reclaimer(state, vault), Reporter(state, vault)
         lanes: list[Callable[[], None]] = []
-        with mock.patch.object(board.threads, "loop", lambda _, lane: lanes.append(lane)):
+        with mock.patch.object(state.threads, "loop", lambda _, lane: lanes.append(lane)):
             self._timed(replicator.run, 1)
-        tiers = TierClient(board, vault, replicator.acknowledged, lambda *_: ())
+        tiers = TierClient(state, vault, replicator.acknowledged, lambda *_: ())
         tiers._tell = lambda *_: True  # type: ignore[method-assign]
         yield "reclaim", reclaimer.run, 1
         yield "prepare", reclaimer.prepare, 1

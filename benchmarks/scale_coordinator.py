@@ -127,28 +127,28 @@ def serve(folder: Path, workers: int) -> None:
         remote="{}",
         token=_TOKEN,
     )
-    board = SidecarState(config)
+    state = SidecarState(config)
     slower = SLOWER.get(workers, 1)
     coordinating.pace = lambda callers: slower * pace(callers)
     coordinating._MOMENT *= slower
-    coordinator = Coordinator(board)
+    coordinator = Coordinator(state)
     coordinator.stored((Version(10**9, 1),))  # so nothing is owed to the remote tier
     me = Peer(0, _SERVER)
-    board.accept(
+    state.accept(
         Directive(
             _UID, 0, workers, PROCS, 1, Phase.RELEASE, _history(workers), Policy(None, 500, 5), None, (me,),
             (me,), me, _SERVER, 29500, placement="ring",
         )
     )  # fmt: skip
-    vault = Vault(config.vault_dir, config.memory_limit, config.ranks, board.bump)
+    vault = Vault(config.vault_dir, config.memory_limit, config.ranks, state.bump)
 
     async def live() -> None:
-        control = ControlApi(board, Reporter(board, vault))
-        api = control.build(*routes(board, coordinator))
+        control = ControlApi(state, Reporter(state, vault))
+        api = control.build(*routes(state, coordinator))
         port = GuardedPort(api, Strangers(lambda: 256 + workers), server_context(config))
         control.on_proof = port.believe
         await port.start(_SERVER, names.CONTROL_PORT)
-        board.threads.loop("coordinate", coordinator.run, vital=True)
+        state.threads.loop("coordinate", coordinator.run, vital=True)
         print("ready", flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
             coordinator.stored(())

@@ -22,7 +22,7 @@ from tiercheck_sidecar.control.own_credentials import own_credentials
 from tiercheck_sidecar.control.ports import GuardedPort, named_addresses
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.exchange.handshake import Identity
-from tiercheck_sidecar.exchange.heartbeat import Pulse
+from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
 from tiercheck_sidecar.exchange.network.ucx import why_no_ucx
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
@@ -73,8 +73,8 @@ class Sidecar:
             config.vault_dir,
             config.memory_limit,
             config.ranks,
-            self.board.bump,
-            self.board.tagger,
+            self.state.bump,
+            self.state.tagger,
             hands=spare_hands(config.cgroup_dir),
         )
         self.reporter = Reporter(self.state, self.vault)
@@ -84,8 +84,8 @@ class Sidecar:
             config.worker,
             config.token,
             config.pod_ip,
-            lambda: self.board.peers_encrypted,
-            lambda: self.board.peers_by_ucx and not why_no_ucx(),
+            lambda: self.state.peers_encrypted,
+            lambda: self.state.peers_by_ucx and not why_no_ucx(),
         )
         self.exchange = ExchangeServer(self.state, self.vault, self.identity, config.exchange_port)
         self.replicator = Replicator(self.state, self.vault, self.identity, names.EXCHANGE_PORT)
@@ -107,7 +107,7 @@ class Sidecar:
         self.reporter.owes = self._owes
         self.reporter.settled = self._settled
         self.reporter.addresses = lambda: tuple(each.host for each in self.identity.addresses.own)
-        self.tiers = TierClient(self.board, self.vault, self._acknowledged, self.uploader.uploaded)
+        self.tiers = TierClient(self.state, self.vault, self._acknowledged, self.uploader.uploaded)
         self._ports: list[GuardedPort] = []
         self.state.when_identified(self._identified)
 

@@ -124,7 +124,7 @@ class Station:
                 token=TOKEN,
             )
         )
-        self.board, self.vault, self.identity = self.sidecar.board, self.sidecar.vault, self.sidecar.identity
+        self.state, self.vault, self.identity = self.sidecar.state, self.sidecar.vault, self.sidecar.identity
         self.server, self.replicator = self.sidecar.exchange, self.sidecar.replicator
         self.sender, self.holder = self.sidecar.parity, self.sidecar.parity_holder
         self.vault.open()
@@ -135,11 +135,11 @@ class Station:
     def run(self, *loops: str) -> None:
         for name, body in self.sidecar._loops():
             if name in loops:
-                self.board.threads.loop(name, body)
+                self.state.threads.loop(name, body)
 
     def follow(self, directive: Directive) -> None:
         """With nothing to restore."""
-        self.board.accept(directive)
+        self.state.accept(directive)
         hosted = [
             peer.worker * self.job.procs + each for peer in directive.hosted for each in range(self.job.procs)
         ]
@@ -149,9 +149,9 @@ class Station:
             for share in shares(group, group.holders.index(self.job.peer(self.worker)), self.job.procs)
         ]
         self.vault.host(hosted, folded)
-        with self.board.lock:
-            self.board.restore = RestoreReport(RestoreState.READY, None)
-        self.board.bump()
+        with self.state.lock:
+            self.state.restore = RestoreReport(RestoreState.READY, None)
+        self.state.bump()
 
     def replicate(self) -> None:
         """Begin to bring what is sealed here to the holder."""
@@ -159,9 +159,9 @@ class Station:
 
     def name(self, version: Version | None, **more: Any) -> None:
         """The coordinator names the snapshot to copy."""
-        with self.board.lock:
-            self.board.verdict = TierVerdict(self.board.attempt, Watermarks(), copy=version, **more)
-        self.board.bump()
+        with self.state.lock:
+            self.state.verdict = TierVerdict(self.state.attempt, Watermarks(), copy=version, **more)
+        self.state.bump()
 
     def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT, rank: int | None = None) -> Seal:
         """Capture an artifact of about `size` bytes of an own rank."""
@@ -188,7 +188,7 @@ class Station:
 
     def connect(self, worker: int | Peer) -> Wire:
         peer = worker if isinstance(worker, Peer) else self.job.peer(worker)
-        return dial(self.identity, self.board.attempt, peer, self.job.port)
+        return dial(self.identity, self.state.attempt, peer, self.job.port)
 
     def line(self, worker: int) -> Line:
         return Line(lambda: self.connect(worker))
@@ -214,8 +214,8 @@ class Station:
 
     def copied(self, rank: int, kind: Kind = Kind.SNAPSHOT) -> list[Version]:
         """Versions of an own rank's artifacts that are complete at every holder of the group's blocks."""
-        assert self.board.directive is not None
-        told = self.sender.acknowledged(self.board.directive)
+        assert self.state.directive is not None
+        told = self.sender.acknowledged(self.state.directive)
         versions = [stocks.get(rank, NOTHING).of(kind) for _, stocks in told]
         return sorted(frozenset.intersection(*versions)) if versions else []
 

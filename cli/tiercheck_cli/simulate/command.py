@@ -18,7 +18,7 @@ from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
 from tiercheck_cli.simulate import assumptions
 from tiercheck_cli.simulate.assumptions import STEP_SECONDS, Assumptions
-from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
+from tiercheck_cli.simulate.lives import Result, scenario, simulate_lives, store_only
 from tiercheck_cli.simulate.measured import Told, jobs_in, times_of
 from tiercheck_cli.simulate.screen import screen
 from tiercheck_cli.simulate.sensitivity import Gain, changes

@@ -14,7 +14,7 @@ from tiercheck_cli.figures import new_figure, remove_frame, save_figure
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.report.style import FAULT, TIERS
 from tiercheck_cli.simulate.assumptions import Assumptions
-from tiercheck_cli.simulate.lives import Result, lives, scenario, store_only
+from tiercheck_cli.simulate.lives import Result, scenario, simulate_lives, store_only
 from tiercheck_cli.simulate.sensitivity import Gain
 
 _CADENCES = (1, 3, 10, 30, 100, 300, 1000, 3000)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck_cli.durations import short
-from tiercheck_cli.simulate.lives import lives
+from tiercheck_cli.simulate.lives import simulate_lives
 from tiercheck_operator.planning.simulation.scenario import RecoveryTimes, Scenario
 from tiercheck_operator.planning.simulation.simulation import Simulation
 
@@ -37,7 +37,7 @@ def sensitivity(
     those of the rates."""
     found = []
     for part, by, changed in changes(described):
-        again = lives(changed, days=base.days, runs=len(base.runs), seed=seed, tick=tick)
+        again = simulate_lives(changed, days=base.days, runs=len(base.runs), seed=seed, tick=tick)
         found.append(Gain(part, by, again.ettr - base.ettr))
     return tuple(sorted(found, key=lambda each: -each.gain))
 

@@ -98,7 +98,7 @@ class ControlApi:
         except StaleRefused as error:
             return text_response(409, str(error))
         except DirectiveRefused as error:
-            return sentence(403, str(error))
+            return text_response(403, str(error))
         return self._tell(self._reporter.report(), request)
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
@@ -115,7 +115,7 @@ class ControlApi:
             changed = self._changed
             report = self._reporter.report()
             left = deadline - asyncio.get_running_loop().time()
-            if self._is_news(report, after) or left <= 0 or self._board.stopping:
+            if self._is_news(report, after) or left <= 0 or self._state.stopping:
                 return self._tell(report, request)
             try:
                 async with asyncio.timeout(left):
@@ -153,7 +153,7 @@ def text_response(status: int, text: str) -> web.Response:
 pass  # HOUSE
 
 
-def routes(board: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
+def routes(state: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
     """Between sidecars: connections to the coordinator, and the two calls of releases without them."""
 
     async def tiers(request: web.Request) -> web.StreamResponse:

@@ -39,7 +39,7 @@ class Reporter:
         self._serial = 0
         self._known: tuple[Any, ...] = ()
         self._told: dict[int, tuple[Seal, Holding]] = {}
-        self._discretion = Discretion(own_credentials() | {board.config.token})
+        self._discretion = Discretion(own_credentials() | {state.config.token})
         self.owes: Callable[[], bool] = lambda: False
         """Whether holders lack anything. While training runs they always lack the newest, so then nobody is
         told."""
@@ -59,9 +59,9 @@ class Reporter:
             return dataclasses.replace(report, serial=self._serial)
 
     def _gather(self, settled: bool) -> Report:
-        board = self._board
-        with board.lock:
-            directive, verdict = board.directive, board.verdict
+        state = self._state
+        with state.lock:
+            directive, verdict = state.directive, state.verdict
             return Report(
                 job_uid=state.config.job_uid,
                 worker=state.config.worker,
@@ -74,7 +74,7 @@ class Reporter:
                 restore=self._restore(),
                 trainer=self._trainer(),
                 holdings=self._holdings(),
-                remote=board.remote,
+                remote=state.remote,
                 watermarks=verdict.watermarks if verdict else Watermarks(),
                 memory=self._memory(),
                 quarantined=state.quarantined,
@@ -82,12 +82,12 @@ class Reporter:
                 unreachable=state.peers.unreachable(),
                 can_change_worker=True,
                 reads_tables=True,
-                owes=board.trainer.report.state is not TrainerState.RUNNING and self.owes(),
-                counters=board.counters,
-                snapshot_every=board.every,
-                proofs=board.proofs,
+                owes=state.trainer.report.state is not TrainerState.RUNNING and self.owes(),
+                counters=state.counters,
+                snapshot_every=state.every,
+                proofs=state.proofs,
                 addresses=self.addresses(),
-                followed=board.followed,
+                followed=state.followed,
                 settled=settled,
             )
 

@@ -21,7 +21,7 @@ from tiercheck.protocol.report import Break
 from tiercheck.supervised import begin
 from tiercheck_sidecar.control.control_client import CallFailed
 from tiercheck_sidecar.decoding import Malformed, decode
-from tiercheck_sidecar.exchange.frames import PeerSilent, broken
+from tiercheck_sidecar.exchange.frames import PeerSilent, wire_error
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.versions.words import TierAnswer
 
@@ -118,7 +118,7 @@ class TierLine:
 
     def _failed(self, error: Exception) -> CallFailed:
         self.close()
-        silent = isinstance(error, OSError) and isinstance(broken(error), PeerSilent)
+        silent = isinstance(error, OSError) and isinstance(wire_error(error), PeerSilent)
         return CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED)
 
     @property

@@ -22,7 +22,7 @@ from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, WireBroken, broken
+from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, WireBroken, wire_error
 from tiercheck_sidecar.exchange.network.addresses import PeerAddresses
 from tiercheck_sidecar.exchange.network.ucx import ask_for_ucx
 from tiercheck_sidecar.exchange.protection import directions

@@ -38,16 +38,16 @@ class ExchangeServer:
 
     def __init__(
         self,
-        board: SidecarState,
+        state: SidecarState,
         vault: Vault,
         identity: Identity,
         port: int,
         own: Callable[[], Sequence[OwnAddress]] = own_addresses,
     ) -> None:
-        self._board, self._vault, self._identity = board, vault, identity
-        self._listeners = Listeners(board, identity, port, self._meet, own)
+        self._state, self._vault, self._identity = state, vault, identity
+        self._listeners = Listeners(state, identity, port, self._meet, own)
         self._strangers = Strangers(
-            lambda: _MOST_STRANGERS, lambda: named_addresses(board.directive) | identity.addresses.hosts
+            lambda: _MOST_STRANGERS, lambda: named_addresses(state.directive) | identity.addresses.hosts
         )
         self._lock = threading.Lock()
         self._known: Counter[int] = Counter()
@@ -57,7 +57,7 @@ class ExchangeServer:
 
     def start(self) -> None:
         self._listeners.start()
-        self._board.threads.loop("exchange-sweep", self._sweep)
+        self._state.threads.loop("exchange-sweep", self._sweep)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -71,7 +71,7 @@ class ExchangeServer:
         guest = self._strangers.enter(_address_of(connection), partial(hang_up, connection))
         leave = partial(self._strangers.leave, guest)
         serve = partial(self._serve, connection, guest)
-        self._board.threads.serve("exchange", connection, serve, leave)
+        self._state.threads.serve("exchange", connection, serve, leave)
 
     def _serve(self, connection: socket.socket, guest: Guest) -> None:
         try:

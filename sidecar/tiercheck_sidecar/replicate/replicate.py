@@ -70,7 +70,7 @@ class Replicator:
         """Everything that this worker sends to its holders takes from here (`Policy.peer_bandwidth`)."""
 
     def run(self) -> None:
-        for _ in self._board.looks(timeout=5.0):
+        for _ in self._state.looks(timeout=5.0):
             for holder, kind, era in self.follow():
                 name = f"{kind.value}s-to-worker-{holder.worker}"
                 self._state.threads.loop(name, partial(self._serve, holder, kind, era))
@@ -93,7 +93,7 @@ class Replicator:
                 kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
                 self._era, self._troubles, self._lanes = era, {}, set()
                 self._acknowledged = {holder: kept.get(holder, {}) for holder in era.holders}
-            self._board.problem("PeerUnreachable", "")
+            self._state.problem("PeerUnreachable", "")
         return [
             (holder, kind, era)
             for holder in era.holders
@@ -227,8 +227,8 @@ class Replicator:
             has = self._acknowledged[holder]
             more = has.get(seal.rank, NOTHING).plus(seal.kind, seal.version)
             self._acknowledged[holder] = {**has, seal.rank: more}
-        self._board.count(replicated=1)
-        self._board.bump()
+        self._state.count(replicated=1)
+        self._state.bump()
 
     def _forget(self) -> None:
         """What the holders may have freed, by the rule that they follow, is not counted upon any longer."""

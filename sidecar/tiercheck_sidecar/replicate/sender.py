@@ -92,7 +92,7 @@ class _Sending:
             if said.state != "ok":
                 raise PushRefused(said.message)
             for damaged in said.damaged:
-                deal.again(damaged)
+                deal.ask_again(damaged)
             index = take()
 
 

@@ -22,7 +22,7 @@ from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.vault.demand import deltas_refused, saving_refused
 from tiercheck_sidecar.vault.draft import SlotDraft
 from tiercheck_sidecar.vault.inventory import fault, take_inventory
-from tiercheck_sidecar.vault.pages import near, step_back
+from tiercheck_sidecar.vault.pages import step_back, touch_on_node
 from tiercheck_sidecar.vault.seal import Seal, write_seal
 from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, remove_files
 from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Slot, SlotState, create

@@ -25,7 +25,7 @@ from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.cadence import Cadence, Needs, decide
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.versions.ending import is_hopeless, present
-from tiercheck_sidecar.versions.sound_reports import objection
+from tiercheck_sidecar.versions.sound_reports import find_objection
 from tiercheck_sidecar.versions.tally import Tally, WorkerWord
 from tiercheck_sidecar.versions.watermark import (
     TierReport,
@@ -195,8 +195,8 @@ class Coordinator:
                 return TierAnswer(number, "the difference is to something else", whole=True)
             with self._lock:
                 word = self._vocabulary.updated(base if news.base else None, news)
-                if word.head.job_uid != self._board.config.job_uid:
-                    raise NotNow(f"this sidecar belongs to job {self._board.config.job_uid}")
+                if word.head.job_uid != self._state.config.job_uid:
+                    raise NotNow(f"this sidecar belongs to job {self._state.config.job_uid}")
                 if caller.since < self._newest.get(word.head.worker, 0):
                     raise NotNow("this sidecar has spoken on a newer connection since")
                 self._hear(word)
@@ -239,17 +239,17 @@ class Coordinator:
 
     def _hear(self, word: WorkerWord) -> None:
         """Under the lock. Raises NotNow."""
-        directive, head = self._board.directive, word.head
-        if self._board.config.worker != 0:
+        directive, head = self._state.directive, word.head
+        if self._state.config.worker != 0:
             raise NotNow("this sidecar is not the coordinator")
-        early = self._board.fence.refuse_future(head.attempt, directive)
+        early = self._state.fence.refuse_future(head.attempt, directive)
         if early or directive is None:
             raise NotNow(early)
-        late = self._board.fence.refuse_past(head.attempt, directive)
+        late = self._state.fence.refuse_past(head.attempt, directive)
         if late:
             raise StaleReport(late)
         self._enter(directive)
-        wrong = objection(word, directive, self._words.get(head.worker))
+        wrong = find_objection(word, directive, self._words.get(head.worker))
         if wrong:
             self._refuse(head.worker, wrong)
         else:
@@ -407,9 +407,9 @@ class Coordinator:
             while not self._state.stopping:
                 with self._dirty:
                     self._dirty.wait_for(
-                        lambda: self._has_post or self._is_dirty or self._board.stopping, timeout=1.0
+                        lambda: self._has_post or self._is_dirty or self._state.stopping, timeout=1.0
                     )
-                self._board.wait_until(lambda: False, _MOMENT)  # others have something to say as well
+                self._state.wait_until(lambda: False, _MOMENT)  # others have something to say as well
                 answers = self._hear_all()
                 word = self.news()
                 with self._lock:
@@ -418,12 +418,12 @@ class Coordinator:
                 if word is not None:
                     verdict, hosts = word
                     clients = {
-                        host: clients.get(host) or ControlClient(self._board.config, host) for host in hosts
+                        host: clients.get(host) or ControlClient(self._state.config, host) for host in hosts
                     }
                     text = to_json(verdict)
                     list(pool.map(lambda client, text=text: _tell(client, text), clients.values()))
                     self.announced(verdict)
-                self._board.wait_until(lambda: False, pace(len(sent)) / 2)
+                self._state.wait_until(lambda: False, pace(len(sent)) / 2)
 
     def _hear_all(self) -> dict[Caller, TierAnswer]:
         """What came by now."""

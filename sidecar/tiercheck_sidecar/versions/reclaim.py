@@ -23,8 +23,8 @@ Hosted = tuple[set[int], set[Share]]
 class Reclaimer:
     """Two threads: `run` and `prepare`."""
 
-    def __init__(self, board: SidecarState, vault: Vault) -> None:
-        self._board, self._vault = board, vault
+    def __init__(self, state: SidecarState, vault: Vault) -> None:
+        self._state, self._vault = state, vault
         self._hosted: Hosted = (set(), set())
         self._wanted: tuple[Directive, Hosted] | None = None
         """What a directive wants to be hosted."""
@@ -33,10 +33,10 @@ class Reclaimer:
         """What may go from each place by that word, and of what."""
 
     def run(self) -> None:
-        for _ in self._board.looks(timeout=1.0):
-            with self._board.lock:
-                directive = self._board.directive
-                now, trainer, news = self._board.clock(), self._board.trainer, False
+        for _ in self._state.looks(timeout=1.0):
+            with self._state.lock:
+                directive = self._state.directive
+                now, trainer, news = self._state.clock(), self._state.trainer, False
                 if directive is not None and directive.phase is not Phase.HOLD:
                     news = trainer.tick(now, finishing=directive.phase is Phase.FINISH)
                 if directive is not None and directive.phase is Phase.RELEASE:
@@ -49,15 +49,15 @@ class Reclaimer:
     def prepare(self) -> None:
         """Allocate slots, which takes long: of deltas once it is known how many there must be. Neither a
         trainer nor what frees slots waits for it."""
-        for _ in self._board.looks(timeout=1.0):
-            verdict = self._board.verdict
+        for _ in self._state.looks(timeout=1.0):
+            verdict = self._state.verdict
             if verdict is None or not verdict.cadence.chain:
                 self._vault.prepare(deltas=False)
                 continue
             named = verdict.cadence
             self._vault.expect(named.chain, Room(named.snapshot, named.delta))
-            lack = self._vault.no_deltas() if self._board.wants_deltas else ""
-            self._board.lack_room(lack)
+            lack = self._vault.no_deltas() if self._state.wants_deltas else ""
+            self._state.lack_room(lack)
             self._vault.prepare(deltas=named.deltas)
 
     def _host(self) -> None:

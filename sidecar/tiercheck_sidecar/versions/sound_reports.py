@@ -24,7 +24,7 @@ _MOST = 2**53
 _NO_VERSIONS = "it names versions that cannot be"
 
 
-def objection(word: WorkerWord, directive: Directive, base: WorkerWord | None = None) -> str:
+def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | None = None) -> str:
     """Why the word cannot be true, as a clause; empty if it can. To `base`, in the same attempt, there was
     none."""
     procs, head = directive.procs_per_worker, word.head

@@ -45,7 +45,7 @@ class TierClient:
     def __init__(
         self, state: SidecarState, vault: Vault, acknowledged: Acknowledged, uploaded: Uploaded
     ) -> None:
-        self._board, self._vault, self._acknowledged, self._uploaded = board, vault, acknowledged, uploaded
+        self._state, self._vault, self._acknowledged, self._uploaded = state, vault, acknowledged, uploaded
         self._line: TierLine | None = None
         self._client: ControlClient | None = None
         self._vocabulary = Vocabulary()
@@ -63,22 +63,22 @@ class TierClient:
 
     def run(self) -> None:
         seen, sent_at, spoke_at = -1, 0.0, 0.0
-        while not self._board.stopping:
-            directive = self._board.directive
+        while not self._state.stopping:
+            directive = self._state.directive
             workers = directive.workers if directive is not None else 1
             if directive is not None:
                 report = self.gather(directive)
                 now = time.monotonic()
                 due = now - sent_at >= heartbeat(workers)
-                if report != self._taken or due or self._board.verdict is None:
+                if report != self._taken or due or self._state.verdict is None:
                     spoke_at = now
                     taken = self._tell(directive, report)
                     self._taken, sent_at = (report, now) if taken else (None, sent_at)
                     if report.final:
-                        self._board.bump()
-            seen = self._board.wait(seen, heartbeat(workers))
+                        self._state.bump()
+            seen = self._state.wait(seen, heartbeat(workers))
             rest = spoke_at + pace(workers) - time.monotonic()
-            self._board.wait_until(lambda: False, max(_MOMENT, rest))
+            self._state.wait_until(lambda: False, max(_MOMENT, rest))
 
     def end(self) -> WorkerEnd:
         """How things stand at the end of the job."""
@@ -172,7 +172,7 @@ class TierClient:
         if self._line is None or self._line.host != host:
             if self._line is not None:
                 self._line.close()
-            self._line = TierLine(self._board.config, host, self._follow)
+            self._line = TierLine(self._state.config, host, self._follow)
             self._base = self._unanswered = None
         try:
             try:
@@ -186,7 +186,7 @@ class TierClient:
             self._saw(directive, error.how if isinstance(error, CallFailed) else None)
             return False
         self._saw(directive, None)
-        self._board.leave_out(
+        self._state.leave_out(
             frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving)
         )
         return True
@@ -194,7 +194,7 @@ class TierClient:
     def _post(self, host: str, report: TierReport) -> TierVerdict:
         """To a coordinator of an older release. Raises CallFailed, Malformed."""
         if self._client is None or self._client.host != host:
-            self._client = ControlClient(self._board.config, host)
+            self._client = ControlClient(self._state.config, host)
         return decode(self._client.call("POST", "/v1/tiers", encode(report)), TierVerdict)
 
     def _say(self, line: TierLine, report: TierReport) -> None:
@@ -232,7 +232,7 @@ class TierClient:
             verdict, said = self._said.verdict, self._said
         if verdict is not None:
             mine = said.received if verdict.upload == said.upload else ()
-            self._board.follow(dataclasses.replace(verdict, received=mine or verdict.received))
+            self._state.follow(dataclasses.replace(verdict, received=mine or verdict.received))
 
     def _saw(self, directive: Directive, how: Break | None) -> None:
         """Nobody sends heartbeats to the coordinator, which would get too many of them: this call is one."""

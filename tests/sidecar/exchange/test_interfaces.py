@@ -217,7 +217,7 @@ def test_missing_interface_is_told_with_those_that_there_are_and_copies_are_made
 ) -> None:
     job = stations(rails=1)
     job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_interfaces=("net1", "net7", "10.99.0.0/16")))
-    (problem,) = until(lambda: job[0].board.problems, "it is told")
+    (problem,) = until(lambda: job[0].state.problems, "it is told")
     assert problem.reason == "InterfaceMissing"
     assert "no interface net7 or 10.99.0.0/16" in problem.message
     assert f"eth0 ({job.host(0)}), net1 ({job.rail(1, 0)})" in problem.message
@@ -226,7 +226,7 @@ def test_missing_interface_is_told_with_those_that_there_are_and_copies_are_made
         assert push(job[0].vault, seal, line) is Pushed.KEPT
     assert job[1].holds(Artifact(0, seal.version))
     job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_interfaces=("net1",)))
-    until(lambda: not job[0].board.problems, "all is well")
+    until(lambda: not job[0].state.problems, "all is well")
 
 
 def test_peer_without_the_interface_is_reached_at_its_pods_address(stations: MakeStations) -> None:
@@ -253,7 +253,7 @@ def test_peers_meet_over_ipv6(stations: MakeStations) -> None:
     (port,) = free_ports(1)
     job = stations()
     own = [OwnAddress("lo", "::1")]
-    called = ExchangeServer(job[1].board, job[1].vault, job[1].identity, port, lambda: own)
+    called = ExchangeServer(job[1].state, job[1].vault, job[1].identity, port, lambda: own)
     with closing(socket.socket(socket.AF_INET6)) as probe:
         try:
             probe.bind(("::1", 0))

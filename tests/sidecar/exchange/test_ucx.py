@@ -109,7 +109,7 @@ def test_process_that_dies_in_mid_copy_takes_nobody_with_it(make_world: Callable
 def test_where_ucx_is_missing_it_is_told_and_tcp_carries_copies(stations: MakeStations) -> None:
     job = stations()
     job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_ucx=True))
-    (problem,) = until(lambda: job[0].board.problems, "it is told")
+    (problem,) = until(lambda: job[0].state.problems, "it is told")
     assert problem.reason == "InterfaceMissing"
     assert "image has no ucxx" in problem.message
     assert "TCP carries copies" in problem.message

@@ -48,7 +48,7 @@ class Group(Stations):
 
     def save(self, version: Version, *sizes: int, kind: Kind = Kind.SNAPSHOT) -> dict[int, bytes]:
         """Every rank captures `version`, with these sizes in turn. Returns the bytes of each."""
-        ranks = [rank for station in self.members for rank in station.board.config.ranks]
+        ranks = [rank for station in self.members for rank in station.state.config.ranks]
         return {rank: self.save_rank(rank, version, sizes[rank % len(sizes)], kind) for rank in ranks}
 
     def protect(self, version: Version, *sizes: int) -> dict[int, bytes]:

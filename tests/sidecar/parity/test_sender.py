@@ -21,7 +21,7 @@ V = Version(10, 1)
 
 
 def problems(job: Group, worker: int) -> list[str]:
-    return [each.message for each in job.stations[worker].board.problems if each.reason == "PeerUnreachable"]
+    return [each.message for each in job.stations[worker].state.problems if each.reason == "PeerUnreachable"]
 
 
 def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_job: MakeJob) -> None:
@@ -62,8 +62,8 @@ def test_one_holder_in_trouble_does_not_hide_behind_the_other(make_job: MakeJob)
 def test_what_was_brought_is_counted_once(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1, procs=2)
     job.protect(V, 100_000)
-    board = job.stations[0].board
-    until(lambda: board.counters.replicated == 2, "two ranks at one holder")
+    state = job.stations[0].state
+    until(lambda: state.counters.replicated == 2, "two ranks at one holder")
     job.next_attempt(V.step)
     until(lambda: V in job.stations[0].copied(0), "the holder says again what it has")
     assert state.counters.replicated == 2

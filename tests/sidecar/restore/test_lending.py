@@ -51,7 +51,7 @@ def lender(job: Stations) -> Iterator[Lender]:
 
 def directive(job: Stations, *workers: int, listed: bool = False) -> Directive:
     """`listed`: as an operator says it that knows of no tables."""
-    known = job[3].board.directive
+    known = job[3].state.directive
     assert known is not None
     sources = tuple(Source(Tier.PEER, job.peer(worker)) for worker in workers)
     restore = Restore(Version(5, 1), (), world_size=2, table=SourceTable.of({0: sources}, 2))

@@ -94,13 +94,13 @@ def test_slots_are_freed_while_others_are_made_ready(tmp_path: Path, monkeypatch
         memory_dir=tmp_path, memory_limit=PLENTY, run_dir=tmp_path, credentials_dir=tmp_path, remote=None,
         token="t",
     )  # fmt: skip
-    board, vault = SidecarState(config), vault_at(tmp_path)
-    board.directive = Directive(
+    state, vault = SidecarState(config), vault_at(tmp_path)
+    state.directive = Directive(
         job_uid="u", worker=0, workers=1, procs_per_worker=len(RANKS), attempt=1, phase=Phase.RELEASE,
         history=History((Branch(1, 0),)), policy=Policy(1, 1, 1), restore=None, holders=(), hosted=(),
         coordinator=Peer(0, "127.0.0.1"), master_host="127.0.0.1", master_port=1,
     )  # fmt: skip
-    board.restore = RestoreReport(RestoreState.READY, None)
+    state.restore = RestoreReport(RestoreState.READY, None)
     began, go_on = threading.Event(), threading.Event()
 
     def held_up(_: str) -> None:
@@ -108,11 +108,11 @@ def test_slots_are_freed_while_others_are_made_ready(tmp_path: Path, monkeypatch
         go_on.wait(60)
 
     recorded(monkeypatch, held_up)
-    preparing = board.threads.loop("prepare", vault.prepare)
+    preparing = state.threads.loop("prepare", vault.prepare)
     try:
         assert began.wait(60)
         vault.lose(vault.begin(1, Version(1, 1), Kind.SNAPSHOT))
-        Reclaimer(board, vault).step()
+        Reclaimer(state, vault).step()
         assert ready(vault, Kind.SNAPSHOT)[1] == OWN_SLOTS - 1, "it is not this loop that makes another"
     finally:
         go_on.set()

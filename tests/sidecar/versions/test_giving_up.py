@@ -54,9 +54,9 @@ class Pair:
         self.station = job[1]
         self.coordinator = Coordinator(job[0].state)
         self.cut = False
-        board, vault = self.station.board, self.station.vault
-        self.reclaimer = Reclaimer(board, vault)
-        self.tiers = TierClient(board, vault, lambda _: [], lambda *_: ())
+        state, vault = self.station.state, self.station.vault
+        self.reclaimer = Reclaimer(state, vault)
+        self.tiers = TierClient(state, vault, lambda _: [], lambda *_: ())
         monkeypatch.setattr(tiers, "TierLine", lambda config, *more: Wire(self, *more))
         for step in (10, 14):
             self.station.save(v(step), SIZE)

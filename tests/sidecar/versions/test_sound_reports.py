@@ -19,7 +19,7 @@ from tiercheck_sidecar.model.span import Span
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import BAD_REPORT, BadReport, Coordinator
-from tiercheck_sidecar.versions.sound_reports import objection
+from tiercheck_sidecar.versions.sound_reports import find_objection
 from tiercheck_sidecar.versions.tally import Tally
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierStanding, TierVerdict
 from tiercheck_sidecar.versions.words import Vocabulary
@@ -82,10 +82,10 @@ def complete_at(coordinator: Coordinator, step: int, *workers: int) -> TierVerdi
 def test_what_honest_workers_say_is_never_objected_to(state: SidecarState) -> None:
     assert state.directive is not None
     for worker in range(3):
-        assert objection(Vocabulary().word_of(report(worker)), board.directive) == ""
+        assert find_objection(Vocabulary().word_of(report(worker)), state.directive) == ""
     long = report(1, local=(Span(1, 0, 5000),), copied=(Span(1, 0, 5000),))
     word = Vocabulary().word_of(replace(long, host="[fd00::1]:12000"))
-    assert objection(word, board.directive) == ""
+    assert find_objection(word, state.directive) == ""
 
 
 @pytest.mark.parametrize("bad", SENSELESS.values(), ids=SENSELESS)

@@ -177,7 +177,7 @@ def test_worker_that_is_dropped_leaves_nothing(said: list[TierReport], other: Ti
 
 @pytest.fixture
 def coordinator(stations: Callable[..., Stations]) -> Coordinator:
-    return Coordinator(stations(workers=2)[0].board)
+    return Coordinator(stations(workers=2)[0].state)
 
 
 def report(worker: int, step: int) -> TierReport:
@@ -273,11 +273,11 @@ def test_everybody_is_told_the_same_and_each_only_once(coordinator: Coordinator)
 
 
 def test_upload_on_record_is_told_to_its_own_worker_alone(stations: Callable[..., Stations]) -> None:
-    board = stations(workers=2)[0].board
-    board.config = replace(board.config, remote="{}")
-    assert board.directive is not None
-    board.directive = replace(board.directive, policy=replace(board.directive.policy, remote_every=1))
-    coordinator = Coordinator(board)
+    state = stations(workers=2)[0].state
+    state.config = replace(state.config, remote="{}")
+    assert state.directive is not None
+    state.directive = replace(state.directive, policy=replace(state.directive.policy, remote_every=1))
+    coordinator = Coordinator(state)
     coordinator.stored(())
     first = report(0, 4)
     coordinator.hear(first)

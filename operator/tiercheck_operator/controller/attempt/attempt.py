@@ -141,7 +141,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
         begun = replace(begun, history=_still_needed(begun.history, problem))
     return Begun(
         begun,
-        placed.saved(number, situation.membership),
+        placed.as_saved(number, situation.membership),
         Finding(placed.reason, placed.message),
     )
 

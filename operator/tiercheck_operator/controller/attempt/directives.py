@@ -176,7 +176,7 @@ def build_directives(
     version = status.restored_version
     workers, procs = _size(obs, status)
     old = 0 if version is None else status.resized_from
-    rules, port = policy(spec, restored=version is not None), master_port(uid, status.attempt)
+    rules, port = build_policy(spec, restored=version is not None), master_port(uid, status.attempt)
     table = SourceTable.of(sources, old) if old else None
     named_table = "" if table is None else _digest_of(table)
     listed = tuple(RankSources(rank, sources.get(rank, ())) for rank in range(old))

@@ -33,14 +33,14 @@ class Listeners:
 
     def __init__(
         self,
-        board: SidecarState,
+        state: SidecarState,
         identity: Identity,
         port: int,
         serve: Callable[[socket.socket], None],
         own: Callable[[], Sequence[OwnAddress]] = own_addresses,
     ) -> None:
         """`serve` is given each new connection."""
-        self._board, self._identity, self._port = board, identity, port
+        self._state, self._identity, self._port = state, identity, port
         self._serve, self._own = serve, own
         self._lock = threading.Lock()
         self._stopped = False
@@ -50,7 +50,7 @@ class Listeners:
         """Raises OSError if the pod's address cannot be used."""
         self._listen(self._identity.host, vital=True)
         self._port = self.address[1]
-        self._board.threads.loop("exchange-interfaces", self._follow)
+        self._state.threads.loop("exchange-interfaces", self._follow)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -76,7 +76,7 @@ class Listeners:
             raise
         self._listeners[host] = listener
         name = "exchange" if vital else f"exchange-at-{host}"
-        self._board.threads.loop(name, partial(self._accept, name, host, listener), vital=vital)
+        self._state.threads.loop(name, partial(self._accept, name, host, listener), vital=vital)
 
     def _close(self, host: str) -> None:
         listener = self._listeners.pop(host)
@@ -86,9 +86,9 @@ class Listeners:
 
     def _accept(self, name: str, host: str, listener: socket.socket) -> None:
         def is_over() -> bool:
-            return self._board.stopping or self._listeners.get(host) is not listener
+            return self._state.stopping or self._listeners.get(host) is not listener
 
-        for connection in incoming(name, listener, self._board.threads, is_over):
+        for connection in incoming(name, listener, self._state.threads, is_over):
             self._serve(connection)
 
     def _follow(self) -> None:
@@ -96,17 +96,17 @@ class Listeners:
         seen, looked = -1, 0.0
         used: tuple[str, ...] = ()
         by_ucx = False
-        while not (self._stopped or self._board.stopping):
-            seen = self._board.wait(seen, _LOOK_EVERY)
-            directive = self._board.directive
+        while not (self._stopped or self._state.stopping):
+            seen = self._state.wait(seen, _LOOK_EVERY)
+            directive = self._state.directive
             named = directive.policy.peer_interfaces if directive is not None else ()
             now = time.monotonic()
-            changed = (named, self._board.peers_by_ucx) != (used, by_ucx)
+            changed = (named, self._state.peers_by_ucx) != (used, by_ucx)
             if changed or (named and now - looked >= _LOOK_EVERY):
-                used, by_ucx, looked = named, self._board.peers_by_ucx, now
+                used, by_ucx, looked = named, self._state.peers_by_ucx, now
                 lacks_ucx = f"{why_no_ucx()}. TCP carries copies" if by_ucx and why_no_ucx() else ""
                 told = ". ".join(filter(None, [self._use(named), lacks_ucx]))
-                self._board.problem("InterfaceMissing", told)
+                self._state.problem("InterfaceMissing", told)
 
     def _use(self, entries: Sequence[str]) -> str:
         """Listen there, and only there. Returns what a person should know; empty if all is well."""
@@ -138,4 +138,4 @@ class Listeners:
     def _tell(self, addresses: tuple[NamedAddress, ...]) -> None:
         if addresses != self._identity.addresses.own:
             self._identity.addresses.listen_on(addresses)
-            self._board.bump()
+            self._state.bump()

@@ -17,7 +17,7 @@ import time
 from functools import cache
 from typing import Any
 
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, broken
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, wire_error
 from tiercheck_sidecar.exchange.network.transport import ByteChannel
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def ask_for_ucx(wire: Wire) -> None:
     try:
         channel.meet(said.address)
     except OSError as error:  # the other end has moved already
-        raise broken(error) from error
+        raise wire_error(error) from error
     wire.move(channel)
 
 

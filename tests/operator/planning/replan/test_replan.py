@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.operator.planning.clusters import RACK, Cluster, racks, uneven
-from tiercheck_operator.planning.placement.goals import standing
+from tiercheck_operator.planning.placement.goals import standing_of
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
 from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
 from tiercheck_operator.planning.replan.replan import ReplanInputs, finish, give_up, named, plan_round

@@ -22,7 +22,6 @@ from tiercheck_operator.planning.simulation.simulation import (
     KnownFailure,
     Simulation,
     exact_ettr,
-    first_order_ettr,
     replay,
 )
 from tiercheck_operator.planning.simulation.simulation import simulate as simulate_with
