@@ -147,7 +147,7 @@ class KnownFailure:
 
 
 def replay(scenario: Scenario, failures: Sequence[KnownFailure], seconds: float) -> Run:
-    """The one life in which exactly this happens. Raises ValueError for no time, and as `Scenario.placed` does."""
+    """The one life in which exactly this happens. Raises ValueError as `Scenario.placed` does, and for no time."""
     if seconds <= 0:
         raise ValueError("a life must have some seconds")
     life = _Life(scenario, Survival(scenario.placed))
