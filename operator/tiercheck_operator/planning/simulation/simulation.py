@@ -147,7 +147,7 @@ class KnownFailure:
 
 
 def replay(scenario: Scenario, failures: Sequence[KnownFailure], seconds: float) -> Run:
-    """The one life in which exactly this happens. Raises ValueError as `Scenario.placed` does, and for no time."""
+    """The one life in which exactly this happens. Raises ValueError as `Scenario.placed` does."""
     if seconds <= 0:
         raise ValueError("a life must have some seconds")
     life = _Life(scenario, Survival(scenario.placed))
