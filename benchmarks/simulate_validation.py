@@ -250,7 +250,7 @@ def foretell(record: Record) -> dict[str, Any]:
         ran = replay(scenario(times, record, lag), life, wall + each.lost(record.pace))
         cost = ran.down_seconds + ran.lost_steps * record.pace
         found["points"].append({"fault": each.fault, "measured": each.lost(record.pace), "foretold": cost})
-    for fault in FAULTS:
+    for fault in dict.fromkeys(each.fault for each in second):
         alike = [each for each in second if each.fault == fault]
         life, wall = virtual_life(alike)
         ran = replay(scenario(times, record, lag), life, wall)

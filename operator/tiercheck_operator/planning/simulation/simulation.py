@@ -148,6 +148,8 @@ class KnownFailure:
 
 def replay(scenario: Scenario, failures: Sequence[KnownFailure], seconds: float) -> Run:
     """The one life in which exactly this happens. Raises ValueError as `Scenario.placed` does."""
+    if seconds <= 0:
+        raise ValueError("a life must have some seconds")
     life = _Life(scenario, Survival(scenario.placed))
     for failure in sorted(failures, key=lambda each: each.at):
         life.fail(failure.at, failure.kind, failure.victims)
