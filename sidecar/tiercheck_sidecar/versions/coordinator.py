@@ -24,7 +24,7 @@ from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.cadence import Cadence, Needs, decide
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.versions.ending import is_hopeless, present
+from tiercheck_sidecar.versions.ending import is_hopeless, workers_present
 from tiercheck_sidecar.versions.sound_reports import find_objection
 from tiercheck_sidecar.versions.tally import Tally, WorkerWord
 from tiercheck_sidecar.versions.watermark import (
@@ -462,7 +462,7 @@ class Coordinator:
     def _present(self, directive: Directive) -> set[int]:
         now = self._clock()
         quiet = {worker: now - self._heard.setdefault(worker, now) for worker in range(directive.workers)}
-        return present(quiet, heartbeat(directive.workers))
+        return workers_present(quiet, heartbeat(directive.workers))
 
     def _is_over(self, directive: Directive, upload: Version | None) -> bool:
         if directive.phase is not Phase.FINISH:

@@ -16,7 +16,7 @@ from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.model.cadence import UNDECIDED, Cadence, Needs
-from tiercheck_sidecar.model.span import Span, common, newest, united
+from tiercheck_sidecar.model.span import Span, intersect, newest, unite
 from tiercheck_sidecar.versions.tally import RankHoldings, RankShape, Tally
 
 
@@ -147,8 +147,8 @@ def judge(
     copied = _newest(_shared(tiers.copied_snapshots for tiers in guarded), history) if guarded else snapshot
     anchor = _later(before.anchor, copied)
     standing = TierStanding(
-        local=_later(before.local, newest(common(tiers.local for tiers in every), history)),
-        peer=_later(before.peer, newest(common(tiers.copied for tiers in guarded), history)),
+        local=_later(before.local, newest(intersect(tiers.local for tiers in every), history)),
+        peer=_later(before.peer, newest(intersect(tiers.copied for tiers in guarded), history)),
         snapshot=snapshot,
         anchor=anchor,
         copy=_next_copy(before.copy, snapshot, anchor, guarded),
@@ -223,7 +223,7 @@ def _backed(tally: Tally, history: History) -> Version | None:
     """
     each = tally.kept_of_each([shape for shape in tally.shapes if shape.guarded])
     runs = ([run for shared in kept for run in shared.value.versions] for kept in each)
-    return newest(common(map(united, runs)), history)
+    return newest(intersect(map(unite, runs)), history)
 
 
 def _is_lost(version: Version | None, tally: Tally) -> bool:
