@@ -137,6 +137,7 @@ def _one(name: str, scale: Scale) -> int:
         traceback.print_exc()
         return 1
     plain = {"figures": [figure.plain() for figure in outcome.figures], "data": outcome.data}
+    _file(name, scale.quick).parent.mkdir(parents=True, exist_ok=True)
     _file(name, scale.quick).write_text(json.dumps(plain))
     return 0
 

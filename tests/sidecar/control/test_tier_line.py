@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -17,7 +18,7 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.control.control_client import CallFailed
-from tiercheck_sidecar.control.tier_line import PATH, Messages, NotSpoken, TierLine, framed
+from tiercheck_sidecar.control.tier_line import PATH, AnswerLate, Messages, NotSpoken, TierLine, framed
 from tiercheck_sidecar.decoding import Malformed, encode
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.span import Span
@@ -39,7 +40,15 @@ class Far:
     def say(self, step: int, number: int) -> TierAnswer:
         tiers = RankTiers(1, (Span(1, step, step),), (Version(step, 1),), reached=Version(step, 1))
         report = TierReport(JOB_UID, self.world.attempt, 1, self.world.host(1), (tiers,))
-        return self.line.tell(encode(difference(None, Vocabulary().word_of(report), number, 0)), number)
+        try:
+            return self.line.tell(encode(difference(None, Vocabulary().word_of(report), number, 0)), number)
+        except AnswerLate:
+            return until(self.waited, "an answer")
+
+    def waited(self) -> TierAnswer | None:
+        with contextlib.suppress(AnswerLate):
+            return self.line.wait()
+        return None
 
 
 @pytest.fixture
