@@ -1,10 +1,9 @@
-"""What the sidecar's own loops cost per wake while a worker of eight ranks trains, fresh and after restarts.
+"""Measures what the sidecar's loops cost per wake, fresh and after many restarts.
 
-The loops are the real ones, each called as it is and left where it would wait for news, so that nothing
-counts but the processor time of their threads. A wake is one look of all of them: it comes after each
-artifact that is sealed here, arrives from another worker, or was acknowledged. Artifacts are small and what
-is sent is not: bytes are measured elsewhere.
-"""
+A worker of eight ranks trains. The loops are the real ones, each called as it is and left where it would wait
+for news, so that nothing counts but the processor time of their threads. A wake is one look of all of them:
+it comes after each artifact that is sealed here, arrives from another worker, or was acknowledged. Artifacts
+are small and what is sent is not: bytes are measured elsewhere."""
 
 from __future__ import annotations
 

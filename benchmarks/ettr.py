@@ -1,4 +1,4 @@
-"""ETTR from 64 to 12,500 nodes, beside what peers have published at their size and with their failures.
+"""States ETTR from 64 to 12,500 nodes, beside what peers have published.
 
 Recoveries take what they took on real kubelets, and besides: a state of 24 GiB for each node has its way to
 go, and collectives start as slowly as published for that many GPUs. Which second saved would buy most, too.

@@ -1,4 +1,4 @@
-"""Whether the simulator foretells what a job's failures cost: on the laptop cluster, and on real kubelets.
+"""Checks whether the simulator foretells what a job's failures cost.
 
 On the laptop cluster a job with the real operator is struck again and again, by seed. Every other recovery
 of each kind gives its parts, as its status tells them; from these the simulator foretells the time that the

@@ -1,4 +1,4 @@
-"""Sidecars of one job that are simulated: the real protocol over TLS on loopback, and nothing behind it.
+"""Simulates the sidecars of one job: the real protocol over TLS on loopback.
 
 They have a process of their own, so that what they cost is not counted. Each line of its standard input
 names one more sidecar (`Wanted`), at an address of its own, or is empty. It answers with the processor

@@ -10,7 +10,7 @@ from benchmarks.scale_operator.crowd import SAVED
 from benchmarks.scale_operator.stage import RANKS, CrowdedJob, Stopwatch
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Branch, History
-from tiercheck_operator.controller.attempt.barrier import due_directives
+from tiercheck_operator.controller.attempt.directives import due_directives
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation, WorkerReport

@@ -1,5 +1,6 @@
-"""One job of many workers: the real loop, decisions, executor and client, against simulated sidecars over
-TLS; the API server lives in this process."""
+"""Runs the real operator for one job of many workers, against simulated sidecars over TLS.
+
+The API server lives in this process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A cluster in memory for the operator's decisions: kubelets, scheduler and trainers around the model of a
-sidecar, one tick at a time.
+"""A cluster in memory for the operator's decisions, one tick at a time.
+
+Kubelets, scheduler and trainers stand around the model of a sidecar.
 
 It plays what the real parts promise, no more: pods get addresses, trainers go in lock-step. The controller
 under test is `decide` alone; its memory is the status, written through its API spelling.

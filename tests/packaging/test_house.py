@@ -18,6 +18,7 @@ PARTS = {
 }
 MOST_FILES = 12
 SMALL, MOST_SMALL = 60, 40
+LONGEST_FIRST_LINE = 100
 TESTS = {"tiercheck": "", **{part: part.removeprefix("tiercheck_") for part in PARTS if "_" in part}}
 """By part of the product, the folder in tests/ whose rooms are named like its own."""
 ROOMS_OF_THEIR_OWN = {
@@ -145,6 +146,43 @@ def test_few_modules_are_a_piece_of_an_idea() -> None:
         if path.name != "__init__.py" and len(path.read_text().splitlines()) < SMALL
     ]
     assert len(small) <= MOST_SMALL, small
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """What a module defines, assigns or imports, wherever in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def test_what_benchmarks_and_tests_import_of_the_product_is_there() -> None:
+    known = {name: names_in(tree) for name, tree in TREES.items()}
+    missing = [
+        f"{path}: {node.module}.{alias.name}"
+        for path in python_files()
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module in known
+        for alias in node.names
+        if alias.name not in known[node.module] and f"{node.module}.{alias.name}" not in known
+    ]
+    assert missing == []
+
+
+def test_the_first_line_of_a_module_is_a_whole_sentence() -> None:
+    bad = {}
+    for path in python_files():
+        text = (ROOT / path).read_text()
+        words = ast.get_docstring(ast.parse(text)) or ""
+        first = words.partition("\n")[0]
+        if text.strip() and (not first.endswith(".") or len(first) > LONGEST_FIRST_LINE):
+            bad[path] = first
+    assert bad == {}
 
 
 def rooms_of_tests() -> dict[str, int]:

@@ -1,5 +1,4 @@
-"""Real sidecars in this process, on loopback: wired as in theirs, of whose loops those run that a test asks
-for."""
+"""Real sidecars in this process, on loopback, with the loops that a test asks for."""
 
 from __future__ import annotations
 

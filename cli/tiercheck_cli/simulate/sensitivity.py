@@ -1,5 +1,6 @@
-"""Which second buys most: the same lives again, with one part of a recovery shorter or one kind of failure
-rarer at a time."""
+"""Tells which second saved buys most.
+
+The same lives are simulated again, with one part of a recovery shorter or one kind of failure rarer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker says to the coordinator, and how it says only what changed since it was last understood.
+"""What a worker tells the coordinator: all of it once, and then only what changed.
 
 A word is complete; on the wire goes the difference to the one before, on the same connection, that the
 coordinator has taken. On any doubt of either side the next one is whole. Holdings that several ranks have in

@@ -1,5 +1,4 @@
-"""Copies go over the interfaces that the job names, several at once, and over the pod's address where none
-of them works."""
+"""Copies go over the interfaces that the job names, or the pod's address where none works."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Sidecars in pods with further networks, as Multus gives them: copies go there, and outlive the loss of
-one."""
+"""Copies go over further networks, as Multus gives them, and outlive the loss of one."""
 
 from __future__ import annotations
 

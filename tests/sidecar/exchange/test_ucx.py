@@ -1,5 +1,4 @@
-"""UCX carries copies where both sidecars have it, here over its own TCP on loopback, and TCP does where one
-has not."""
+"""UCX carries copies where both sidecars have it, and TCP does where one has not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stock that is kept up to date is the one that would be read anew, whatever happened to the slots."""
+"""The stock that is kept up to date is the one that would be read anew."""
 
 from __future__ import annotations
 

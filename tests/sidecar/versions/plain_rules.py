@@ -1,5 +1,6 @@
-"""The rules of completeness as plain formulas over all ranks and all copies, however many are alike: what the
-coordinator reckons with is compared with these.
+"""The rules of completeness as plain formulas over all ranks and all copies.
+
+What the coordinator reckons with is compared with these.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.model.span import Span, common, newest, united
+from tiercheck_sidecar.model.span import Span, intersect, newest, unite
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding, TierVerdict
 
 
@@ -31,8 +32,8 @@ def judge(
     copied = _newest(_shared(tiers.copied_snapshots for tiers in guarded), history) if guarded else snapshot
     anchor = _later(before.anchor, copied)
     standing = TierStanding(
-        local=_later(before.local, newest(common(tiers.local for tiers in ranks.values()), history)),
-        peer=_later(before.peer, newest(common(tiers.copied for tiers in guarded), history)),
+        local=_later(before.local, newest(intersect(tiers.local for tiers in ranks.values()), history)),
+        peer=_later(before.peer, newest(intersect(tiers.copied for tiers in guarded), history)),
         snapshot=snapshot,
         anchor=anchor,
         copy=_next_copy(before.copy, snapshot, anchor, guarded),
@@ -109,7 +110,7 @@ def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]
         for rank in copy.ranks:
             if rank in found:
                 found[rank] += copy.versions
-    return newest(common(map(united, found.values())), history)
+    return newest(intersect(map(unite, found.values())), history)
 
 
 def _is_lost(version: Version | None, ranks: Mapping[int, RankTiers], copies: Collection[Copy]) -> bool:

@@ -1,5 +1,6 @@
-"""What changed, applied to what was known, is all that a worker says; and judging what changed is judging
-all."""
+"""What changed, applied to what was known, is all that a worker says.
+
+Judging what changed is judging all."""
 
 from __future__ import annotations
 

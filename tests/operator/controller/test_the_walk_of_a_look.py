@@ -8,13 +8,13 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import world_in_memory
-from world_in_memory import World
 
+from tests.operator import world_in_memory
+from tests.operator.world_in_memory import World
 from tiercheck_operator.model.actions import Decision
 from tiercheck_operator.model.observed import Observation
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PRODUCT = (ROOT / "operator", ROOT / "tiercheck")
 MOST = 20
 
