@@ -46,10 +46,7 @@ _CALLS = 128
 those begun last would be given up before they had a turn, and tried again."""
 _KEPT = 60.0
 """Seconds that a second connection is kept for the next call: between the question what is held, the
-directive to restore and the release."""
-_KEPT_FOR = 600
-"""Workers of a job whose second connections are kept. Each takes some 40 KiB here; beyond, they are closed,
-and begun again for the next call."""
+directive to restore and the release. Each takes some 40 KiB; a handshake takes several milliseconds."""
 _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
 _FIRST_RETRY = 0.2
@@ -168,7 +165,6 @@ class JobSidecars:
                 body=self._directives.encode(directive),
                 query=_BARE,
                 seconds=self._call,
-                keep=False,
             ),
         )
 
@@ -214,7 +210,7 @@ class JobSidecars:
     ) -> Report | None:
         """The next report; None if a call has failed in the meantime."""
         if wait == 0:
-            return await self._get_all(uid, host, keep=True)
+            return await self._get_all(uid, host)
         failed.clear()
         query = {"after": str(serial), "wait": f"{wait:g}", **({} if self._holdings else _BARE)}
         call = asyncio.create_task(
@@ -235,7 +231,7 @@ class JobSidecars:
             while uid in self._again:
                 self._again.discard(uid)
                 try:
-                    self._heard(uid, await self._get_all(uid, host, keep=False))
+                    self._heard(uid, await self._get_all(uid, host))
                     self._wake()
                 except SidecarError as error:
                     await self._lost(uid, host, str(error), self._clock())
@@ -245,13 +241,11 @@ class JobSidecars:
             if self._asking.get(uid) is asyncio.current_task():
                 del self._asking[uid]
 
-    async def _get_all(self, uid: str, host: str, *, keep: bool) -> Report:
+    async def _get_all(self, uid: str, host: str) -> Report:
         """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
         query, seconds = {"after": "-1", "wait": "0"}, min(_AT_ONCE, self._call)
         async with self._gate_of_silent if uid in self._silent else self._gate:
-            return await self._request(
-                "GET", host, "/v1/report", body=None, query=query, seconds=seconds, keep=keep
-            )
+            return await self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds)
 
     async def _lost(self, uid: str, host: str, why: str, since: float) -> None:
         self._not_heard(uid, why, since, await _knock(host))
@@ -265,13 +259,10 @@ class JobSidecars:
         body: bytes | None,
         query: Mapping[str, str],
         seconds: float,
-        keep: bool = True,
     ) -> Report:
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
         headers = {"Content-Type": "application/json"} if body is not None else {}
-        if not keep and len(self._hosts) > _KEPT_FOR:
-            headers["Connection"] = "close"
         try:
             async with self._session.request(
                 method,
