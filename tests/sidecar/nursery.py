@@ -65,9 +65,22 @@ class Nursery:
         self._born: list[int] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def start(self, environment: Mapping[str, str], log: Path, network: str = "") -> Process:
-        """`network`: file of the network namespace that it is to be in; empty: that of this process."""
-        order = {"environment": dict(environment), "log": str(log), "folder": os.getcwd(), "network": network}
+    def start(
+        self,
+        environment: Mapping[str, str],
+        log: Path,
+        patience: Mapping[str, float] | None = None,
+        network: str = "",
+    ) -> Process:
+        """`patience`: seconds that its constants have in place of their own, by `module:name`. `network`: file
+        of the network namespace that it is to be in; empty: that of this process."""
+        order = {
+            "environment": dict(environment),
+            "log": str(log),
+            "folder": os.getcwd(),
+            "patience": dict(patience or {}),
+            "network": network,
+        }
         with self._changed:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")

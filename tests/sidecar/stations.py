@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.sidecar.world import JOB_UID, until
+from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
@@ -33,6 +34,10 @@ _NETWORKS = itertools.count(1)
 
 class Stations:
     """The workers of one job, in attempt 1. Worker w + 1 keeps the copies of worker w."""
+
+    port = names.EXCHANGE_PORT
+    loops: tuple[str, ...] = ()
+    """Of the sidecar, which run from the start."""
 
     def __init__(
         self, memory: Path, workers: int = 2, procs: int = 1, limit: int = 256 << 20, rails: int = 0

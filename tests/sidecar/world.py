@@ -184,7 +184,9 @@ class World:
             self._life += 1
             log = self.root / f"sidecar-{worker}-{self._life}.log"
             network = self.networks.path(self.places.get(worker, worker)) if self.networks else ""
-            self._processes[worker] = nursery().start({**os.environ, **self.env(worker)}, log, network)
+            self._processes[worker] = nursery().start(
+                {**os.environ, **self.env(worker)}, log, self.patience, network
+            )
         for worker in workers or range(self.workers):
             until(lambda worker=worker: self.is_ready(worker), f"sidecar {worker} is ready")
 
