@@ -72,8 +72,8 @@ class Nursery:
         patience: Mapping[str, float] | None = None,
         network: str = "",
     ) -> Process:
-        """`patience`: seconds that its constants have in place of their own, by `module:name`. `network`: file
-        of the network namespace that it is to be in; empty: that of this process."""
+        """`patience`: seconds that its constants have in place of their own, by `module:name`. `network`: the
+        file of the network namespace that it is to be in; empty: that of this process."""
         order = {
             "environment": dict(environment),
             "log": str(log),

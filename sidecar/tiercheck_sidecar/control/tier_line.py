@@ -153,11 +153,14 @@ class TierLine:
         return connection
 
     def _ask(self, connection: ssl.SSLSocket) -> None:
-        request = (
-            f"GET {PATH} HTTP/1.1\r\nHost: coordinator\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n"
-            f"Authorization: Bearer {self._config.token}\r\n\r\n"
-        )
-        connection.sendall(request.encode())
+        headers = {
+            "Host": "coordinator",
+            "Connection": "Upgrade",
+            "Upgrade": PROTOCOL,
+            "Authorization": f"Bearer {self._config.token}",
+        }
+        lines = [f"GET {PATH} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+        connection.sendall("\r\n".join(lines).encode())
         head = b""
         while not head.endswith(b"\r\n\r\n"):  # byte by byte: a verdict may follow at once
             piece = connection.recv(1)

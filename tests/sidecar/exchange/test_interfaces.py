@@ -231,7 +231,7 @@ def test_missing_interface_is_told_with_those_that_there_are_and_copies_are_made
 def test_peer_without_the_interface_is_reached_at_its_pods_address(stations: MakeStations) -> None:
     job = stations(rails=1)
     policy = Policy(None, 1_000_000, 5, peer_interfaces=("net1",))
-    job[0].follow(policy)
+    job[0].follow(job.directive(0, policy))
     until(lambda: job[0].identity.addresses.own, "worker 0 listens; worker 1 knows of nothing")
     with closing(job[0].connect(1)) as there, closing(job[1].connect(0)) as back:
         assert (there.far_end[0], back.far_end[0]) == (job.host(1), job.host(0))
