@@ -96,7 +96,8 @@ def assert_shrinks_and_grows(jobs: Jobs, cluster: LocalCluster, *, workers: int,
     assert grown["cause"] == "Grown"
     assert f"made by {workers - 1} ranks, from which {workers} read their parts" in grown["reason"]
     job.wait_condition("Completed")
-    assert [branch["ranks"] for branch in job.status["history"]] == [workers, workers - 1, workers]
+    # The first is left out as soon as nothing of it is left anywhere.
+    assert [branch["ranks"] for branch in job.status["history"]][-2:] == [workers - 1, workers]
     assert job.status["restarts"]["crash"] == 0
     assert {"Shrunk", "Grown"} <= {event["reason"] for event in job.events()}
     said = job.printed()

@@ -124,7 +124,8 @@ class Coordinator:
         """What came since, the newest in the end."""
         self._refused: dict[int, str] = {}
         """By worker whose newest word was refused: why."""
-        self._callers: set[Caller] = set()
+        self._callers: dict[Caller, None] = {}
+        """In the order in which they came, so that a simulation goes the same way each time."""
         self._connections = 0
         self._newest: dict[int, int] = {}
         """By worker, the newest connection that it has spoken on: what comes later on an older one was said
@@ -154,14 +155,14 @@ class Coordinator:
     def connect(self, caller: Caller) -> None:
         """It may say something from now on."""
         with self._lock:
-            self._callers.add(caller)
+            self._callers[caller] = None
             self._connections += 1
             caller.since = self._connections
 
     def hang_up(self, caller: Caller) -> None:
         """Its connection is gone."""
         with self._lock:
-            self._callers.discard(caller)
+            self._callers.pop(caller, None)
 
     def post(self, caller: Caller, text: bytes) -> None:
         """`TierNews` that came. They are answered with all others of this moment. Takes no lock while there
