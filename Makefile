@@ -8,8 +8,9 @@ DEMO_READY := $(VENV)/.ready-demo
 # Tests start hundreds of processes; without this each would compile our sources anew where the variable is set.
 unexport PYTHONDONTWRITEBYTECODE
 export TORCH_INDEX
-# Files of tests run beside each other, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs one after the other.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+# Files of tests run beside each other, one more than there are cores, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs
+# one after the other.
+SIDE_BY_SIDE := -n $(shell $(PYTHON) -c "import os; print(min(4, 1 + len(os.sched_getaffinity(0))))") --dist loadfile
 PURE := tests/operator tests/protocol tests/redaction tests/simulation tests/sidecar/model tests/sidecar/versions tests/sidecar/rehearsal
 
 # The images, under the names that chart and examples give them. BUILD_ARGS="NAME=value ..." are arguments of the Dockerfile,
