@@ -111,12 +111,12 @@ def assert_shrinks_and_grows(jobs: Jobs, cluster: LocalCluster, *, workers: int,
 
 def assert_every_sample_once(job: Job) -> None:
     """Over the history that counts: each attempt's steps up to where the next one came back to."""
-    branches = job.status["history"]
-    ends = [branch["baseStep"] for branch in branches[1:]] + [10**9]
+    said = job.printed()
+    begun = {1: 0} | {line["attempt"]: line["restored"] for line in said if "restored" in line}
+    ends = [*list(begun.values())[1:], 10**9]
     accepted = {
-        branch["attempt"]: range(branch["baseStep"] + 1, end + 1)
-        for branch, end in zip(branches, ends, strict=True)
+        attempt: range(base + 1, end + 1) for (attempt, base), end in zip(begun.items(), ends, strict=True)
     }
-    steps = [line for line in job.printed() if "drawn" in line and line["step"] in accepted[line["attempt"]]]
+    steps = [line for line in said if "drawn" in line and line["step"] in accepted[line["attempt"]]]
     drawn = sorted(index for line in steps for index in line["drawn"])
     assert drawn == list(range(12 * max(line["step"] for line in steps)))
