@@ -29,7 +29,7 @@ each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman 
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
-	@echo "make test       the test suite (about 15 minutes on 2 cores)"
+	@echo "make test       the test suite (about 11 minutes on 2 cores)"
 	@echo "make test-extended  every failure class on the laptop cluster as well, and properties on more examples (about half an hour)"
 	@echo "make coverage   which branches of the pure rooms no test takes; fails below 95 %"
 	@echo "make fuzz       random nonsense into everything that reads what others wrote; TIME=seconds, TARGETS=\"seal directive\""
@@ -46,7 +46,7 @@ help:
 	@echo "make images-test  builds the images and starts each as a pod would (needs root and Debian's packages; 5 minutes, later 3)"
 	@echo "make radosgw-test  the remote tier against Debian's radosgw (needs root to install it)"
 	@echo "make real-cluster-test  every failure on a cluster of real kubelets (needs root and KUBE_BIN; about an hour)"
-	@echo "make bench      every benchmark, beside limits and peers, into docs/benchmarks (about 20 minutes); BENCH_FLAGS=--quick tries it"
+	@echo "make bench      every benchmark, beside limits and peers, into docs/benchmarks (an hour or more); BENCH_FLAGS=--quick tries it"
 	@echo "make gpu-acceptance  what is promised about GPUs, on one GPU, with PYTHON's own torch (under 10 minutes); GPU_FLAGS=\"--cpu --quick\" tries it"
 
 setup: $(READY)
