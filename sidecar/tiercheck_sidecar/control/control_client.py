@@ -33,7 +33,7 @@ class ControlClient:
         self.host = host
         """Its address (`protocol.address`)."""
         self._config, self._timeout = config, timeout
-        self._context = ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
+        self._context = context_of(config)
         self._connection: http.client.HTTPConnection | None = None
 
     def call(self, method: str, path: str, body: bytes) -> bytes:
@@ -45,8 +45,7 @@ class ControlClient:
             text = response.read(_MOST_BODY + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
-            silent = isinstance(error, OSError) and isinstance(wire_error(error), PeerSilent)
-            raise CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED) from error
+            raise call_failed(self.host, error) from error
         if response.status != 200:
             raise CallFailed(f"{self.host}: {response.status} {text[:300].decode(errors='replace')}")
         if len(text) > _MOST_BODY:
@@ -62,12 +61,28 @@ class ControlClient:
 
     def _connect(self) -> http.client.HTTPConnection:
         address = endpoint(self.host, names.CONTROL_PORT)
-        raw = socket.create_connection(address, self._timeout, (self._config.pod_ip, 0))
         connection = http.client.HTTPConnection(*address, timeout=self._timeout)
-        try:
-            connection.sock = self._context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
-        except OSError:
-            raw.close()
-            raise
+        connection.sock = connect(self._config, self._context, self.host, self._timeout)
         self._connection = connection
         return connection
+
+
+def context_of(config: SidecarConfig) -> ssl.SSLContext:
+    """Trusts the job's own CA."""
+    return ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
+
+
+def connect(config: SidecarConfig, context: ssl.SSLContext, host: str, seconds: float) -> ssl.SSLSocket:
+    """To the control port of the sidecar at `host`. Raises OSError."""
+    raw = socket.create_connection(endpoint(host, names.CONTROL_PORT), seconds, (config.pod_ip, 0))
+    try:
+        return context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
+    except OSError:
+        raw.close()
+        raise
+
+
+def call_failed(host: str, error: Exception) -> CallFailed:
+    """What is said of a connection that broke."""
+    silent = isinstance(error, OSError) and isinstance(wire_error(error), PeerSilent)
+    return CallFailed(f"{host}: {error}", Break.SILENT if silent else Break.REFUSED)

@@ -15,13 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from tiercheck.protocol import names
-from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.report import Break
 from tiercheck.supervised import begin
-from tiercheck_sidecar.control.control_client import CallFailed
+from tiercheck_sidecar.control.control_client import CallFailed, call_failed, connect, context_of
 from tiercheck_sidecar.decoding import Malformed, decode
-from tiercheck_sidecar.exchange.frames import PeerSilent, wire_error
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.versions.words import TierAnswer
 
@@ -82,7 +79,7 @@ class TierLine:
         self.host = host
         """Its address (`protocol.address`)."""
         self._config, self._heard = config, heard
-        self._context = ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
+        self._context = context_of(config)
         self._lock = threading.Lock()
         """An SSL connection must not be used by two threads at a time."""
         self._answered = threading.Condition(self._lock)
@@ -118,8 +115,7 @@ class TierLine:
 
     def _failed(self, error: Exception) -> CallFailed:
         self.close()
-        silent = isinstance(error, OSError) and isinstance(wire_error(error), PeerSilent)
-        return CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED)
+        return call_failed(self.host, error)
 
     @property
     def is_open(self) -> bool:
@@ -134,15 +130,9 @@ class TierLine:
                 connection.shutdown(socket.SHUT_RDWR)  # its reader closes it
 
     def _connect(self) -> ssl.SSLSocket:
-        address = endpoint(self.host, names.CONTROL_PORT)
-        raw = socket.create_connection(address, _CONNECT_PATIENCE, (self._config.pod_ip, 0))
+        connection = connect(self._config, self._context, self.host, _CONNECT_PATIENCE)
         try:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = self._context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
-        except OSError:
-            raw.close()
-            raise
-        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._ask(connection)
         except BaseException:
             connection.close()
