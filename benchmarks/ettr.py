@@ -16,7 +16,7 @@ from benchmarks.figure import Figure, Outcome
 from benchmarks.scale import Scale
 from benchmarks.simulate_validation import PAGE, page_times, real_rows
 from tiercheck_cli.simulate.assumptions import RECORDS, CountedFailures
-from tiercheck_cli.simulate.sensitivity import sensitivity
+from tiercheck_cli.simulate.sensitivity import find_gains
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes, Saving, Scenario
@@ -87,7 +87,7 @@ def run(scale: Scale) -> Outcome:
         figures.append(_gke_row(measured, runs))
     last = sizes[-1]
     base = described(clusters[last], RECORDS["ft-hsdp-100k"], at_size(measured, last))
-    gains = sensitivity(simulate(base, days=30, runs=runs, chance=_chance), base, seed=0)
+    gains = find_gains(simulate(base, days=30, runs=runs, chance=_chance), base, seed=0)
     figures.append(_second_row(gains, last))
     return Outcome(
         figures,

@@ -7,7 +7,7 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from aiohttp import web
 
@@ -23,6 +23,7 @@ from tiercheck_sidecar.control.ports import GuardedPort, named_addresses
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
+from tiercheck_sidecar.exchange.network.interfaces import OwnAddress, own_addresses
 from tiercheck_sidecar.exchange.network.ucx import why_no_ucx
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
@@ -66,7 +67,10 @@ _BESIDE = {"offload", "sweep", "heartbeat", "throttling", "rehearse"}
 class Sidecar:
     """Everything of one process, wired together."""
 
-    def __init__(self, config: SidecarConfig) -> None:
+    def __init__(
+        self, config: SidecarConfig, interfaces: Callable[[], Sequence[OwnAddress]] = own_addresses
+    ) -> None:
+        """`interfaces`: what the pod's networks are found by."""
         self.config = config
         self.state = SidecarState(config)
         self.vault = Vault(
@@ -87,7 +91,9 @@ class Sidecar:
             lambda: self.state.peers_encrypted,
             lambda: self.state.peers_by_ucx and not why_no_ucx(),
         )
-        self.exchange = ExchangeServer(self.state, self.vault, self.identity, config.exchange_port)
+        self.exchange = ExchangeServer(
+            self.state, self.vault, self.identity, config.exchange_port, interfaces
+        )
         self.replicator = Replicator(self.state, self.vault, self.identity, names.EXCHANGE_PORT)
         self.coordinator = Coordinator(self.state)
         self.heartbeat = HeartbeatSender(self.state, self.identity, names.EXCHANGE_PORT)
@@ -106,7 +112,6 @@ class Sidecar:
         self.exchange.languages["parity"] = serving(self.state, self.vault, self.parity_holder)
         self.reporter.owes = self._owes
         self.reporter.settled = self._settled
-        self.reporter.addresses = lambda: tuple(each.host for each in self.identity.addresses.own)
         self.tiers = TierClient(self.state, self.vault, self._acknowledged, self.uploader.uploaded)
         self._ports: list[GuardedPort] = []
         self.state.when_identified(self._identified)

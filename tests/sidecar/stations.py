@@ -126,13 +126,13 @@ class Station:
                 credentials_dir=self.directory,
                 remote=None,
                 token=TOKEN,
-            )
+            ),
+            lambda: job.own(worker),
         )
         self.state, self.vault, self.identity = self.sidecar.state, self.sidecar.vault, self.sidecar.identity
         self.server, self.replicator = self.sidecar.exchange, self.sidecar.replicator
         self.sender, self.holder = self.sidecar.parity, self.sidecar.parity_holder
         self.vault.open()
-        self.server._listeners._own = lambda: job.own(worker)
         self.server.start()
         self.run(*job.loops)
 

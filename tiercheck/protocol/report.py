@@ -322,8 +322,6 @@ class Report:
     """This sidecar reads `Restore.table`; older ones need `Restore.ranks`."""
     tells_holdings: bool = True
     """False: `holdings` is left out, as whoever asked wished."""
-    addresses: tuple[str, ...] = ()
-    """That the exchange listens at beside the pod's (`Policy.peer_interfaces`)."""
     followed: int = 0
     """Directives that this process has followed so far; the next one's number must be greater. Always 0: an
     older sidecar, which takes any."""

@@ -21,8 +21,7 @@ from tiercheck_cli.simulate.assumptions import STEP_SECONDS, Assumptions
 from tiercheck_cli.simulate.lives import Result, scenario, simulate_lives, store_only
 from tiercheck_cli.simulate.measured import Told, jobs_in, times_of
 from tiercheck_cli.simulate.screen import screen
-from tiercheck_cli.simulate.sensitivity import Gain, changes
-from tiercheck_cli.simulate.sensitivity import sensitivity as find_sensitivity
+from tiercheck_cli.simulate.sensitivity import Gain, changes, find_gains
 from tiercheck_cli.simulate.settings import settings
 from tiercheck_cli.terminal import (
     Context,
@@ -181,9 +180,7 @@ def simulate(
         if sensitivity:
             described = scenario(layout, rows[0].wanted, assumed)
             task = progress.add_task("sensitivity", total=runs * len(list(changes(described))))
-            gains = find_sensitivity(
-                results[0].simulation, described, seed=seed, tick=_advance(progress, task)
-            )
+            gains = find_gains(results[0].simulation, described, seed=seed, tick=_advance(progress, task))
         every = layout.wanted.remote_every
         formula = (every, store_only(layout, assumed, every)) if every else None
         if picture is not None:

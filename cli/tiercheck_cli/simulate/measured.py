@@ -11,6 +11,7 @@ from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.files import documents
 from tiercheck_operator.planning.simulation.measured import measure, measured_recoveries
 from tiercheck_operator.planning.simulation.scenario import RecoveryTimes
+from tiercheck_operator.planning.simulation.simulation import PROCESS
 from tiercheck_operator.planning.topology import Topology
 
 
@@ -60,7 +61,7 @@ def times_of(
     ]
     for kind, number in found.counts.items():
         own = found.times.kinds[kind]
-        wait = "" if kind == "process" else f", a successor after {own.replace:.1f} s"
+        wait = "" if kind == PROCESS else f", a successor after {own.replace:.1f} s"
         lines.append(
             f"{number} x {kind}: noticed after {own.detect:.1f} s{wait}, the first step {own.restart:.1f} s "
             "after the state"

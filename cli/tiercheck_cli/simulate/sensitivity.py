@@ -31,7 +31,7 @@ class Gain:
     """ETTR more than without the change."""
 
 
-def sensitivity(
+def find_gains(
     base: Simulation, described: Scenario, *, seed: int, tick: Callable[[int], None] | None = None
 ) -> tuple[Gain, ...]:
     """What buys most first. `base`: the lives of `described`. Every change meets the same failures, but for

@@ -45,8 +45,6 @@ class Reporter:
         told."""
         self.settled: Callable[[], bool] = lambda: False
         """Whether the job is over and this sidecar may go. Asked without the state's lock."""
-        self.addresses: Callable[[], tuple[str, ...]] = lambda: ()
-        """Where the exchange listens beside the pod's address."""
 
     def report(self) -> Report:
         with self._lock:
@@ -86,7 +84,6 @@ class Reporter:
                 counters=state.counters,
                 snapshot_every=state.every,
                 proofs=state.proofs,
-                addresses=self.addresses(),
                 followed=state.followed,
                 settled=settled,
             )

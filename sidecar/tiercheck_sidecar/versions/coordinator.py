@@ -118,12 +118,15 @@ class Coordinator:
         self._verdict: TierVerdict | None = None
         self._is_dirty = False
         self._told: TierVerdict | None = None
+        self._for_all = TierAnswer()
+        """The verdict as all are told it."""
         self._proved: dict[int, WorkerWord] = {}
         """Each worker's newest word that all could be reckoned with."""
         self._unproved: dict[int, WorkerWord] = {}
         """What came since, the newest in the end."""
         self._refused: dict[int, str] = {}
         """By worker whose newest word was refused: why."""
+        self._tells_refusals = False
         self._callers: dict[Caller, None] = {}
         """In the order in which they came, so that a simulation goes the same way each time."""
         self._connections = 0
@@ -222,8 +225,6 @@ class Coordinator:
         told, caller.told = caller.told, verdict
         news = [] if told is verdict else [self._word_for_all(verdict)]
         return news if answer is None else [*news, answer]
-
-    _for_all = TierAnswer()
 
     def _word_for_all(self, verdict: TierVerdict) -> TierAnswer:
         """One object for each verdict, so that it is written once."""
@@ -347,8 +348,6 @@ class Coordinator:
             log.warning("the report of worker %d is refused: %s", worker, why)
         self._refused[worker] = why
         self._state.count(refused_reports=1)
-
-    _tells_refusals = False
 
     def _tell_refusals(self) -> None:
         """Not under the lock."""

@@ -93,11 +93,12 @@ class Listeners:
 
     def _follow(self) -> None:
         """What the newest directive names. A change is for connections that are made from then on."""
-        seen, looked = -1, 0.0
+        looked = 0.0
         used: tuple[str, ...] = ()
         by_ucx = False
-        while not (self._stopped or self._state.stopping):
-            seen = self._state.wait(seen, _LOOK_EVERY)
+        for _ in self._state.looks(_LOOK_EVERY):
+            if self._stopped:
+                return
             directive = self._state.directive
             named = directive.policy.peer_interfaces if directive is not None else ()
             now = time.monotonic()
