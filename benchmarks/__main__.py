@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 
 from benchmarks.machine import describe, load
-from benchmarks.report import Entry, Run, print_table, publish
+from benchmarks.report import Entry, Run, name_machine, print_table, publish
 from benchmarks.scale import CACHE, FULL, QUICK, ROOT, Scale
 
 BENCHMARKS = {
@@ -79,8 +79,10 @@ def main() -> int:
     for number, name in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {name}: {BENCHMARKS[name]}", file=sys.stderr, flush=True)
         failed |= not _run(name, arguments.quick)
-    entries = [entry for name in BENCHMARKS if (entry := Entry.read(_file(name, arguments.quick)))]
-    _render(Run(describe(), _command(arguments.quick), entries), out)
+    found = [entry for name in BENCHMARKS if (entry := Entry.read(_file(name, arguments.quick)))]
+    published = out / "results.json"
+    before = Run.read(out) if published.exists() else Run({}, _command(arguments.quick), [])
+    _render(before.take_in(found, describe(), BENCHMARKS), out)
     return int(failed)
 
 
@@ -114,14 +116,15 @@ def _run(name: str, quick: bool) -> bool:
     if process.returncode:
         print(f"{name} failed; its last result, if any, stays in the table", file=sys.stderr)
         return False
-    found = json.loads(file.read_text())
+    found, machine = json.loads(file.read_text()), describe()
     found |= {
         "name": name,
         "title": BENCHMARKS[name],
         "seconds": round(time.monotonic() - started, 1),
         "load": round(busy, 2),
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "commit": describe()["commit"],
+        "commit": machine["commit"],
+        "machine": name_machine(machine),
     }
     file.write_text(json.dumps(found, indent=1))
     return True

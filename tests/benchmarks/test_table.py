@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,30 @@ def test_everything_is_written_and_each_picture_is_shown(tmp_path: Path) -> None
 def test_no_picture_is_made_up_where_nothing_was_measured(tmp_path: Path) -> None:
     publish(Run(MACHINE, "make bench", []), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md"}
+
+
+def measured(name: str, ratio: float, machine: str, when: str = "2026-01-01T00:00") -> Entry:
+    figure = replace(REACHED, name=f"{name} figure", ratio=ratio)
+    return Entry(name, f"about {name}", [figure], {}, when, "abc", 1.0, 0.5, machine)
+
+
+def test_one_benchmark_again_leaves_the_rest_of_the_page_as_it_was() -> None:
+    before = Run(MACHINE, "make bench", [measured("a", 0.1, "m"), measured("b", 0.2, "m")])
+    after = before.take_in([measured("b", 0.3, "m", "2026-01-02T00:00")], MACHINE, ["a", "b"])
+    assert [figure.ratio for figure in after.figures] == [0.1, 0.3]
+    assert after.elsewhere == []
+
+
+def test_older_result_that_lies_about_takes_no_newer_ones_place() -> None:
+    before = Run(MACHINE, "make bench", [measured("a", 0.1, "m", "2026-01-02T00:00")])
+    assert before.take_in([measured("a", 0.9, "m")], MACHINE, ["a"]).figures[0].ratio == 0.1
+
+
+def test_ratio_of_another_machine_stands_beside_the_new_one(tmp_path: Path) -> None:
+    before = Run(MACHINE, "make bench", [measured("a", 0.125, "another, 2 cores"), measured("b", 0.2, "m")])
+    publish(before.take_in([measured("a", 0.25, "m", "2026-01-02T00:00")], MACHINE, ["a", "b"]), tmp_path)
+    again = Run.read(tmp_path)
+    assert [entry.machine for entry in again.entries] == ["m", "m"]
+    row = next(line for line in page(again, {}).splitlines() if line.startswith("| a figure"))
+    assert "| 0.25x | 0.125x |" in row
+    assert "another, 2 cores" in page(again, {})
