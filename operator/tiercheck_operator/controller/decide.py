@@ -1,7 +1,5 @@
 """Decides what to do about a job, from what is observed: this file is the story of a job.
 
-This file is the story of a job.
-
 Nothing but the status is remembered. Killed at any point and asked again, it finds the same observation and
 says the same, so every action must be harmless when repeated.
 """
