@@ -44,6 +44,14 @@ def why_lost(obs: Observation, pod: PodView) -> str:
     return node.lost if _silent_too(obs, pod) else ""
 
 
+def silent_at(obs: Observation, pod: PodView) -> float | None:
+    """Unix seconds since when neither its sidecar nor a step of training was heard; None: not known."""
+    known = obs.reports.get(pod.uid)
+    if known is None or known.silent_since is None:
+        return None
+    return max(known.silent_since, obs.now - describe_training(obs).stepped)
+
+
 def out_of_reach(obs: Observation, pod: PodView) -> bool:
     """Whether nobody is there to end the pod gracefully."""
     node = obs.nodes.get(pod.node) if pod.node is not None else None

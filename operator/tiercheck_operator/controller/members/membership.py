@@ -12,7 +12,7 @@ from functools import partial
 
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.members.departures import Assignment, Departure, Move, assign, find_moves
-from tiercheck_operator.controller.members.lost_nodes import why_left_down, why_lost
+from tiercheck_operator.controller.members.lost_nodes import silent_at, why_left_down, why_lost
 from tiercheck_operator.controller.members.suspicion import Doubt, restart_due, seconds_silent, was_up
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import ContainerState, Observation, PodView
@@ -144,7 +144,7 @@ def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -
     node = obs.nodes.get(pod.node or "")
     gone = why_lost(obs, pod) if node is None or node.lost else ""
     if gone:
-        return lost(Cause.NODE_LOST, gone, node=pod.node)
+        return lost(Cause.NODE_LOST, gone, node=pod.node, at=silent_at(obs, pod))
     if pod.deleting:
         # Asked before the phase: however a pod is ended, it is Failed or Succeeded for a moment before it is
         # gone.

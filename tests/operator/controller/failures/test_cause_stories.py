@@ -251,6 +251,38 @@ def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed
     assert summary["detectSeconds"] + summary["restoreSeconds"] <= summary["totalSeconds"]
 
 
+def test_job_on_a_lost_node_is_down_since_its_sidecar_fell_silent() -> None:
+    world = training()
+    node, struck = world.home(1), world.now
+    world.kill_node(node)
+    for _ in range(3):
+        world.tick()
+    assert world.status.recovery is None, "silence alone is not enough yet"
+    world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
+    summary = world.recovered()
+    assert summary["cause"] == "NodeLost"
+    assert 1 <= summary["detectSeconds"] <= world.now - struck
+    assert summary["totalSeconds"] <= world.now - struck
+
+
+def test_steps_that_a_job_made_beside_a_silent_sidecar_are_no_time_down() -> None:
+    world = training()
+    node, uid = world.home(1), world.member(1)
+    for _ in range(4):  # the kubelet holds it back for longer each time
+        world.kill_sidecar(uid)
+        world.train(12)
+    world.kill_sidecar(uid)
+    world.train(25)
+    known = world.observe().reports[uid]
+    assert known.silent_since is not None
+    assert world.now - known.silent_since > 20
+    assert world.status.attempt == 1
+    world.kill_node(node)
+    world.tick()
+    world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
+    assert world.recovered()["detectSeconds"] < 10
+
+
 # Who fell first.
 
 
