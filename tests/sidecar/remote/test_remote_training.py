@@ -15,6 +15,7 @@ from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fau
 from tests.sidecar.world import World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.remote.s3 import s3_transfers
 
 
 def metrics(world: World, worker: int) -> str:
@@ -36,8 +37,14 @@ def metrics(world: World, worker: int) -> str:
     ids=["full", "forbidden", "overloaded", "cut off", "stalled"],
 )
 def test_training_and_its_copies_go_on_while_the_bucket_is_in_trouble(
-    s3_endpoint: str, s3_client: Any, make_world: Callable[..., World], fault: Fault | None, problem: str
+    s3_endpoint: str,
+    s3_client: Any,
+    make_world: Callable[..., World],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault | None,
+    problem: str,
 ) -> None:
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.05, 0.5))
     recovered = threading.Event()
 
     def rule(seen: Seen) -> Fault | None:

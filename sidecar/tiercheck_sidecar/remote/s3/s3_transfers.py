@@ -155,7 +155,7 @@ class Transfers:
     def _finish(self, key: str, upload: Coroutine[Any, Any, None], known: _Upload) -> None:
         try:
             self._run(self._watched(key, upload, known))
-        except (BaseError, OSError, asyncio.CancelledError, RemoteClosed) as error:
+        except (BaseError, OSError, RemoteClosed) as error:
             if known.stopped is not None:
                 raise known.stopped from None
             if isinstance(error, RemoteClosed):
