@@ -25,6 +25,11 @@ def metrics(world: World, worker: int) -> str:
         return answer.read().decode()
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.05, 0.5))
+
+
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [
@@ -37,14 +42,8 @@ def metrics(world: World, worker: int) -> str:
     ids=["full", "forbidden", "overloaded", "cut off", "stalled"],
 )
 def test_training_and_its_copies_go_on_while_the_bucket_is_in_trouble(
-    s3_endpoint: str,
-    s3_client: Any,
-    make_world: Callable[..., World],
-    monkeypatch: pytest.MonkeyPatch,
-    fault: Fault | None,
-    problem: str,
+    s3_endpoint: str, s3_client: Any, make_world: Callable[..., World], fault: Fault | None, problem: str
 ) -> None:
-    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.05, 0.5))
     recovered = threading.Event()
 
     def rule(seen: Seen) -> Fault | None:
