@@ -36,7 +36,7 @@ from tiercheck_sidecar.remote.verify import (
     ignore_bytes,
 )
 
-FETCH_BYTES = 16 * 1024 * 1024
+FETCH_BYTES = 8 * 1024 * 1024
 FETCH_THREADS = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 

@@ -15,6 +15,7 @@ from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fau
 from tests.sidecar.world import World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.remote.s3 import s3_transfers
 
 
 def metrics(world: World, worker: int) -> str:
@@ -22,6 +23,11 @@ def metrics(world: World, worker: int) -> str:
         f"http://{world.host(worker)}:{names.METRICS_PORT}/metrics", timeout=10
     ) as answer:
         return answer.read().decode()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.05, 0.5))
 
 
 @pytest.mark.parametrize(

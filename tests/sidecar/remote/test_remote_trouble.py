@@ -20,6 +20,7 @@ from tiercheck_sidecar.remote import Reason, RemoteError, open_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
 from tiercheck_sidecar.remote.objects import Objects, Stored
+from tiercheck_sidecar.remote.s3 import s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 JOB = "research/gpt"
@@ -37,8 +38,9 @@ def opened(endpoint: str, bucket: str = BUCKET, **more: str) -> Iterator[RemoteS
 
 @pytest.fixture(autouse=True)
 def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where advice is about Secrets."""
+    """Where advice is about Secrets, and pauses are short."""
     monkeypatch.setenv(names.ENV_POD_UID, "pod-0")
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
 
 
 def sealed(tmp_path: Path, content: bytes = b"state") -> tuple[Path, Digests]:

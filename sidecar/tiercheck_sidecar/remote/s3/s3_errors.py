@@ -80,6 +80,16 @@ def from_obstore(error: Exception, location: str) -> RemoteError:
     return _other(location, _first_line(said))
 
 
+def is_silence(error: Exception) -> bool:
+    """Whether what obstore raised says that nothing came in time."""
+    return "TimedOut" in str(error)
+
+
+def silence(location: str, seconds: float) -> RemoteError:
+    """For a store that takes the connection and then says nothing."""
+    return _unreachable(location, f"it took nothing and said nothing for {seconds:g} s")
+
+
 def is_absent(error: Exception) -> bool:
     """Whether the object that obstore was to read does not exist, or ends before the range."""
     status, code = _answer_in(str(error))

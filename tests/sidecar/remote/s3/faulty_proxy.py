@@ -49,6 +49,7 @@ class Fault:
 
 BUSY = Fault(answer=refusal("SlowDown", 503))
 FORBIDDEN = Fault(answer=refusal("AccessDenied", 403))
+EXPIRED = Fault(answer=refusal("ExpiredToken", 400))
 FULL = Fault(answer=refusal("InsufficientStorage", 507))
 CUT = Fault(cut=True)
 DEAF = Fault(without="if-none-match")

@@ -135,3 +135,87 @@ def test_upload_to_a_silent_store_ends_when_it_is_closed(
             assert not answer.is_set()
         finally:
             answer.set()
+
+
+@pytest.mark.parametrize("size", [1000, 2 * PART], ids=["small", "large"])
+def test_store_that_falls_silent_in_mid_upload_is_named_and_its_upload_goes_on_later(
+    proxy: Proxy, s3_server: tuple[str, Any], slots: Slots, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(s3_transfers, "STALL_SECONDS", 1)
+    store = open_store(S3Place(proxy.url, s3_server[1]).settings(), JOB)
+    store.check()
+    content, silent, answer = os.urandom(size), threading.Event(), threading.Event()
+    sealed = slots.seal(content)
+
+    def falls_silent(seen: Seen) -> Fault | None:
+        if seen.method == "PUT" and seen.key.endswith(".safetensors") and seen.part != 1:
+            silent.set()
+        return Fault(until=answer) if silent.is_set() else None
+
+    proxy.rule = falls_silent
+    try:
+        with pytest.raises(RemoteError, match="said nothing for 2 s") as caught:
+            store.put_artifact(0, NEW, *sealed, None)
+        assert caught.value.reason is Reason.UNREACHABLE
+        assert caught.value.retriable
+    finally:
+        answer.set()
+        store.close()
+    proxy.rule = lambda seen: None
+    monkeypatch.setattr(s3_transfers, "STALL_SECONDS", 60)
+    store = open_store(S3Place(proxy.url, s3_server[1]).settings(), JOB)
+    artifact = store.put_artifact(0, NEW, *sealed, None)
+    assert fetched(store, artifact) == content
+    store.close()
+
+
+def test_store_that_is_slow_and_answers_is_waited_for(
+    proxy: Proxy, s3_server: tuple[str, Any], slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = threading.Semaphore(0), threading.Event()
+
+    def slow(seen: Seen) -> Fault | None:
+        if seen.method == "HEAD":
+            asked.release()
+        return Fault(until=answer) if seen.part else None
+
+    store = open_store(S3Place(proxy.url, s3_server[1]).settings(), JOB)
+    store.check()
+    content = os.urandom(2 * PART)
+    proxy.rule = slow
+    monkeypatch.setattr(s3_transfers, "STALL_SECONDS", 0.05)  # its answers are given the usual time
+    with ThreadPoolExecutor(1) as pool:
+        upload = pool.submit(store.put_artifact, 0, NEW, *slots.seal(content), None)
+        try:
+            for _ in range(3):
+                assert asked.acquire(timeout=60)
+            assert not upload.done()
+        finally:
+            answer.set()
+        assert fetched(store, upload.result(timeout=60)) == content
+    store.close()
+
+
+def test_store_that_falls_silent_in_mid_restore_is_named_after_two_tries(
+    proxy: Proxy, s3_server: tuple[str, Any], slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_transfers, "STALL_SECONDS", 1)
+    store = open_store(S3Place(proxy.url, s3_server[1]).settings(), JOB)
+    manifest = save(store, slots, NEW, os.urandom(1000))
+    answer, tries = threading.Event(), []
+
+    def silent(seen: Seen) -> Fault | None:
+        if not seen.key.endswith(".safetensors"):
+            return None
+        tries.append(seen)
+        return Fault(until=answer)
+
+    proxy.rule = silent
+    try:
+        with pytest.raises(RemoteError, match="no progress in time") as caught:
+            fetched(store, manifest.artifacts[0])
+        assert caught.value.reason is Reason.UNREACHABLE
+        assert len(tries) == 2
+    finally:
+        answer.set()
+        store.close()

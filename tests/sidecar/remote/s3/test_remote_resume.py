@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.sidecar.remote.remote_places import BUCKET, S3Place
-from tests.sidecar.remote.s3.faulty_proxy import CUT, FORBIDDEN, Fault, Proxy, Seen, proxying
+from tests.sidecar.remote.s3.faulty_proxy import CUT, EXPIRED, FORBIDDEN, Fault, Proxy, Seen, proxying
 from tests.sidecar.remote.test_remote_conformance import (
     FOLDER,
     JOB,
@@ -110,6 +110,21 @@ def test_upload_that_an_outage_ended_goes_on_from_there(place: S3Place, proxy: P
     proxy.rule = lambda seen: None
     complete(place, content, *sealed)
     assert proxy.parts() == [1, 2, 3, 4, 5], "each part reached the store once"
+
+
+def test_upload_whose_credentials_expired_goes_on_with_the_next_ones(
+    place: S3Place, proxy: Proxy, slots: Slots
+) -> None:
+    content = os.urandom(SIZE)
+    sealed = slots.seal(content)
+    until_then = outage_from_part(4, place)
+    proxy.rule = lambda seen: EXPIRED if until_then(seen) else None
+    with pytest.raises(RemoteError, match="ExpiredToken") as caught:
+        upload(place, *sealed)
+    assert caught.value.reason is Reason.FORBIDDEN
+    proxy.rule = lambda seen: None
+    complete(place, content, *sealed)
+    assert proxy.parts() == [1, 2, 3, 4, 5]
 
 
 def test_upload_that_the_store_refused_leaves_nothing(place: S3Place, proxy: Proxy, slots: Slots) -> None:
