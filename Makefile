@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export TORCH_INDEX
 # Files of tests run beside each other, one more than there are cores, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs
 # one after the other.
-SIDE_BY_SIDE := -n $(shell $(PYTHON) -c "import os; print(min(4, 1 + len(os.sched_getaffinity(0))))") --dist loadfile
+SIDE_BY_SIDE := -n $(shell $(PYTHON) -c "import os; print(min(4, 1 + len(os.sched_getaffinity(0))))") --dist loadfile --no-loadscope-reorder
 PURE := tests/operator tests/protocol tests/redaction tests/simulation tests/sidecar/model tests/sidecar/versions tests/sidecar/rehearsal
 
 # The images, under the names that chart and examples give them. BUILD_ARGS="NAME=value ..." are arguments of the Dockerfile,

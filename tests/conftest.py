@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,27 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
     started = Lives(tmp_path_factory.mktemp("lives"))
     yield started
     started.stop()
+
+
+@pytest.hookimpl(trylast=True)  # what is deselected does not count
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where files run beside each other, every third is one that waits for a cluster while others compute.
+    Left to themselves those come last, because they have few tests.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    files: defaultdict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    largest_first = sorted(files.values(), key=len, reverse=True)
+    waiting = [tests for tests in largest_first if tests[0].get_closest_marker("cluster")]
+    computing = [tests for tests in largest_first if tests not in waiting]
+    ordered: list[pytest.Item] = []
+    while waiting or computing:
+        for tests in (*waiting[:1], *computing[:2]):
+            ordered += tests
+        del waiting[:1], computing[:2]
+    items[:] = ordered
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

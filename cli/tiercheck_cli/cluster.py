@@ -29,7 +29,7 @@ from tiercheck_cli.api_server import (
 )
 from tiercheck_cli.failure import NO_ACCESS, NOT_FOUND, USAGE, CannotDo
 from tiercheck_cli.terminal import remark
-from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_name, read_placement_data
+from tiercheck_operator.model.saved_placement import SavedPlacement, placement_name, read_placement_data
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from typing import Any
 from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import Nodes, left_out
+from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.planning.cluster_nodes import build_topology, seat_workers
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import (
@@ -19,7 +20,6 @@ from tiercheck_operator.planning.placement.placement import (
     place,
 )
 from tiercheck_operator.planning.placement.previous import existing_placement
-from tiercheck_operator.planning.saved_placement import SavedPlacement
 from tiercheck_operator.planning.topology import Topology, levels_from_spec, levels_of
 from tiercheck_operator.planning.wanted import Wanted
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.cli import recorded
 from tiercheck_cli.cluster import Cluster, Forbidden
-from tiercheck_operator.planning.saved_placement import SavedPlacement, read_placement_data
+from tiercheck_operator.model.saved_placement import SavedPlacement, read_placement_data
 
 
 class FakeCluster(Cluster):

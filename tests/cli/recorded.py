@@ -10,14 +10,13 @@ import datetime
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.planning.saved_placement import (
-    SavedDomains,
+from tiercheck_operator.model.saved_placement import (
     SavedMember,
     SavedPlacement,
     placement_data,
     placement_name,
 )
-from tiercheck_operator.planning.topology import PRESETS, Topology
+from tiercheck_operator.planning.topology import PRESETS, Topology, domains_to_save
 
 Object = dict[str, Any]
 
@@ -274,7 +273,7 @@ def placement(domains_saved: bool = True) -> Object:
     topology = Topology.build(
         {node["metadata"]["name"]: node["metadata"]["labels"] for node in nodes()}, PRESETS["generic"]
     )
-    domains = SavedDomains.of(topology, map(node_of, range(WORKERS)))
+    domains = domains_to_save(topology, map(node_of, range(WORKERS)))
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

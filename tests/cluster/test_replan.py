@@ -12,7 +12,7 @@ from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.api_server import CONFIG_MAPS, NODES
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_name, read_placement_data
+from tiercheck_operator.model.saved_placement import SavedPlacement, placement_name, read_placement_data
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 

@@ -38,7 +38,7 @@ from tiercheck_cli.report.record import RecordError, RunRecord
 from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.model.parsing import parse_job
-from tiercheck_operator.planning.saved_placement import read_placement_data
+from tiercheck_operator.model.saved_placement import read_placement_data
 from tiercheck_operator.plausible import by_our_clock
 from tiercheck_operator.sidecars import read_report
 from tiercheck_sidecar.control.tier_line import Messages, framed

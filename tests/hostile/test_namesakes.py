@@ -9,7 +9,7 @@ import pytest
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.parsing import parse_job
-from tiercheck_operator.planning.saved_placement import SavedPlacement
+from tiercheck_operator.model.saved_placement import SavedPlacement
 
 JOB = parse_job(
     {

@@ -619,9 +619,8 @@ class World:
             return
         if not team or any(len(team) < s.directive.workers for s in team.values() if s.directive):
             return
-        if not self.fabric and any(
-            self.are_cut(s.pod, other.pod) for s in team.values() for other in team.values()
-        ):
+        nodes = {self.pods[s.pod].node for s in team.values()}
+        if not self.fabric and any(pair <= nodes for pair in self.cut):
             return  # a collective that waits
         step = min(self.position[s.pod] for s in team.values()) + 1
         if self.hung is not None and self.hung[0] == attempt:

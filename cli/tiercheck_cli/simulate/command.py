@@ -33,7 +33,7 @@ from tiercheck_cli.terminal import (
     remark,
     write,
 )
-from tiercheck_operator.planning.quantity import parse_quantity
+from tiercheck_operator.model.quantity import parse_quantity
 
 _RATES, _TIMES = "What fails how often", "How long things take"
 

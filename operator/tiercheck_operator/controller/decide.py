@@ -58,8 +58,8 @@ from tiercheck_operator.model.actions import (
 )
 from tiercheck_operator.model.conditions import Finding, Findings
 from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import JobRecord
-from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _PASSING = (conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY)
 """Reasons of Placed that say what goes on, and not what the placement is worth."""

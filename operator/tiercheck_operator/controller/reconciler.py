@@ -34,9 +34,9 @@ from tiercheck_operator.model.actions import Decision
 from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_job
+from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning.placement.replacement import SuspectNodes
-from tiercheck_operator.planning.saved_placement import SavedPlacement
 from tiercheck_operator.sidecars import JobSidecars
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from tiercheck_operator.manifests.owned import (
     parse_secret,
 )
 from tiercheck_operator.model.observed import JobView
-from tiercheck_operator.planning.saved_placement import SavedPlacement
+from tiercheck_operator.model.saved_placement import SavedPlacement
 
 log = logging.getLogger(__name__)
 

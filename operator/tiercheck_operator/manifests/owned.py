@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck_operator.model import saved_placement
 from tiercheck_operator.model.observed import JobView
-from tiercheck_operator.planning import saved_placement
-from tiercheck_operator.planning.saved_placement import SavedPlacement, placement_data, read_placement_data
+from tiercheck_operator.model.saved_placement import SavedPlacement, placement_data, read_placement_data
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 
@@ -132,7 +132,7 @@ def parse_secret(secret: dict[str, Any]) -> Credentials:
 
 
 def build_placement(job: JobView, placement: SavedPlacement) -> dict[str, Any]:
-    """`data` as `planning.saved_placement` writes it."""
+    """`data` as `model.saved_placement` writes it."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

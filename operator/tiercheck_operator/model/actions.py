@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive
 from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import JobRecord
-from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from functools import cached_property
 
 from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import SPARE, Report, TrainerState
+from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.status import Condition, JobRecord
-from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
 """On pods: the nodes that the pod was told to stay away from, so that it can be freed from them when they are

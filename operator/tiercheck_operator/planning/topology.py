@@ -9,9 +9,11 @@ Levels can be read from a Kueue `Topology`, so that who has defined them for que
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from tiercheck_operator.model.saved_placement import SavedDomains
 
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 ZONE_LABEL = "topology.kubernetes.io/zone"
@@ -225,6 +227,17 @@ def _path(
     host = labels.get(levels[-1].label) or name
     path.append("/".join([*parts, host]))
     return tuple(path)
+
+
+def domains_to_save(topology: Topology, nodes: Iterable[str]) -> SavedDomains:
+    """What the labels of these nodes say, as it is kept beside a placement."""
+    return SavedDomains(
+        tuple(level.label for level in topology.levels),
+        tuple(
+            (node, tuple(short_name(topology.domain(node, level) or "") for level in topology.levels))
+            for node in sorted(set(nodes))
+        ),
+    )
 
 
 def short_name(domain: str) -> str:

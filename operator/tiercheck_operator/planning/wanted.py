@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tiercheck_operator.model.quantity import parse_quantity
 from tiercheck_operator.planning.parity.parity import ParityPolicy
 from tiercheck_operator.planning.placement.placement import PlacementPolicy
-from tiercheck_operator.planning.quantity import parse_quantity
 from tiercheck_operator.planning.topology import Level, levels_from_spec, spread_level
 
 SIZE_LIMIT = "8Gi"

@@ -15,8 +15,8 @@ from tiercheck_operator.controller.attempt.directives import build_directives
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.model.observed import JobView, Observation, PodView
 from tiercheck_operator.model.parsing import parse_pod
+from tiercheck_operator.model.saved_placement import SavedMember, SavedPlacement
 from tiercheck_operator.model.status import JobRecord
-from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement
 
 Object = dict[str, Any]
 

@@ -17,9 +17,8 @@ from tiercheck_operator.manifests.pod import build_pod
 from tiercheck_operator.manifests.template import template_problem
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.parsing import parse_job, parse_pod
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
-from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
-from tiercheck_operator.planning.saved_placement import SavedMember, SavedPlacement
+from tiercheck_operator.model.quantity import parse_duration, parse_quantity
+from tiercheck_operator.model.saved_placement import CodeGroup, SavedMember, SavedPlacement
 
 
 def make_job(**spec: Any) -> JobView:

@@ -51,6 +51,7 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
 from tiercheck_operator.planning.recovery.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import Decision as Outcome
@@ -62,7 +63,6 @@ from tiercheck_operator.planning.recovery.recovery import (
     Wait,
     decide_recovery,
 )
-from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _HISTORY_LIMIT = 100
 """Branches kept where it is not known what is kept of older ones; the schema allows a few more."""

@@ -36,12 +36,12 @@ from tiercheck_operator.controller.observe.inventories import (
 from tiercheck_operator.controller.placement.placing import distance_between
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.quantity import parse_duration, parse_quantity
+from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.spec import HangSpec, JobSpec
 from tiercheck_operator.model.status import JobRecord
-from tiercheck_operator.planning.quantity import parse_duration, parse_quantity
 from tiercheck_operator.planning.recovery.inventory import Missing
 from tiercheck_operator.planning.recovery.resharded import ResizedStock
-from tiercheck_operator.planning.saved_placement import SavedPlacement
 
 _FIRST_PORT, _PORTS = 20000, 10000
 _FIRST_STEP = 3600.0

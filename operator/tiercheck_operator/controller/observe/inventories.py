@@ -18,8 +18,9 @@ from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
 from tiercheck.protocol.report import Holding, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version
 from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.model.spec import JobSpec
-from tiercheck_operator.planning.parity.code_groups import CodeGroup, OldGroup
+from tiercheck_operator.planning.parity.code_groups import OldGroup
 from tiercheck_operator.planning.recovery.inventory import (
     Artifacts,
     JobInventory,

@@ -19,10 +19,10 @@ from tiercheck.protocol.artifacts.sizing import (
 )
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
+from tiercheck_operator.model.quantity import parse_quantity
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.status import MemoryRecord
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
-from tiercheck_operator.planning.quantity import parse_quantity
 
 _DENSE_DELTA = 3
 """A snapshot is at most this many times a dense delta: parameters and two moments against gradients of the

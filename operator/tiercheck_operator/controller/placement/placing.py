@@ -17,8 +17,8 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.saved_placement import CodeGroup, SavedMember, SavedPlacement
 from tiercheck_operator.model.status import JobRecord, PlacementRecord
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
 from tiercheck_operator.planning.parity.parity import ParityPolicy, describe_parity, place_parity
 from tiercheck_operator.planning.placement.placement import (
     Placement,
@@ -30,8 +30,7 @@ from tiercheck_operator.planning.placement.placement import (
 from tiercheck_operator.planning.placement.placement import Unplaceable as Impossible
 from tiercheck_operator.planning.recovery.inventory import Distance
 from tiercheck_operator.planning.replan.replan import named
-from tiercheck_operator.planning.saved_placement import SavedDomains, SavedMember, SavedPlacement
-from tiercheck_operator.planning.topology import Topology, levels_from_spec
+from tiercheck_operator.planning.topology import Topology, domains_to_save, levels_from_spec
 
 _SENTENCE = 500
 """Characters of a sentence in the status, at most."""
@@ -66,7 +65,7 @@ class Placed:
             attempt,
             tuple(_saved(worker, pod, self.holders) for worker, pod in sorted(membership.members.items())),
             self.groups,
-            SavedDomains.of(self.topology, self.nodes),
+            domains_to_save(self.topology, self.nodes),
         )
 
 

@@ -25,12 +25,13 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar
 from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.saved_placement import Replanning, SavedPlacement
 from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.placement.placement import Unplaceable as Impossible
 from tiercheck_operator.planning.recovery.inventory import Artifacts
 from tiercheck_operator.planning.replan.replan import ReplanInputs, finish, give_up, named, plan_round
 from tiercheck_operator.planning.replan.replan_parity import ParitySurroundings, plan_parity_round
-from tiercheck_operator.planning.saved_placement import Replanning, SavedDomains, SavedPlacement
+from tiercheck_operator.planning.topology import domains_to_save
 
 _PATIENT_TIMES = 12
 """How much longer a reason must last that puts nothing at risk."""
@@ -169,7 +170,7 @@ def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) 
         else Finding(placed.reason, placed.message)
     )
     known = replace(saved.replanning, checked=checked, wish="", since=0.0)
-    where = SavedDomains.of(layout.topology, layout.nodes)
+    where = domains_to_save(layout.topology, layout.nodes)
     return Replanned(replace(saved, domains=where, replanning=known), placed.record, finding)
 
 

@@ -12,22 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.parity.holder_matching import HolderMatching
 from tiercheck_operator.planning.placement.problem import PlacementProblem
-
-
-@dataclass(frozen=True)
-class CodeGroup:
-    """Workers by index. Block j of the members' artifacts lies at holders[j]; no holder is a member."""
-
-    members: tuple[int, ...]
-    """In coding order."""
-    holders: tuple[int, ...]
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """All that the group rests on. As many of them as it has holders may be lost at once."""
-        return self.members + self.holders
 
 
 @dataclass(frozen=True)

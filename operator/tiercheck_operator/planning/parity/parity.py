@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tiercheck_operator.planning.parity.code_groups import CodeGroup, deal, deal_nodes, keep
+from tiercheck_operator.model.saved_placement import CodeGroup
+from tiercheck_operator.planning.parity.code_groups import deal, deal_nodes, keep
 from tiercheck_operator.planning.parity.parity_tolerance import fits, parity_tolerated
 from tiercheck_operator.planning.placement.placement import Placement, Unplaceable
 from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 from tiercheck_operator.planning.topology import short_name
 

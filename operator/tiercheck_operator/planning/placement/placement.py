@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.placement.build import bound, build
 from tiercheck_operator.planning.placement.goals import cost, tolerated
 from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.parity.parity_tolerance import fits, parity_tolerated
 from tiercheck_operator.planning.placement.goals import tolerated
 from tiercheck_operator.planning.placement.placement import Placement

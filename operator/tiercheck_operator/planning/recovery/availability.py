@@ -13,7 +13,7 @@ from operator import and_, or_
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Kind, Version
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.recovery.inventory import (
     Artifacts,
     Distance,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Share, Version
-from tiercheck_operator.planning.parity.code_groups import CodeGroup, OldGroup
+from tiercheck_operator.model.saved_placement import CodeGroup
+from tiercheck_operator.planning.parity.code_groups import OldGroup
 
 Distance = Callable[[int, int], int]
 """How far apart two workers are; 0 is the same host."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Version
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.recovery.inventory import (
     Artifacts,
     Distance,

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Share, Version
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.old_parity import OldParity
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
 from tiercheck_operator.planning.recovery.availability import Availability
 from tiercheck_operator.planning.recovery.inventory import (
     Artifacts,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.parity.parity_tolerance import fits
 from tiercheck_operator.planning.placement.goals import PlacementStanding

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.recovery.availability import Availability
 from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory

@@ -7,17 +7,17 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
-from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
-from tiercheck_operator.planning.placement.previous import existing_placement
-from tiercheck_operator.planning.saved_placement import (
+from tiercheck_operator.model.saved_placement import (
     SavedDomains,
     SavedMember,
     SavedPlacement,
     placement_data,
     read_placement_data,
 )
-from tiercheck_operator.planning.topology import PRESETS, Topology
+from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
+from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
+from tiercheck_operator.planning.placement.previous import existing_placement
+from tiercheck_operator.planning.topology import PRESETS, Topology, domains_to_save
 
 
 @st.composite
@@ -73,7 +73,7 @@ def test_what_is_written_down_is_read_back(ground: tuple[list[WorkerSite], Topol
         for s in sites
     )
     saved = SavedPlacement(
-        7, tuple(members), domains=SavedDomains.of(topology, (site.node for site in sites))
+        7, tuple(members), domains=domains_to_save(topology, (site.node for site in sites))
     )
     read = read_placement_data(placement_data(saved))
     assert read == saved

@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.operator.planning.clusters import racks
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, chain_to, rebuildable
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
+from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.recovery.recovery import (
     Artifacts,
     JobInventory,

@@ -11,11 +11,23 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
-from tiercheck_operator.planning.topology import Topology, short_name
 
 _ROOM = 900_000
 """Characters of a ConfigMap that is far from the 1 MiB which the API server allows."""
+
+
+@dataclass(frozen=True)
+class CodeGroup:
+    """Workers by index. Block j of the members' artifacts lies at holders[j]; no holder is a member."""
+
+    members: tuple[int, ...]
+    """In coding order."""
+    holders: tuple[int, ...]
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All that the group rests on. As many of them as it has holders may be lost at once."""
+        return self.members + self.holders
 
 
 @dataclass(frozen=True)
@@ -38,16 +50,6 @@ class SavedDomains:
     """Of the job's levels, widest first."""
     values: tuple[tuple[str, tuple[str, ...]], ...]
     """By node, in their order; empty where the node's labels do not say."""
-
-    @staticmethod
-    def of(topology: Topology, nodes: Iterable[str]) -> SavedDomains:
-        return SavedDomains(
-            tuple(level.label for level in topology.levels),
-            tuple(
-                (node, tuple(short_name(topology.domain(node, level) or "") for level in topology.levels))
-                for node in sorted(set(nodes))
-            ),
-        )
 
     def labels(self) -> dict[str, dict[str, str]]:
         """By node, as the nodes had them."""

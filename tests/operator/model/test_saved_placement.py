@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tiercheck_operator.planning.parity.code_groups import CodeGroup
-from tiercheck_operator.planning.saved_placement import (
+from tiercheck_operator.model.saved_placement import (
+    CodeGroup,
     Replanning,
     SavedMember,
     SavedPlacement,
