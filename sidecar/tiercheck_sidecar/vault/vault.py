@@ -24,7 +24,7 @@ from tiercheck_sidecar.vault.draft import SlotDraft
 from tiercheck_sidecar.vault.inventory import fault, take_inventory
 from tiercheck_sidecar.vault.pages import step_back, touch_on_node
 from tiercheck_sidecar.vault.seal import Seal, write_seal
-from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, remove_files
+from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, Wanted, remove_files
 from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Slot, SlotState, create
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where, where
 from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
@@ -213,7 +213,7 @@ class Vault:
         Says that something changed only if it did: those who are told call this again.
         """
         self.trim()
-        self._grow(Kind.SNAPSHOT)
+        self._grow(((Tier.LOCAL, Kind.SNAPSHOT),))
 
     def trim(self) -> None:
         """Remove free slots that the plan has no use for, and lost ones. Never slow."""
@@ -224,20 +224,22 @@ class Vault:
             with self._table as table:
                 table.forget(gone)
 
-    def prepare(self, *, deltas: bool = True) -> None:
-        """Allocate what is missing for own ranks, on several cores but behind whoever else wants them. Apart,
-        so that no trainer waits for it."""
-        kinds = (Kind.SNAPSHOT, Kind.DELTA) if deltas else (Kind.SNAPSHOT,)
+    def prepare(self, *, deltas: bool = True, copies: bool = False) -> None:
+        """Allocate what is missing for own ranks, then for the snapshots of others, on several cores but
+        behind whoever else wants them. Apart, so that neither a trainer nor a first copy waits for it."""
+        wanted: Wanted = ((Tier.LOCAL, Kind.SNAPSHOT),)
+        wanted += ((Tier.LOCAL, Kind.DELTA),) if deltas else ()
+        wanted += ((Tier.PEER, Kind.SNAPSHOT),) if copies else ()
         with self._table as table:
-            missing = table.missing(kinds)
+            missing = table.missing(wanted)
         hands = min(self._hands, missing)
         if not missing:
             return
         if hands < 2:
-            self._grow(*kinds)
+            self._grow(wanted)
             return
         with ThreadPoolExecutor(hands, "prepare", initializer=step_back) as pool:
-            for done in [pool.submit(self._grow, *kinds) for _ in range(hands)]:
+            for done in [pool.submit(self._grow, wanted) for _ in range(hands)]:
                 done.result()
 
     # Own ranks: the trainer writes
@@ -308,10 +310,12 @@ class Vault:
     # Copies, parity blocks and restored artifacts: this sidecar writes
 
     def draft(self, seal: Seal) -> SlotDraft:
-        """A slot to receive an artifact into, or to fold a parity block in. Raises NoFreeSlot, OSError."""
+        """A slot to receive an artifact into, or to fold a parity block in. One of an own rank is made on
+        several cores: nothing trains during a restore. Raises NoFreeSlot, OSError."""
         with self._table as table:
             slot = table.draft(seal)
-        if slot.state is SlotState.ALLOCATING and not self._allocate(slot, SlotState.WRITING):
+        hands = self._hands if seal.tier is Tier.LOCAL else 1
+        if slot.state is SlotState.ALLOCATING and not self._allocate(slot, SlotState.WRITING, hands):
             raise NoFreeSlot("the memory volume is full")
         try:
             return SlotDraft(slot, seal, self._seal, self._drop)
@@ -358,12 +362,12 @@ class Vault:
             with self._table as table:
                 table.unpin(slot)
 
-    def _allocate(self, slot: Slot, state: SlotState = SlotState.FREE) -> bool:
+    def _allocate(self, slot: Slot, state: SlotState = SlotState.FREE, hands: int = 1) -> bool:
         with self._table as table:
             numa = table.numa_of(slot)
         try:
             with touch_on_node(numa):
-                slot.adopt(create(slot.path, slot.size))
+                slot.adopt(create(slot.path, slot.size, hands))
         except OSError as error:
             log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)
             with self._table as table:
@@ -377,16 +381,16 @@ class Vault:
             slot.state = state
         return True
 
-    def _grow(self, *kinds: Kind) -> None:
+    def _grow(self, wanted: Wanted) -> None:
         added = False
-        while (slot := self._next_missing(kinds)) is not None and self._allocate(slot):
+        while (slot := self._next_missing(wanted)) is not None and self._allocate(slot):
             added = True
         if added:
             self._on_change()
 
-    def _next_missing(self, kinds: tuple[Kind, ...]) -> Slot | None:
+    def _next_missing(self, wanted: Wanted) -> Slot | None:
         with self._table as table:
-            return table.next_missing(kinds)
+            return table.next_missing(wanted)
 
     def _seal(self, slot: Slot, seal: Seal) -> None:
         if slot.state is SlotState.GONE:

@@ -50,15 +50,16 @@ class Reclaimer:
         """Allocate slots, which takes long: of deltas once it is known how many there must be. Neither a
         trainer nor what frees slots waits for it."""
         for _ in self._state.looks(timeout=1.0):
-            verdict = self._state.verdict
+            directive, verdict = self._state.directive, self._state.verdict
+            copies = directive is not None and directive.phase is Phase.RELEASE  # a restore may need the room
             if verdict is None or not verdict.cadence.chain:
-                self._vault.prepare(deltas=False)
+                self._vault.prepare(deltas=False, copies=copies)
                 continue
             named = verdict.cadence
             self._vault.expect(named.chain, Room(named.snapshot, named.delta))
             lack = self._vault.no_deltas() if self._state.wants_deltas else ""
             self._state.lack_room(lack)
-            self._vault.prepare(deltas=named.deltas)
+            self._vault.prepare(deltas=named.deltas, copies=copies)
 
     def _host(self) -> None:
         """Whose copies and which blocks are kept here is part of the wanted state."""
