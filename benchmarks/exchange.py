@@ -304,7 +304,7 @@ def _holder(folder: Path, token: str, worker: int, size: int, plain: bool = Fals
 
 
 def _hold(pipe: Connection, place: tuple[Path, str, int], size: int, plain: bool) -> None:
-    """Keep the newest artifact of each kind until the other end of `pipe` is closed. `size`: of a snapshot."""
+    """Keep the newest artifact of each kind until the other end is closed. `size`: of a snapshot."""
     with plain_wires() if plain else nullcontext():
         holder = _Worker(*place, {})
         server = ExchangeServer(holder.state, holder.vault, holder.identity, 0)
