@@ -5,8 +5,8 @@
 The limit is iperf3 over loopback with as many streams (Debian: `apt-get install iperf3`): a C program that
 sends from and receives into a small buffer that stays in the cache, and looks at no byte, with the congestion
 control that ours asks for. Ours sends a whole artifact from one process's memory volume into another's,
-checks every byte, seals it and acknowledges; the holder's slots are ready, as a sidecar's are. Without iperf3
-the limit is the same thing in Python, and says so. Each round measures the limit and then ours, because other
+checks every byte, seals it and acknowledges; the first two rounds make the holder's slots. Without iperf3 the
+limit is the same thing in Python, and says so. Each round measures the limit and then ours, because other
 work on the machine slows both; figures are the best of the rounds. GB/s are 10^9 bytes per second.
 
 Each round also goes over plain connections (no tags, `plain_wire`) and over encrypted ones. Beside the rates
@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plain_wire import plain_wires
-from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState
@@ -66,12 +65,11 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
     folder = Path(tempfile.mkdtemp(prefix="tiercheck-exchange-", dir=shared if shared.is_dir() else None))
     token = secrets.token_hex(16)
     limit, carry = _limit()
-    size = _layout(mebibytes * MIB).size
     try:
         with (
-            _holder(folder, token, 1, size) as first,
-            _holder(folder, token, 2, size) as second,
-            _holder(folder, token, 3, size, plain=True) as third,
+            _holder(folder, token, 1) as first,
+            _holder(folder, token, 2) as second,
+            _holder(folder, token, 3, plain=True) as third,
         ):
             holders = {1: first, 2: second, 3: third}
             owner = _Worker(folder, token, 0, {worker: holder.address for worker, holder in holders.items()})
@@ -289,10 +287,10 @@ class _Holder:
 
 
 @contextmanager
-def _holder(folder: Path, token: str, worker: int, size: int, plain: bool = False) -> Iterator[_Holder]:
+def _holder(folder: Path, token: str, worker: int, plain: bool = False) -> Iterator[_Holder]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_hold, args=(theirs, (folder, token, worker), size, plain), daemon=True)
+    process = context.Process(target=_hold, args=(theirs, (folder, token, worker), plain), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -303,14 +301,12 @@ def _holder(folder: Path, token: str, worker: int, size: int, plain: bool = Fals
         process.kill()
 
 
-def _hold(pipe: Connection, place: tuple[Path, str, int], size: int, plain: bool) -> None:
-    """Keep the newest artifact of each kind until the other end is closed. `size`: of a snapshot."""
+def _hold(pipe: Connection, place: tuple[Path, str, int], plain: bool) -> None:
+    """Keep the newest artifact of each kind, until the other end of `pipe` is closed."""
     with plain_wires() if plain else nullcontext():
         holder = _Worker(*place, {})
         server = ExchangeServer(holder.state, holder.vault, holder.identity, 0)
         holder.follow((), hosted=(0,))
-        holder.vault.expect(1, Room(size))
-        holder.vault.prepare(deltas=False, copies=True)
         server.start()
         threading.Thread(target=_keep_newest, args=(holder,), daemon=True).start()
         pipe.send(server.address)

@@ -165,20 +165,6 @@ class Demand:
             return None
         return wanted.snapshot if pool.kind is Kind.SNAPSHOT else wanted.delta or 0
 
-    def likely(self, pool: Pool) -> int:
-        """Bytes of a slot that is made before anything comes; 0: nobody knows. A copy is as large as all own
-        snapshots, as far as these, and the largest of the job, are alike."""
-        known = self.capacity(pool)
-        if known or pool.tier is Tier.LOCAL:
-            return known or 0
-        sizes = {room.snapshot for room in self.own.values()}
-        sizes |= {self._guess.snapshot} if self._guess and self._guess.snapshot else set()
-        return sizes.pop() if len(sizes) == 1 else 0
-
-    def made_ready(self, tier: Tier) -> Collection[int]:
-        """The ranks that slots are made for before anything comes."""
-        return self.own if tier is Tier.LOCAL else self._hosted
-
 
 def _put_back(table: dict[Key, Room], key: Key, before: Room | None) -> None:
     if before is None:

@@ -39,10 +39,6 @@ _Shape = tuple[int, int, int, int, list[Slot]]
 often the demand changed, how many slots were ever made, there are and are gone, and those free or gone."""
 
 
-Wanted = tuple[tuple[Tier, Kind], ...]
-"""Which slots are made before anything comes, in this order."""
-
-
 class Guarded(Generic[T]):
     """`with guarded as content`: whoever has the content holds the lock, until the block ends. The same
     thread may enter again."""
@@ -81,7 +77,7 @@ class SlotTable:
         self._used = 0
         self._tidy: _Shape | None = None
         """In which nothing was to be retired."""
-        self._lacking: dict[Wanted, tuple[_Shape, list[tuple[int, Pool, int, int]]]] = {}
+        self._lacking: dict[tuple[Kind, ...], tuple[_Shape, list[tuple[int, Pool, int, int]]]] = {}
 
     def enter(self, found: Iterable[Slot]) -> None:
         """What an earlier process left."""
@@ -231,37 +227,37 @@ class SlotTable:
 
     # What there should be
 
-    def next_missing(self, wanted: Wanted) -> Slot | None:
-        """A slot that the plan wants and memory allows, entered but not yet allocated; of the first kind that
-        lacks any. Ranks take turns: a version needs all of them."""
-        for _, pool, size, _ in self._missing(wanted):
+    def next_missing(self, kinds: tuple[Kind, ...]) -> Slot | None:
+        """An own slot that the plan wants and memory allows, entered but not yet allocated; of the first kind
+        that lacks any. Ranks take turns: a version needs all of them."""
+        for _, pool, size, _ in self._missing(kinds):
             if self.used() + sizing.cost(size) <= self.limit:
                 return self._place(pool, size)
         return None
 
-    def missing(self, wanted: Wanted) -> int:
+    def missing(self, kinds: tuple[Kind, ...]) -> int:
         """How many such slots there are."""
         found, left = 0, self.limit - self.used()
-        for _, _, size, lack in self._missing(wanted):
+        for _, _, size, lack in self._missing(kinds):
             fit = min(lack, max(0, left) // sizing.cost(size))
             found, left = found + fit, left - fit * sizing.cost(size)
         return found
 
-    def _missing(self, wanted: Wanted) -> list[tuple[int, Pool, int, int]]:
-        """Of ranks with fewer slots than the plan wants, kind by kind those with the fewest first: slots,
+    def _missing(self, kinds: tuple[Kind, ...]) -> list[tuple[int, Pool, int, int]]:
+        """Of own ranks with fewer slots than the plan wants, kind by kind those with the fewest first: slots,
         pool, bytes of each, and how many are missing."""
-        shape, known = self._shape(), self._lacking.get(wanted)
+        shape, known = self._shape(), self._lacking.get(kinds)
         if known is None or known[0] != shape or shape[3]:
-            found = [each for what in wanted for each in sorted(self._lack(*what), key=lambda each: each[0])]
-            known = self._lacking[wanted] = shape, found
+            found = [each for kind in kinds for each in sorted(self._lack(kind), key=lambda each: each[0])]
+            known = self._lacking[kinds] = shape, found
         return known[1]
 
-    def _lack(self, tier: Tier, kind: Kind) -> Iterator[tuple[int, Pool, int, int]]:
+    def _lack(self, kind: Kind) -> Iterator[tuple[int, Pool, int, int]]:
         if not self.demand.plan().fits:
             return  # saving is refused, so a slot would only raise hopes
-        for rank in self.demand.made_ready(tier):
-            pool = Pool(tier, rank, kind)
-            size, count, cap = self.demand.likely(pool), self._count(pool), self.demand.cap(pool)
+        for rank in self.demand.own:
+            pool = Pool(Tier.LOCAL, rank, kind)
+            size, count, cap = self.demand.capacity(pool), self._count(pool), self.demand.cap(pool)
             if size and count < cap:
                 yield count, pool, size, cap - count
 

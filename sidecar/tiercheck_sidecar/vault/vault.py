@@ -24,7 +24,7 @@ from tiercheck_sidecar.vault.draft import SlotDraft
 from tiercheck_sidecar.vault.inventory import fault, take_inventory
 from tiercheck_sidecar.vault.pages import step_back, touch_on_node
 from tiercheck_sidecar.vault.seal import Seal, write_seal
-from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, Wanted, remove_files
+from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, remove_files
 from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Slot, SlotState, create
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where, where
 from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
@@ -213,7 +213,7 @@ class Vault:
         Says that something changed only if it did: those who are told call this again.
         """
         self.trim()
-        self._grow(((Tier.LOCAL, Kind.SNAPSHOT),))
+        self._grow(Kind.SNAPSHOT)
 
     def trim(self) -> None:
         """Remove free slots that the plan has no use for, and lost ones. Never slow."""
@@ -224,22 +224,20 @@ class Vault:
             with self._table as table:
                 table.forget(gone)
 
-    def prepare(self, *, deltas: bool = True, copies: bool = False) -> None:
-        """Allocate what is missing for own ranks, then for the snapshots of others, on several cores but
-        behind whoever else wants them. Apart, so that neither a trainer nor a first copy waits for it."""
-        wanted: Wanted = ((Tier.LOCAL, Kind.SNAPSHOT),)
-        wanted += ((Tier.LOCAL, Kind.DELTA),) if deltas else ()
-        wanted += ((Tier.PEER, Kind.SNAPSHOT),) if copies else ()
+    def prepare(self, *, deltas: bool = True) -> None:
+        """Allocate what is missing for own ranks, on several cores but behind whoever else wants them. Apart,
+        so that no trainer waits for it."""
+        kinds = (Kind.SNAPSHOT, Kind.DELTA) if deltas else (Kind.SNAPSHOT,)
         with self._table as table:
-            missing = table.missing(wanted)
+            missing = table.missing(kinds)
         hands = min(self._hands, missing)
         if not missing:
             return
         if hands < 2:
-            self._grow(wanted)
+            self._grow(*kinds)
             return
         with ThreadPoolExecutor(hands, "prepare", initializer=step_back) as pool:
-            for done in [pool.submit(self._grow, wanted) for _ in range(hands)]:
+            for done in [pool.submit(self._grow, *kinds) for _ in range(hands)]:
                 done.result()
 
     # Own ranks: the trainer writes
@@ -381,16 +379,16 @@ class Vault:
             slot.state = state
         return True
 
-    def _grow(self, wanted: Wanted) -> None:
+    def _grow(self, *kinds: Kind) -> None:
         added = False
-        while (slot := self._next_missing(wanted)) is not None and self._allocate(slot):
+        while (slot := self._next_missing(kinds)) is not None and self._allocate(slot):
             added = True
         if added:
             self._on_change()
 
-    def _next_missing(self, wanted: Wanted) -> Slot | None:
+    def _next_missing(self, kinds: tuple[Kind, ...]) -> Slot | None:
         with self._table as table:
-            return table.next_missing(wanted)
+            return table.next_missing(kinds)
 
     def _seal(self, slot: Slot, seal: Seal) -> None:
         if slot.state is SlotState.GONE:

@@ -50,16 +50,15 @@ class Reclaimer:
         """Allocate slots, which takes long: of deltas once it is known how many there must be. Neither a
         trainer nor what frees slots waits for it."""
         for _ in self._state.looks(timeout=1.0):
-            directive, verdict = self._state.directive, self._state.verdict
-            copies = directive is not None and directive.phase is Phase.RELEASE  # a restore may need the room
+            verdict = self._state.verdict
             if verdict is None or not verdict.cadence.chain:
-                self._vault.prepare(deltas=False, copies=copies)
+                self._vault.prepare(deltas=False)
                 continue
             named = verdict.cadence
             self._vault.expect(named.chain, Room(named.snapshot, named.delta))
             lack = self._vault.no_deltas() if self._state.wants_deltas else ""
             self._state.lack_room(lack)
-            self._vault.prepare(deltas=named.deltas, copies=copies)
+            self._vault.prepare(deltas=named.deltas)
 
     def _host(self) -> None:
         """Whose copies and which blocks are kept here is part of the wanted state."""

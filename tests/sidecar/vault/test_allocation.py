@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tiercheck.protocol.artifacts.sizing import HOSTED_SLOTS, OWN_SLOTS, Room
-from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
-from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.artifacts.sizing import OWN_SLOTS, Room
+from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.report import RestoreReport, RestoreState
 from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault import vault as vaults
 from tiercheck_sidecar.vault.slots import create
 from tiercheck_sidecar.versions.reclaim import Reclaimer
@@ -87,47 +86,6 @@ def test_several_hands_never_take_more_than_there_is(tmp_path: Path) -> None:
     vault.prepare()
     assert vault.used() <= limit
     assert sum(ready(vault).values()) in (0, *range(5 * len(RANKS), 17))
-
-
-def test_slot_for_a_copy_is_ready_before_the_first_one_comes(tmp_path: Path) -> None:
-    """Made while it comes, it would take a multiple of the copy's own time."""
-    vault = vault_at(tmp_path)
-    vault.host([7])
-    vault.prepare()
-    assert ready(vault, Kind.SNAPSHOT)[7] == 0, "a restore may need the room"
-    vault.prepare(copies=True)
-    assert ready(vault, Kind.SNAPSHOT) == dict.fromkeys(RANKS, OWN_SLOTS) | {7: HOSTED_SLOTS}
-    with vault._table as table:
-        before = set(table.slots)
-    draft = vault.draft(copy_of(7, SIZE))
-    assert draft.path in before
-
-
-@pytest.mark.parametrize("others", ["own ranks", "the largest of the job"])
-def test_no_slot_is_made_for_a_copy_whose_size_cannot_be_told(tmp_path: Path, others: str) -> None:
-    vault = vault_at(tmp_path)
-    vault.host([7])
-    if others == "own ranks":
-        vault.reserve(1, 2 * SIZE, SIZE)
-    else:
-        vault.expect(CADENCE, Room(2 * SIZE, SIZE))
-    vault.prepare(copies=True)
-    assert ready(vault, Kind.SNAPSHOT)[7] == 0
-
-
-def test_copy_of_another_size_takes_the_place_of_what_was_made_for_it(tmp_path: Path) -> None:
-    vault = vault_at(tmp_path)
-    vault.host([7])
-    vault.prepare(copies=True)
-    vault.draft(copy_of(7, SIZE + 4096))
-    vault.prepare(copies=True)
-    with vault._table as table:
-        assert {slot.size for slot in table.slots.values() if slot.rank == 7} == {SIZE + 4096}
-    assert ready(vault, Kind.SNAPSHOT)[7] == HOSTED_SLOTS
-
-
-def copy_of(rank: int, size: int) -> Seal:
-    return Seal(rank, Version(1, 1), 8, Tier.PEER, Digests(size, 4 << 20, ("0" * 32,)))
 
 
 @pytest.mark.parametrize("hands", [1, 2, 4])
