@@ -5,9 +5,9 @@
 The limit is iperf3 over loopback with as many streams (Debian: `apt-get install iperf3`): a C program that
 sends from and receives into a small buffer that stays in the cache, and looks at no byte, with the congestion
 control that ours asks for. Ours sends a whole artifact from one process's memory volume into another's,
-checks every byte, seals it and acknowledges. Without iperf3 the limit is the same thing in Python, and says
-so. Each round measures the limit and then ours, because other work on the machine slows both; figures are the
-best of the rounds. GB/s are 10^9 bytes per second.
+checks every byte, seals it and acknowledges; the first two rounds make the holder's slots. Without iperf3 the
+limit is the same thing in Python, and says so. Each round measures the limit and then ours, because other
+work on the machine slows both; figures are the best of the rounds. GB/s are 10^9 bytes per second.
 
 Each round also goes over plain connections (no tags, `plain_wire`) and over encrypted ones. Beside the rates
 stand the bytes for each second of processor time of both ends together: what a core can do, whatever else the
@@ -22,6 +22,7 @@ import json
 import multiprocessing
 import operator
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -90,7 +91,10 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
 
             for step in range(1, rounds + 1):
                 seal = owner.save(Version(step * 1000, 1), mebibytes * MIB)
-                rates["limit"].append(carry(STREAMS))
+                used = _used_here()
+                sent, seconds = carry(STREAMS)
+                rates["limit"].append(sent / seconds / 1e9)
+                per_core.setdefault("limit", []).append(sent / (_used_here() - used) / 1e9)
                 for way, tagger in (("plain ", None), ("", owner.state.tagger(seal.artifact))):
                     per_core.setdefault(f"{way}seal", []).append(owner.sealing(seal, tagger))
                 with plain_wires():
@@ -117,6 +121,12 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
         **{f"{name}, GB/s": rate for name, rate in best.items()},
         **{f"{name} / limit": rate / best["limit"] for name, rate in best.items() if name != "limit"},
         **{f"{name}, GB for a core-second": rate for name, rate in core.items()},
+        **{
+            f"{name} / limit, for a core-second": statistics.median(
+                map(operator.truediv, per_core[name], per_core["limit"])
+            )
+            for name in ("plain push", "plain fetch", "push", "fetch")
+        },
         **{
             f"{way}{name} / plain, for a core-second": statistics.median(
                 map(operator.truediv, per_core[f"{way}{name}"], per_core[f"plain {name}"])
@@ -151,6 +161,10 @@ def _delta(owner: _Worker, line: Line, version: Version) -> float:
     began = time.perf_counter()
     _push(owner, seal, line)
     return (time.perf_counter() - began) * 1000
+
+
+def _layout(size: int) -> SlotLayout:
+    return SlotLayout.plan([("weight", "U8", (size,), size)])
 
 
 # Sidecars
@@ -210,7 +224,7 @@ class _Worker:
 
     def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT) -> Seal:
         """An artifact of random bytes, in place of the older ones of its kind."""
-        layout = SlotLayout.plan([("weight", "U8", (size,), size)])
+        layout = _layout(size)
         self.vault.free(lambda seal: seal.kind is kind)
         room = self.vault.reserved(0)
         if kind is Kind.SNAPSHOT and (room is None or room.snapshot != layout.size):
@@ -276,7 +290,7 @@ class _Holder:
 def _holder(folder: Path, token: str, worker: int, plain: bool = False) -> Iterator[_Holder]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_hold, args=(theirs, folder, token, worker, plain), daemon=True)
+    process = context.Process(target=_hold, args=(theirs, (folder, token, worker), plain), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -287,10 +301,10 @@ def _holder(folder: Path, token: str, worker: int, plain: bool = False) -> Itera
         process.kill()
 
 
-def _hold(pipe: Connection, folder: Path, token: str, worker: int, plain: bool) -> None:
+def _hold(pipe: Connection, place: tuple[Path, str, int], plain: bool) -> None:
     """Keep the newest artifact of each kind, until the other end of `pipe` is closed."""
     with plain_wires() if plain else nullcontext():
-        holder = _Worker(folder, token, worker, {})
+        holder = _Worker(*place, {})
         server = ExchangeServer(holder.state, holder.vault, holder.identity, 0)
         holder.follow((), hosted=(0,))
         server.start()
@@ -319,18 +333,24 @@ def _keep_newest(holder: _Worker) -> None:
 # The limit
 
 
-def _limit() -> tuple[str, Callable[[int], float]]:
-    """Its name, and what measures it for so many streams."""
+def _used_here() -> float:
+    """Seconds of processor time of this process, and of those of its children that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
+
+
+def _limit() -> tuple[str, Callable[[int], tuple[int, float]]]:
+    """Its name, and what carries bytes over so many streams; returns how many, and the seconds."""
     if shutil.which("iperf3"):
         version = subprocess.run(
             ["iperf3", "--version"], capture_output=True, text=True, check=True
         ).stdout.split("\n")[0]
         return version.split(" (")[0].replace("iperf ", "iperf3 "), _iperf
-    return "plain Python sockets (iperf3 is not installed)", _python
+    return "plain Python sockets (iperf3 is not installed)", over_sockets
 
 
-def _iperf(streams: int) -> float:
-    """GB/s that a client and a server of iperf3 carry over loopback."""
+def _iperf(streams: int) -> tuple[int, float]:
+    """What a client and a server of iperf3 carry over loopback."""
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = str(probe.getsockname()[1])
     server = subprocess.Popen(
@@ -361,14 +381,16 @@ def _iperf(streams: int) -> float:
             text=True,
             check=True,
         )
-        return float(json.loads(client.stdout)["end"]["sum_received"]["bits_per_second"]) / 8e9
+        received = json.loads(client.stdout)["end"]["sum_received"]
+        server.communicate(timeout=10)
+        return int(received["bytes"]), float(received["seconds"])
     finally:
         server.kill()
-        server.communicate()
+        server.wait()
 
 
-def _python(streams: int) -> float:
-    """The same with `sendall` and `recv_into` on buffers of 128 KiB."""
+def over_sockets(streams: int) -> tuple[int, float]:
+    """The same with `sendall` and `recv_into` on buffers of 128 KiB, of a process and this one."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         context = multiprocessing.get_context("spawn")
         client = context.Process(
@@ -385,7 +407,7 @@ def _python(streams: int) -> float:
             thread.join()
         seconds = time.perf_counter() - began
         client.join()
-    return sum(counts) / seconds / 1e9
+    return sum(counts), seconds
 
 
 def _send_for_a_while(address: tuple[str, int], streams: int) -> None:

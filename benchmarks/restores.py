@@ -1,7 +1,8 @@
 """Measures restores: from own memory beside a plain copy, from a peer beside torchft's transport.
 
 Ours ends when a training process has the tensors, verified on the way; so does torchft's, which verifies
-nothing.
+nothing. Plain sockets bring bytes into a small buffer of a Python process, and a copy takes as long as that
+of the state into memory that is already there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.amounts import MIB, bytes_text, rate_text, seconds_text
+from benchmarks.exchange import over_sockets
 from benchmarks.figure import Figure, Outcome, Sense
 from benchmarks.job import Job, until
 from benchmarks.machine import shared_memory
@@ -28,9 +30,11 @@ from benchmarks.scale import ROOT, Scale
 from benchmarks.workload import Training
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.replicate.streams import STREAMS
 
 LOCAL = "verified local restore"
 PEER = "verified peer restore, against torchft's HTTP transport"
+PLAIN = "verified peer restore, against plain sockets and a copy"
 _POLL = 0.002
 
 
@@ -41,6 +45,7 @@ def run(scale: Scale) -> Outcome:
     local: dict[str, list[float]] = {"verify": [], "load": [], "copy": []}
     peer: dict[str, list[float]] = {"fetch": [], "load": []}
     theirs: list[dict[str, Any]] = []
+    plain: list[float] = []
     problem = ""
     size = training.state_bytes
     limit = 6 * size + 256 * MIB
@@ -55,14 +60,23 @@ def run(scale: Scale) -> Outcome:
             job.lose(0)
             peer["fetch"].append(_hold(job, version, {0: (job.from_peer(1),)}))
             peer["load"].append(_load(job, training))
+            sent, seconds = over_sockets(STREAMS)
+            plain.append(size * seconds / sent + local["copy"][-1])
             if not problem:
                 try:
                     theirs.append(torchft(size))
                 except (CannotInstall, RuntimeError) as error:
                     problem = str(error)
     return Outcome(
-        [_local_row(local, size), *_peer_rows(peer, theirs, problem, size)],
-        {"state_bytes": size, "local": local, "peer": peer, "torchft": theirs, "problem": problem},
+        [_local_row(local, size), *_peer_rows(peer, theirs, problem, size), _plain_row(peer, plain)],
+        {
+            "state_bytes": size,
+            "local": local,
+            "peer": peer,
+            "plain": plain,
+            "torchft": theirs,
+            "problem": problem,
+        },
     )
 
 
@@ -164,3 +178,10 @@ def _peer_rows(
             note=f"median {seconds_text(usual)}; {parts}; torchft verifies nothing",
         )
     ]
+
+
+def _plain_row(peer: dict[str, list[float]], plain: list[float]) -> Figure:
+    ours, limit = min(peer["fetch"]) + min(peer["load"]), min(plain)
+    note = f"medians of the fetch and of the limit {seconds_text(statistics.median(peer['fetch']))} and "
+    note += seconds_text(statistics.median(plain))
+    return Figure(PLAIN, seconds_text(ours), seconds_text(limit), ours / limit, 1.3, note=note)

@@ -30,7 +30,7 @@ class Volumes:
     full: set[Path] = field(default_factory=set)
     """Folders on which nothing new can be made now."""
 
-    def create(self, path: Path, size: int) -> memoryview:
+    def create(self, path: Path, size: int, hands: int = 1) -> memoryview:
         if path.parent in self.full:
             raise OSError(errno.ENOSPC, "no space left on the memory volume")
         area = self.files[path] = memoryview(bytearray(size))

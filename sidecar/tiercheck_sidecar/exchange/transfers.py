@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
+from tiercheck_sidecar.digest import chunk_view, length_of, running_digest
 from tiercheck_sidecar.exchange.frames import END, Altered, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
@@ -95,8 +95,9 @@ class Transfer:
 
     def begin_again(self, seal: Seal) -> None:
         """Cut off the streams that there are: their sender has offered the same bytes again, and may bring
-        tags now."""
+        tags now. Under the new name no stream that was begun before can join late, and be at a chunk."""
         with self._quiet:
+            self.name = uuid.uuid4().hex
             self._cut()
             self._touched = self._clock()
             self.draft.seal = seal
@@ -150,16 +151,17 @@ class Inbox:
 
     def open(self, claim: CallerClaim, seal: Seal) -> Transfer:
         """Where the artifact goes: a transfer that broke off, or a new one. Raises NoFreeSlot, OSError."""
-        for transfer in self._of(claim.worker, lambda each: each.seal.artifact == seal.artifact):
+        for transfer in self.of(claim.worker, lambda each: each.seal.artifact == seal.artifact):
             if (transfer.seal, transfer.claim.attempt) == (seal, claim.attempt):
+                self._forget(transfer)
                 transfer.begin_again(seal)
-                return transfer
+                return self._enter(transfer)
             self.discard(transfer)
         try:
             draft = self._vault.draft(seal)
         except NoFreeSlot:
             # One that its sender has left gives way: it may never come back.
-            rivals = self._of(
+            rivals = self.of(
                 claim.worker,
                 lambda each: (each.seal.rank, each.seal.kind) == (seal.rank, seal.kind) and each.idle() > 0,
             )
@@ -168,10 +170,7 @@ class Inbox:
             for transfer in rivals:
                 self.discard(transfer)
             draft = self._vault.draft(seal)
-        transfer = Transfer(draft, claim, self._clock)
-        with self._lock:
-            self._transfers[transfer.name] = transfer
-        return transfer
+        return self._enter(Transfer(draft, claim, self._clock))
 
     def find(self, name: str, worker: int) -> Transfer | None:
         with self._lock:
@@ -193,13 +192,19 @@ class Inbox:
 
     def sweep(self) -> None:
         """Give up what nobody came back for."""
-        for transfer in self._of(None, lambda each: each.idle() > LINGER):
+        for transfer in self.of(None, lambda each: each.idle() > LINGER):
             self.discard(transfer)
 
-    def _of(self, worker: int | None, wanted: Callable[[Transfer], bool]) -> list[Transfer]:
+    def of(self, worker: int | None, wanted: Callable[[Transfer], bool] = lambda _: True) -> list[Transfer]:
+        """What that worker brings, or any."""
         with self._lock:
             known = list(self._transfers.values())
         return [each for each in known if worker in (None, each.claim.worker) and wanted(each)]
+
+    def _enter(self, transfer: Transfer) -> Transfer:
+        with self._lock:
+            self._transfers[transfer.name] = transfer
+        return transfer
 
     def _forget(self, transfer: Transfer) -> None:
         with self._lock:
@@ -212,6 +217,15 @@ def write_all(file: int, view: memoryview, offset: int) -> None:
         written = os.pwrite(file, view, offset)
         offset += written
         view = view[written:]
+
+
+class _Unvouched:
+    """A chunk whose tag nobody told."""
+
+    def update(self, piece: memoryview, /) -> None: ...
+
+    def fits(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -234,14 +248,11 @@ class Chunks:
         Raises WireBroken, Altered.
         """
 
-        def fits(chunk: memoryview) -> bool:
-            return (
-                self.tags is not None
-                and self.tagger is not None
-                and self.tagger.fits(self.tags, index, chunk)
-            )
-
-        return wire.receive_into(view, fits) or digest_chunk(view) == self.digests.values[index]
+        sealed = self.tagger.expecting(self.tags, index) if self.tags and self.tagger else _Unvouched()
+        digest = running_digest()
+        return (
+            wire.receive_into(view, sealed, digest.update) or digest.hexdigest() == self.digests.values[index]
+        )
 
     def take(self, wire: Wire, index: int, view: memoryview) -> bool:
         """The same where the sender is told what came damaged, and sends it again, not bare. Raises

@@ -31,6 +31,8 @@ class ParitySender:
         self._state, self._vault, self._identity, self._port = state, vault, identity, port
         self.bucket = bucket or TokenBucket(None)
         self._lock = threading.Lock()
+        self._telling = threading.Lock()
+        """Held from what is known to what is told: else the older word of two could come last, and stay."""
         self._key: tuple[int, ParityGroup | None] = (0, None)
         self._links: tuple[Link, ...] = ()
         self._troubles: dict[tuple[int, Kind], str] = {}
@@ -58,7 +60,8 @@ class ParitySender:
         for link in old:
             link.close()
         if directive.parity or old:
-            self._state.problem("PeerUnreachable", "")
+            with self._telling:
+                self._state.problem("PeerUnreachable", "")
 
     def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
         """Per holder that `directive` names: which worker it is, and by own rank what has its blocks complete
@@ -81,13 +84,14 @@ class ParitySender:
             return dial(self._identity, attempt, holder, self._port)
 
         def tell(kind: Kind, reason: str) -> None:
-            with self._lock:
-                current = any(link.holder == holder for link in self._links) and attempt == self._key[0]
+            with self._telling:
+                with self._lock:
+                    current = any(link.holder == holder for link in self._links) and attempt == self._key[0]
+                    if current:
+                        self._troubles[holder.worker, kind] = reason
+                    worst = {worker: why for (worker, _), why in self._troubles.items() if why}
                 if current:
-                    self._troubles[holder.worker, kind] = reason
-                worst = {worker: why for (worker, _), why in self._troubles.items() if why}
-            if current:
-                self._state.problem("PeerUnreachable", _sentence(worst))
+                    self._state.problem("PeerUnreachable", _sentence(worst))
 
         return Link(self._state, self._vault, holder, attempt, connect, bucket=self.bucket, tell=tell)
 

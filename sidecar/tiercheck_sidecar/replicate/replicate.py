@@ -40,6 +40,7 @@ _REVIEW_EVERY = 5.0
 """Seconds after which a holder is asked again what it has."""
 _PATIENCE = 3
 """Tries in vain before a person is told."""
+_HOPE = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
 _PORTIONS = {Kind.SNAPSHOT: 0.1, Kind.DELTA: 2.0}
 """Seconds' worth of bandwidth that a lane asks for at once: where it is short, deltas get the larger part."""
 
@@ -58,6 +59,8 @@ class Replicator:
     def __init__(self, state: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
         self._state, self._vault, self._identity, self._port = state, vault, identity, port
         self._lock = threading.Lock()
+        self._telling = threading.Lock()
+        """Held from what is known to what is told: else the older word of two could come last, and stay."""
         self._era: _Era | None = None
         self._acknowledged: dict[Peer, dict[int, MemoryStock]] = {}
         """By holder and own rank. None of these dictionaries is ever changed."""
@@ -93,7 +96,8 @@ class Replicator:
                 kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
                 self._era, self._troubles, self._lanes = era, {}, set()
                 self._acknowledged = {holder: kept.get(holder, {}) for holder in era.holders}
-            self._state.problem("PeerUnreachable", "")
+            with self._telling:
+                self._state.problem("PeerUnreachable", "")
         return [
             (holder, kind, era)
             for holder in era.holders
@@ -251,19 +255,14 @@ class Replicator:
 
     def _trouble(self, lane: tuple[Peer, Kind], reason: str) -> None:
         """State why a holder takes no copies, or with an empty reason that it does."""
-        with self._lock:
-            if lane[0] not in self._acknowledged:
-                return
-            self._troubles[lane] = reason
-            worst = {holder.worker: why for (holder, _), why in self._troubles.items() if why}
-        if not worst:
-            self._state.problem("PeerUnreachable", "")
-            return
-        told = ". ".join(
-            f"Worker {worker} does not take copies: {why}" for worker, why in sorted(worst.items())
-        )
-        hope = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
-        self._state.problem("PeerUnreachable", f"{told}. {hope}")
+        with self._telling:
+            with self._lock:
+                if lane[0] not in self._acknowledged:
+                    return
+                self._troubles[lane] = reason
+                worst = {holder.worker: why for (holder, _), why in self._troubles.items() if why}
+            told = [f"Worker {worker} does not take copies: {why}" for worker, why in sorted(worst.items())]
+            self._state.problem("PeerUnreachable", ". ".join([*told, _HOPE]) if told else "")
 
 
 def still_kept(acknowledged: MemoryStock, history: History, verdict: TierVerdict | None) -> MemoryStock:

@@ -19,6 +19,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tiercheck.protocol.artifacts.mapping import huge_page, libc
@@ -29,32 +30,45 @@ _SPAN = 64 * 1024 * 1024
 """Bytes that are asked for in one call, of which each has to reach every core once."""
 
 
-def populate(view: memoryview, begin: int = 0) -> None:
-    """Fault in what `map_aligned` gave, from `begin` on. Raises OSError; EINVAL on kernels before 5.14."""
+def populate(view: memoryview, begin: int = 0, hands: int = 1) -> None:
+    """Fault in what `map_aligned` gave, from `begin` on, in that many threads. Raises OSError; EINVAL on
+    kernels before 5.14."""
     start = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
     begin -= begin % mmap.PAGESIZE
-    _advise(start + begin, len(view) - begin, _MADV_POPULATE_WRITE)
+
+    def fault_in(at: int) -> None:
+        _advise(start + at, min(_SPAN, len(view) - at), _MADV_POPULATE_WRITE)
+
+    with ThreadPoolExecutor(hands) as pool:
+        list(pool.map(fault_in, range(begin, len(view), _SPAN)))
 
 
-def collapse(descriptor: int, view: memoryview) -> int:
-    """Give an empty file huge pages; `view` is all of it. Returns how many of its bytes have got them, from
-    its beginning. Raises OSError if the volume is full.
+def collapse(descriptor: int, view: memoryview, hands: int = 1) -> int:
+    """Give an empty file huge pages, in that many threads; `view` is all of it. Returns how many of its bytes
+    have got them, from its beginning. Raises OSError if the volume is full.
     """
-    huge, whole = huge_page(), 0
+    huge = huge_page()
     if not huge:
         return 0
     start = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
-    end = len(view) // huge * huge
-    while whole < end:
-        length = min(max(_SPAN, huge), end - whole)
-        for offset in range(whole, whole + length, huge):
+    end, span = len(view) // huge * huge, max(_SPAN, huge)
+    refused = threading.Event()
+
+    def collapse_span(begin: int) -> bool:
+        if refused.is_set():
+            return False
+        length = min(span, end - begin)
+        for offset in range(begin, begin + length, huge):
             os.pwrite(descriptor, b"\0", offset)  # an extent without any page is taken for a hole
         try:
-            _advise(start + whole, length, _MADV_COLLAPSE)
+            _advise(start + begin, length, _MADV_COLLAPSE)
         except OSError:  # memory is too fragmented, the host forbids it, or the kernel does not know it
-            break
-        whole += length
-    return whole
+            refused.set()
+        return not refused.is_set()
+
+    with ThreadPoolExecutor(hands) as pool:
+        done = list(pool.map(collapse_span, range(0, end, span)))
+    return min(end, span * (*done, False).index(False))
 
 
 def _advise(address: int, length: int, advice: int) -> None:

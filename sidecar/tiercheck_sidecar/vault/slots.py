@@ -138,18 +138,18 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def create(path: Path, size: int) -> memoryview:
-    """Create and pre-fault a slot file, and map it. Raises OSError (ENOSPC if the volume is full); then there
-    is no file."""
+def create(path: Path, size: int, hands: int = 1) -> memoryview:
+    """Create and pre-fault a slot file in that many threads, and map it. Raises OSError (ENOSPC if the volume
+    is full); then there is no file."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         os.fchmod(descriptor, 0o666)  # the trainer may run as another user of the same pod
         os.ftruncate(descriptor, size)
         area = map_aligned(descriptor, size)
-        huge = collapse(descriptor, area)
+        huge = collapse(descriptor, area, hands)
         os.posix_fallocate(descriptor, 0, size)  # says ENOSPC here rather than SIGBUS at first touch
-        _touch(area, descriptor, huge)
+        _touch(area, descriptor, huge, hands)
     except OSError:
         path.unlink(missing_ok=True)
         raise
@@ -158,12 +158,12 @@ def create(path: Path, size: int) -> memoryview:
     return area
 
 
-def _touch(area: memoryview, descriptor: int, begin: int) -> None:
+def _touch(area: memoryview, descriptor: int, begin: int, hands: int) -> None:
     size = len(area)
     if begin == size:
         return
     try:
-        populate(area, begin)
+        populate(area, begin, hands)
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: an older kernel
             raise

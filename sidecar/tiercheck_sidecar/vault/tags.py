@@ -56,11 +56,9 @@ class Tagger:
         """For a chunk that comes piece by piece."""
         return RunningTag(Cipher(self._key, GCM(index.to_bytes(12, "big"))))
 
-    def fits(self, tags: Tags, index: int, chunk: memoryview) -> bool:
-        """Whether these are the bytes that were sealed as chunk `index`."""
-        tag = self.running(index)
-        tag.update(chunk)
-        return hmac.compare_digest(tag.hex().encode(), tags.of(index).encode())
+    def expecting(self, tags: Tags, index: int) -> ExpectedTag:
+        """For the bytes that are said to have been sealed as chunk `index`."""
+        return ExpectedTag(self.running(index), tags.of(index))
 
 
 class RunningTag:
@@ -74,6 +72,18 @@ class RunningTag:
         """Once, after the last piece."""
         self._context.finalize()
         return self._context.tag.hex()
+
+
+class ExpectedTag:
+    """Compares a tag in the making with the one that was sealed."""
+
+    def __init__(self, running: RunningTag, wanted: str) -> None:
+        self._running, self._wanted = running, wanted
+        self.update = running.update
+
+    def fits(self) -> bool:
+        """Whether what was seen is what was sealed. Once, after the last piece."""
+        return hmac.compare_digest(self._running.hex().encode(), self._wanted.encode())
 
 
 def digest_and_tag(view: memoryview, tagger: Tagger | None) -> tuple[Digests, Tags | None]:

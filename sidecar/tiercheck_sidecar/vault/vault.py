@@ -308,10 +308,12 @@ class Vault:
     # Copies, parity blocks and restored artifacts: this sidecar writes
 
     def draft(self, seal: Seal) -> SlotDraft:
-        """A slot to receive an artifact into, or to fold a parity block in. Raises NoFreeSlot, OSError."""
+        """A slot to receive an artifact into, or to fold a parity block in. One of an own rank is made on
+        several cores: nothing trains during a restore. Raises NoFreeSlot, OSError."""
         with self._table as table:
             slot = table.draft(seal)
-        if slot.state is SlotState.ALLOCATING and not self._allocate(slot, SlotState.WRITING):
+        hands = self._hands if seal.tier is Tier.LOCAL else 1
+        if slot.state is SlotState.ALLOCATING and not self._allocate(slot, SlotState.WRITING, hands):
             raise NoFreeSlot("the memory volume is full")
         try:
             return SlotDraft(slot, seal, self._seal, self._drop)
@@ -358,12 +360,12 @@ class Vault:
             with self._table as table:
                 table.unpin(slot)
 
-    def _allocate(self, slot: Slot, state: SlotState = SlotState.FREE) -> bool:
+    def _allocate(self, slot: Slot, state: SlotState = SlotState.FREE, hands: int = 1) -> bool:
         with self._table as table:
             numa = table.numa_of(slot)
         try:
             with touch_on_node(numa):
-                slot.adopt(create(slot.path, slot.size))
+                slot.adopt(create(slot.path, slot.size, hands))
         except OSError as error:
             log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)
             with self._table as table:

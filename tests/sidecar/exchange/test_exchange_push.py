@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -24,18 +26,20 @@ LARGE = 21 * MIB  # six chunks, so that there are several streams and a short la
 
 
 class Breaking(Wire):
-    """A connection that breaks once it has carried `after` chunks."""
+    """A connection that breaks once it has carried `after` chunks, and these have `arrived`."""
 
-    def __init__(self, wire: Wire, after: int = 1 << 30) -> None:
+    def __init__(self, wire: Wire, after: int, arrived: Callable[[set[int]], bool]) -> None:
         self.__dict__ = wire.__dict__
-        self._left = after
+        self._rest, self._carried, self._arrived = after, set[int](), arrived
 
-    def send_chunk(self, *arguments: object, **more: object) -> None:  # type: ignore[override]
-        if self._left == 0:
+    def send_chunk(self, file: int, index: int, *arguments: int, **more: Any) -> None:  # type: ignore[override]
+        if self._rest == 0:
+            until(lambda: self._arrived(self._carried), "what it carried has arrived")
             self.cut()
             raise WireBroken("the cable was pulled")
-        self._left -= 1
-        super().send_chunk(*arguments, **more)  # type: ignore[arg-type]
+        self._rest -= 1
+        self._carried.add(index)
+        super().send_chunk(file, index, *arguments, **more)
 
 
 def send_by_hand(wire: Wire, seal: Seal, content: bytes, transfer: str, *chunks: int) -> Say:
@@ -79,7 +83,11 @@ def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: Callable[
 def test_broken_stream_is_taken_up_where_it_stopped(stations: Callable[..., Stations]) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
-    cables = [Breaking(job[0].connect(1), after=2)]
+
+    def arrived(chunks: set[int]) -> bool:
+        return any(chunks <= each.verified for each in job[1].server.inbox.of(0))
+
+    cables = [Breaking(job[0].connect(1), 2, arrived)]
     with Line(lambda: cables.pop() if cables else job[0].connect(1)) as line:
         assert push(job[0].vault, seal, line) is Pushed.KEPT
         resent = line.sent - seal.digests.size
@@ -101,11 +109,26 @@ def test_sender_that_comes_back_is_told_what_is_there(stations: Callable[..., St
     second = job[0].connect(1)
     second.send(offer(seal))
     again = second.receive(Say)
-    assert (again.transfer, from_bitmap(again.verified, chunks)) == (said.transfer, {0, 3, 5})
+    assert (again.state, from_bitmap(again.verified, chunks)) == ("send", {0, 3, 5})
     second.close()
     with job[0].line(1) as line:
         assert push(job[0].vault, seal, line) is Pushed.KEPT
         assert line.sent == sum(length_of(seal.digests, index) for index in (1, 2, 4))
+
+
+def test_stream_of_an_earlier_offer_that_joins_late_is_hung_up(stations: Callable[..., Stations]) -> None:
+    """It might be at a chunk that its sender, which has given it up, sends anew."""
+    job = stations()
+    seal = job[0].save(Version(5, 1), LARGE)
+    content = job[0].content(seal, Tier.LOCAL)
+    with closing(job[0].connect(1)) as first, closing(job[0].connect(1)) as second:
+        first.send(offer(seal))
+        late = first.receive(Say).transfer
+        second.send(offer(seal))
+        said = second.receive(Say)
+        with pytest.raises(WireBroken):
+            send_by_hand(first, seal, content, late, 0)
+        assert send_by_hand(second, seal, content, said.transfer, 0).state == "ok"
 
 
 def test_other_content_under_the_same_name_starts_over(stations: Callable[..., Stations]) -> None:

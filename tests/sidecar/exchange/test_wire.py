@@ -35,7 +35,7 @@ from tiercheck_sidecar.exchange.handshake import (
 from tiercheck_sidecar.exchange.protection import TAG, directions
 from tiercheck_sidecar.replicate.sender import Pushed, push
 from tiercheck_sidecar.replicate.streams import Line
-from tiercheck_sidecar.vault.tags import Tagger, Tags
+from tiercheck_sidecar.vault.tags import ExpectedTag, Tagger, Tags
 
 MakeStations = Callable[..., Stations]
 MIB = 1 << 20
@@ -249,7 +249,7 @@ class Said:
             raise WireBroken("a chunk does not fit into the artifact")
         target = bytearray(length)
         if self.kind == "bare":
-            wire.receive_into(memoryview(target), self.was_sealed)
+            wire.receive_into(memoryview(target), self.sealed())
             return Said("bare" if index == length else "a chunk of another place", bytes(target))
         half = len(target) // 2
         for part in (memoryview(target)[:half], memoryview(target)[half:]):
@@ -257,12 +257,12 @@ class Said:
                 wire.receive_into(part)
         return Said("chunk" if index == length else "a chunk of another place", bytes(target))
 
-    def was_sealed(self, chunk: memoryview) -> bool:
+    def sealed(self) -> ExpectedTag:
         """By the tag that came with the index, long before."""
         tagger = Tagger(TOKEN, JOB_UID, ARTIFACT, "salt")
         tag = tagger.running(len(self.body))
         tag.update(memoryview(self.body))
-        return tagger.fits(Tags("salt", NO_TAG * len(self.body) + tag.hex()), len(self.body), chunk)
+        return tagger.expecting(Tags("salt", NO_TAG * len(self.body) + tag.hex()), len(self.body))
 
 
 ARTIFACT = Artifact(0, Version(5, 1))

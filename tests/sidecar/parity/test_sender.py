@@ -29,13 +29,43 @@ def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_jo
     job.stations[2].stop()
     job.save(V, 100_000)
     job.name(V)
-    until(lambda: problems(job, 0), "the member says so")
-    assert problems(job, 0)[0].startswith("Worker 2 takes no parity: ")
+    (told,) = until(lambda: problems(job, 0), "the member says so")
+    assert told.startswith("Worker 2 takes no parity: ")
     job.lose(2)
     job.stations[2].follow(job.directive(2))
     job.stations[2].name(V)
     until(lambda: V in job.stations[0].copied(0), "protected")
     until(lambda: not problems(job, 0), "the member takes it back")
+
+
+def test_last_word_of_a_holder_is_the_one_that_stays(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots and deltas are told of by two threads."""
+    job = make_job(data=2, parity=1)
+    job.save(V, 100_000)
+    job.name(V)
+    until(lambda: V in job.stations[0].copied(0), "linked")
+    state, (link,) = job.stations[0].state, job.stations[0].sender._links
+    real, held, go_on = state.problem, threading.Event(), threading.Event()
+
+    def late(reason: str, message: str) -> None:
+        if message:
+            held.set()
+            go_on.wait(60)
+        real(reason, message)
+
+    monkeypatch.setattr(state, "problem", late)
+    words = [(Kind.SNAPSHOT, "it is full"), (Kind.SNAPSHOT, "")]
+    threads = [threading.Thread(target=link._tell, args=word) for word in words]
+    threads[0].start()
+    assert held.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)  # if it does not wait for the first, it is over now
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert problems(job, 0) == []
 
 
 def test_holder_that_ends_is_left_for_the_one_that_takes_its_place(make_job: MakeJob) -> None:

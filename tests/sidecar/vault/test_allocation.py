@@ -17,6 +17,7 @@ from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault import vault as vaults
+from tiercheck_sidecar.vault.slots import create
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 
 SIZE, RANKS, CADENCE = 64 << 10, (0, 1, 2), 3
@@ -43,9 +44,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> 
     """Call `before` with the name of each slot file that is made."""
     real = vaults.create
 
-    def create(path: Path, size: int) -> memoryview:
+    def create(path: Path, size: int, hands: int) -> memoryview:
         before(path.name)
-        return real(path, size)
+        return real(path, size, hands)
 
     monkeypatch.setattr(vaults, "create", create)
 
@@ -85,6 +86,15 @@ def test_several_hands_never_take_more_than_there_is(tmp_path: Path) -> None:
     vault.prepare()
     assert vault.used() <= limit
     assert sum(ready(vault).values()) in (0, *range(5 * len(RANKS), 17))
+
+
+@pytest.mark.parametrize("hands", [1, 2, 4])
+def test_slot_that_several_hands_make_is_all_there(tmp_path: Path, hands: int) -> None:
+    size = (200 << 20) + 4096
+    area = create(tmp_path / "slot", size, hands)
+    assert len(area) == size
+    assert (tmp_path / "slot").stat().st_blocks * 512 >= size
+    assert not any(area[:: 1 << 20])
 
 
 def test_slots_are_freed_while_others_are_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_slots_of_a_rank_are_touched_near_its_device_and_others_anywhere(
     touched: dict[str, set[int]] = {}
     create = slots.create
 
-    def listed(path: Path, size: int) -> memoryview:
+    def listed(path: Path, size: int, hands: int) -> memoryview:
         touched[path.name] = os.sched_getaffinity(0)
         return create(path, size)
 

@@ -123,7 +123,6 @@ class Listeners:
             for host in sorted(wanted - self._listeners.keys()):
                 try:
                     self._listen(host)
-                    log.info("the exchange listens at %s as well", host)
                 except OSError as error:
                     failures.append(f"{host} cannot be listened at: {error.strerror or error}")
             open_now = tuple(each for each in chosen.addresses if each.host in self._listeners)
@@ -139,4 +138,5 @@ class Listeners:
     def _tell(self, addresses: tuple[NamedAddress, ...]) -> None:
         if addresses != self._identity.addresses.own:
             self._identity.addresses.listen_on(addresses)
+            log.info("the exchange also listens at: %s", ", ".join(each.host for each in addresses))
             self._state.bump()
