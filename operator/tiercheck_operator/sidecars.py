@@ -379,7 +379,7 @@ def read_report(text: bytes) -> Report:
 
 
 def _share_equal_parts(holdings: Iterable[Holding]) -> None:
-    """All ranks of a worker hold the same few versions, of the same sizes. Nobody else has these objects yet."""
+    """All ranks of a worker hold the same few versions, of the same sizes. Nobody else has these objects."""
     same: dict[object, Any] = {}
     known, put = same.setdefault, object.__setattr__
     for each in holdings:
