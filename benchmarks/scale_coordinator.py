@@ -48,7 +48,15 @@ from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import Coordinator
 from tiercheck_sidecar.versions.tally import RankOwn, RankShape, WorkerHead, WorkerWord
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
-from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, heartbeat, pace
+from tiercheck_sidecar.versions.words import (
+    TierAnswer,
+    Vocabulary,
+    difference,
+    heartbeat,
+    pace,
+    patience,
+    turn,
+)
 
 PROCS = 8
 SLOWER = {512: 4, 1250: 8, 4000: 16}
@@ -129,7 +137,7 @@ def serve(folder: Path, workers: int) -> None:
     )
     state = SidecarState(config)
     slower = SLOWER.get(workers, 1)
-    coordinating.pace = lambda callers: slower * pace(callers)
+    coordinating.turn = lambda callers: slower * turn(callers)
     coordinating._MOMENT *= slower
     coordinator = Coordinator(state)
     coordinator.stored((Version(10**9, 1),))  # so nothing is owed to the remote tier
@@ -403,7 +411,7 @@ class Fleet:
                 base is None
                 or now - said_at >= self.slower * heartbeat(self.workers)
                 or news.ranks
-                or news.own
+                or (news.own and now - said_at >= self.slower * patience(self.workers))
                 or news.copies is not None
             ):
                 number += 1

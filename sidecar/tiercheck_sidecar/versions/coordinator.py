@@ -34,7 +34,7 @@ from tiercheck_sidecar.versions.watermark import (
     judge,
     next_upload,
 )
-from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, heartbeat, pace
+from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, heartbeat, turn
 
 log = logging.getLogger(__name__)
 
@@ -423,7 +423,7 @@ class Coordinator:
                     text = to_json(verdict)
                     list(pool.map(lambda client, text=text: _tell(client, text), clients.values()))
                     self.announced(verdict)
-                self._state.wait_until(lambda: False, pace(len(sent)) / 2)
+                self._state.wait_until(lambda: False, turn(len(sent)))
 
     def _hear_all(self) -> dict[Caller, TierAnswer]:
         """What came by now."""
