@@ -34,6 +34,7 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
+from tiercheck_sidecar.control import tier_port
 from tiercheck_sidecar.control.api import ControlApi, routes, server_context
 from tiercheck_sidecar.control.ports import GuardedPort
 from tiercheck_sidecar.control.report import Reporter
@@ -55,7 +56,6 @@ from tiercheck_sidecar.versions.words import (
     heartbeat,
     pace,
     patience,
-    turn,
 )
 
 PROCS = 8
@@ -137,8 +137,9 @@ def serve(folder: Path, workers: int) -> None:
     )
     state = SidecarState(config)
     slower = SLOWER.get(workers, 1)
-    coordinating.turn = lambda callers: slower * turn(callers)
+    coordinating.pace = lambda callers: slower * pace(callers)
     coordinating._MOMENT *= slower
+    tier_port._LEAST_SILENCE *= slower * 5
     coordinator = Coordinator(state)
     coordinator.stored((Version(10**9, 1),))  # so nothing is owed to the remote tier
     me = Peer(0, _SERVER)

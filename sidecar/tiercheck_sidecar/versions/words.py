@@ -33,8 +33,6 @@ T = TypeVar("T", RankHoldings, HeldCopies)
 _SOONEST, _LATEST = 0.05, 0.5
 _WORKERS_PER_SECOND = 1000
 """How many may speak per second, while that lets nobody wait for longer than `_LATEST`."""
-_HEARD_PER_SECOND = 8000
-"""How many may be answered per second, while that lets nobody wait for longer than `_LATEST`."""
 
 
 def pace(workers: int) -> float:
@@ -45,12 +43,6 @@ def pace(workers: int) -> float:
 def patience(workers: int) -> float:
     """The same if only uploads are new: ranks finish theirs one by one, and the last one counts."""
     return max(_SOONEST, workers / _WORKERS_PER_SECOND)
-
-
-def turn(workers: int) -> float:
-    """Seconds between two rounds in which the coordinator answers. Of thousands, each is to hear an answer
-    and a verdict at once: to send costs most."""
-    return min(_LATEST, max(pace(workers) / 2, workers / _HEARD_PER_SECOND))
 
 
 def heartbeat(workers: int) -> float:
