@@ -48,7 +48,7 @@ those begun last would be given up before they had a turn, and tried again."""
 _KEPT = 60.0
 """Seconds that a second connection is kept for the next call: between the question what is held, the
 directive to restore and the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
-_MOST_KEPT = 512
+_MOST_KEPT = 256
 """Of a job: with more workers than that, their memory costs more than the handshakes of the others."""
 _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
@@ -61,7 +61,7 @@ _KNOCK = 1.0
 """Seconds that a host may take to accept or refuse a connection."""
 _MOST_BODY = 4 * 1024 * 1024
 """Bytes of an answer. A report has some 100 KiB at most; sidecars of all teams answer this one process."""
-_PIECE = 16 * 1024
+_PIECE = 32 * 1024
 """Bytes of a directive that are enciphered at once. What TLS takes at once it keeps room for, for as long as
 the connection lives: of a table of sources, more than everything else that a worker takes here."""
 _REPORT = Decoder(Report)
