@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 import threading
@@ -16,7 +15,7 @@ from tests.sidecar.stations import Stations
 from tests.sidecar.world import JOB_UID, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.control import tier_line, tier_port
+from tiercheck_sidecar.control import tier_line
 from tiercheck_sidecar.control.control_client import CallFailed
 from tiercheck_sidecar.control.tier_line import PATH, PROTOCOL, framed
 from tiercheck_sidecar.control.tier_port import _Line
@@ -29,11 +28,18 @@ from tiercheck_sidecar.versions.words import TierAnswer, TierNews, Vocabulary, d
 
 MakeWorld = Callable[..., World]
 Connect = Callable[..., ssl.SSLSocket]
+PORT = "tiercheck_sidecar.control.tier_port"
 
 
 @pytest.fixture
-def world(make_world: MakeWorld) -> World:
+def patience() -> dict[str, float]:
+    return {}
+
+
+@pytest.fixture
+def world(make_world: MakeWorld, patience: dict[str, float]) -> World:
     world = make_world(workers=3)
+    world.patience |= patience
     world.start(0)
     world.begin()
     return world
@@ -59,10 +65,14 @@ def connect(world: World) -> Iterator[Connect]:
 
 
 def is_over(connection: ssl.SSLSocket) -> bool:
-    """Whatever came before is read."""
-    with contextlib.suppress(OSError):
+    """Whatever came before is read. False if it is still open after seconds."""
+    try:
         while connection.recv(65536):
             pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
     return True
 
 
@@ -102,10 +112,8 @@ def test_who_speaks_in_anothers_name_keeps_him_out_for_a_moment_only(world: Worl
     honest.line.close()
 
 
-def test_who_says_nothing_any_more_is_forgotten(
-    world: World, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier_port, "silence", lambda workers: 0.2)
+@pytest.mark.parametrize("patience", [{f"{PORT}:_LEAST_SILENCE": 0.2, f"{PORT}:_SILENCES": 0.2}])
+def test_who_says_nothing_any_more_is_forgotten(world: World, connect: Connect) -> None:
     assert is_over(connect())
 
 
