@@ -48,7 +48,7 @@ those begun last would be given up before they had a turn, and tried again."""
 _KEPT = 60.0
 """Seconds that a second connection is kept for the next call: between the question what is held, the
 directive to restore and the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
-_MOST_KEPT = 256
+_MOST_KEPT = 512
 """Of a job: with more workers than that, their memory costs more than the handshakes of the others."""
 _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
@@ -222,11 +222,13 @@ class JobSidecars:
     ) -> Report | None:
         """The next report; None if a call has failed in the meantime."""
         if wait == 0:
-            return await self._get_all(uid, host)
+            return await self._get_all(uid, host, polls=True)
         failed.clear()
         query = {"after": str(serial), "wait": f"{wait:g}", **({} if self._holdings else _BARE)}
         call = asyncio.create_task(
-            self._request("GET", host, "/v1/report", body=None, query=query, seconds=wait + self._call)
+            self._request(
+                "GET", host, "/v1/report", body=None, query=query, seconds=wait + self._call, polls=True
+            )
         )
         interrupt = asyncio.create_task(failed.wait())
         try:
@@ -253,12 +255,14 @@ class JobSidecars:
             if self._asking.get(uid) is asyncio.current_task():
                 del self._asking[uid]
 
-    async def _get_all(self, uid: str, host: str) -> Report:
+    async def _get_all(self, uid: str, host: str, polls: bool = False) -> Report:
         """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
         query = {"after": "-1", "wait": "0", **({} if self._holdings else _BARE)}
         seconds = min(_AT_ONCE, self._call)
         async with self._gate_of_silent if uid in self._silent else self._gate:
-            return await self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds)
+            return await self._request(
+                "GET", host, "/v1/report", body=None, query=query, seconds=seconds, polls=polls
+            )
 
     async def _lost(self, uid: str, host: str, why: str, since: float) -> None:
         self._not_heard(uid, why, since, await _knock(host))
@@ -272,10 +276,12 @@ class JobSidecars:
         body: bytes | None,
         query: Mapping[str, str],
         seconds: float,
+        polls: bool = False,
     ) -> Report:
+        """`polls`: on the connection that long polls use."""
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
-        headers = {} if host in self._kept or query.get("wait", "0") != "0" else {"Connection": "close"}
+        headers = {} if host in self._kept or polls else {"Connection": "close"}
         if body is not None:
             headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
         try:
