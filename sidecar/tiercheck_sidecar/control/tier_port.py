@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 
 from aiohttp import web
@@ -33,7 +34,8 @@ class TierPort:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._room = Strangers(lambda: coordinator.most_callers)
+        # Behind some networks all have one address.
+        self._room = Strangers(lambda: coordinator.most_callers, per_address=sys.maxsize)
         self._lines: set[_Line] = set()
         self._is_looking = False
         coordinator.deliver = self.deliver

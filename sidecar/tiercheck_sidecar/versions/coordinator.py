@@ -43,7 +43,8 @@ _MOMENT = 0.02
 """Seconds that the first of those who have something to say waits for the others."""
 _MOST_NEWS, _MOST_VALUES = 4 * 1024 * 1024, 200_000
 """Bytes, and values in them; what thousands of copies take, each described alone."""
-_MORE_CALLERS = 64
+_MORE_CALLERS, _UNTOLD = 64, 4000
+"""Connections beside those of the workers; workers, while it is not known how many there are."""
 _NOT_RECKONED = "what is known cannot be reckoned with"
 _LOOK_EVERY = 60.0
 """Seconds; who this is changes with a directive, and that wakes everybody."""
@@ -157,9 +158,9 @@ class Coordinator:
     @property
     def most_callers(self) -> int:
         """As many as may be connected: none to a worker that coordinates nothing. Who comes anew may come
-        before his last connection is given up."""
+        before his last connection is given up; all may come before the directive does."""
         directive = self._state.directive
-        there = directive.workers if directive is not None else 1
+        there = directive.workers if directive is not None else _UNTOLD
         return 2 * there + _MORE_CALLERS if self._state.config.worker == 0 else 0
 
     @property
