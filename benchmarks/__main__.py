@@ -2,6 +2,8 @@
 
 python -m benchmarks                     everything, into docs/benchmarks
 python -m benchmarks --only blocked      this one again; the rest of the table stays as it was
+python -m benchmarks --only scale_operator --part 4000 "1 x 1000"
+                                         of the large ones, these sizes again
 python -m benchmarks --table             runs nothing: page and plots anew from results.json
 python -m benchmarks --quick             small sizes, only to see that it works; nothing is published
 """
@@ -59,6 +61,7 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes; nothing is published")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("--part", nargs="+", metavar="SIZE", default=[], help="with --only scale_...")
     parser.add_argument("--out", type=Path, help="folder for the table, the numbers and the plots")
     parser.add_argument(
         "--table", action="store_true", help="run nothing: write page and plots anew from results.json"
@@ -70,7 +73,7 @@ def main() -> int:
     )  # so that what was started is ended, and memory given back
     scale = QUICK if arguments.quick else FULL
     if arguments.one:
-        return _one(arguments.one, scale)
+        return _one(arguments.one, scale, arguments.part)
     out = arguments.out or (CACHE / "quick" if arguments.quick else ROOT / "docs" / "benchmarks")
     if arguments.table:
         return _render(Run.read(out), out)
@@ -78,7 +81,7 @@ def main() -> int:
     chosen = arguments.only or list(BENCHMARKS)
     for number, name in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {name}: {BENCHMARKS[name]}", file=sys.stderr, flush=True)
-        failed |= not _run(name, arguments.quick)
+        failed |= not _run(name, arguments.quick, arguments.part)
     found = [entry for name in BENCHMARKS if (entry := Entry.read(_file(name, arguments.quick)))]
     published = out / "results.json"
     before = Run.read(out) if published.exists() else Run({}, _command(arguments.quick), [])
@@ -101,11 +104,12 @@ def _file(name: str, quick: bool) -> Path:
     return CACHE / ("found-quick" if quick else "found") / f"{name}.json"
 
 
-def _run(name: str, quick: bool) -> bool:
+def _run(name: str, quick: bool, parts: list[str]) -> bool:
     """One benchmark in a fresh process, so that none inherits another's memory or threads."""
     file = _file(name, quick)
     file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks", "--one", name, *(["--quick"] if quick else [])]
+    command += ["--part", *parts] if parts else []
     started, busy = time.monotonic(), load()
     with subprocess.Popen(command, cwd=ROOT) as process:
         try:
@@ -130,9 +134,13 @@ def _run(name: str, quick: bool) -> bool:
     return True
 
 
-def _one(name: str, scale: Scale) -> int:
+def _one(name: str, scale: Scale, parts: list[str]) -> int:
     try:
-        if name in _OTHERS:
+        if parts:
+            earlier = Entry.read(_file(name, scale.quick))
+            module = importlib.import_module(f"benchmarks.{name}")
+            outcome = module.run(scale, parts, earlier.data if earlier is not None else {})
+        elif name in _OTHERS:
             outcome = getattr(importlib.import_module("benchmarks.rows"), name)(scale)
         else:
             outcome = importlib.import_module(f"benchmarks.{name}").run(scale)

@@ -4,7 +4,8 @@ It runs in a process of its own, behind the port and the loops of a real sidecar
 simulated in this one: they say what real ones say, as often as those may, over TLS. Processor seconds are the
 kernel's, so that what else runs here hardly counts; it makes words late.
 
-python -m benchmarks.scale_coordinator 64 512     prints what it finds at these sizes
+python -m benchmarks.scale_coordinator 64 512         prints what it finds at these sizes
+python -m benchmarks.scale_coordinator --beside 512   what it takes of transfers that share its interpreter
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figure import Figure, Outcome
 from benchmarks.scale import ROOT, Scale
+from benchmarks.transfer_turns import transfer
 from tiercheck.connections import Strangers
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
+from tiercheck_sidecar.control import tier_port
 from tiercheck_sidecar.control.api import ControlApi, routes, server_context
 from tiercheck_sidecar.control.ports import GuardedPort
 from tiercheck_sidecar.control.report import Reporter
@@ -48,46 +51,60 @@ from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import Coordinator
 from tiercheck_sidecar.versions.tally import RankOwn, RankShape, WorkerHead, WorkerWord
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
-from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, heartbeat, pace
+from tiercheck_sidecar.versions.words import (
+    TierAnswer,
+    Vocabulary,
+    difference,
+    heartbeat,
+    pace,
+    patience,
+)
 
 PROCS = 8
-SLOWER = {512: 4, 1250: 8, 4000: 16}
+SLOWER = {512: 2, 1250: 3, 4000: 5}
 """By workers: all goes so many times slower, because a few cores cannot be all sidecars as well. Processor
-seconds are multiplied by it, and delays divided."""
+seconds are multiplied by it, and delays divided. No more than is needed: what a process costs that does
+nothing is multiplied as well."""
 STEP = {64: 1.0, 512: 1.0, 1250: 2.0, 4000: 5.0}
 """Seconds of a training step, by workers: thousands of nodes take no steps of a second."""
 _SPREAD, _COPYING = 0.3, (0.2, 0.5)
 """Seconds in which all ranks seal a step, and until a rank's holder has it as well: at any moment some have
 news."""
-_CONNECTING = 0.025
+_CONNECTING = 0.012
 """Seconds per worker in which all connect: here both ends of each handshake share the cores."""
 _CADENCE = 3
 _FIRST = 1000
 _SERVER = "127.77.0.1"
 _UID, _TOKEN = "uid-of-the-job", "token"
+_TURNS = 10
+"""Of transfers."""
 _UPLOADING = 6.0
 """Seconds in which all ranks bring a version to the remote tier."""
 
 
-def run(scale: Scale) -> Outcome:
-    """Rows for the sizes that something is promised of; the others are in the numbers."""
+def run(scale: Scale, parts: Collection[str] = (), earlier: Mapping[str, Any] | None = None) -> Outcome:
+    """Rows for the sizes that something is promised of; the others are in the numbers. `parts`: only these
+    sizes are measured, and the others are as `earlier`."""
     sizes = (8, 16) if scale.quick else tuple(STEP)
-    found = {workers: measure(workers, 3.0 if scale.quick else 6.0) for workers in sizes}
+    found: dict[str, dict[str, float]] = {**(earlier or {}).get("workers", {})} if parts else {}
+    for workers in sizes:
+        if not parts or str(workers) in parts:
+            found[str(workers)] = measure(workers, 3.0 if scale.quick else max(6.0, 2.5 * STEP[workers]))
     rows: list[Figure] = []
     for workers, most in ((sizes[1], 0.15), (sizes[-1], 0.3)):
-        figures = found[workers]
+        figures = found.get(str(workers), {})
         for when, name, limit in (
             ("", "CPU seconds per second", most),
             (" uploading", "uploading, CPU seconds per second", 0.3),
         ):
             rows.append(_row(f"coordinator, {workers}{when}", figures.get(name), "cores", limit))
         rows.append(_row(f"its word, {workers}", figures.get("staleness, 99 %"), "s old", 1.0))
-    return Outcome(rows, {"workers": {str(workers): each for workers, each in found.items()}})
+    return Outcome(rows, {"workers": found})
 
 
 def _row(name: str, found: float | None, unit: str, limit: float) -> Figure:
     if found is None:
-        return Figure(name, bound=1.0, note="not run: machine too small")
+        return Figure(name, bound=1.0, note="not run")
     return Figure(name, f"{found:.2f} {unit}", f"{limit} {unit}", found / limit, 1.0)
 
 
@@ -131,6 +148,7 @@ def serve(folder: Path, workers: int) -> None:
     slower = SLOWER.get(workers, 1)
     coordinating.pace = lambda callers: slower * pace(callers)
     coordinating._MOMENT *= slower
+    tier_port._LEAST_SILENCE *= slower * 5
     coordinator = Coordinator(state)
     coordinator.stored((Version(10**9, 1),))  # so nothing is owed to the remote tier
     me = Peer(0, _SERVER)
@@ -150,10 +168,34 @@ def serve(folder: Path, workers: int) -> None:
         await port.start(_SERVER, names.CONTROL_PORT)
         state.threads.loop("coordinate", coordinator.run, vital=True)
         print("ready", flush=True)
-        while await asyncio.to_thread(sys.stdin.readline):
-            coordinator.stored(())
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            if line == "transfer\n":
+                print(await asyncio.to_thread(transfer), flush=True)
+            else:
+                coordinator.stored(())
 
     asyncio.run(live())
+
+
+def measure_beside(workers: int) -> dict[str, float]:
+    """GB/s of a transfer in the coordinator's process and in one of its own, by turns, while the job of so
+    many workers trains in real time."""
+    SLOWER[workers] = 1
+    with tempfile.TemporaryDirectory(prefix="tcb-") as folder:
+        _issue_credentials(Path(folder))
+        serving = [sys.executable, "-m", "benchmarks.scale_coordinator", "--serve", folder, str(workers)]
+        pipes: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with (
+            subprocess.Popen(serving, **pipes) as shared,
+            subprocess.Popen([sys.executable, "-m", "benchmarks.transfer_turns"], **pipes) as alone,
+        ):
+            try:
+                assert shared.stdout is not None
+                assert shared.stdout.readline() == b"ready\n"
+                return asyncio.run(Fleet(Path(folder), workers).transfers(shared, alone))
+            finally:
+                shared.kill()
+                alone.kill()
 
 
 def _history(workers: int) -> History:
@@ -318,9 +360,7 @@ class Fleet:
 
     async def measure(self, process: Any, seconds: float) -> dict[str, float]:
         tasks = [asyncio.create_task(self._live(each)) for each in self.sidecars]
-        await self._until(
-            lambda: all(each.verdict and each.verdict.watermarks.peer for each in self.sidecars)
-        )
+        await self._until(lambda: all(map(_is_protected, (each.verdict for each in self.sidecars))))
         await asyncio.sleep(2.0 * self.slower)
         quiet = await self._window(process, seconds)
         process.stdin.write(b"upload\n")
@@ -331,6 +371,20 @@ class Fleet:
         for task in tasks:
             task.cancel()
         return {**quiet, **{f"uploading, {name}": value for name, value in uploading.items()}}
+
+    async def transfers(self, shared: Any, alone: Any) -> dict[str, float]:
+        """What both processes reach by turns, once all are connected."""
+        tasks = [asyncio.create_task(self._live(each)) for each in self.sidecars]
+        await self._until(lambda: all(map(_is_protected, (each.verdict for each in self.sidecars))))
+        found: dict[Any, list[float]] = {shared: [], alone: []}
+        for process in [shared, alone] * _TURNS:
+            process.stdin.write(b"transfer\n")
+            process.stdin.flush()
+            found[process].append(float(await asyncio.to_thread(process.stdout.readline)) / 1e9)
+        for task in tasks:
+            task.cancel()
+        one, other = (statistics.median(found[process]) for process in (shared, alone))
+        return {"beside the coordinator, GB/s": one, "alone, GB/s": other, "share": one / other}
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Looks whenever somebody is told something."""
@@ -403,7 +457,7 @@ class Fleet:
                 base is None
                 or now - said_at >= self.slower * heartbeat(self.workers)
                 or news.ranks
-                or news.own
+                or (news.own and now - said_at >= self.slower * patience(self.workers))
                 or news.copies is not None
             ):
                 number += 1
@@ -439,6 +493,8 @@ def _artifact(rank: int, version: Version) -> RankArtifact:
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
         serve(Path(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "--beside":
+        print(json.dumps(measure_beside(int(sys.argv[2])), indent=1))
     else:
         for count in map(int, sys.argv[1:]):
             print(count, json.dumps(measure(count, 10.0), indent=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from benchmarks.figure import Figure, Outcome
@@ -19,20 +20,34 @@ _LIMIT = {512: 1.0, 4000: 10.0}
 """Seconds, as promised."""
 _MOST_MEMORY = 200
 """MiB, as promised."""
-_LISTENED, _IDLE = 20.0, 65.0
+_LISTENED, _IDLE = 15.0, 65.0
 """Seconds; after the second no connection but those of the long polls is left."""
 
 
-def run(scale: Scale) -> Outcome:
-    """Rows for the sizes that something is promised of; the numbers have all."""
+def run(scale: Scale, parts: Collection[str] = (), earlier: Mapping[str, Any] | None = None) -> Outcome:
+    """Rows for the sizes that something is promised of; the numbers have all. `parts`: only these are
+    measured, and the others are as `earlier`: workers, or jobs and workers of each ("500 x 4")."""
     sizes, listened, idle = ((8, 16), 6.0, 0.0) if scale.quick else (WORKERS, _LISTENED, _IDLE)
-    found = {workers: asyncio.run(_of(workers, listened, idle)) for workers in sizes}
+    known = earlier if parts and earlier is not None else {}
+    found: dict[int, dict[str, Any]] = {int(size): each for size, each in known.get("workers", {}).items()}
+    memory: dict[str, dict[str, float]] = {**known.get("memory", {})}
+    for workers in sizes:
+        if not parts or str(workers) in parts:
+            found[workers] = asyncio.run(_of(workers, listened, idle))
     crowds = ((1, 8), (2, 4)) if scale.quick else ((1, 1000), (500, 4))
-    memory = {f"{jobs} x {workers}": measure(jobs, workers) for jobs, workers in crowds}
+    for jobs, workers in crowds:
+        if not parts or f"{jobs} x {workers}" in parts:
+            memory[f"{jobs} x {workers}"] = measure(jobs, workers)
     rows = [
-        row for workers in sizes if scale.quick or workers in _LIMIT for row in _rows(workers, found[workers])
+        row
+        for workers in sizes
+        if workers in found and (scale.quick or workers in _LIMIT)
+        for row in _rows(workers, found[workers])
     ]
-    for (jobs, workers), figures in zip(crowds, memory.values(), strict=True):
+    for jobs, workers in crowds:
+        figures = memory.get(f"{jobs} x {workers}")
+        if figures is None:
+            continue
         most = max(value for name, value in figures.items() if name.endswith("MiB"))
         rows.append(
             Figure(

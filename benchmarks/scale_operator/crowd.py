@@ -209,6 +209,7 @@ async def _serve() -> None:
 
 def _context(folder: Path) -> ssl.SSLContext:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.num_tickets = 0
     tls.load_cert_chain(folder / "tls.crt", folder / "tls.key")
     return tls
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import ctypes
 import gc
 import logging
 import os
@@ -59,9 +60,13 @@ _COLLECT_AFTER = 20_000
 of a recovery's processor time: what workers hold is many objects that are no garbage."""
 _LISTED_AT_ONCE = 100
 """Objects that a first listing brings at once: a pod takes a hundred KiB until what matters of it is kept."""
-_RECEIVED_AT_ONCE = 8 * 1024
-"""Bytes that asyncio keeps for each connection. Its own 256 KiB, for connections that are mostly idle, would
-be most of this process."""
+_RECEIVED_AT_ONCE = 2 * 1024
+"""Bytes that asyncio keeps for each connection, and TLS as many. asyncio's own 256 KiB, for connections that
+are mostly idle, would be most of this process."""
+_M_ARENA_MAX = -8
+_REMEMBERED_FOR = 0.5
+"""Seconds that kopf keeps an object after its last event, in case that another follows: all pods of a job
+come within a few seconds."""
 
 
 class Operator:
@@ -281,6 +286,7 @@ class Operator:
         settings.peering.standalone = True
         settings.networking.request_timeout = 30
         settings.watching.chunk_size = _LISTED_AT_ONCE
+        settings.queueing.idle_timeout = _REMEMBERED_FOR
         settings.watching.label_selectors["v1", "pods"] = names.LABEL_JOB_UID
         settings.process.ultimate_exiting_timeout = 10
         # An operator of some namespaces has no right to look for namespaces and kinds, and kopf asks for a
@@ -428,6 +434,8 @@ def prepare_process() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 10, 20)
+    with contextlib.suppress(AttributeError):  # not every C library has it
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # threads wait for the API server; each had some MiB
     sslproto.SSLProtocol.max_size = _RECEIVED_AT_ONCE
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

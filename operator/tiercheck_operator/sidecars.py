@@ -15,8 +15,9 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -26,7 +27,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Restore, SourceTable
 from tiercheck.protocol.names import endpoint, join_address
 from tiercheck.protocol.plain_json import Malformed, decode_with
-from tiercheck.protocol.report import Report
+from tiercheck.protocol.report import Holding, Report
 from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.observed import HostSign, WorkerReport
 from tiercheck_operator.plausible import ClockSkew, by_our_clock, make_plausible
@@ -46,7 +47,9 @@ _CALLS = 128
 those begun last would be given up before they had a turn, and tried again."""
 _KEPT = 60.0
 """Seconds that a second connection is kept for the next call: between the question what is held, the
-directive to restore and the release. Each takes some 40 KiB; a handshake takes several milliseconds."""
+directive to restore and the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
+_MOST_KEPT = 512
+"""Of a job: with more workers than that, their memory costs more than the handshakes of the others."""
 _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
 _FIRST_RETRY = 0.2
@@ -58,6 +61,9 @@ _KNOCK = 1.0
 """Seconds that a host may take to accept or refuse a connection."""
 _MOST_BODY = 4 * 1024 * 1024
 """Bytes of an answer. A report has some 100 KiB at most; sidecars of all teams answer this one process."""
+_PIECE = 32 * 1024
+"""Bytes of a directive that are enciphered at once. What TLS takes at once it keeps room for, for as long as
+the connection lives: of a table of sources, more than everything else that a worker takes here."""
 _REPORT = Decoder(Report)
 _BARE = {"holdings": "no"}
 """Asks for a report without what is held. An older sidecar tells it all the same."""
@@ -92,10 +98,13 @@ class JobSidecars:
             connector=aiohttp.TCPConnector(ssl=self._tls, limit=0, keepalive_timeout=_KEPT),
             headers={"Authorization": f"Bearer {credentials.token}", "Accept-Encoding": "identity"},
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._skew = ClockSkew()
         self._directives = DirectiveEncoder()
         self._hosts: dict[str, str] = {}
+        self._kept: set[str] = set()
+        """Hosts to which a second connection is kept."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent: set[str] = set()
         self._again: set[str] = set()
@@ -119,6 +128,7 @@ class JobSidecars:
                 if task is not None:
                     task.cancel()
             self._skew.forget(self._hosts[uid])
+            self._kept.discard(self._hosts[uid])
             self._again.discard(uid)
             self._silent.discard(uid)
             for table in (self._hosts, self._failed, self._reports):
@@ -126,6 +136,8 @@ class JobSidecars:
         for uid, host in hosts.items():
             if uid not in self._hosts:
                 self._hosts[uid] = host
+                if len(self._kept) < _MOST_KEPT:
+                    self._kept.add(host)
                 self._failed[uid] = asyncio.Event()
                 self._reports[uid] = WorkerReport(None, None, None)
                 self._tasks[uid] = asyncio.create_task(self._listen(uid, host), name=f"sidecar {host}")
@@ -144,7 +156,7 @@ class JobSidecars:
                 self._reports[uid] = replace(known, report=bare, held_at=None)
 
     def probe(self, uid: str) -> None:
-        """Ask now for everything, beside the long poll that is under way. Who is silent is asked again and
+        """Ask now, beside the long poll that is under way. Who is silent is asked again and
         again in any case."""
         if uid in self._hosts and uid not in self._silent:
             self._again.add(uid)
@@ -210,11 +222,13 @@ class JobSidecars:
     ) -> Report | None:
         """The next report; None if a call has failed in the meantime."""
         if wait == 0:
-            return await self._get_all(uid, host)
+            return await self._get_all(uid, host, polls=True)
         failed.clear()
         query = {"after": str(serial), "wait": f"{wait:g}", **({} if self._holdings else _BARE)}
         call = asyncio.create_task(
-            self._request("GET", host, "/v1/report", body=None, query=query, seconds=wait + self._call)
+            self._request(
+                "GET", host, "/v1/report", body=None, query=query, seconds=wait + self._call, polls=True
+            )
         )
         interrupt = asyncio.create_task(failed.wait())
         try:
@@ -241,11 +255,14 @@ class JobSidecars:
             if self._asking.get(uid) is asyncio.current_task():
                 del self._asking[uid]
 
-    async def _get_all(self, uid: str, host: str) -> Report:
+    async def _get_all(self, uid: str, host: str, polls: bool = False) -> Report:
         """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
-        query, seconds = {"after": "-1", "wait": "0"}, min(_AT_ONCE, self._call)
+        query = {"after": "-1", "wait": "0", **({} if self._holdings else _BARE)}
+        seconds = min(_AT_ONCE, self._call)
         async with self._gate_of_silent if uid in self._silent else self._gate:
-            return await self._request("GET", host, "/v1/report", body=None, query=query, seconds=seconds)
+            return await self._request(
+                "GET", host, "/v1/report", body=None, query=query, seconds=seconds, polls=polls
+            )
 
     async def _lost(self, uid: str, host: str, why: str, since: float) -> None:
         self._not_heard(uid, why, since, await _knock(host))
@@ -259,15 +276,19 @@ class JobSidecars:
         body: bytes | None,
         query: Mapping[str, str],
         seconds: float,
+        polls: bool = False,
     ) -> Report:
+        """`polls`: on the connection that long polls use."""
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers = {} if host in self._kept or polls else {"Connection": "close"}
+        if body is not None:
+            headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
         try:
             async with self._session.request(
                 method,
                 url,
-                data=body,
+                data=in_pieces(body) if body is not None and len(body) > _PIECE else body,
                 params=query,
                 timeout=limits,
                 server_hostname=names.TLS_SERVER_NAME,
@@ -358,7 +379,25 @@ def _fields(message: Directive | Restore) -> dict[str, object]:
 
 def read_report(text: bytes) -> Report:
     """Raises Malformed, and nothing else."""
-    return decode_with(_REPORT.decode, text, _MOST_BODY)
+    report = decode_with(_REPORT.decode, text, _MOST_BODY)
+    _share_equal_parts(report.holdings)
+    return report
+
+
+def _share_equal_parts(holdings: Iterable[Holding]) -> None:
+    """All ranks of a worker hold the same few versions, of the same sizes. Nobody else has these objects."""
+    same: dict[object, Any] = {}
+    known, put = same.setdefault, object.__setattr__
+    for each in holdings:
+        version = each.version
+        put(each, "version", known((version.step, version.attempt), version))
+        put(each, "rank", known(each.rank, each.rank))
+        put(each, "bytes", known(each.bytes, each.bytes))
+
+
+async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(body), _PIECE):
+        yield body[at : at + _PIECE]
 
 
 async def _body(response: aiohttp.ClientResponse, host: str) -> bytes:

@@ -31,8 +31,10 @@ _making = threading.Lock()
 _encoder = Encoder()
 
 
-def decode(text: bytes | bytearray | str, cls: type[T], most: int = MOST_BYTES) -> T:
-    """The text has at most `most` bytes. Raises Malformed, and nothing else."""
+def decode(
+    text: bytes | bytearray | str, cls: type[T], most: int = MOST_BYTES, most_values: int | None = None
+) -> T:
+    """The text has at most `most` bytes, and so many values. Raises Malformed, and nothing else."""
     decoder = _decoders.get(cls)
     if decoder is None:
         # msgspec plans a class, and those in its fields, on first use. A second thread that meets a plan half
@@ -40,7 +42,7 @@ def decode(text: bytes | bytearray | str, cls: type[T], most: int = MOST_BYTES) 
         # threads.
         with _making:
             decoder = _decoders.setdefault(cls, Decoder(cls))
-    found: T = decode_with(decoder.decode, text, most)
+    found: T = decode_with(decoder.decode, text, most, most_values)
     return found
 
 

@@ -39,6 +39,8 @@ class ServedSidecar:
         """Of each question: whether what is held was not wanted."""
         self.headers: dict[str, str] = {}
         self.directives: list[Directive] = []
+        self.connection = ""
+        """What the last directive came with under that name."""
         self.answer: Answer | None = None
         """What it answers instead, whatever the model says."""
         self.answered = self.sent = 0
@@ -75,6 +77,7 @@ class ServedSidecar:
 
     async def put(self, request: web.Request) -> web.Response:
         self.directives.append(from_json(await request.read(), Directive))
+        self.connection = request.headers.get("Connection", "")
         self.model.accept(self.directives[-1])
         self.report = dataclasses.replace(self.model.report(), serial=self.report.serial + 1)
         self.changed.set()

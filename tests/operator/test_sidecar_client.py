@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -26,8 +27,8 @@ from tests.operator.sidecar_over_https import (
 )
 from tests.operator.world_in_memory import World
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Directive, RankRun, Restore, Source, SourceTable, Tier
-from tiercheck.protocol.encoding import from_json
+from tiercheck.protocol.directive import Directive, Peer, RankRun, Restore, Source, SourceTable, Tier
+from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import Holding, Report
 from tiercheck.protocol.version import Version
@@ -35,7 +36,13 @@ from tiercheck_operator import sidecars
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import HostSign
-from tiercheck_operator.sidecars import DirectiveEncoder, JobSidecars, SidecarError
+from tiercheck_operator.sidecars import (
+    DirectiveEncoder,
+    JobSidecars,
+    SidecarError,
+    in_pieces,
+    read_report,
+)
 
 _QUEUE = 128
 
@@ -88,7 +95,7 @@ async def test_what_is_held_is_asked_for_only_while_it_is_wanted(
     listening.want_holdings(False)
     listening.follow({uid: HOST})
     await until(lambda: 30.0 in sidecar.asked)
-    assert sidecar.bare == [False, True], "the first answer, for which somebody waits, tells all"
+    assert sidecar.bare == [True, True]
     sidecar.tell(attempt=8)
     await until(lambda: listening.reports[uid].report == bare(sidecar.report))
     assert listening.reports[uid].holdings_at is None
@@ -161,6 +168,56 @@ def test_table_that_many_directives_share_is_written_once_and_read_by_everybody(
     encoder = DirectiveEncoder()
     for directive in (first, second, ordinary, other, first):
         assert from_json(encoder.encode(directive), Directive) == directive
+
+
+async def test_table_of_thousands_of_sources_leaves_no_room_behind_and_arrives_whole(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid))
+    places = tuple(Source(Tier.PEER, Peer(worker, f"10.0.{worker}.1")) for worker in range(4000))
+    told = dataclasses.replace(
+        a_directive(), restore=Restore(Version(5, 1), (), 8, SourceTable(places, (RankRun(8, (3999,)),)))
+    )
+    sent: list[int] = []
+
+    def note(body: bytes) -> AsyncIterator[bytes]:
+        async def pieces() -> AsyncIterator[bytes]:
+            async for piece in in_pieces(body):
+                sent.append(len(piece))
+                yield piece
+
+        return pieces()
+
+    with patch("tiercheck_operator.sidecars.in_pieces", note):
+        await listening.push(uid, told)
+    assert sidecar.directives == [told]
+    assert max(sent) <= 32 * 1024, "TLS keeps room for as much as it was given at once"
+
+
+async def test_equal_parts_of_what_is_held_are_one_object() -> None:
+    held = tuple(
+        Holding(rank, Version(step, 1), Tier.LOCAL, 2**40) for rank in (1000, 1001) for step in (5, 6)
+    )
+    report = dataclasses.replace(some_report(), holdings=held)
+    found = read_report(to_json(report))
+    assert found == report
+    assert len({id(each.version) for each in found.holdings}) == 2
+    assert len({id(each.bytes) for each in found.holdings}) == 1
+
+
+async def test_of_thousands_of_workers_some_second_connections_are_kept(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    for most, closed in ((1, False), (0, True)):
+        listening.follow({})
+        with patch("tiercheck_operator.sidecars._MOST_KEPT", most):
+            listening.follow({uid: HOST})
+        await until(lambda: heard(listening, uid))
+        await listening.push(uid, a_directive())
+        assert (sidecar.connection.lower() == "close") is closed
 
 
 def bare(report: Report) -> Report:

@@ -74,6 +74,16 @@ def _check(text: bytes | bytearray, most_values: int | None) -> None:
     if most_values is not None and text.count(b",") + text.count(b"[") + text.count(b"{") > most_values:
         raise Malformed(f"it has more than {most_values} values")
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that every quote begins or ends a string
+    if text.count(b"[") + text.count(b"{") > MOST_DEPTH:
+        _check_depth(plain)
+    if b"0" * 19 in plain.translate(_DIGITS):
+        for match in _STRING_OR_LONG_WHOLE.finditer(plain):
+            number = match[0]
+            if number[:1] != b'"' and (len(number) > 20 or not LEAST_WHOLE <= int(number) <= MOST_WHOLE):
+                raise Malformed(f"a whole number of more than 64 bits: {number[:24].decode()}")
+
+
+def _check_depth(plain: bytes | bytearray) -> None:
     # Most strings have no brackets and are two quotes now; where one followed another directly, both become
     # one.
     nested = plain.translate(_BRACKETS, _OTHERS).replace(b'""', b"")
@@ -88,11 +98,6 @@ def _check(text: bytes | bytearray, most_values: int | None) -> None:
         nested = nested.replace(b"[]", b"")
     if nested:
         raise Malformed(f"not JSON: brackets are deeper than {MOST_DEPTH}, or do not match")
-    if b"0" * 19 in plain.translate(_DIGITS):
-        for match in _STRING_OR_LONG_WHOLE.finditer(plain):
-            number = match[0]
-            if number[:1] != b'"' and (len(number) > 20 or not LEAST_WHOLE <= int(number) <= MOST_WHOLE):
-                raise Malformed(f"a whole number of more than 64 bits: {number[:24].decode()}")
 
 
 def _loads(text: bytes | bytearray) -> Any:

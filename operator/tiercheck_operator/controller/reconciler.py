@@ -295,8 +295,8 @@ class JobLoop:
             heard = (
                 self._sidecars.reports
             )  # the last words of those that are followed no more are looked at once
-            self._sidecars.follow(self._followed)
             self._sidecars.want_holdings(_holdings_matter(job, self._belongings.placement))
+            self._sidecars.follow(self._followed)
         return Observation(
             now=around.clock(),
             job=job,

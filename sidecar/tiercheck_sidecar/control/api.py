@@ -39,6 +39,7 @@ def server_context(config: SidecarConfig) -> ssl.SSLContext:
     """TLS with the job's own certificate. Raises OSError, ssl.SSLError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.num_tickets = 0  # nobody resumes a session, and each caller would keep two
     context.load_cert_chain(config.credentials_dir / "tls.crt", config.credentials_dir / "tls.key")
     return context
 

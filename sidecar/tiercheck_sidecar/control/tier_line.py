@@ -24,8 +24,10 @@ from tiercheck_sidecar.versions.words import TierAnswer
 
 PATH, PROTOCOL = "/v1/tiers", "tiercheck-tiers"
 _LENGTH = 4
-_MOST = 16 * 1024 * 1024
+_MOST = 4 * 1024 * 1024
 """Bytes of a message."""
+_MOST_AT_ONCE = 1024 * 1024
+"""Bytes that are read before what is among them is looked at."""
 _LONGEST_HEAD = 4096
 _PATIENCE = 3.0
 """Seconds for an answer."""
@@ -151,9 +153,11 @@ class TierLine:
         }
         lines = [f"GET {PATH} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
         connection.sendall("\r\n".join(lines).encode())
-        head = b""
+        head, end = b"", time.monotonic() + _CONNECT_PATIENCE
         while not head.endswith(b"\r\n\r\n"):  # byte by byte: a verdict may follow at once
             piece = connection.recv(1)
+            if time.monotonic() > end:
+                raise TimeoutError("its answer has no end")
             if not piece or len(head) > _LONGEST_HEAD:
                 raise OSError("the answer is no HTTP")
             head += piece
@@ -197,16 +201,17 @@ class TierLine:
             connection.close()
 
     def _read(self, connection: ssl.SSLSocket) -> bytes:
-        found = b""
-        while True:
+        found = bytearray()
+        while len(found) < _MOST_AT_ONCE:
             try:
                 with self._lock:
                     piece = connection.recv(65536)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return found
+                break
             if not piece:
                 raise OSError("the connection was closed")
             found += piece
+        return bytes(found)
 
     def _take(self, answer: TierAnswer) -> None:
         if answer.verdict is not None:

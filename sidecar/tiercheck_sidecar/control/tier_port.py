@@ -7,17 +7,23 @@ never kept busy for long.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import threading
 
 from aiohttp import web
 
+from tiercheck.connections import Strangers
 from tiercheck_sidecar.control.tier_line import PROTOCOL, Messages, framed
 from tiercheck_sidecar.decoding import Malformed, encode
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
-from tiercheck_sidecar.versions.words import TierAnswer
+from tiercheck_sidecar.versions.words import TierAnswer, heartbeat
 
-_MOST_UNREAD = 4 * 1024 * 1024
+_MOST_UNREAD = 1024 * 1024
 """Bytes that wait for one who does not read them; then its connection ends."""
+_SILENCES = 5
+"""Times the longest that a sidecar says nothing; then its connection ends as well."""
+_LEAST_SILENCE = 15.0
 _WRITTEN_WITHIN = 3.0
 """Seconds in which the event loop has sent to all."""
 
@@ -28,6 +34,10 @@ class TierPort:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Behind some networks all have one address.
+        self._room = Strangers(lambda: coordinator.most_callers, per_address=sys.maxsize)
+        self._lines: set[_Line] = set()
+        self._is_looking = False
         coordinator.deliver = self.deliver
 
     async def upgrade(self, request: web.Request) -> web.StreamResponse:
@@ -35,15 +45,35 @@ class TierPort:
         transport = request.transport
         if transport is None or request.headers.get("Upgrade") != PROTOCOL:
             return web.Response(status=426, headers={"Upgrade": PROTOCOL})
+        if not self._coordinator.most_callers:
+            return web.Response(status=503, text="this sidecar is not the coordinator")
         self._loop = asyncio.get_running_loop()
         line = _Line(self._coordinator, transport, request.protocol)
+        guest = self._room.enter(request.remote or "", line.cut)
+        self._lines.add(line)
+        self._look()
         transport.set_protocol(line)
         transport.write(
             b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %s\r\n\r\n"
             % PROTOCOL.encode()
         )
-        await line.over
+        try:
+            await line.over
+        finally:
+            self._room.leave(guest)
+            self._lines.discard(line)
         return web.Response()  # nobody reads it
+
+    def _look(self, again: bool = False) -> None:
+        """Ends the connections of those who are not there any more: they say something each second or so."""
+        if self._loop is None or (self._is_looking and not again):
+            return
+        longest = silence(self._coordinator.most_callers // 2)
+        for line in [line for line in self._lines if self._loop.time() - line.heard_at > longest]:
+            line.cut()
+        self._is_looking = bool(self._lines)
+        if self._lines:
+            self._loop.call_later(longest / 3, self._look, True)
 
     def deliver(self, sent: list[tuple[Caller, list[TierAnswer]]]) -> None:
         """Any thread. What everybody is told is written once."""
@@ -69,6 +99,11 @@ class TierPort:
         done.wait(_WRITTEN_WITHIN)
 
 
+def silence(workers: int) -> float:
+    """Seconds after which one who says nothing is gone."""
+    return max(_LEAST_SILENCE, _SILENCES * heartbeat(workers))
+
+
 class LineCaller(Caller):
     """One of them."""
 
@@ -84,16 +119,24 @@ class _Line(asyncio.Protocol):
         self._coordinator, self._transport, self._before = coordinator, transport, before
         self._messages = Messages()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._caller = LineCaller()
+        self._loop = asyncio.get_running_loop()
+        self.heard_at = self._loop.time()
+        self._caller = LineCaller(cut=self.cut)
         self._caller.line = self
         coordinator.connect(self._caller)
 
     def data_received(self, data: bytes) -> None:
+        self.heard_at = self._loop.time()
         try:
             for text in self._messages.feed(data):
                 self._coordinator.post(self._caller, text)
         except Malformed:
             self._transport.abort()
+
+    def cut(self) -> None:
+        """Any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has just been closed
+            self._loop.call_soon_threadsafe(self._transport.abort)
 
     def write(self, data: bytes) -> None:
         if self._transport.is_closing():

@@ -41,8 +41,10 @@ log = logging.getLogger(__name__)
 _PUSHERS = 8
 _MOMENT = 0.02
 """Seconds that the first of those who have something to say waits for the others."""
-_MOST_NEWS = 16 * 1024 * 1024
-"""Bytes; what thousands of copies take, each described alone."""
+_MOST_NEWS, _MOST_VALUES = 4 * 1024 * 1024, 200_000
+"""Bytes, and values in them; what thousands of copies take, each described alone."""
+_MORE_CALLERS, _UNTOLD = 64, 4000
+"""Connections beside those of the workers; workers, while it is not known how many there are."""
 _NOT_RECKONED = "what is known cannot be reckoned with"
 _LOOK_EVERY = 60.0
 """Seconds; who this is changes with a directive, and that wakes everybody."""
@@ -76,6 +78,10 @@ class Caller:
     """A sidecar on its connection, which ends with either side's process."""
 
     send: Callable[[TierAnswer], None] = lambda answer: None
+    cut: Callable[[], None] = lambda: None
+    """Ends the connection, from any thread."""
+    is_asking: bool = False
+    """Something that it said waits to be heard."""
     word: WorkerWord | None = None
     """The last that was taken from it; what changed since comes as a difference to that."""
     number: int = 0
@@ -130,9 +136,9 @@ class Coordinator:
         self._callers: dict[Caller, None] = {}
         """In the order in which they came, so that a simulation goes the same way each time."""
         self._connections = 0
-        self._newest: dict[int, int] = {}
+        self._newest: dict[int, Caller] = {}
         """By worker, the newest connection that it has spoken on: what comes later on an older one was said
-        before."""
+        before. Who spoke there in its name is cut off, and may come again."""
         self._inbox: deque[tuple[Caller, bytes]] = deque()
         self._has_post = False
         self.deliver: Callable[[list[tuple[Caller, list[TierAnswer]]]], None] = _deliver
@@ -148,6 +154,14 @@ class Coordinator:
         directive = self._state.directive
         with self._lock:
             return [] if directive is None else sorted(self._present(directive) - self._final)
+
+    @property
+    def most_callers(self) -> int:
+        """As many as may be connected: none to a worker that coordinates nothing. Who comes anew may come
+        before his last connection is given up; all may come before the directive does."""
+        directive = self._state.directive
+        there = directive.workers if directive is not None else _UNTOLD
+        return 2 * there + _MORE_CALLERS if self._state.config.worker == 0 else 0
 
     @property
     def callers(self) -> list[Caller]:
@@ -169,7 +183,11 @@ class Coordinator:
 
     def post(self, caller: Caller, text: bytes) -> None:
         """`TierNews` that came. They are answered with all others of this moment. Takes no lock while there
-        are some already: who calls must not be kept waiting."""
+        are some already: who calls must not be kept waiting. Raises Malformed: nobody says more before he is
+        answered."""
+        if caller.is_asking:
+            raise Malformed("the answer to the last one has not come yet")
+        caller.is_asking = True
         self._inbox.append((caller, text))
         if not self._has_post:
             self._has_post = True
@@ -193,7 +211,7 @@ class Coordinator:
         """Take what a connected sidecar says."""
         base, caller.word, number = caller.word, None, 0
         try:
-            news = decode(text, TierNews, _MOST_NEWS)
+            news = decode(text, TierNews, _MOST_NEWS, _MOST_VALUES)
             number = news.number
             if news.base and (base is None or news.base != caller.number):
                 return TierAnswer(number, "the difference is to something else", whole=True)
@@ -201,10 +219,14 @@ class Coordinator:
                 word = self._vocabulary.updated(base if news.base else None, news)
                 if word.head.job_uid != self._state.config.job_uid:
                     raise NotNow(f"this sidecar belongs to job {self._state.config.job_uid}")
-                if caller.since < self._newest.get(word.head.worker, 0):
+                newest = self._newest.get(word.head.worker, caller)
+                if caller.since < newest.since:
+                    caller.cut()
                     raise NotNow("this sidecar has spoken on a newer connection since")
                 self._hear(word)
-                self._newest[word.head.worker] = caller.since
+                self._newest[word.head.worker] = caller
+                if newest is not caller:
+                    newest.cut()
                 self._hosts.pop(word.head.worker, None)
                 upload = self._verdict.upload if self._verdict else None
                 answer = TierAnswer(number, upload=upload, received=self._received(word))
@@ -430,6 +452,7 @@ class Coordinator:
         self._has_post, answers = False, {}
         for _ in range(len(self._inbox)):
             caller, text = self._inbox.popleft()
+            caller.is_asking = False
             answers[caller] = self.hear_news(caller, text)
         return answers
 

@@ -18,9 +18,13 @@ from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, Shared, W
 
 _MOST_VERSIONS = 20_000
 """Versions in all spans of a report, for each rank of a worker. There are some hundreds."""
+_MOST_NAMED = 256
+"""Versions that are named one by one, of one rank: as many as slots. Everybody may be told of them."""
+_LONGEST_HOST = 300
 _MOST_RANKS = 2**24
 _MOST = 2**53
 """Of steps, attempts and bytes."""
+_NO_ADDRESS = "its address is none"
 _NO_VERSIONS = "it names versions that cannot be"
 
 
@@ -47,7 +51,7 @@ def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | No
         many += each.many
     if many > _MOST_VERSIONS * procs:
         return f"it has {many} versions"
-    return _unreachable(head.host)
+    return _unreachable(head.host) if len(head.host) <= _LONGEST_HOST else _NO_ADDRESS
 
 
 def _senseless(word: WorkerWord, own: range) -> str:
@@ -67,7 +71,10 @@ def _senseless(word: WorkerWord, own: range) -> str:
 
 def objection_to_holdings(held: RankHoldings | HeldCopies) -> str:
     """Why these cannot be anybody's, as a clause; empty if they can."""
-    if not all(_is_sound(version) for version in _named(held)):
+    named = _named(held)
+    if len(named) > _MOST_NAMED:
+        return f"it names {len(named)} versions"
+    if not all(map(_is_sound, named)):
         return _NO_VERSIONS
     # Spans are short words for many versions, each of which costs room where they are compared.
     ends = any(not 0 <= span.first <= span.last < _MOST for span in _spans(held))
@@ -87,7 +94,14 @@ def _named(held: RankHoldings | HeldCopies) -> tuple[Version, ...]:
     if isinstance(held, HeldCopies):
         return held.snapshots
     reached = () if held.reached is None else (held.reached,)
-    return (*held.snapshots, *held.unfinished, *held.unfinished_deltas, *held.copied_snapshots, *reached)
+    return (
+        *held.snapshots,
+        *held.leaving,
+        *held.unfinished,
+        *held.unfinished_deltas,
+        *held.copied_snapshots,
+        *reached,
+    )
 
 
 def _is_sound(version: Version) -> bool:
@@ -100,5 +114,5 @@ def _unreachable(host: str) -> str:
         name, port = endpoint(host, names.CONTROL_PORT)
         name.encode("idna")
     except ValueError:
-        return "its address is none"
-    return "" if 0 < port < 65536 else "its address is none"
+        return _NO_ADDRESS
+    return "" if 0 < port < 65536 else _NO_ADDRESS

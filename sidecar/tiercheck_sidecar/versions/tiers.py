@@ -23,7 +23,15 @@ from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
 from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.versions.tally import WorkerWord
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
-from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference, heartbeat, pace
+from tiercheck_sidecar.versions.words import (
+    TierAnswer,
+    Vocabulary,
+    difference,
+    heartbeat,
+    is_urgent,
+    pace,
+    patience,
+)
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +74,21 @@ class TierClient:
         while not self._state.stopping:
             directive = self._state.directive
             workers = directive.workers if directive is not None else 1
+            longest = heartbeat(workers)
             if directive is not None:
                 report = self.gather(directive)
                 now = time.monotonic()
-                due = now - sent_at >= heartbeat(workers)
-                if report != self._taken or due or self._state.verdict is None:
+                due = now - sent_at >= longest
+                news = report != self._taken
+                if news and now - spoke_at < patience(workers) and not is_urgent(report, self._taken):
+                    news, longest = False, patience(workers)
+                if news or due or self._state.verdict is None:
                     spoke_at = now
                     taken = self._tell(directive, report)
                     self._taken, sent_at = (report, now) if taken else (None, sent_at)
                     if report.final:
                         self._state.bump()
-            seen = self._state.wait(seen, heartbeat(workers))
+            seen = self._state.wait(seen, longest)
             rest = spoke_at + pace(workers) - time.monotonic()
             self._state.wait_until(lambda: False, max(_MOMENT, rest))
 

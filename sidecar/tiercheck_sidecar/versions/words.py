@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
 from msgspec import Raw
@@ -38,6 +38,11 @@ _WORKERS_PER_SECOND = 1000
 def pace(workers: int) -> float:
     """The least seconds between two messages of one sidecar to the coordinator."""
     return min(_LATEST, max(_SOONEST, workers / _WORKERS_PER_SECOND))
+
+
+def patience(workers: int) -> float:
+    """The same if only uploads are new: ranks finish theirs one by one, and the last one counts."""
+    return max(_SOONEST, workers / _WORKERS_PER_SECOND)
 
 
 def heartbeat(workers: int) -> float:
@@ -182,6 +187,15 @@ def _shape(shared: Shared[RankHoldings], own: RankOwn | None) -> RankShape:
     if own is None:
         raise DoubtfulNews("it says only half of some rank")
     return shared.shape(bool(own.holders), tuple(artifact.version for artifact in own.uploaded))
+
+
+def is_urgent(report: TierReport, taken: TierReport | None) -> bool:
+    """Whether more than uploads is new since the one that was taken."""
+    if taken is None or len(report.ranks) != len(taken.ranks):
+        return True
+    pairs = zip(report.ranks, taken.ranks, strict=True)
+    same = tuple(replace(each, uploaded=before.uploaded) for each, before in pairs)
+    return replace(report, ranks=same) != taken
 
 
 def difference(base: WorkerWord | None, word: WorkerWord, number: int, base_number: int) -> TierNews:

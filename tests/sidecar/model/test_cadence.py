@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck_sidecar.model.cadence import UNDECIDED, WITHOUT_DELTAS, Cadence, Needs, decide
-from tiercheck_sidecar.versions.words import heartbeat, pace
+from tiercheck_sidecar.versions.words import heartbeat, pace, patience
 
 
 def test_deltas_cost_as_much_as_a_snapshot_between_two_of_them() -> None:
@@ -35,4 +35,5 @@ def test_cadence_is_always_within_its_bounds(sizes: list[tuple[int, int]]) -> No
 def test_messages_about_every_step_become_rarer_as_the_job_grows_but_none_waits_for_long() -> None:
     """Or thousands of sidecars with news at every step would leave the coordinator no time for anything."""
     assert (pace(2), pace(5000)) == (0.05, 0.5)
+    assert (patience(2), patience(512), patience(4000)) == (0.05, 0.512, 4.0)
     assert (heartbeat(2), heartbeat(4000)) == (1.0, 4.0)

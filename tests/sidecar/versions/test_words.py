@@ -22,7 +22,7 @@ from tiercheck_sidecar.model.span import Span, spans
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.tally import RankHoldings, Tally, WorkerWord
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierStanding, judge
-from tiercheck_sidecar.versions.words import TierAnswer, TierNews, Vocabulary, difference
+from tiercheck_sidecar.versions.words import TierAnswer, TierNews, Vocabulary, difference, is_urgent
 
 PROCS, WORKERS = 2, 3
 HISTORY = History((Branch(1, 0),))
@@ -107,6 +107,22 @@ def same(one: TierReport, other: TierReport) -> bool:
     return replace(one, copies=()) == replace(other, copies=()) and sorted(map(repr, one.copies)) == sorted(
         map(repr, other.copies)
     )
+
+
+def test_nobody_waits_for_the_upload_of_one_rank() -> None:
+    """The version is there when all ranks' are, and thousands of ranks finish one by one."""
+    done = RankArtifact(0, Version(3, 1), "key", size=1)
+    taken = TierReport(JOB_UID, 1, 0, "here", (RankTiers(0), RankTiers(1)))
+    assert is_urgent(taken, None)
+    uploaded = replace(taken, ranks=(RankTiers(0, uploaded=(done,)), RankTiers(1)))
+    assert not is_urgent(uploaded, taken)
+    for more in (
+        replace(uploaded, final=True),
+        replace(uploaded, ranks=(*uploaded.ranks, RankTiers(2))),
+        replace(uploaded, ranks=(uploaded.ranks[0], RankTiers(1, snapshots=(Version(3, 1),)))),
+        replace(uploaded, copies=(Copy((2,)),)),
+    ):
+        assert is_urgent(more, taken)
 
 
 @given(st.lists(reports_of(1), min_size=1, max_size=5))

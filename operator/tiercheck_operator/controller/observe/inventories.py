@@ -30,6 +30,7 @@ from tiercheck_operator.planning.recovery.inventory import (
 from tiercheck_operator.planning.recovery.recovery import RecoveryProblem
 
 _Table = dict[int, tuple[set[Version], set[Version]]]
+_Alike = dict[tuple[frozenset[Version], frozenset[Version]], Artifacts]
 
 
 def build_inventories(reports: Iterable[Report]) -> list[JobInventory]:
@@ -41,6 +42,7 @@ def build_inventories(reports: Iterable[Report]) -> list[JobInventory]:
         for entry in report.quarantined
     }
     same: dict[Version, Version] = {}
+    alike: _Alike = {}
     found = []
     for report in sorted(known, key=lambda report: report.worker):
         own: _Table = {}
@@ -59,9 +61,9 @@ def build_inventories(reports: Iterable[Report]) -> list[JobInventory]:
         found.append(
             JobInventory(
                 report.worker,
-                {rank: _artifacts(held) for rank, held in own.items()},
-                {rank: _artifacts(held) for rank, held in hosted.items()},
-                {share: _artifacts(held) for share, held in blocks.items()},
+                {rank: _artifacts(held, alike) for rank, held in own.items()},
+                {rank: _artifacts(held, alike) for rank, held in hosted.items()},
+                {share: _artifacts(held, alike) for share, held in blocks.items()},
             )
         )
     return found
@@ -189,8 +191,12 @@ def _is_bad(worker: int, holding: Holding, quarantined: Collection[tuple[int, in
     return any((worker, rank, holding.version, holding.kind) in quarantined for rank in ranks)
 
 
-def _artifacts(held: tuple[set[Version], set[Version]]) -> Artifacts:
-    return Artifacts(frozenset(held[0]), frozenset(held[1]))
+def _artifacts(held: tuple[set[Version], set[Version]], alike: _Alike) -> Artifacts:
+    """One object for all ranks that have the same: thousands do."""
+    sets = frozenset(held[0]), frozenset(held[1])
+    if sets not in alike:
+        alike[sets] = Artifacts(*sets)
+    return alike[sets]
 
 
 def reports_of(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:
