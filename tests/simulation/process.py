@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
+from tests.simulation.pages import in_place
 from tests.simulation.store import Folder
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
@@ -26,6 +26,7 @@ from tiercheck_sidecar.control.control_client import CallFailed
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import first_mismatch
+from tiercheck_sidecar.exchange import transfers
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.heartbeat import neighbours
@@ -38,6 +39,7 @@ from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.offload.upload import Uploader
+from tiercheck_sidecar.remote import preflight
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import replicate
 from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
@@ -51,7 +53,7 @@ from tiercheck_sidecar.restore.sources import Brought, TriedInVain
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
-from tiercheck_sidecar.versions import tiers
+from tiercheck_sidecar.versions import coordinator, tiers
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tiers import TierClient
@@ -565,10 +567,11 @@ class _Time:
 def in_simulation(world: Simulation) -> Iterator[None]:
     """Sidecars' modules use simulated time, one thread and simulated wires."""
     _Line.world = _Time.world = world
-    clock = _Time()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(world.volumes.mounted())
-        for where, name, what in (
+    clock, numbers = _Time(), itertools.count()
+    named = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032x}"))
+    with (
+        world.volumes.mounted(),
+        in_place(
             (tiers, "time", clock),
             (tiers, "TierLine", _Line),
             (remote_inventory, "time", clock),
@@ -579,19 +582,12 @@ def in_simulation(world: Simulation) -> Iterator[None]:
             (rank_restore, "time", clock),
             (rank_restore, "ThreadPoolExecutor", Inline),
             (remote_store, "ThreadPoolExecutor", Inline),
-        ):
-            stack.enter_context(mock.patch.object(where, name, what))
-        from tiercheck_sidecar.exchange import transfers
-        from tiercheck_sidecar.remote import preflight
-        from tiercheck_sidecar.versions import coordinator
-
-        stack.enter_context(mock.patch.object(preflight, "CHUNK", 64))
-        stack.enter_context(mock.patch.object(preflight, "SIZE", 17 * 64))
-
-        stack.enter_context(mock.patch.object(coordinator, "time", clock))
-        stack.enter_context(mock.patch.object(transfers, "time", clock))
-        numbers = itertools.count()
-        named = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032x}"))
-        stack.enter_context(mock.patch.object(transfers, "uuid", named))
-        stack.enter_context(mock.patch.object(preflight, "uuid", named))
+            (preflight, "CHUNK", 64),
+            (preflight, "SIZE", 17 * 64),
+            (preflight, "uuid", named),
+            (coordinator, "time", clock),
+            (transfers, "time", clock),
+            (transfers, "uuid", named),
+        ),
+    ):
         yield
