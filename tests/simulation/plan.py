@@ -36,6 +36,8 @@ FIRST_SMALL = 10_000_000
 time than it takes to go on. What comes before keeps its meaning."""
 _LONG = 0.15
 """How many of those that are not small are long."""
+_LEAST_LONG = 25.0
+"""Seconds until all is healed in a long one."""
 _SMALL = 0.99
 """How many are small."""
 MOMENTS = {
@@ -48,7 +50,6 @@ LATER_MOMENTS = {
     "verdict": 2, "freed": 1, "told": 2, "put": 1,
 }  # fmt: skip
 """The same of the second, while the first is being recovered from."""
-_OF_STORE = ("put", "removed")
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,13 @@ class Plan:
     operator_kills: dict[int, int] = field(default_factory=dict)
     """After how many actions the operator dies, by the second."""
     lull: float | None = None
-    """Of a small one: seconds from the last strike until all is healed. `seconds` is then the longest wait
-    for the strikes."""
+    """Of a small one: seconds from the last strike until all is healed. At `seconds` what still waits for its
+    moment strikes without it."""
+
+    @property
+    def size(self) -> str:
+        """small, short or long."""
+        return "small" if self.lull is not None else "short" if self.seconds < _LEAST_LONG else "long"
 
     def __str__(self) -> str:
         spec = self.spec
@@ -181,11 +187,12 @@ def _small(seed: int, rng: random.Random) -> Plan:
         rehearse_every=None,
         spares=rng.choice((0, 0, 0, 0, 0, 0, 0, 1)),
     )
+    known = FAULTS | LATER_FAULTS | LAST_FAULTS
+    known = {name: n for name, n in known.items() if name != "mend" and (spec.remote or "store" not in name)}
     faults, moments = [], MOMENTS
-    for name in rng.choices(*_weighted(FAULTS | LATER_FAULTS | LAST_FAULTS), k=rng.choice((1, 1, 2))):
-        some = {each: n for each, n in moments.items() if spec.remote is not None or each not in _OF_STORE}
-        moment = rng.choices(*_weighted(some))[0]
-        count = rng.choice((1, 1, 2, 3)) if moment != "step" else rng.randrange(1, 9)
+    for name in rng.choices(*_weighted(known), k=rng.choice((1, 1, 2))):
+        moment = rng.choices(*_weighted({each: n for each, n in moments.items() if _comes(spec, each)}))[0]
+        count = rng.randrange(1, 9) if moment == "step" else rng.choice((1, 1, 2, 3))
         after = rng.choice((0.0, 0.0, 0.3))
         faults.append(Fault(after, name, rng.randrange(8), rng.random(), moment, count))
         moments = LATER_MOMENTS
@@ -193,7 +200,7 @@ def _small(seed: int, rng: random.Random) -> Plan:
         seed=seed,
         spec=spec,
         nodes_per_rack=2,
-        seconds=12.0,
+        seconds=9.0,
         memory=rng.choice((1 << 20, 1 << 20, 160 * 1024)),
         fabric=rng.random() < 0.2,
         start_seconds=rng.choice((0.0, 0.0, 1.0)),
@@ -206,6 +213,12 @@ def _small(seed: int, rng: random.Random) -> Plan:
         operator_kills={rng.randrange(1, 12): rng.randrange(6)} if rng.random() < 0.15 else {},
         lull=rng.choice((0.0, 0.5, 2.0, 5.0)),
     )
+
+
+def _comes(spec: JobSpec, moment: str) -> bool:
+    """Whether a job of that spec ever gets there."""
+    stored, copied = moment in ("put", "removed"), moment == "sealed peer"
+    return (spec.remote is not None or not stored) and (spec.copies > 0 or not copied)
 
 
 def _weighted(names: dict[str, int]) -> tuple[list[str], list[int]]:

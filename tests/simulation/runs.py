@@ -36,6 +36,8 @@ class Outcome:
     simulated: float
     """Seconds."""
     entries: int
+    size: str
+    """small, short or long."""
 
 
 def history_of(seed: int) -> list[Entry]:
@@ -71,13 +73,14 @@ def digest_of(history: Iterable[Entry]) -> str:
 
 def run(seed: int) -> Outcome:
     """An exception in the product breaks a promise too."""
+    plan = plan_of(seed)
     try:
         history = history_of(seed)
         broken = tuple(check(history))
     except Exception as error:
         crash = Broken(RAISES, f"{type(error).__name__}: {error}", 0.0)
-        return Outcome(seed, str(plan_of(seed)), (crash,), 0.0, 0)
-    return Outcome(seed, str(plan_of(seed)), broken, history[-1][0], len(history))
+        return Outcome(seed, str(plan), (crash,), 0.0, 0, plan.size)
+    return Outcome(seed, str(plan), broken, history[-1][0], len(history), plan.size)
 
 
 def run_many(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:

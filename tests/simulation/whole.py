@@ -192,11 +192,12 @@ class Simulation(World):
         return self.history
 
     def _wait_for_strikes(self, lull: float) -> None:
-        """Until the last one is some time ago, or its moment does not come."""
+        """Until the last one is some time ago. One whose moment never comes strikes at the end."""
         end = START + self.plan.seconds
-        while self.now < end and (self._awaited or self.now < self._struck_at + lull):
+        while self._awaited or self.now < self._struck_at + lull:
+            if self._awaited and self.now >= end:
+                self._strike(self._awaited.pop(0))
             self.advance(self.now + _GLANCE)
-        self._awaited.clear()
 
     def _settled(self) -> bool:
         """Everybody trains, and something that was trained since is complete again."""
