@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.pages import in_place
+from tests.simulation.plan import FIRST_SMALL
 from tests.simulation.store import Folder
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
@@ -507,6 +508,8 @@ class _Line:
     def __init__(self, config: SidecarConfig, host: str, heard: Callable[[TierAnswer], None]) -> None:
         self._config, self.host, self._heard = config, host, heard
         self._end: tuple[Process, Caller] | None = None
+        self._coming: list[TierAnswer] = []
+        """Verdicts under way, in the order in which a connection keeps them."""
 
     @property
     def is_open(self) -> bool:
@@ -517,6 +520,7 @@ class _Line:
             process, caller = self._end
             process.coordinator.hang_up(caller)
         self._end = None
+        self._coming.clear()
 
     def tell(self, text: bytes, number: int) -> TierAnswer:
         world = _Line.world
@@ -534,18 +538,34 @@ class _Line:
         if world.rng.random() < world.plan.loss:
             self.close()
             raise CallFailed("no answer", Break.SILENT)
+        self._hear_up_to(None)
         for each in news:
             self._heard(each)
         return answer
+
+    def _hear_up_to(self, last: TierAnswer | None) -> None:
+        """What was sent before an answer, or before this verdict, comes before it."""
+        while self._coming:
+            self._heard(decode(encode(each := self._coming.pop(0)), TierAnswer))
+            if each is last:
+                return
 
     def _push(self, other: Process) -> Callable[[TierAnswer], None]:
         """Verdicts come some time, and never before a connection is known to be dead."""
 
         def push(answer: TierAnswer) -> None:
+            in_order = _Line.world.plan.seed >= FIRST_SMALL
+            if in_order:
+                self._coming.append(answer)
+
             def arrive(process: Process) -> None:
-                if not process.dead:
+                if process.dead:
+                    return
+                if not in_order:
                     self._heard(decode(encode(answer), TierAnswer))
-                    process.note_verdict()
+                elif any(each is answer for each in self._coming):
+                    self._hear_up_to(answer)
+                process.note_verdict()
 
             _Line.world.post(other.pod.uid, self._config.pod_ip, arrive)
 
