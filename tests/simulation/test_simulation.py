@@ -12,7 +12,7 @@ import pytest
 from tests.examples import examples
 from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.plan import FIRST_SHORT, FIRST_SMALL
-from tests.simulation.runs import digest_of, find, history_of, kept_seeds, run, tell
+from tests.simulation.runs import RAISES, digest_of, find, history_of, kept_seeds, run, tell
 
 ROOT = Path(__file__).parents[2]
 OFTEN = ("falling watermark", "one too few")
@@ -61,8 +61,10 @@ def test_same_seed_gives_the_same_history_in_every_process(seed: int) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
 def test_deliberate_bug_still_fits_what_it_patches(mutation: Mutation) -> None:
+    """An exception would be of the patch, and find nothing."""
     with mutation.made():
-        pass
+        broken = run(FIRST_SMALL + 1).broken
+    assert RAISES not in {each.promise for each in broken}, broken
 
 
 @pytest.mark.parametrize(
