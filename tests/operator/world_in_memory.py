@@ -44,7 +44,7 @@ from tiercheck_operator.model.actions import (
     RemoveGang,
     SavePlacement,
 )
-from tiercheck_operator.model.limits import fit_status
+from tiercheck_operator.model.limits import render_fitting
 from tiercheck_operator.model.observed import (
     HostSign,
     JobView,
@@ -266,7 +266,8 @@ class World:
     def _do(self, item: Action | JobRecord) -> None:
         match item:
             case JobRecord():
-                self.job = replace(self.job, status=parse_record(render_record(fit_status(item))))
+                if item != self.status:  # as the operator's loop, which writes no status that is the same
+                    self.job = replace(self.job, status=parse_record(render_fitting(item)))
             case CreatePod():
                 self.created.append(item)
                 self._create(item)

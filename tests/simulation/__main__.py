@@ -6,17 +6,18 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 
 
 def main() -> int:
     """0 if every promise was kept, or every bug found."""
     from tests.simulation import runs
-    from tests.simulation.plan import FIRST_SHORT
+    from tests.simulation.plan import FIRST_SMALL
 
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument(
-        "--seed", type=int, default=FIRST_SHORT, help="of the first schedule; most are short from this one on"
+        "--seed", type=int, default=FIRST_SMALL, help="of the first schedule; most are small from this one on"
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--tell", type=int, metavar="SEED", help="print what happens in this one")
@@ -28,19 +29,26 @@ def main() -> int:
         return 0
     if options.mutations:
         return _mutations(options.schedules, options.seed, options.only)
-    began, simulated, broken = time.monotonic(), 0.0, 0
+    began, simulated, broken, sizes = time.monotonic(), 0.0, 0, Counter[str]()
     outcomes = runs.run_many(range(options.seed, options.seed + options.schedules), options.jobs)
     for done, outcome in enumerate(outcomes, 1):
         simulated += outcome.simulated
+        sizes[outcome.size] += 1
         if outcome.broken:
             broken += 1
             print(outcome.plan, *outcome.broken, sep="\n    ", flush=True)
             print(f"    again: {sys.executable} -m tests.simulation --tell {outcome.seed}", flush=True)
-        if done % 50 == 0:
-            print(f"{done} schedules, {broken} broken", flush=True)
+        if done % 100 == 0:
+            rate = done / (time.monotonic() - began)
+            print(
+                f"{done} schedules, {broken} broken, {rate:.1f} a second; next seed {outcome.seed + 1}",
+                flush=True,
+            )
     seconds, of_cores = time.monotonic() - began, sum(os.times()[:4])
+    told = ", ".join(f"{count} {size}" for size, count in sorted(sizes.items()))
     print(
-        f"{options.schedules} schedules from seed {options.seed}, {broken} broken; {simulated / 3600:.1f} "
+        f"{options.schedules} schedules ({told}) from seed {options.seed}, {broken} broken; "
+        f"{simulated / 3600:.1f} "
         "simulated hours in "
         f"{seconds:.0f} s, {options.schedules / seconds:.1f} schedules a second, "
         f"{options.schedules / of_cores:.1f} per second of a core"

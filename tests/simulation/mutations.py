@@ -185,8 +185,8 @@ def _release_at_once() -> list[Patch]:
 def _attempt_goes_back() -> list[Patch]:
     real = History.after
 
-    def forgetful(self: History, number: int, base: int, ranks: int = 0, snapshot: int = 0) -> History:
-        return real(self, number, max(0, base - 1), ranks, snapshot)
+    def forgetful(self: History, number: int, base: int, ranks: int = 0) -> History:
+        return real(self, number, max(0, base - 1), ranks)
 
     return [(History, "after", forgetful)]
 

@@ -12,7 +12,7 @@ import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 from tiercheck.protocol.artifacts.slot import TORN, NotASlot, SlotLayout, read_header
 from tiercheck.protocol.version import Artifact
@@ -80,28 +80,36 @@ class Volumes:
         def lasting(slot: Slot) -> memoryview:  # a method, which a bound one would not become
             return self.lasting(slot)
 
-        with contextlib.ExitStack() as stack:
-            for where, name, what in (
-                (vault, "create", self.create),
-                (slot_table, "remove", self.remove),
-                (slot_table, "tear", self.tear),
-                (vault, "write_seal", self.seal),
-                (vault, "take_inventory", self.inventory),
-                (Slot, "_lasting", lasting),
-                (Slot, "adopt", lambda slot, area: None),
-                (Slot, "unmap", lambda slot: None),
-                (Slot, "is_whole", lambda slot: slot.path in self.files),
-                (Path, "mkdir", lambda *_, **__: None),
-                (Path, "chmod", lambda *_, **__: None),
-            ):
-                stack.enter_context(mock.patch.object(where, name, what))
-            stack.enter_context(
-                mock.patch.object(slots, "break_seal", lambda path: self.seals.pop(path, None))
-            )
-            stack.enter_context(
-                mock.patch.object(vault, "touch_on_node", return_value=contextlib.nullcontext())
-            )
+        with in_place(
+            (vault, "create", self.create),
+            (slot_table, "remove", self.remove),
+            (slot_table, "tear", self.tear),
+            (vault, "write_seal", self.seal),
+            (vault, "take_inventory", self.inventory),
+            (vault, "touch_on_node", lambda *_: contextlib.nullcontext()),
+            (slots, "break_seal", lambda path: self.seals.pop(path, None)),
+            (Slot, "_lasting", lasting),
+            (Slot, "adopt", lambda slot, area: None),
+            (Slot, "unmap", lambda slot: None),
+            (Slot, "is_whole", lambda slot: slot.path in self.files),
+            (Path, "mkdir", lambda *_, **__: None),
+            (Path, "chmod", lambda *_, **__: None),
+        ):
             yield
+
+
+@contextlib.contextmanager
+def in_place(*what: tuple[Any, str, Any]) -> Iterator[None]:
+    """Each name in its place is that thing for a while. As many `mock.patch.object`, which take longer than a
+    short schedule's checks."""
+    before = [(where, name, vars(where)[name]) for where, name, _ in what]
+    for where, name, thing in what:
+        setattr(where, name, thing)
+    try:
+        yield
+    finally:
+        for where, name, thing in reversed(before):
+            setattr(where, name, thing)
 
 
 _STATE = SlotLayout.plan([("state", "U8", (8,), 8)])

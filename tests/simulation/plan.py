@@ -31,8 +31,25 @@ FIRST_OF_ALL_FAULTS = 30_000
 """Seeds before this one do not know the last of the faults."""
 FIRST_WITH_SPARES = 1_000_000
 """From this seed on jobs may keep spare pods."""
+FIRST_SMALL = 10_000_000
+"""From this seed on most are small: few workers, one or two faults, each at a chosen moment, and no more
+time than it takes to go on. What comes before keeps its meaning."""
 _LONG = 0.15
-"""How many of those are long."""
+"""How many of those that are not small are long."""
+_LEAST_LONG = 25.0
+"""Seconds until all is healed in a long one."""
+_SMALL = 0.99
+"""How many are small."""
+MOMENTS = {
+    "pod": 1, "inventory": 1, "attempt": 1, "started": 2, "step": 2, "sealed local": 4, "sealed peer": 5,
+    "verdict": 5, "freed": 4, "put": 4, "removed": 3, "told": 1,
+}  # fmt: skip
+"""Entries of the history right after which a small schedule's first fault may strike, and how often."""
+LATER_MOMENTS = {
+    "pod": 1, "inventory": 2, "ended": 2, "attempt": 4, "started": 4, "sealed local": 2, "sealed peer": 2,
+    "verdict": 2, "freed": 1, "told": 2, "put": 1,
+}  # fmt: skip
+"""The same of the second, while the first is being recovered from."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +61,14 @@ class Fault:
     """Of whatever it strikes, modulo how many there are."""
     amount: float
     """From 0 to 1."""
+    moment: str = ""
+    """What it waits for, `at` seconds after the fault before it; empty: for nothing."""
+    count: int = 1
+    """How many of those."""
 
     def __str__(self) -> str:
-        return f"{self.at:.0f} s {self.name} {self.target}"
+        when = f"{self.moment} {self.count}" if self.moment else f"{self.at:.0f} s"
+        return f"{when} {self.name} {self.target}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +97,14 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     operator_kills: dict[int, int] = field(default_factory=dict)
     """After how many actions the operator dies, by the second."""
+    lull: float | None = None
+    """Of a small one: seconds from the last strike until all is healed. At `seconds` what still waits for its
+    moment strikes without it."""
+
+    @property
+    def size(self) -> str:
+        """small, short or long."""
+        return "small" if self.lull is not None else "short" if self.seconds < _LEAST_LONG else "long"
 
     def __str__(self) -> str:
         spec = self.spec
@@ -88,6 +118,8 @@ class Plan:
 def plan_of(seed: int) -> Plan:
     """The plan that the seed stands for."""
     rng = random.Random(seed)
+    if seed >= FIRST_SMALL and rng.random() < _SMALL:
+        return _small(seed, rng)
     workers = rng.choice((2, 3, 3, 4))
     deltas = rng.random() < 0.6
     every = rng.choice((2, 3, 4))
@@ -138,3 +170,56 @@ def plan_of(seed: int) -> Plan:
     return replace(
         plan, spec=replace(plan.spec, spares=rng.choice((0, 1, 1, 2))), nodes_per_rack=plan.nodes_per_rack + 1
     )
+
+
+def _small(seed: int, rng: random.Random) -> Plan:
+    workers = rng.choice((2, 2, 2, 3))
+    every = rng.choice((1, 1, 2))
+    remote = {"directory": {}, "everySteps": every, "keep": rng.choice((1, 2))}
+    spec = make_spec(
+        workers=workers,
+        snapshot_every=every,
+        delta=DeltaMode.AUTO if rng.random() < 0.35 else DeltaMode.NONE,
+        copies=rng.choice((0, 1, 1, 1, 1)),
+        remote=remote if rng.random() < 0.4 else None,
+        max_restarts=1000,
+        hang=None,
+        rehearse_every=None,
+        spares=rng.choice((0, 0, 0, 0, 0, 0, 0, 1)),
+    )
+    known = FAULTS | LATER_FAULTS | LAST_FAULTS
+    known = {name: n for name, n in known.items() if name != "mend" and (spec.remote or "store" not in name)}
+    faults, moments = [], MOMENTS
+    for name in rng.choices(*_weighted(known), k=rng.choice((1, 1, 2))):
+        moment = rng.choices(*_weighted({each: n for each, n in moments.items() if _comes(spec, each)}))[0]
+        count = rng.randrange(1, 9) if moment == "step" else rng.choice((1, 1, 2, 3))
+        after = rng.choice((0.0, 0.0, 0.3))
+        faults.append(Fault(after, name, rng.randrange(8), rng.random(), moment, count))
+        moments = LATER_MOMENTS
+    return Plan(
+        seed=seed,
+        spec=spec,
+        nodes_per_rack=2,
+        seconds=9.0,
+        memory=rng.choice((1 << 20, 1 << 20, 160 * 1024)),
+        fabric=rng.random() < 0.2,
+        start_seconds=rng.choice((0.0, 0.0, 1.0)),
+        delay=rng.choice((0.05, 0.05, 0.5, 2.0)),
+        loss=rng.choice((0.0, 0.0, 0.0, 0.1)),
+        noise=rng.choice((0.0, 0.0, 0.0, 0.1)),
+        echo=rng.choice((0.0, 0.0, 0.0, 0.3)),
+        lazy=rng.choice((0.0, 0.0, 0.3)),
+        faults=tuple(faults),
+        operator_kills={rng.randrange(1, 12): rng.randrange(6)} if rng.random() < 0.15 else {},
+        lull=rng.choice((0.0, 0.5, 2.0, 5.0)),
+    )
+
+
+def _comes(spec: JobSpec, moment: str) -> bool:
+    """Whether a job of that spec ever gets there."""
+    stored, copied = moment in ("put", "removed"), moment == "sealed peer"
+    return (spec.remote is not None or not stored) and (spec.copies > 0 or not copied)
+
+
+def _weighted(names: dict[str, int]) -> tuple[list[str], list[int]]:
+    return list(names), list(names.values())

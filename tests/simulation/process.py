@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
+from tests.simulation.pages import in_place
+from tests.simulation.plan import FIRST_SMALL
 from tests.simulation.store import Folder
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
@@ -26,6 +27,7 @@ from tiercheck_sidecar.control.control_client import CallFailed
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import first_mismatch
+from tiercheck_sidecar.exchange import transfers
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.heartbeat import neighbours
@@ -38,6 +40,7 @@ from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.offload.upload import Uploader
+from tiercheck_sidecar.remote import preflight
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import replicate
 from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
@@ -51,7 +54,7 @@ from tiercheck_sidecar.restore.sources import Brought, TriedInVain
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
-from tiercheck_sidecar.versions import tiers
+from tiercheck_sidecar.versions import coordinator, tiers
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tiers import TierClient
@@ -505,6 +508,8 @@ class _Line:
     def __init__(self, config: SidecarConfig, host: str, heard: Callable[[TierAnswer], None]) -> None:
         self._config, self.host, self._heard = config, host, heard
         self._end: tuple[Process, Caller] | None = None
+        self._coming: list[TierAnswer] = []
+        """Verdicts under way, in the order in which a connection keeps them."""
 
     @property
     def is_open(self) -> bool:
@@ -515,6 +520,7 @@ class _Line:
             process, caller = self._end
             process.coordinator.hang_up(caller)
         self._end = None
+        self._coming.clear()
 
     def tell(self, text: bytes, number: int) -> TierAnswer:
         world = _Line.world
@@ -532,18 +538,34 @@ class _Line:
         if world.rng.random() < world.plan.loss:
             self.close()
             raise CallFailed("no answer", Break.SILENT)
+        self._hear_up_to(None)
         for each in news:
             self._heard(each)
         return answer
+
+    def _hear_up_to(self, last: TierAnswer | None) -> None:
+        """What was sent before an answer, or before this verdict, comes before it."""
+        while self._coming:
+            self._heard(decode(encode(each := self._coming.pop(0)), TierAnswer))
+            if each is last:
+                return
 
     def _push(self, other: Process) -> Callable[[TierAnswer], None]:
         """Verdicts come some time, and never before a connection is known to be dead."""
 
         def push(answer: TierAnswer) -> None:
+            in_order = _Line.world.plan.seed >= FIRST_SMALL
+            if in_order:
+                self._coming.append(answer)
+
             def arrive(process: Process) -> None:
-                if not process.dead:
+                if process.dead:
+                    return
+                if not in_order:
                     self._heard(decode(encode(answer), TierAnswer))
-                    process.note_verdict()
+                elif any(each is answer for each in self._coming):
+                    self._hear_up_to(answer)
+                process.note_verdict()
 
             _Line.world.post(other.pod.uid, self._config.pod_ip, arrive)
 
@@ -565,10 +587,11 @@ class _Time:
 def in_simulation(world: Simulation) -> Iterator[None]:
     """Sidecars' modules use simulated time, one thread and simulated wires."""
     _Line.world = _Time.world = world
-    clock = _Time()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(world.volumes.mounted())
-        for where, name, what in (
+    clock, numbers = _Time(), itertools.count()
+    named = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032x}"))
+    with (
+        world.volumes.mounted(),
+        in_place(
             (tiers, "time", clock),
             (tiers, "TierLine", _Line),
             (remote_inventory, "time", clock),
@@ -579,19 +602,12 @@ def in_simulation(world: Simulation) -> Iterator[None]:
             (rank_restore, "time", clock),
             (rank_restore, "ThreadPoolExecutor", Inline),
             (remote_store, "ThreadPoolExecutor", Inline),
-        ):
-            stack.enter_context(mock.patch.object(where, name, what))
-        from tiercheck_sidecar.exchange import transfers
-        from tiercheck_sidecar.remote import preflight
-        from tiercheck_sidecar.versions import coordinator
-
-        stack.enter_context(mock.patch.object(preflight, "CHUNK", 64))
-        stack.enter_context(mock.patch.object(preflight, "SIZE", 17 * 64))
-
-        stack.enter_context(mock.patch.object(coordinator, "time", clock))
-        stack.enter_context(mock.patch.object(transfers, "time", clock))
-        numbers = itertools.count()
-        named = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032x}"))
-        stack.enter_context(mock.patch.object(transfers, "uuid", named))
-        stack.enter_context(mock.patch.object(preflight, "uuid", named))
+            (preflight, "CHUNK", 64),
+            (preflight, "SIZE", 17 * 64),
+            (preflight, "uuid", named),
+            (coordinator, "time", clock),
+            (transfers, "time", clock),
+            (transfers, "uuid", named),
+        ),
+    ):
         yield

@@ -5,8 +5,10 @@ A failing seed's history is printed for people.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator
@@ -22,6 +24,8 @@ from tests.simulation.whole import Entry, Simulation
 RAISES = "nothing raises"
 KEPT = Path(__file__).with_name("seeds.txt")
 """Every seed that ever failed, with a line why."""
+_COLLECT_EVERY = 16
+_PLAYED = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -32,21 +36,28 @@ class Outcome:
     simulated: float
     """Seconds."""
     entries: int
+    size: str
+    """small, short or long."""
 
 
 def history_of(seed: int) -> list[Entry]:
     """What happens in the schedule that the seed stands for."""
-    quiet, _ = logging.root.manager.disable, logging.disable(logging.CRITICAL)
-    collecting, _ = (
-        gc.isenabled(),
-        gc.disable(),
-    )  # a schedule is small, and what it leaves behind goes at once
-    try:
-        gc.freeze()  # of what is there already nothing goes
+    with _undisturbed():
         return Simulation(plan_of(seed)).play()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without logs, and without looks for garbage but every few schedules: each leaves little."""
+    quiet, collecting = logging.root.manager.disable, gc.isenabled()
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    try:
+        yield
     finally:
-        gc.collect()
-        gc.unfreeze()
+        if next(_PLAYED) % _COLLECT_EVERY == 0:
+            gc.collect()
+            gc.freeze()  # what is left stays, and is not looked through again
         if collecting:
             gc.enable()
         logging.disable(quiet)
@@ -62,13 +73,14 @@ def digest_of(history: Iterable[Entry]) -> str:
 
 def run(seed: int) -> Outcome:
     """An exception in the product breaks a promise too."""
+    plan = plan_of(seed)
     try:
         history = history_of(seed)
         broken = tuple(check(history))
     except Exception as error:
         crash = Broken(RAISES, f"{type(error).__name__}: {error}", 0.0)
-        return Outcome(seed, str(plan_of(seed)), (crash,), 0.0, 0)
-    return Outcome(seed, str(plan_of(seed)), broken, history[-1][0], len(history))
+        return Outcome(seed, str(plan), (crash,), 0.0, 0, plan.size)
+    return Outcome(seed, str(plan), broken, history[-1][0], len(history), plan.size)
 
 
 def run_many(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Any
 from tests.operator.world_in_memory import START, World
 from tests.simulation.neighbours import Raw, with_neighbours
 from tests.simulation.pages import Volumes
-from tests.simulation.plan import Plan
+from tests.simulation.plan import Fault, Plan
 from tests.simulation.process import Process, in_simulation
 from tests.simulation.store import Bucket
 from tests.simulation.trainer import Launcher
@@ -36,6 +37,8 @@ Entry = tuple[float, str, dict[str, Any]]
 LIVES_WITHIN = 900.0
 """Simulated seconds after everything is healed in which training must go on: two back-offs of a kubelet, and
 what follows."""
+_GLANCE = 0.25
+"""Seconds between looks whether a small schedule may go on, or is over."""
 
 
 class Pod:
@@ -113,6 +116,10 @@ class Simulation(World):
         """Nodes from which the bucket cannot be reached."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
+        self._awaited: list[Fault] = []
+        self._seen_of_it = 0
+        """How often what the first of them waits for has been recorded."""
+        self._struck_at = START
         self._seconds = 0
         self._wake = 0.0
         self._seen: tuple[Any, ...] = ()
@@ -143,10 +150,23 @@ class Simulation(World):
 
     def record(self, what: str, /, **fields: Any) -> None:
         self.history.append((round(self.now - START, 3), what, fields))
+        if self._awaited and self._awaited[0].moment == (
+            f"sealed {fields['what'][0].value}" if what == "sealed" else what
+        ):
+            self._seen_of_it += 1
+            if self._seen_of_it == self._awaited[0].count:
+                fault, self._seen_of_it, self._struck_at = self._awaited.pop(0), 0, math.inf
+                self.later(fault.at, lambda: self._strike(fault))
+
+    def _strike(self, fault: Fault) -> None:
+        from tests.simulation.faults import strike
+
+        strike(self, fault)
+        self._struck_at = self.now
 
     def play(self) -> list[Entry]:
         """The schedule, then everything is healed, and then it must go on."""
-        from tests.simulation.faults import heal, strike
+        from tests.simulation.faults import heal
 
         with in_simulation(self):
             spec = self.plan.spec
@@ -154,15 +174,30 @@ class Simulation(World):
             self.record("begins", plan=str(self.plan), workers=spec.workers, copies=spec.copies, keep=keep)
             self.later(1.0, self._second)
             for fault in self.plan.faults:
-                self.later(fault.at, lambda fault=fault: strike(self, fault))  # type: ignore[misc]
-            self.advance(START + self.plan.seconds)
+                if fault.moment:
+                    self._awaited.append(fault)
+                else:
+                    self.later(fault.at, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+            if self.plan.lull is None:
+                self.advance(START + self.plan.seconds)
+            else:
+                self._wait_for_strikes(self.plan.lull)
+            pause = 1.0 if self.plan.lull is None else _GLANCE
             heal(self)
             self.record("healed")
             end = self.now + LIVES_WITHIN
             while self.now < end and not self._settled():
-                self.advance(self.now + 1.0)
+                self.advance(self.now + pause)
             self.record("over")
         return self.history
+
+    def _wait_for_strikes(self, lull: float) -> None:
+        """Until the last one is some time ago. One whose moment never comes strikes at the end."""
+        end = START + self.plan.seconds
+        while self._awaited or self.now < self._struck_at + lull:
+            if self._awaited and self.now >= end:
+                self._strike(self._awaited.pop(0))
+            self.advance(self.now + _GLANCE)
 
     def _settled(self) -> bool:
         """Everybody trains, and something that was trained since is complete again."""

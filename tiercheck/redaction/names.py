@@ -7,6 +7,7 @@ looked at twice.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from tiercheck.redaction.shapes import GONE, has_random_run, is_mixed, is_opaque
 
@@ -114,6 +115,7 @@ _A_SUFFIX = re.compile(r"(?i)(?<=[a-z])(?:pw|pass)\Z")
 _CODE = set("/()[]{}=.*")
 
 
+@lru_cache(maxsize=1024)
 def is_secret_name(name: str) -> bool:
     """Whether the value of a field, variable or option of this name is a credential."""
     found = [each for each in _KEYWORD.finditer(name) if not _WEAK.match(each[0])]

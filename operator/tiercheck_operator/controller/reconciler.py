@@ -31,11 +31,10 @@ from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.topology_source import TopologySource
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import Decision
-from tiercheck_operator.model.limits import fit_status
+from tiercheck_operator.model.limits import render_fitting
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
-from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning.placement.replacement import SuspectNodes
 from tiercheck_operator.sidecars import JobSidecars
 
@@ -336,7 +335,7 @@ class JobLoop:
         """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
         if decision.status is None:
             return None
-        old, new = raw.get("status") or {}, without_credentials(render_record(fit_status(decision.status)))
+        old, new = raw.get("status") or {}, without_credentials(render_fitting(decision.status))
         if old == new:
             return None
         now = self._around.clock()

@@ -26,9 +26,19 @@ _RECOVERIES = 3
 
 def fit_status(record: JobRecord) -> JobRecord:
     """`record` with nothing left out, unless it would be too large."""
+    return _fit(record)[0]
+
+
+def render_fitting(record: JobRecord) -> dict[str, Any]:
+    """`status` for the API, of what `fit_status` leaves."""
+    return _fit(record)[1]
+
+
+def _fit(record: JobRecord) -> tuple[JobRecord, dict[str, Any]]:
+    """What is left of the record, and that as the API spells it, which shows how large it is."""
     record = _with_messages(record, _MESSAGES)
     allowed = _MESSAGES
-    while status_size(record) > LIMIT:
+    while _bytes_of(raw := render_record(record)) > LIMIT:
         if len(record.recoveries) > _RECOVERIES or (record.recoveries and allowed <= _LEAST):
             record = replace(record, recoveries=record.recoveries[:-1])
         elif allowed > _LEAST:
@@ -36,12 +46,16 @@ def fit_status(record: JobRecord) -> JobRecord:
             record = _with_sentences(_with_messages(record, allowed), max(_LEAST, allowed // 8))
         else:
             break
-    return record
+    return record, raw
 
 
 def status_size(record: JobRecord) -> int:
     """Bytes of the status."""
-    return len(json.dumps(render_record(record), ensure_ascii=False, separators=(",", ":")).encode())
+    return _bytes_of(render_record(record))
+
+
+def _bytes_of(raw: Mapping[str, Any]) -> int:
+    return len(json.dumps(raw, ensure_ascii=False, separators=(",", ":")).encode())
 
 
 def longest_cut(lengths: Sequence[int], total: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from tiercheck_operator.model.saved_placement import SavedDomains
@@ -106,7 +107,7 @@ def levels_from_spec(preset: str | None, levels: Sequence[Mapping[str, str]] | N
         if name not in PRESETS:
             raise ValueError(f"unknown topology preset {name!r}; known are {', '.join(sorted(PRESETS))}")
         chosen = PRESETS[name]
-    return _checked(chosen)
+    return _checked(tuple(chosen))
 
 
 def spread_level(levels: Sequence[Level], wanted: str | None) -> Level:
@@ -125,8 +126,9 @@ def spread_level(levels: Sequence[Level], wanted: str | None) -> Level:
     )
 
 
-def _checked(levels: Sequence[Level]) -> tuple[Level, ...]:
-    chosen = tuple(levels)
+@lru_cache(maxsize=64)
+def _checked(levels: tuple[Level, ...]) -> tuple[Level, ...]:
+    chosen = levels
     if not chosen or chosen[-1].label != HOSTNAME_LABEL:
         chosen = (*chosen, HOST)
     if any(level.label == HOSTNAME_LABEL for level in chosen[:-1]):
@@ -159,7 +161,7 @@ class Topology:
         The host level is appended if absent; a node without hostname label is a host of its own. A level that
         no node carries is left out of the paths. Raises ValueError for levels that contradict each other.
         """
-        checked = _checked(levels)
+        checked = _checked(tuple(levels))
         lacking = [
             (level, tuple(sorted(name for name, labels in nodes.items() if not labels.get(level.label))))
             for level in checked[:-1]

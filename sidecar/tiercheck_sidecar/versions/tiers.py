@@ -63,7 +63,10 @@ class TierClient:
         self._unanswered: WorkerWord | None = None
         """The word that was said last, if its answer may come yet."""
         self._following = threading.Lock()
-        self._said = TierAnswer()
+        self._verdict: TierVerdict | None = None
+        self._upload: Version | None = None
+        self._received: tuple[int, ...] = ()
+        """What the coordinator said last, of all and of this worker's part."""
         """The newest verdict, and what of this worker is on record."""
         self._taken: TierReport | None = None
         """The last that the coordinator took."""
@@ -238,13 +241,14 @@ class TierClient:
         """What the coordinator says, answer or not. Any thread."""
         with self._following:
             if answer.verdict is not None:
-                self._said = dataclasses.replace(self._said, verdict=answer.verdict)
+                self._verdict = answer.verdict
             if answer.to:
-                self._said = dataclasses.replace(self._said, upload=answer.upload, received=answer.received)
-            verdict, said = self._said.verdict, self._said
+                self._upload, self._received = answer.upload, answer.received
+            verdict = self._verdict
+            mine = self._received if verdict is not None and verdict.upload == self._upload else ()
         if verdict is not None:
-            mine = said.received if verdict.upload == said.upload else ()
-            self._state.follow(dataclasses.replace(verdict, received=mine or verdict.received))
+            same = not mine or mine == verdict.received
+            self._state.follow(verdict if same else dataclasses.replace(verdict, received=mine))
 
     def _saw(self, directive: Directive, how: Break | None) -> None:
         """Nobody sends heartbeats to the coordinator, which would get too many of them: this call is one."""
