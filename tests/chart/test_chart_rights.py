@@ -31,11 +31,11 @@ UNSEEN = {
     # Checked by an admission plug-in that is off here (OwnerReferencesPermissionEnforcement), without a
     # request of its own.
     ("tiercheck.io", "tiercheckjobs/finalizers", "update"),
-    # The count of an Event that comes again, at most every ten seconds: nothing in the story happens twice so
-    # far apart.
+    # The count of an Event that comes again, at most every ten seconds: only on a slow machine does something
+    # in the story happen twice so far apart.
     ("", "events", "patch"),
 }
-"""Rights that the operator needs without the story showing it."""
+"""Rights that the operator needs although the story need not show it."""
 LEASE = {("coordination.k8s.io", "leases", verb) for verb in ("get", "create", "update")} | {
     ("apps", "deployments", "get")
 }
@@ -81,7 +81,12 @@ def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
     """
     end = folder / "end"
     command = f"until [ -e {end} ]; do sleep 0.1; done"
-    cluster.apply(job("story", namespace, command, ttlSecondsAfterFinished=1, spares=1))
+    remote = {"directory": {"volume": {"hostPath": {"path": str(folder / "remote")}}}, "everySteps": 20}
+    (folder / "remote").mkdir()
+    # With a remote tier, so that the operator asks which cluster it is in.
+    story = job("story", namespace, command, ttlSecondsAfterFinished=1, spares=1)
+    story["spec"]["tiers"]["remote"] = remote
+    cluster.apply(story)
     in_phase(cluster, "story", namespace, "Running")
     cluster.wait_for(
         lambda: (status(cluster, "story", namespace).get("spares") or {}).get("ready"),
@@ -123,7 +128,8 @@ def test_operator_of_the_whole_cluster_is_refused_nothing_and_granted_nothing_mo
     asked = granted([role for role in of_kind("ClusterRole") if ACCOUNT in role["metadata"]["name"]])
     assert granted(of_kind("Role")) == LEASE
     assert record.used - asked == LEASE
-    assert asked - record.used == UNSEEN, "a right that the operator has never used is one too many"
+    assert asked - record.used <= UNSEEN, "a right that the operator has never used is one too many"
+    assert asked >= UNSEEN
     for namespace in ("training", "elsewhere", "kube-system"):
         assert rights(cluster, ACCOUNT, namespace, tmp_path) == asked
     assert rights(cluster, ACCOUNT, NAMESPACE, tmp_path) == asked | LEASE

@@ -11,7 +11,7 @@ KUBERNETES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-schedul
 DEBIAN = {
     "containerd": "containerd", "ctr": "containerd", "runc": "runc", "ip": "iproute2", "bridge": "iproute2",
     "iptables": "iptables", "nsenter": "util-linux", "docker-registry": "docker-registry",
-    "kubectl": "kubectl",
+    "kubectl": "kubectl", "skopeo": "skopeo",
     "radosgw": "radosgw", "ceph-mon": "ceph-mon", "ceph-osd": "ceph-osd", "buildah": "buildah",
 }  # fmt: skip
 CNI_PLUGINS = Path("/usr/lib/cni")
