@@ -28,17 +28,17 @@ def decided(world: World, rank: FakeRank) -> int:
     return world.report(0).snapshot_every
 
 
-def first_delta(rank: FakeRank, step: int, size: int = 20_000) -> None:
-    """Delta slots are prepared behind the trainer's back: the first may have to wait for them."""
+def keep_delta(rank: FakeRank, step: int, size: int = 20_000) -> None:
+    """Delta slots are prepared behind the trainer's back: whoever is fast may have to wait for one."""
     until(lambda: rank.save_delta(step, size), f"a slot for the delta of step {step}")
 
 
 def save_until(world: World, rank: FakeRank, last: int) -> None:
     """The snapshot of step 1 and the deltas up to that of `last`, until the local tier has them."""
     assert rank.save(1)
-    first_delta(rank, 2)
+    keep_delta(rank, 2)
     for step in range(3, last + 1):
-        assert rank.save_delta(step)
+        keep_delta(rank, step)
     until(lambda: world.report(0).watermarks.local == Version(last, 1), f"step {last} is sealed")
 
 
@@ -50,9 +50,9 @@ def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(make_world: M
         assert rank.welcome.delta is DeltaMode.AUTO
         assert decided(world, rank) == CHAIN
         assert rank.save(1)
-        first_delta(rank, 2)
+        keep_delta(rank, 2)
         for step in range(3, 7):
-            assert rank.save_delta(step, 1000 * step)
+            keep_delta(rank, step, 1000 * step)
         until(
             lambda: world.report(0).watermarks.local == Version(6, 1),
             "a step is complete as soon as its delta is",
@@ -66,7 +66,7 @@ def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(make_world: M
         assert again.welcome.snapshot_every == CHAIN, "known before the rank has reserved anything"
         assert len(again.welcome.restore_deltas) == 5
         assert again.reserve(SIZE, DELTA).ok
-        assert again.save_delta(7), "the chain goes on in the next attempt"
+        keep_delta(again, 7)  # the chain goes on in the next attempt
         until(lambda: world.report(0).watermarks.local == Version(7, 2), "across attempts")
     assert world.report(0).counters.deltas == 6
     assert world.report(0).counters.deltas_skipped == 0
@@ -87,11 +87,11 @@ def test_skipped_delta_breaks_the_chain_until_the_next_snapshot(make_world: Make
     world.begin()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
-        first_delta(rank, 2)
+        keep_delta(rank, 2)
         before = world.report(0).counters.deltas_skipped
         assert "an earlier delta is missing" in rank.begin(4, Kind.DELTA).skip
         assert rank.save(5)
-        assert rank.save_delta(6)
+        keep_delta(rank, 6)
         until(lambda: world.report(0).watermarks.local == Version(6, 1), "a new chain")
     report = world.report(0)
     assert report.counters.deltas_skipped == before + 1
@@ -107,7 +107,7 @@ def test_delta_is_skipped_when_no_slot_is_free_and_snapshots_are_not_touched(mak
         world.pause(1)  # nothing can become complete, so nothing may be freed
         assert rank.save(1)
         step = 2
-        first_delta(rank, step)
+        keep_delta(rank, step)
         while rank.save_delta(step + 1):
             step += 1
         assert step + 1 > CHAIN
@@ -123,8 +123,8 @@ def test_restarted_sidecar_keeps_verified_snapshots_and_deltas_of_every_size(mak
     world.begin()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
-        first_delta(rank, 2, 100)
-        assert rank.save_delta(3, DELTA)
+        keep_delta(rank, 2, 100)
+        keep_delta(rank, 3, DELTA)
         until(lambda: world.report(0).watermarks.local == Version(3, 1), "sealed")
         torn = rank.begin(4, Kind.DELTA).path
         rank.write(torn, 4, finish=False, kind=Kind.DELTA, plan=layout(500))
@@ -143,10 +143,10 @@ def test_what_a_newer_snapshot_makes_superfluous_is_freed(make_world: MakeWorld)
     world.begin()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
-        first_delta(rank, 2)
+        keep_delta(rank, 2)
         assert rank.save(3)
-        assert rank.save_delta(3)
-        assert rank.save_delta(4)
+        keep_delta(rank, 3)
+        keep_delta(rank, 4)
         until(lambda: world.report(0).watermarks.local == Version(4, 1), "complete")
         until(lambda: not world.holds(0, 0, Version(1, 1)), "the older snapshot goes")
         until(
@@ -253,8 +253,8 @@ def test_deltas_that_a_rank_found_worthless_while_it_trains_are_replayed_nowhere
         save_until(world, rank, 2)
     world.begin(Version(2, 1))
     with world.ranks(SIZE, DELTA) as (rank,):
-        first_delta(rank, 3)
-        assert rank.save_delta(4)
+        keep_delta(rank, 3)
+        keep_delta(rank, 4)
         assert rank.ask("no-deltas", step=3, message="the probe found other bits").ok
         found = world.report(0).quarantined
         assert {(bad.rank, bad.version, bad.kind, bad.everywhere) for bad in found} == {
@@ -276,7 +276,7 @@ def test_rank_may_take_deltas_again(make_world: MakeWorld) -> None:
         assert other.ask("no-deltas", message="").ok
         until(lambda: world.report(0).snapshot_every == CHAIN, "with deltas")
         assert one.save(1)
-        first_delta(one, 2)
+        keep_delta(one, 2)
     assert world.report(1).trainer.no_deltas == ""
 
 
@@ -310,7 +310,7 @@ def test_holdings_and_steps_wake_nobody(make_world: MakeWorld) -> None:
             assert rank.save(1)
         until(lambda: world.report(1).watermarks.peer == Version(1, 1), "protected")
         for rank in ranks:
-            first_delta(rank, 2)
+            keep_delta(rank, 2)
         until(
             lambda: world.holds(1, 0, Version(2, 1), kind=Kind.DELTA),
             "how much room copies of deltas take is known",
@@ -322,7 +322,7 @@ def test_holdings_and_steps_wake_nobody(make_world: MakeWorld) -> None:
         serial = world.report(1).serial
         for step in range(3, 6):
             for rank in ranks:
-                assert rank.save_delta(step)
+                keep_delta(rank, step)
         until(lambda: world.holds(1, 1, Version(5, 1), kind=Kind.DELTA), "held")
         until(lambda: world.report(1).watermarks.local == Version(5, 1), "complete")
         assert world.report(1).serial == serial
@@ -338,7 +338,7 @@ def test_slow_directive_of_an_old_attempt_is_no_base_for_a_delta(make_world: Mak
         save_until(world, rank, 3)
     world.begin(Version(2, 1))
     with world.ranks(SIZE, DELTA) as (rank,):
-        assert rank.save_delta(3), "the same step again, in another attempt"
+        keep_delta(rank, 3)  # the same step again, in another attempt
         until(lambda: world.report(0).watermarks.local == Version(3, 2), "one history")
         until(lambda: not world.holds(0, 0, Version(3, 1), kind=Kind.DELTA), "what was cut off is dropped")
 
@@ -365,7 +365,7 @@ def test_deltas_reach_the_holder_and_count_for_the_peer_watermark(make_world: Ma
             assert rank.save(1)
         for step in range(2, 5):
             for rank in ranks:
-                first_delta(rank, step, 1000 * step)
+                keep_delta(rank, step, 1000 * step)
         until(lambda: world.report(0).watermarks.peer == Version(4, 1), "the holder can rebuild every step")
         assert world.holds(1, 0, Version(4, 1), Tier.PEER, Kind.DELTA)
         assert world.report(0).watermarks.snapshot == Version(1, 1)

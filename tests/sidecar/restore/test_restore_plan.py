@@ -125,7 +125,7 @@ places = st.lists(
     st.builds(SourceOffer, st.sampled_from((*PEERS, PARITY, REMOTE)), offers),
     max_size=4,
     unique_by=lambda each: str(each.source),
-)
+).map(lambda found: sorted(found, key=lambda each: each.source == REMOTE))  # nearest first
 
 
 def of_kind(kind: Kind, *holdings: Mapping[Artifact, int]) -> set[Version]:
