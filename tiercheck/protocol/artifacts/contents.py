@@ -111,7 +111,9 @@ def contents(
                     place.begin + (part.at + part.box.count) * size,
                 )
                 for part in piece.parts()
-            ) or (Chunk(rank, piece.box, place.begin, place.begin),)
+            )
+            if not piece.box.count:  # a tensor without elements is somewhere, too
+                chunks = (Chunk(rank, piece.box, place.begin, place.begin),)
             if before is None:
                 found[name] = WholeTensor(place.dtype, piece.shape, chunks)
                 continue
