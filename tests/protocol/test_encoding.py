@@ -128,3 +128,54 @@ def test_version_names_sort_by_step(one: int, other: int) -> None:
 def test_other_names_are_no_version_names(name: str) -> None:
     with pytest.raises(ValueError, match="not a version name"):
         parse_version_name(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grown:
+    op = "grow"
+    by: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    op = "shrink"
+    to: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Notebook:
+    """Has what messages of both decoders have, and what only the trainer's own notes do."""
+
+    names: list[str]
+    at: dict[int, tuple[float, ...]]
+    what: Grown | Shrunk
+    kind: Kind = Kind.DELTA
+    more: tuple[Notebook, ...] = ()
+
+
+@given(st.from_type(Notebook))
+def test_lists_tables_and_unions_survive(note: Notebook) -> None:
+    assert from_json(to_json(note), Notebook) == note
+
+
+@pytest.mark.parametrize(
+    ("changed", "path"),
+    [
+        ({"names": "x"}, "$.names: expected a list"),
+        ({"names": ["x", 1]}, "$.names[1]: expected str, found int"),
+        ({"at": []}, "$.at: expected an object"),
+        ({"at": {"one": []}}, "$.at: a key is no int"),
+        ({"at": {"1": ["x"]}}, "$.at.1[0]: expected float, found str"),
+        ({"what": {"by": 1}}, "$.what.op: None is none of grow, shrink"),
+        ({"what": {"op": "grow", "by": True}}, "$.what.by: expected int, found bool"),
+        ({"what": None}, "$.what: must not be null"),
+        ({"kind": "d"}, "$.kind: 'd' is not a valid Kind"),
+        ({"more": [{}]}, "$.more[0].names: missing"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(changed: dict[str, object], path: str) -> None:
+    sound = {"names": ["a"], "at": {"1": [2]}, "what": {"op": "shrink", "to": 1}}
+    assert from_json(json.dumps(sound).encode(), Notebook).at == {1: (2.0,)}
+    with pytest.raises(Malformed) as told:
+        from_json(json.dumps(sound | changed).encode(), Notebook)
+    assert str(told.value).startswith(path)
