@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -56,7 +57,7 @@ def test_tensor_that_was_cut_anywhere_is_found_whole_and_read_once(
     cuts: list[int], data: st.DataObject
 ) -> None:
     ends = [0, *sorted(cuts), 60]
-    shares = [rows(0, 12, span=(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
+    shares = [rows(0, 12, span=(a, b)) for a, b in itertools.pairwise(ends)]
     slots = [slot(rank, weight=piece, step=(1,)) for rank, piece in enumerate(shares)]
     found = contents(slots)
     assert list(found) == ["weight", "step"]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -262,3 +263,21 @@ def test_nodes_alike_are_grouped_whole_so_that_few_sets_of_nodes_are_fatal() -> 
     sets = {frozenset(cluster.sites[worker].node for worker in group.workers) for group in placement.groups}
     assert len(placement.groups) == 12
     assert len(sets) == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        (ParityPolicy(0, 1, "rack", required=False), "data and parity of at least 1"),
+        (ParityPolicy(2, 0, "rack", required=False), "data and parity of at least 1"),
+        (ParityPolicy(2, 1, "row", required=False), "no topology level 'row'; there are zone, rack, host"),
+        (
+            ParityPolicy(4, 1, "rack", required=False),
+            r"a group of 4 \+ 1 needs as many workers",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_with_what_is_wrong(policy: ParityPolicy, told: str) -> None:
+    cluster = racks(2, 2)
+    with pytest.raises(ValueError, match=told):
+        place_parity(cluster.sites, cluster.topology, policy)
