@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import dial
 from tiercheck_sidecar.exchange.network.interfaces import OwnAddress
+from tiercheck_sidecar.exchange.network.transport import ByteChannel
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.rebuild import rebuild
@@ -248,3 +250,18 @@ def send_bytes(wire: Wire, index: int, content: bytes, *, bare: bool = False) ->
     with open(os.memfd_create("chunk"), "wb+", buffering=0) as file:
         file.write(content)
         wire.send_chunk(file.fileno(), index, 0, len(content), bare=bare)
+
+
+class MeddledChannel:
+    """A connection on which somebody changes what arrives, as `meddle` does, given what one call brought."""
+
+    def __init__(self, channel: ByteChannel, meddle: Callable[[memoryview], None]) -> None:
+        self._channel, self._meddle = channel, meddle
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._channel, name)
+
+    def receive_into(self, view: memoryview) -> int:
+        got = self._channel.receive_into(view)
+        self._meddle(view[:got])
+        return got

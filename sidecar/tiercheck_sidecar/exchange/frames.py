@@ -45,9 +45,8 @@ _CHUNK = struct.Struct("<II?")
 """Index, bytes, and whether they travel bare."""
 _MESSAGE, _INDEX, _PART = b"m", b"i", b"c"
 """Kinds of frames: none is taken for one of another."""
-PIECE = 256 * 1024
-"""Bytes that are read, tagged and sent at once, or received and checked: they stay in a core's own cache in
-between, from where checking costs a quarter."""
+_PIECE = 256 * 1024
+"""Bytes that are read, tagged and sent at once, from the cache."""
 
 
 class WireBroken(OSError):
@@ -309,28 +308,21 @@ class Wire:
         self,
         view: memoryview,
         sealed: SealedChunk | None = None,
-        look: Callable[[memoryview], None] = _nobody,
     ) -> bool:
         """Fill `view` with the next bytes of a chunk. They are worth nothing before its last ones were
         received.
 
         What comes bare must be `sealed`, all of the chunk at once: then True is returned, and nothing else
-        need be compared. `look` sees all else, piece by piece, each while it is still in the cache. Raises
-        WireBroken, Altered.
+        need be compared. Raises WireBroken, Altered.
         """
         if self._chunk is None or len(view) > self._left:
             raise WireBroken("the chunk has fewer bytes")
         bare = sealed if self._bare else None
         if self._bare and (bare is None or len(view) < self._left):
             raise WireBroken("the chunk came bare, and nothing is known to check it with")
-        for begin in range(0, len(view), PIECE):
-            piece = view[begin : begin + PIECE]
-            self._fill(piece)
-            if bare is not None:
-                bare.update(piece)
-            else:
-                self._chunk.work(piece)
-                look(piece)
+        self._fill(view, bare.update if bare is not None else _nobody)
+        if bare is None:
+            self._chunk.work(view)
         self._left -= len(view)
         if bare is not None and not bare.fits():
             raise Altered("the bytes are not those that were sealed")
@@ -353,7 +345,7 @@ class Wire:
 
     def _send_tagged(self, file: int, offset: int, size: int, frame: Frame) -> None:
         if not self._buffer:
-            self._buffer = memoryview(bytearray(PIECE))
+            self._buffer = memoryview(bytearray(_PIECE))
         while size:
             got = os.preadv(file, [self._buffer[:size]], offset)
             if got == 0:
@@ -380,12 +372,15 @@ class Wire:
         except Forged as error:
             raise WireBroken(str(error)) from error
 
-    def _fill(self, view: memoryview) -> None:
+    def _fill(self, view: memoryview, check: Callable[[memoryview], None] = _nobody) -> None:
+        """`check` is shown what each call brought, while it is in the core's own cache. To ask for less
+        at once costs more than that saves."""
         try:
             while view:
                 got = self._channel.receive_into(view)
                 if got == 0:
                     raise WireBroken("the connection was closed")
+                check(view[:got])
                 view = view[got:]
                 if view and time.monotonic() > self._deadline:
                     raise WireBroken("it took too long")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.digest import chunk_view, length_of, running_digest
+from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import END, Altered, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
@@ -249,10 +249,7 @@ class Chunks:
         """
 
         sealed = self.tagger.expecting(self.tags, index) if self.tags and self.tagger else _Unvouched()
-        digest = running_digest()
-        return (
-            wire.receive_into(view, sealed, digest.update) or digest.hexdigest() == self.digests.values[index]
-        )
+        return wire.receive_into(view, sealed) or digest_chunk(view) == self.digests.values[index]
 
     def take(self, wire: Wire, index: int, view: memoryview) -> bool:
         """The same where the sender is told what came damaged, and sends it again, not bare. Raises

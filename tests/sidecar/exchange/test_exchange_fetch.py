@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sidecar.stations import Station, Stations
+from tests.sidecar.stations import MeddledChannel, Station, Stations
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
@@ -234,14 +234,13 @@ def test_line_that_damages_is_not_taken_for_a_bad_copy(stations: MakeStations) -
     job = stations(workers=3)
     seal, artifact, content = copied(job, 13 * MIB)
 
+    def damage(arrived: memoryview) -> None:
+        if len(arrived) > 1000:
+            arrived[77] ^= 1
+
     class Noisy(Wire):
         def __init__(self, wire: Wire) -> None:
-            self.__dict__ = wire.__dict__
-
-        def _fill(self, view: memoryview) -> None:
-            super()._fill(view)
-            if len(view) > MIB:
-                view[77] ^= 1
+            self.__dict__ = wire.__dict__ | {"_channel": MeddledChannel(wire._channel, damage)}
 
     fetched = fetch(job[0].vault, artifact, [Dial(1, lambda: Noisy(job[0].connect(1))), *job[0].dials(2)])
     assert not fetched.bad

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sidecar.stations import TOKEN, Stations, send_bytes
+from tests.sidecar.stations import TOKEN, MeddledChannel, Stations, send_bytes
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.artifacts.sizing import cost
 from tiercheck.protocol.directive import Policy, Tier
@@ -247,13 +247,12 @@ class Altering(Wire):
     """A line on which somebody changes what travels bare."""
 
     def __init__(self, wire: Wire) -> None:
-        self.__dict__ = wire.__dict__
+        self.__dict__ = wire.__dict__ | {"_channel": MeddledChannel(wire._channel, self._alter)}
         self.altered = 0
 
-    def _fill(self, view: memoryview) -> None:
-        super()._fill(view)
-        if self._bare and len(view) > 1000:
-            view[77] ^= 1
+    def _alter(self, arrived: memoryview) -> None:
+        if self._bare and len(arrived) > 1000:
+            arrived[77] ^= 1
             self.altered += 1
 
 
