@@ -6,12 +6,12 @@ them compares digests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 from tiercheck_sidecar.exchange import handshake, server
-from tiercheck_sidecar.exchange.frames import PIECE, BytePace, SealedChunk, Wire
+from tiercheck_sidecar.exchange.frames import BytePace, SealedChunk, Wire
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Frame
 
 
@@ -30,13 +30,8 @@ class PlainWire(Wire):
     ) -> None:
         super().send_chunk(file, index, offset, length, pace, bare=True)
 
-    def receive_into(
-        self, view: memoryview, sealed: SealedChunk | None = None, look: Callable[[memoryview], None] = print
-    ) -> bool:
-        for begin in range(0, len(view), PIECE):
-            piece = view[begin : begin + PIECE]
-            self._fill(piece)
-            look(piece)
+    def receive_into(self, view: memoryview, sealed: SealedChunk | None = None) -> bool:
+        self._fill(view)
         return False
 
 

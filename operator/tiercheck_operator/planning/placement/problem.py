@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tiercheck_operator.planning.topology import Topology
 
@@ -116,9 +117,9 @@ class PlacementProblem:
     def workers(self) -> int:
         return len(self.node)
 
-    @property
+    @cached_property
     def one_node(self) -> bool:
-        """Whether there is no other node to keep a copy on."""
+        """Whether there is no other node to keep a copy on. Asked for each worker, so found out once."""
         return len(set(self.node)) <= 1
 
     def apart(self, level: int, a: int, b: int) -> bool:

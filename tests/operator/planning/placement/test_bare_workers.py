@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,3 +51,22 @@ def test_covering_takes_only_further_copies_and_breaks_no_limit(seats, copies: i
                 assert len(guests) >= ground.limit[holder]
                 rests = [tuple(h for h in covered[w] if h != holder) for w in guests]
                 assert all(is_bare(ground, w, rest) for w, rest in zip(guests, rests, strict=True))
+
+
+class CountedNodes(list[int]):
+    """Counts how often somebody looks through all of them."""
+
+    looks = 0
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_whether_there_is_another_node_is_not_found_out_anew_for_each_worker() -> None:
+    cluster = uneven([[2, 2], [2, 2]])
+    ground = PlacementProblem.of(cluster.sites, cluster.topology, 1, None, ())
+    nodes = CountedNodes(ground.node)
+    ground = replace(ground, node=nodes)
+    assert [worker for worker in range(ground.workers) if is_bare(ground, worker, (worker,))] == [*range(8)]
+    assert nodes.looks <= 1
