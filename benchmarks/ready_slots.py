@@ -190,7 +190,6 @@ def figures(found: dict[str, Any]) -> list[Figure]:
             seconds_text(found["step beside"]),
             f"alone: {seconds_text(found['step alone'])}",
             found["step beside"] / found["step alone"],
-            note=f"median, one thread that never waits; a loop of the sidecar is late by "
-            f"{seconds_text(found['late'])} at the most",
+            note=f"median; a loop of the sidecar is late by {seconds_text(found['late'])} at the most",
         ),
     ]

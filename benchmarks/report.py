@@ -212,7 +212,7 @@ def _on_others(elsewhere: list[Entry]) -> list[str]:
 
 def _ratio_there(figure: Figure, there: dict[str, Figure]) -> str:
     found = there.get(figure.name)
-    return "" if found is None or found.ratio is None else found.ratio_text
+    return "" if found is None or found.ratio is None else found.ratio_text.replace(" ", "")
 
 
 def _promised(figure: Figure) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -120,6 +119,8 @@ class Simulation(World):
         self._seen_of_it = 0
         """How often what the first of them waits for has been recorded."""
         self._struck_at = START
+        self._due = 0
+        """Strikes whose moment has come, but not their time."""
         self._seconds = 0
         self._wake = 0.0
         self._seen: tuple[Any, ...] = ()
@@ -155,8 +156,13 @@ class Simulation(World):
         ):
             self._seen_of_it += 1
             if self._seen_of_it == self._awaited[0].count:
-                fault, self._seen_of_it, self._struck_at = self._awaited.pop(0), 0, math.inf
-                self.later(fault.at, lambda: self._strike(fault))
+                fault, self._seen_of_it = self._awaited.pop(0), 0
+                self._due += 1
+                self.later(fault.at, lambda: self._strike_in_time(fault))
+
+    def _strike_in_time(self, fault: Fault) -> None:
+        self._due -= 1
+        self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
         from tests.simulation.faults import strike
@@ -194,7 +200,7 @@ class Simulation(World):
     def _wait_for_strikes(self, lull: float) -> None:
         """Until the last one is some time ago. One whose moment never comes strikes at the end."""
         end = START + self.plan.seconds
-        while self._awaited or self.now < self._struck_at + lull:
+        while self._awaited or self._due or self.now < self._struck_at + lull:
             if self._awaited and self.now >= end:
                 self._strike(self._awaited.pop(0))
             self.advance(self.now + _GLANCE)
