@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.pages import in_place
-from tests.simulation.plan import FIRST_SMALL
 from tests.simulation.store import Folder
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
@@ -554,16 +553,12 @@ class _Line:
         """Verdicts come some time, and never before a connection is known to be dead."""
 
         def push(answer: TierAnswer) -> None:
-            in_order = _Line.world.plan.seed >= FIRST_SMALL
-            if in_order:
-                self._coming.append(answer)
+            self._coming.append(answer)
 
             def arrive(process: Process) -> None:
                 if process.dead:
                     return
-                if not in_order:
-                    self._heard(decode(encode(answer), TierAnswer))
-                elif any(each is answer for each in self._coming):
+                if any(each is answer for each in self._coming):
                     self._hear_up_to(answer)
                 process.note_verdict()
 
