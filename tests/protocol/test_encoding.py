@@ -153,7 +153,14 @@ class Notebook:
     more: tuple[Notebook, ...] = ()
 
 
-@given(st.from_type(Notebook))
+def notebooks(more: st.SearchStrategy[tuple[Notebook, ...]]) -> st.SearchStrategy[Notebook]:
+    numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3).map(tuple)
+    changes = st.builds(Grown, st.integers()) | st.builds(Shrunk, st.none() | st.floats(0, 9))
+    names, tables = st.lists(st.text(), max_size=3), st.dictionaries(st.integers(), numbers, max_size=3)
+    return st.builds(Notebook, names, tables, changes, st.sampled_from(Kind), more)
+
+
+@given(notebooks(st.lists(notebooks(st.just(())), max_size=2).map(tuple)))
 def test_lists_tables_and_unions_survive(note: Notebook) -> None:
     assert from_json(to_json(note), Notebook) == note
 
