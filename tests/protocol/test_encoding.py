@@ -155,7 +155,9 @@ class Notebook:
 
 def notebooks(more: st.SearchStrategy[tuple[Notebook, ...]]) -> st.SearchStrategy[Notebook]:
     numbers = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3).map(tuple)
-    changes = st.builds(Grown, st.integers()) | st.builds(Shrunk, st.none() | st.floats(0, 9))
+    changes = st.builds(Grown, st.integers(-(2**63), 2**63 - 1)) | st.builds(
+        Shrunk, st.none() | st.floats(0, 9)
+    )
     names, tables = st.lists(st.text(), max_size=3), st.dictionaries(st.integers(), numbers, max_size=3)
     return st.builds(Notebook, names, tables, changes, st.sampled_from(Kind), more)
 
