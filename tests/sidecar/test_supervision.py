@@ -20,7 +20,7 @@ import pytest
 
 from tests.sidecar.exchange.test_exchange_fetch import copied
 from tests.sidecar.stations import Stations
-from tests.sidecar.world import FakeLauncher, until
+from tests.sidecar.world import DEADLINE, FakeLauncher, until
 from tiercheck import supervised
 from tiercheck.protocol.directive import Phase, RankSources, Restore, Source, Tier
 from tiercheck.protocol.report import RestoreState
@@ -303,10 +303,12 @@ def test_launcher_that_gets_no_orders_any_more_can_come_again(
     listener = TrainerSocket(station.state, station.vault, object())  # type: ignore[arg-type]
     listener.start()
     real, failures = SidecarState.wait, iter(["once"])
+    introduced = threading.Event()  # it is hung up on while it waits, not while it still speaks
 
     def wait(state: SidecarState, seen: int, timeout: float) -> int:
         if threading.current_thread().name == "orders":
             for _ in failures:
+                introduced.wait(DEADLINE)
                 fail()
         return real(state, seen, timeout)
 
@@ -314,6 +316,7 @@ def test_launcher_that_gets_no_orders_any_more_can_come_again(
     path = station.state.config.socket_path
     try:
         first = FakeLauncher(path)
+        introduced.set()
         with first.socket.makefile("rb") as lines:
             assert len(lines.readlines()) == 1, "one order, then it is hung up"
         second = FakeLauncher(path)
