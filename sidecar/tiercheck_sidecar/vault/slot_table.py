@@ -45,7 +45,7 @@ class Guarded(Generic[T]):
 
     def __init__(self, content: T) -> None:
         self.__content = content
-        self._lock = threading.RLock()
+        self._lock = threading.Condition(threading.RLock())
 
     def __enter__(self) -> T:
         self._lock.acquire()
@@ -55,6 +55,16 @@ class Guarded(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.release()
+
+    def wait_until(self, holds: Callable[[T], bool]) -> None:
+        """Asked again with every `tell`."""
+        with self._lock:
+            self._lock.wait_for(lambda: holds(self.__content))
+
+    def tell(self) -> None:
+        """What somebody waits for may hold now."""
+        with self._lock:
+            self._lock.notify_all()
 
 
 log = logging.getLogger(__name__)
@@ -242,6 +252,10 @@ class SlotTable:
             fit = min(lack, max(0, left) // sizing.cost(size))
             found, left = found + fit, left - fit * sizing.cost(size)
         return found
+
+    def is_making(self, pool: Pool) -> bool:
+        """Whether a slot of it is being allocated."""
+        return any(slot.state is SlotState.ALLOCATING for slot in self._pools.get(pool, {}).values())
 
     def _missing(self, kinds: tuple[Kind, ...]) -> list[tuple[int, Pool, int, int]]:
         """Of own ranks with fewer slots than the plan wants, kind by kind those with the fewest first: slots,

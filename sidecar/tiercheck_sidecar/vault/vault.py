@@ -25,7 +25,7 @@ from tiercheck_sidecar.vault.inventory import fault, take_inventory
 from tiercheck_sidecar.vault.pages import step_back, touch_on_node
 from tiercheck_sidecar.vault.seal import Seal, write_seal
 from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, remove_files
-from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Slot, SlotState, create
+from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Pool, Slot, SlotState, create
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where, where
 from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
@@ -193,6 +193,9 @@ class Vault:
         if reason:
             raise MemoryTooSmall(reason)
         self.tidy()
+        # `prepare` may be making one of them, and a trainer that was told they are there would find none.
+        snapshots = Pool(Tier.LOCAL, rank, Kind.SNAPSHOT)
+        self._table.wait_until(lambda table: not table.is_making(snapshots))
 
     def too_small(self) -> str:
         """Why saving is refused, with the numbers; empty if memory is large enough."""
@@ -366,6 +369,8 @@ class Vault:
         try:
             with touch_on_node(numa):
                 slot.adopt(create(slot.path, slot.size, hands))
+            with self._table:
+                slot.state = state
         except OSError as error:
             log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)
             with self._table as table:
@@ -375,8 +380,8 @@ class Vault:
             with self._table as table:
                 table.forget([slot])
             raise
-        with self._table:
-            slot.state = state
+        finally:
+            self._table.tell()
         return True
 
     def _grow(self, *kinds: Kind) -> None:

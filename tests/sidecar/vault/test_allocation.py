@@ -97,6 +97,31 @@ def test_slot_that_several_hands_make_is_all_there(tmp_path: Path, hands: int) -
     assert not any(area[:: 1 << 20])
 
 
+def test_snapshot_slots_are_all_there_when_a_trainer_hears_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes them: one of them may be in the hands of those who make ready what is missing."""
+    vault = Vault(tmp_path / "memory", PLENTY, RANKS[:1])
+    vault.open()
+    told, making = threading.Event(), threading.Event()
+    behind = threading.Thread(target=vault.prepare)
+
+    def slow_behind(_: str) -> None:
+        if threading.current_thread() is behind:
+            making.set()
+            told.wait(0.2)
+        elif not making.is_set():
+            behind.start()
+            making.wait(60)
+
+    recorded(monkeypatch, slow_behind)
+    vault.reserve(0, SIZE)
+    told.set()
+    paths = {vault.begin(0, Version(step, 1)) for step in range(OWN_SLOTS)}
+    behind.join()
+    assert len(paths) == OWN_SLOTS
+
+
 def test_slots_are_freed_while_others_are_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes minutes, and who frees slots would be late for every capture."""
     config = SidecarConfig(
