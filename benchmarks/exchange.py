@@ -7,7 +7,8 @@ sends from and receives into a small buffer that stays in the cache, and looks a
 control that ours asks for. Ours sends a whole artifact from one process's memory volume into another's,
 checks every byte, seals it and acknowledges; the first two rounds make the holder's slots. Without iperf3 the
 limit is the same thing in Python, and says so. Each round measures the limit and then ours, because other
-work on the machine slows both; figures are the best of the rounds. GB/s are 10^9 bytes per second.
+work on the machine slows both; with and without tags are first by turns. Figures are the best of the rounds.
+GB/s are 10^9 bytes per second.
 
 Each round also goes over plain connections (no tags, `plain_wire`) and over encrypted ones. Beside the rates
 stand the bytes for each second of processor time of both ends together: what a core can do, whatever else the
@@ -97,9 +98,9 @@ def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, An
                 per_core.setdefault("limit", []).append(sent / (_used_here() - used) / 1e9)
                 for way, tagger in (("plain ", None), ("", owner.state.tagger(seal.artifact))):
                     per_core.setdefault(f"{way}seal", []).append(owner.sealing(seal, tagger))
-                with plain_wires():
-                    both_ways("plain ", seal, 3)
-                both_ways("", seal, 1)
+                for plain in (True, False) if step % 2 else (False, True):
+                    with plain_wires() if plain else nullcontext():
+                        both_ways("plain " if plain else "", seal, 3 if plain else 1)
                 with owner.line(2) as other:
                     _push(owner, seal, other)
                 owner.forget()
