@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,12 @@ def product() -> dict[str, Path]:
 
 
 PRODUCT = product()
-TREES = {name: ast.parse(path.read_text()) for name, path in PRODUCT.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Of the whole product. Seconds: only who asks pays for it, not every process that collects tests."""
+    return {name: ast.parse(path.read_text()) for name, path in PRODUCT.items()}
 
 
 def python_files() -> list[str]:
@@ -80,7 +86,7 @@ def imports_of(name: str) -> Iterator[str]:
                     yield from executed(full if full in PRODUCT else child.module)
             yield from visit(child)
 
-    return visit(TREES[name])
+    return visit(trees()[name])
 
 
 def circles() -> list[list[str]]:
@@ -114,7 +120,7 @@ def circles() -> list[list[str]]:
 
 def test_no_two_classes_share_a_name() -> None:
     places = collections.defaultdict(list)
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name)
@@ -162,7 +168,7 @@ def names_in(tree: ast.AST) -> set[str]:
 
 
 def test_what_benchmarks_and_tests_import_of_the_product_is_there() -> None:
-    known = {name: names_in(tree) for name, tree in TREES.items()}
+    known = {name: names_in(tree) for name, tree in trees().items()}
     missing = [
         f"{path}: {node.module}.{alias.name}"
         for path in python_files()
