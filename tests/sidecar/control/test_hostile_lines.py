@@ -197,6 +197,7 @@ def test_coordinator_that_lies_is_given_up(
 ) -> None:
     world = make_world(workers=2)
     monkeypatch.setattr(tier_line, "_CONNECT_PATIENCE", 1.0)
+    monkeypatch.setattr(tier_line, "_PATIENCE", 0.4)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(world.root / "credentials" / "tls.crt", world.root / "credentials" / "tls.key")
     over = threading.Event()
