@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             ordered += tests
         del waiting[:1], computing[:2]
     items[:] = ordered
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the collector need not look at it again and again."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
