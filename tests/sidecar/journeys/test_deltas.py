@@ -126,7 +126,7 @@ def test_restarted_sidecar_keeps_verified_snapshots_and_deltas_of_every_size(mak
         keep_delta(rank, 2, 100)
         keep_delta(rank, 3, DELTA)
         until(lambda: world.report(0).watermarks.local == Version(3, 1), "sealed")
-        torn = rank.begin(4, Kind.DELTA).path
+        torn = until(lambda: rank.begin(4, Kind.DELTA).path, "a slot for the delta of step 4")
         rank.write(torn, 4, finish=False, kind=Kind.DELTA, plan=layout(500))
         world.kill(0)
     world.start(0)
