@@ -17,7 +17,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import msgspec
@@ -49,7 +49,8 @@ _KEPT = 60.0
 """Seconds that a second connection is kept for the next call: between the question what is held, the
 directive to restore and the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
 _MOST_KEPT = 512
-"""Of a job: with more workers than that, their memory costs more than the handshakes of the others."""
+"""Of all jobs together: with more workers than that, their memory costs more than the handshakes of the
+others."""
 _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
 _FIRST_RETRY = 0.2
@@ -80,6 +81,9 @@ def _url(address: str, path: str) -> str:
 class JobSidecars:
     """The sidecars of one job. Use inside a running event loop; `close` ends all calls."""
 
+    _kept: ClassVar[set[str]] = set()
+    """Hosts to which a second connection is kept, by any job of this process."""
+
     def __init__(
         self,
         job_uid: str,
@@ -103,8 +107,6 @@ class JobSidecars:
         self._skew = ClockSkew()
         self._directives = DirectiveEncoder()
         self._hosts: dict[str, str] = {}
-        self._kept: set[str] = set()
-        """Hosts to which a second connection is kept."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent: set[str] = set()
         self._again: set[str] = set()
