@@ -55,11 +55,9 @@ _BEAT = 0.25
 """Seconds between two signs of life of the event loop."""
 
 
-_COLLECT_AFTER = (5_000, 4, 10)
-"""Objects that were made and not freed, until garbage is looked for among them; rounds of that, until it is
-looked for among what was left over. By Python's own 700, looking took half of a recovery's processor time:
-what workers hold is many objects that are no garbage. But kopf leaves each object of a listing as garbage in
-a circle, some 35 KiB for a pod: were old garbage looked for more rarely, a listing would stay whole."""
+_COLLECT_AFTER = 20_000
+"""Objects that were made and not freed, until garbage is looked for. By Python's own 700, looking took half
+of a recovery's processor time: what workers hold is many objects that are no garbage."""
 _LISTED_AT_ONCE = 100
 """Objects that a first listing brings at once: a pod takes a hundred KiB until what matters of it is kept."""
 _RECEIVED_AT_ONCE = 2 * 1024
@@ -435,7 +433,7 @@ def prepare_process() -> None:
     """For thousands of sidecars, each with a connection or two and a report of hundreds of objects."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_COLLECT_AFTER)
+    gc.set_threshold(_COLLECT_AFTER, 10, 20)
     with contextlib.suppress(AttributeError):  # not every C library has it
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # threads wait for the API server; each had some MiB
     sslproto.SSLProtocol.max_size = _RECEIVED_AT_ONCE
