@@ -17,7 +17,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import msgspec
@@ -49,7 +49,8 @@ _KEPT = 60.0
 """Seconds that a second connection is kept for the next call: between the question what is held, the
 directive to restore and the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
 _MOST_KEPT = 512
-"""Of a job: with more workers than that, their memory costs more than the handshakes of the others."""
+"""Of all jobs together: with more workers than that, their memory costs more than the handshakes of the
+others."""
 _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
 _FIRST_RETRY = 0.2
@@ -80,6 +81,9 @@ def _url(address: str, path: str) -> str:
 class JobSidecars:
     """The sidecars of one job. Use inside a running event loop; `close` ends all calls."""
 
+    _kept: ClassVar[set[str]] = set()
+    """Hosts to which a second connection is kept, by any job of this process."""
+
     def __init__(
         self,
         job_uid: str,
@@ -103,15 +107,13 @@ class JobSidecars:
         self._skew = ClockSkew()
         self._directives = DirectiveEncoder()
         self._hosts: dict[str, str] = {}
-        self._kept: set[str] = set()
-        """Hosts to which a second connection is kept."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent: set[str] = set()
         self._again: set[str] = set()
         """Whom to ask at once."""
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._failed: dict[str, asyncio.Event] = {}
-        """Set when a call has shown that a long poll waits in vain."""
+        self._waiting: dict[str, asyncio.Timeout] = {}
+        """The long polls under way; ended when a call has shown that one waits in vain."""
         self._gate, self._gate_of_silent = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_CALLS)
         self._holdings = True
         self._reports: dict[str, WorkerReport] = {}
@@ -131,14 +133,13 @@ class JobSidecars:
             self._kept.discard(self._hosts[uid])
             self._again.discard(uid)
             self._silent.discard(uid)
-            for table in (self._hosts, self._failed, self._reports):
+            for table in (self._hosts, self._waiting, self._reports):
                 table.pop(uid, None)
         for uid, host in hosts.items():
             if uid not in self._hosts:
                 self._hosts[uid] = host
                 if len(self._kept) < _MOST_KEPT:
                     self._kept.add(host)
-                self._failed[uid] = asyncio.Event()
                 self._reports[uid] = WorkerReport(None, None, None)
                 self._tasks[uid] = asyncio.create_task(self._listen(uid, host), name=f"sidecar {host}")
 
@@ -190,11 +191,11 @@ class JobSidecars:
         await self._session.close()
 
     async def _listen(self, uid: str, host: str) -> None:
-        serial, wait, failed = -1, 0.0, self._failed[uid]
+        serial, wait = -1, 0.0
         while True:
             due = self._clock() + wait
             try:
-                report = await self._poll_unless(failed, uid, host, serial, wait)
+                report = await self._poll_unless_in_vain(uid, host, serial, wait)
                 if report is not None:
                     self._heard(uid, report)
                     if wait == 0:
@@ -217,27 +218,23 @@ class JobSidecars:
         many = len(self._hosts)
         return max(self._poll, many / _POLLS_PER_SECOND), max(_BREATH, many / _ANSWERS_PER_SECOND)
 
-    async def _poll_unless(
-        self, failed: asyncio.Event, uid: str, host: str, serial: int, wait: float
-    ) -> Report | None:
+    async def _poll_unless_in_vain(self, uid: str, host: str, serial: int, wait: float) -> Report | None:
         """The next report; None if a call has failed in the meantime."""
         if wait == 0:
             return await self._get_all(uid, host, polls=True)
-        failed.clear()
         query = {"after": str(serial), "wait": f"{wait:g}", **({} if self._holdings else _BARE)}
-        call = asyncio.create_task(
-            self._request(
-                "GET", host, "/v1/report", body=None, query=query, seconds=wait + self._call, polls=True
-            )
-        )
-        interrupt = asyncio.create_task(failed.wait())
+        seconds = wait + self._call
         try:
-            await asyncio.wait({call, interrupt}, return_when=asyncio.FIRST_COMPLETED)
-            return await call if call.done() else None
+            async with asyncio.timeout(None) as waiting:
+                self._waiting[uid] = waiting
+                return await self._request(
+                    "GET", host, "/v1/report", body=None, query=query, seconds=seconds, polls=True
+                )
+        except TimeoutError:
+            return None
         finally:
-            for task in (call, interrupt):
-                task.cancel()
-            await asyncio.gather(call, interrupt, return_exceptions=True)
+            if self._waiting.get(uid) is waiting:
+                del self._waiting[uid]
 
     async def _ask(self, uid: str, host: str) -> None:
         """As often as somebody wants to know, one call after the other."""
@@ -249,8 +246,8 @@ class JobSidecars:
                     self._wake()
                 except SidecarError as error:
                     await self._lost(uid, host, str(error), self._clock())
-                    if uid in self._failed:
-                        self._failed[uid].set()
+                    if (waiting := self._waiting.pop(uid, None)) is not None:
+                        waiting.reschedule(0)
         finally:
             if self._asking.get(uid) is asyncio.current_task():
                 del self._asking[uid]

@@ -220,6 +220,26 @@ async def test_of_thousands_of_workers_some_second_connections_are_kept(
         assert (sidecar.connection.lower() == "close") is closed
 
 
+async def test_second_connections_of_all_jobs_together_are_bounded(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    listening.follow({})
+    other = JobSidecars("other-uid", CREDENTIALS, lambda: None)
+    with patch("tiercheck_operator.sidecars._MOST_KEPT", 1):
+        other.follow({"other-pod": "127.0.0.2"})
+        listening.follow({uid: HOST})
+        await until(lambda: heard(listening, uid))
+        await listening.push(uid, a_directive())
+        assert sidecar.connection.lower() == "close"
+        await other.close()
+        listening.follow({})
+        listening.follow({uid: HOST})
+        await until(lambda: heard(listening, uid))
+        await listening.push(uid, a_directive())
+        assert sidecar.connection.lower() != "close"
+
+
 def bare(report: Report) -> Report:
     return dataclasses.replace(report, holdings=(), tells_holdings=False)
 

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,7 +114,10 @@ class JobLoop:
 
     def start(self) -> None:
         metadata = self._raw["metadata"]
-        self._task = asyncio.create_task(self._run(), name=f"job {metadata['namespace']}/{metadata['name']}")
+        # An empty context: that of kopf's handler would keep the event, with the whole job, as long as this.
+        self._task = asyncio.create_task(
+            self._run(), name=f"job {metadata['namespace']}/{metadata['name']}", context=Context()
+        )
 
     def changed(self, raw: Mapping[str, Any]) -> None:
         """A watch event; one that is older than what we wrote ourselves is ignored, as is a second job for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
 
@@ -125,6 +126,20 @@ async def test_finished_job_that_is_kept_costs_the_api_server_nothing(phase: str
         with pytest.raises(_Seen):
             await loop._reconcile()
     assert bool(kube.asked) is asks
+
+
+async def test_loop_keeps_nothing_of_the_event_that_started_it() -> None:
+    """What kopf's handlers run in holds the event, which is the whole job once more."""
+    event: ContextVar[str] = ContextVar("event", default="nothing")
+    seen: list[str] = []
+    kube = StandIn(finished_job())
+    loop = JobLoop(new_job(), surroundings(kube, gone=lambda uid: seen.append(event.get())))
+    kube.job = None
+    event.set("the whole job")
+    loop.start()
+    await until(lambda: seen)
+    await ends(loop.stop())
+    assert seen == ["nothing"]
 
 
 @pytest.mark.parametrize("between", TURNS)
