@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from aiohttp import web
 
 from tests.operator.moments import TURNS, ends, turns
 from tests.operator.moments import until as until_turn
@@ -285,6 +286,26 @@ async def test_sidecar_that_stops_answering_is_silent_from_then_on(
     runner = await serve(served, CREDENTIALS, tmp_path)
     await until(lambda: listening.reports[uid].silent_since is None)
     await runner.cleanup()
+
+
+async def test_long_poll_ends_once_a_call_beside_it_has_shown_that_it_waits_in_vain(
+    sidecar: ServedSidecar,
+) -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        return web.Response(status=503)
+
+    client = JobSidecars("job-uid", CREDENTIALS, lambda: None, poll_seconds=600.0, call_seconds=5.0)
+    uid = sidecar.report.pod_uid
+    try:
+        client.follow({uid: HOST})
+        await until(lambda: 600.0 in sidecar.asked)
+        sidecar.answer = refuse
+        client.probe(uid)
+        await until(lambda: client.reports[uid].silent_since)
+        sidecar.answer = None
+        await until(lambda: client.reports[uid].silent_since is None)
+    finally:
+        await client.close()
 
 
 @pytest.mark.parametrize("first_port", [None, 12470], ids=["usual ports", "ports of its own"])
