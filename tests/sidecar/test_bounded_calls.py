@@ -110,10 +110,10 @@ def test_connection_of_a_call_that_is_left_behind_is_cut() -> None:
         wire, ended = Wire(connection), threading.Event()
 
         def listen(call: BoundedCall) -> None:
-            call.own(wire)
             try:
+                call.own(wire)
                 wire.receive(Say)
-            except WireBroken:
+            except (WireBroken, LeftBehind):  # which one: whether it was left behind before it began
                 ended.set()
 
         with pytest.raises(Stalled):

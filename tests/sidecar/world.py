@@ -263,7 +263,7 @@ class World:
     ) -> tuple[int, bytes]:
         """One call of the control API, as the operator makes it."""
         context = ssl.create_default_context(cafile=str(self.root / "credentials" / "ca.crt"))
-        raw = socket.create_connection((self.host(worker), self.first_port(worker)), timeout=10)
+        raw = socket.create_connection((self.host(worker), self.first_port(worker)), timeout=DEADLINE)
         connection = http.client.HTTPConnection(self.host(worker), names.CONTROL_PORT)
         try:
             connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.sidecar.control.test_tier_line import Far
 from tests.sidecar.stations import Stations
-from tests.sidecar.world import JOB_UID, World, until
+from tests.sidecar.world import DEADLINE, JOB_UID, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.control import tier_line
@@ -52,7 +52,7 @@ def connect(world: World) -> Iterator[Connect]:
     context = ssl.create_default_context(cafile=str(world.root / "credentials" / "ca.crt"))
 
     def connect(worker: int = 0, more: bytes = b"") -> ssl.SSLSocket:
-        raw = socket.create_connection((world.host(worker), names.CONTROL_PORT), 10, (world.host(2), 0))
+        raw = socket.create_connection((world.host(worker), names.CONTROL_PORT), DEADLINE, (world.host(2), 0))
         connection = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
         opened.append(connection)
         head = f"GET {PATH} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n"

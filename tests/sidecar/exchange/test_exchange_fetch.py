@@ -59,7 +59,22 @@ class Cable(Wire):
 def test_artifact_comes_back_from_two_holders_at_once(stations: MakeStations) -> None:
     job = stations(workers=3)
     seal, artifact, content = copied(job)
-    fetched = fetch(job[0].vault, artifact, job[0].dials(1, 2))
+    asked = {1: threading.Event(), 2: threading.Event()}
+
+    def dialled(holder: int) -> Dial:
+        class Together(Wire):
+            def __init__(self) -> None:
+                self.__dict__ = job[0].connect(holder).__dict__
+
+            def send_index(self, index: int) -> None:
+                """None is asked before the other is, too: one alone might bring everything."""
+                asked[holder].set()
+                assert all(event.wait(20) for event in asked.values())
+                super().send_index(index)
+
+        return Dial(holder, Together)
+
+    fetched = fetch(job[0].vault, artifact, [dialled(1), dialled(2)])
     assert fetched.workers == (1, 2), "each brought a part"
     assert fetched.seal == seal
     assert not fetched.bad
