@@ -1,6 +1,6 @@
 """Measures copies between sidecars against plain sockets on the same machine in the same minute.
 
-    python -m benchmarks.exchange [--mebibytes 512] [--rounds 5] [--deltas 50]
+    python -m benchmarks.exchange [--mebibytes 512] [--rounds 11] [--deltas 50]
 
 The limit is iperf3 over loopback with as many streams (Debian: `apt-get install iperf3`): a C program that
 sends from and receives into a small buffer that stays in the cache, and looks at no byte, with the congestion
@@ -60,7 +60,7 @@ _HOLDERS = (1, 2)
 _LIMIT_SECONDS = 1.0
 
 
-def run(mebibytes: int = 512, rounds: int = 5, deltas: int = 50) -> dict[str, Any]:
+def run(mebibytes: int = 512, rounds: int = 11, deltas: int = 50) -> dict[str, Any]:
     """The figures by name: rates in GB/s, ratios to the limit, milliseconds of a delta of 1 MiB."""
     shared = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="tiercheck-exchange-", dir=shared if shared.is_dir() else None))
@@ -439,7 +439,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mebibytes", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--deltas", type=int, default=50)
     arguments = parser.parse_args()
     figures = run(arguments.mebibytes, arguments.rounds, arguments.deltas)
