@@ -64,6 +64,9 @@ class Proxy:
     """Requests that were passed on, in order of arrival."""
     answered: Callable[[Seen, bytes, int], None] = lambda seen, body, status: None
     """Told of each of them, with its body and the server's status, before the client is."""
+    stored: set[int] = field(default_factory=set)
+    """Parts that the server has taken. To list them while it does makes moto's ETags wrong: it digests a part
+    when it is first asked, in two threads at once from one buffer."""
 
     def parts(self) -> list[int]:
         """Numbers of the parts that reached the server."""
@@ -112,6 +115,8 @@ def proxying(endpoint: str) -> Iterator[Proxy]:
                 onward.endheaders(body)
                 response = onward.getresponse()
                 content = response.read()
+                if seen.part and response.status == 200:
+                    proxy.stored.add(seen.part)
                 proxy.answered(seen, body, response.status)
                 kept = {
                     k: v
