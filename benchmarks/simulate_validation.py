@@ -330,7 +330,10 @@ def real_rows(page: str) -> list[dict[str, Any]]:
         ours, after = (
             [float(word.strip(" *")) for word in match[name].split(";")[:2]] for name in ("ours", "next")
         )
-        found.append({"what": match["what"], "cause": match["told"], "ours": ours, "next": after})
+        if len(after) == 2:
+            found.append(
+                {"what": match["what"], "cause": match["told"], "ours": ours * (3 - len(ours)), "next": after}
+            )
     return found
 
 
