@@ -88,7 +88,7 @@ def test_ranks_store_the_whole_state_together_and_replicas_a_share_each(
     slots = [SlotReader.open(sidecar.completed(Kind.SNAPSHOT)[4]) for sidecar in trained[kind].sidecars]
     held: dict[str, list[tuple[int, Piece]]] = {}
     for rank, slot in enumerate(slots):
-        for name, piece in slot.pieces().items():
+        for name, piece in slot.pieces.items():
             assert slot.tensors()[name].numel() == piece.count
             held.setdefault(name, []).append((rank, piece))
     for pieces in held.values():

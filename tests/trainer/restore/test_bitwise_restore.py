@@ -55,6 +55,42 @@ def test_run_continues_with_the_same_bits(tmp_path: Path, optimizer: str) -> Non
     assert second.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
 
 
+def test_second_restore_in_a_process_fills_the_moments_where_they_are(tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path)
+    run.train(2)
+    saved = run.state()
+    moments = {parameter: dict(state) for parameter, state in run.optimizer.state.items()}
+    run.checkpointer.wait()
+    for state in moments.values():
+        for value in state.values():
+            value.add_(1)
+    run.checkpointer.close()
+    with Checkpointer(run.model, run.optimizer, state={"data": run.data}, folder=tmp_path) as checkpointer:
+        assert checkpointer.restore() == 2
+    for parameter, state in moments.items():
+        assert all(run.optimizer.state[parameter][key] is value for key, value in state.items())
+    same_bits(run.state(), saved)
+
+
+def test_moments_that_somebody_shares_are_not_filled_where_they_are(tmp_path: Path) -> None:
+    run = Run(adamw, tmp_path)
+    run.train(2)
+    run.checkpointer.close()
+    parameters = list(run.optimizer.state)
+    expected = [run.optimizer.state[parameter]["exp_avg"].clone() for parameter in parameters]
+    for parameter in parameters:
+        shared = torch.zeros(2, *parameter.shape)
+        run.optimizer.state[parameter]["exp_avg"] = shared[0]
+        run.optimizer.state[parameter]["exp_avg_sq"] = parameter.detach()
+    with Checkpointer(run.model, run.optimizer, state={"data": run.data}, folder=tmp_path) as checkpointer:
+        assert checkpointer.restore() == 2
+    for parameter, before in zip(parameters, expected, strict=True):
+        state = run.optimizer.state[parameter]
+        assert torch.equal(state["exp_avg"], before)
+        assert state["exp_avg_sq"].data_ptr() != parameter.data_ptr()
+        assert state["exp_avg"].untyped_storage().nbytes() == before.nbytes
+
+
 def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
     run = Run(adamw, tmp_path)
     before = run.state()

@@ -94,7 +94,7 @@ class _Saved:
         self._others = others
         try:
             self._notes = [self._note(rank) for rank in range(others.world_size)]
-            beginnings = [(slot.header, slot.pieces()) for slot in others.beginnings]
+            beginnings = [(slot.header, slot.pieces) for slot in others.beginnings]
             names = [
                 {place.name: note.fqn(place.name) for place in header.tensors}
                 for (header, _), note in zip(beginnings, self._notes, strict=True)

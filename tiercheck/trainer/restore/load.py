@@ -47,7 +47,7 @@ def load_all(
     Everything is checked before anything is written, so a refused checkpoint leaves the state as it was.
     Collective if replicas have saved it in shares.
     """
-    tensors, pieces = slot.tensors(), slot.pieces()
+    tensors, pieces = slot.tensors(), slot.pieces
     tensors.ensure_whole()
     if len(optimizers) != len(facts["optimizers"]):
         raise DifferentState(
@@ -70,8 +70,9 @@ def load_all(
     for module, _, extra in modules_beside(beside or {}, extra_beside):
         if extra:
             module.load_state_dict(extra, strict=False)
+    present = _Present(optimizers, held)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
-        wanted += _load_optimizer(index, optimizer, model, saved, slot)
+        wanted += _load_optimizer(index, optimizer, model, saved, slot, present=present)
     _fill(wanted, shares, tensors, pieces)
 
 
@@ -85,7 +86,7 @@ def refuse_lost(own: Sequence[Entry], held: Callable[[Tensor], bool], stored: Co
 
 def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
     """Whether the model's tensors lie in the slot, each as the part of the whole that it is here."""
-    pieces = slot.pieces()
+    pieces = slot.pieces
     names = {name for name in slot.tensors() if name.startswith("model/")}
     return names == {entry.name for entry in entries if entry.name.startswith("model/")} and all(
         pieces.get(entry.name, entry.piece) == entry.piece for entry in entries if entry.piece is not None
@@ -217,23 +218,27 @@ def _load_optimizer(
     model: nn.Module,
     saved: Mapping[str, Any],
     slot: SlotReader,
+    *,
+    present: _Present,
 ) -> list[tuple[str, Tensor, Tensor]]:
     """Rebuild its state, empty; the tensors to fill: name, the tensor itself, its local shard."""
     group_as_saved(optimizer, model, saved)
     set_hyper_parameters(optimizer, saved["groups"])
     kept.put_attributes(optimizer, saved.get("attributes", {}))
     optimizer.state.clear()
-    tensors, pieces = slot.tensors(), slot.pieces()
+    tensors, pieces = slot.tensors(), slot.pieces
     wanted: list[tuple[str, Tensor, Tensor]] = []
 
-    def rebuilt(stored: str, described: Mapping[str, Any], parameter: Tensor) -> Tensor:
+    def rebuilt(stored: str, described: Mapping[str, Any], parameter: Tensor, prefix: str = "") -> Tensor:
         shape = pieces[stored].box.shape if stored in pieces else tuple(tensors[stored].shape)
         local, value = room_for(shape, tensors[stored].dtype, described, parameter)
+        local, value = present.take(parameter, stored.removeprefix(prefix), local, value)
         wanted.append((stored, value, local))
         return value
 
     for name, parameter in named_parameters_of(optimizer, model):
-        prefix, make = f"optimizer{index}/{name}/", partial(rebuilt, parameter=parameter)
+        prefix = f"optimizer{index}/{name}/"
+        make = partial(rebuilt, parameter=parameter, prefix=prefix)
         for entry in own_entries(prefix, name, parameter):
             if entry.name in tensors:  # else a module has it
                 wanted.append(
@@ -249,6 +254,41 @@ def _load_optimizer(
     make = partial(rebuilt, parameter=kept.NOBODYS)
     kept.put_back_others(optimizer, saved.get("others", ()), f"optimizer{index}/", make)
     return wanted
+
+
+class _Present:
+    """What optimizers have already. A tensor that fits is filled where it is: CUDA graphs keep its address,
+    and new memory takes longer than the copy."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], held: Callable[[Tensor], bool]) -> None:
+        """`held`: whether a model has it."""
+        self._state = {
+            parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()
+        }
+        self._held, self._taken = held, set[int]()
+
+    def take(self, parameter: Tensor, key: str, local: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """In place of `value` and its local shard, which are new: those that are here, if they are alike and
+        nobody else's."""
+        state = self._state.get(parameter)
+        found = state.get(key) if isinstance(state, Mapping) else None
+        if not isinstance(found, Tensor) or _form(found) != _form(value):
+            return local, value
+        shard = local_shard(found)
+        memory, place = shard.untyped_storage(), shard.untyped_storage().data_ptr()
+        if _form(shard) != _form(local) or memory.nbytes() != local.nbytes:
+            return local, value
+        if shard.is_inference() or place in self._taken or self._held(shard):
+            return local, value
+        self._taken.add(place)
+        return shard, found
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """All of a tensor but its content."""
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+    shape, stride = tensor.shape, tensor.stride() if tensor.layout is torch.strided else None
+    return type(tensor), tensor.dtype, tensor.device, shape, stride, tensor.requires_grad, mesh, placements
 
 
 def room_for(

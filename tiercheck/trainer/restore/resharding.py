@@ -93,7 +93,7 @@ class OtherRanks:
         """Of each tensor, who holds what of it."""
         found: dict[str, list[tuple[int, Piece]]] = {}
         for rank, slot in enumerate(self.beginnings):
-            for name, piece in slot.pieces().items():
+            for name, piece in slot.pieces.items():
                 found.setdefault(name, []).append((rank, piece))
         return found
 
@@ -102,7 +102,7 @@ class OtherRanks:
         """Of each tensor that is a rank's own affair, the ranks that have one of that name."""
         found: dict[str, list[int]] = {}
         for rank, slot in enumerate(self.beginnings):
-            pieces = slot.pieces()
+            pieces = slot.pieces
             for name in slot.tensors():
                 if name not in pieces:
                     found.setdefault(name, []).append(rank)

@@ -5,6 +5,7 @@ Ranks that have other shards than those that saved it put theirs together from t
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -74,11 +75,27 @@ class _Loaded:
     """Bytes of the longest delta, as far as known."""
 
 
+@dataclass(frozen=True)
+class _OpenSlot:
+    slot: SlotReader
+
+    @staticmethod
+    def open(path: str) -> _OpenSlot:
+        """Raises OSError, NotASlot."""
+        return _OpenSlot(SlotReader.open(path))
+
+    @functools.cached_property
+    def content(self) -> dict[str, Any]:
+        """The user blob. Raises KeyError, ValueError, NotCapturable."""
+        return user_state.unpack(self.slot.user_blob())
+
+
 class Restoring:
     """Of one restore, in the training thread."""
 
     def __init__(self, trained: TrainedState, backend: Backend) -> None:
         self._trained, self._backend = trained, backend
+        self._open_slot = functools.lru_cache(maxsize=1)(_OpenSlot.open)
 
     def load(self, offer: Offer) -> int:
         """Bring back what is offered; the bytes that a delta needs, 0 if nobody knows. Raises RestoreError or
@@ -169,7 +186,7 @@ class Restoring:
         """Who saved it (`contents.FORMAT`); empty: a Checkpointer. Raises RestoreError."""
         path = offer.path or (offer.borrow(0, ()) if offer.borrow is not None else "")
         try:
-            return SlotReader.open(path).header.metadata.get(FORMAT, "") if path else ""
+            return self._open_slot(path).slot.header.metadata.get(FORMAT, "") if path else ""
         except (OSError, NotASlot) as error:
             raise RestoreError(f"{offer.version} cannot be read from {path}: {error}") from error
 
@@ -181,19 +198,21 @@ class Restoring:
         if writer == IMPORT:
             return True
         shares = self._trained.shares
-        slot = SlotReader.open(offer.path) if offer.path else None
-        if slot is not None and were_saved_whole(slot.header.metadata.get(REPLICAS, "")):
-            shares.keep_whole(f"replicas differed when {slot.header.version} was saved")
+        opened = self._open_slot(offer.path) if offer.path else None
+        if opened is not None and were_saved_whole(opened.slot.header.metadata.get(REPLICAS, "")):
+            shares.keep_whole(f"replicas differed when {opened.slot.header.version} was saved")
         entries = shares.own(self._trained.inventories.take())
-        return is_true_anywhere(slot is None or not (fits(slot, entries) and self._is_kept_here(slot)))
+        return is_true_anywhere(
+            opened is None or not (fits(opened.slot, entries) and self._is_kept_here(opened))
+        )
 
-    def _is_kept_here(self, slot: SlotReader) -> bool:
+    def _is_kept_here(self, opened: _OpenSlot) -> bool:
         """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its
         own.
         """
         optimizers = self._trained.optimizers
         try:
-            saved = user_state.unpack(slot.user_blob())["facts"]["optimizers"]
+            saved = opened.content["facts"]["optimizers"]
         except (KeyError, NotCapturable):
             return True  # the load will say what is wrong with it
         if len(saved) != len(optimizers):
@@ -243,8 +262,8 @@ class Restoring:
     def _open(self, path: str, version: Version | None, kind: Kind) -> tuple[SlotReader, dict[str, Any]]:
         """A slot and its user blob. Raises RestoreError if it is not what it should be."""
         try:
-            slot = SlotReader.open(path)
-            content = user_state.unpack(slot.user_blob())
+            opened = self._open_slot(path)
+            slot, content = opened.slot, opened.content
         except (OSError, ValueError, KeyError, NotCapturable) as error:
             raise RestoreError(f"{version or kind.value} cannot be read from {path}: {error}") from error
         header = slot.header

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
@@ -161,7 +162,8 @@ class SlotReader:
         """All but the user blob and the table of pieces."""
         return self.stored
 
-    def pieces(self) -> dict[str, Piece]:
+    @functools.cached_property
+    def pieces(self) -> Mapping[str, Piece]:
         """What its tensors are of the whole, by name. Raises ValueError if the table is broken."""
         place = self.header.tensor(PIECES)
         return {} if place is None else read_pieces(self.buffer[place.begin : place.end])
