@@ -153,8 +153,7 @@ class JobSidecars:
             if wanted and known.holdings_at is None:
                 self.probe(uid)
             elif not wanted and known.report is not None and known.report.holdings:
-                bare = replace(known.report, holdings=(), tells_holdings=False)
-                self._reports[uid] = replace(known, report=bare, held_at=None)
+                self._reports[uid] = replace(known, report=_without_holdings(known.report), held_at=None)
 
     def probe(self, uid: str) -> None:
         """Ask now, beside the long poll that is under way. Who is silent is asked again and
@@ -165,7 +164,10 @@ class JobSidecars:
                 self._asking[uid] = asyncio.create_task(self._ask(uid, self._hosts[uid]))
 
     async def push(self, uid: str, directive: Directive) -> None:
-        """Tell the sidecar what is wanted. Raises SidecarError."""
+        """Tell the sidecar what is wanted. Raises SidecarError.
+
+        In a first attempt nothing is lost by a second handshake, and all workers of a job are told at once.
+        """
         host = self._hosts.get(uid)
         if host is None:
             raise SidecarError(f"pod {uid} is not followed")
@@ -178,6 +180,7 @@ class JobSidecars:
                 body=self._directives.encode(directive),
                 query=_BARE,
                 seconds=self._call,
+                keeps=directive.attempt > 1,
             ),
         )
 
@@ -274,11 +277,12 @@ class JobSidecars:
         query: Mapping[str, str],
         seconds: float,
         polls: bool = False,
+        keeps: bool = True,
     ) -> Report:
-        """`polls`: on the connection that long polls use."""
+        """`polls`: on the connection that long polls use. `keeps`: another may stay for the next call."""
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
-        headers = {} if host in self._kept or polls else {"Connection": "close"}
+        headers = {} if polls or (keeps and host in self._kept) else {"Connection": "close"}
         if body is not None:
             headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
         try:
@@ -323,6 +327,8 @@ class JobSidecars:
         same = before is not None and before.instance == report.instance
         if before is not None and same and report.serial < before.serial:
             return  # of a long poll, overtaken by the answer to a call
+        if not self._holdings and report.holdings:
+            report = _without_holdings(report)  # asked for when they still were wanted
         held_at = None
         if before is not None and same and self._holdings and not report.tells_holdings:
             held_at, report = known.holdings_at, replace(report, holdings=before.holdings)
@@ -379,6 +385,10 @@ def read_report(text: bytes) -> Report:
     report = decode_with(_REPORT.decode, text, _MOST_BODY)
     _share_equal_parts(report.holdings)
     return report
+
+
+def _without_holdings(report: Report) -> Report:
+    return replace(report, holdings=(), tells_holdings=False)
 
 
 def _share_equal_parts(holdings: Iterable[Holding]) -> None:

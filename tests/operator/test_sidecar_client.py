@@ -125,7 +125,7 @@ async def test_what_was_held_is_remembered_with_its_age_until_it_is_told_again(
     assert known.answered_at > told
 
 
-async def test_sidecar_of_an_older_release_tells_what_it_holds_all_the_same(
+async def test_what_a_sidecar_of_an_older_release_holds_is_told_unasked_and_not_kept(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid, sidecar.older = sidecar.report.pod_uid, True
@@ -134,8 +134,22 @@ async def test_sidecar_of_an_older_release_tells_what_it_holds_all_the_same(
     listening.follow({uid: HOST})
     await until(lambda: 30.0 in sidecar.asked)
     sidecar.tell(attempt=8)
+    await until(lambda: heard(listening, uid) == bare(sidecar.report))
+    assert listening.reports[uid].holdings_at is None
+    listening.want_holdings(True)
     await until(lambda: heard(listening, uid) == sidecar.report)
     assert listening.reports[uid].holdings_at == listening.reports[uid].answered_at
+
+
+async def test_what_is_held_is_not_kept_of_a_poll_that_asked_for_it_in_time(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: 30.0 in sidecar.asked)
+    listening.want_holdings(False)
+    sidecar.tell(holdings=HELD, attempt=8)
+    await until(lambda: listening.reports[uid].report == bare(sidecar.report))
 
 
 async def test_answer_that_a_later_one_has_overtaken_changes_nothing(listening: JobSidecars) -> None:
@@ -217,7 +231,7 @@ async def test_of_thousands_of_workers_some_second_connections_are_kept(
         with patch("tiercheck_operator.sidecars._MOST_KEPT", most):
             listening.follow({uid: HOST})
         await until(lambda: heard(listening, uid))
-        await listening.push(uid, a_directive())
+        await listening.push(uid, a_directive(attempt=2))
         assert (sidecar.connection.lower() == "close") is closed
 
 
@@ -231,25 +245,36 @@ async def test_second_connections_of_all_jobs_together_are_bounded(
         other.follow({"other-pod": "127.0.0.2"})
         listening.follow({uid: HOST})
         await until(lambda: heard(listening, uid))
-        await listening.push(uid, a_directive())
+        await listening.push(uid, a_directive(attempt=2))
         assert sidecar.connection.lower() == "close"
         await other.close()
         listening.follow({})
         listening.follow({uid: HOST})
         await until(lambda: heard(listening, uid))
-        await listening.push(uid, a_directive())
+        await listening.push(uid, a_directive(attempt=2))
         assert sidecar.connection.lower() != "close"
+
+
+async def test_no_second_connection_is_kept_in_a_first_attempt(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid))
+    await listening.push(uid, a_directive(attempt=1))
+    assert sidecar.connection.lower() == "close"
 
 
 def bare(report: Report) -> Report:
     return dataclasses.replace(report, holdings=(), tells_holdings=False)
 
 
-def a_directive() -> Directive:
+def a_directive(attempt: int = 1) -> Directive:
     world = World()
     while not any(isinstance(action, Push) for action in world.last.after):
         world.tick()
-    return next(action.directive for action in world.last.after if isinstance(action, Push))
+    found = next(action.directive for action in world.last.after if isinstance(action, Push))
+    return dataclasses.replace(found, attempt=attempt)
 
 
 async def test_directive_reaches_the_sidecar_as_it_was_written(
