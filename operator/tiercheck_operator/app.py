@@ -25,16 +25,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import kopf
-import kubernetes
 
 from tiercheck.protocol import names
 from tiercheck.redaction import log_redacted
 from tiercheck_operator.attach.service import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube, load_configuration
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.election.elector import Elector, boot_clock
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, describe_troubles, stuck
 from tiercheck_operator.kubernetes.watches import ClusterView, Strange, Watched, date_containers, version_of
 from tiercheck_operator.metrics import Metrics
@@ -72,11 +72,11 @@ come within a few seconds."""
 class Operator:
     """All jobs of this process."""
 
-    def __init__(self, config: Config, configuration: kubernetes.client.Configuration) -> None:
-        self._config, self._configuration = config, configuration
+    def __init__(self, config: Config, access: Access) -> None:
+        self._config, self._access = config, access
         self._metrics = Metrics()
         self._elector: Elector | None = None
-        self._kube = Kube(configuration, may_write=self._may_act, called=self._metrics.called)
+        self._kube = Kube(access, may_write=self._may_act, called=self._metrics.called)
         self._loops: dict[str, JobLoop] = {}
         self._known_as: dict[tuple[str, str], str] = {}
         """UID of each job by its namespace and what its pods know it by."""
@@ -98,7 +98,7 @@ class Operator:
         )
         self._attach = AttachService(
             self._kube,
-            Kube(configuration, called=self._metrics.called),
+            Kube(access, called=self._metrics.called),
             config,
             lambda namespace, uid: (namespace, uid) in self._known_as,
             self._view.pods_of,
@@ -210,7 +210,7 @@ class Operator:
         def tell(leads: bool) -> None:
             loop.call_soon_threadsafe(news.put_nowait, leads)
 
-        api = Kube(self._configuration, self._config.terms.call, called=self._metrics.called)
+        api = Kube(self._access, self._config.terms.call, called=self._metrics.called)
         self._elector = Elector(
             api,
             self._config.lease,
@@ -304,7 +304,7 @@ class Operator:
 
         @kopf.on.login(registry=registry)
         def login(**_: Any) -> kopf.ConnectionInfo:
-            return _connection(self._configuration)
+            return self._access.info()
 
         @kopf.index(
             "v1", "pods", id="pods_seen", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry
@@ -406,23 +406,6 @@ def _identity(body: Mapping[str, Any]) -> tuple[str, int]:
     return str(metadata["uid"]), version_of(metadata.get("resourceVersion"))
 
 
-def _connection(configuration: kubernetes.client.Configuration) -> kopf.ConnectionInfo:
-    """What kopf needs to log in, from what the client library worked out."""
-    header = configuration.get_api_key_with_prefix("BearerToken") or ""
-    scheme, _, token = header.rpartition(" ")
-    return kopf.ConnectionInfo(
-        server=configuration.host,
-        ca_path=configuration.ssl_ca_cert,
-        insecure=not configuration.verify_ssl,
-        username=configuration.username or None,
-        password=configuration.password or None,
-        scheme=scheme or None,
-        token=token or None,
-        certificate_path=configuration.cert_file,
-        private_key_path=configuration.key_file,
-    )
-
-
 def end_by_signal(stop: asyncio.Event) -> None:
     """SIGTERM and SIGINT set `stop`."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -449,4 +432,4 @@ async def main() -> None:
     prepare_process()
     stop = asyncio.Event()
     end_by_signal(stop)
-    await Operator(config, load_configuration()).run(stop)
+    await Operator(config, Access()).run(stop)
