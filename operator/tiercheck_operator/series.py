@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client import Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 Job = tuple[str, str]
 """Namespace and name."""
@@ -88,7 +87,7 @@ class JobDurations(Collector):
 
     def collect(self) -> Iterator[Metric]:
         found = HistogramMetricFamily(self._name, self._text, labels=self.labels)
-        names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]
+        names = [*map(str, map(float, self._bounds)), "+Inf"]
         for job, of_job in self._counts.items():
             for label, counts in of_job.items():
                 upto = [sum(counts[: number + 1]) for number in range(len(counts))]
