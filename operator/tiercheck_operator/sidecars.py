@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import ssl
 import time
@@ -70,6 +71,16 @@ _BARE = {"holdings": "no"}
 """Asks for a report without what is held. An older sidecar tells it all the same."""
 
 
+def _only(credentials: Credentials) -> aiohttp.Fingerprint:
+    """Believes the one certificate of the job, which is the only one that its authority ever issued.
+
+    It is compared before anything of a request is sent. So one TLS context, which knows no authority, serves
+    all jobs, and no connection keeps what its peer's certificate says.
+    """
+    certificate = ssl.PEM_cert_to_DER_cert(credentials.certificate.decode())
+    return aiohttp.Fingerprint(hashlib.sha256(certificate).digest())
+
+
 class SidecarError(Exception):
     """The sidecar did not answer, or not as one of ours; the message is a sentence."""
 
@@ -97,9 +108,8 @@ class JobSidecars:
         self._job_uid = job_uid
         self._wake = wake
         self._poll, self._call, self._clock = poll_seconds, call_seconds, clock
-        self._tls = ssl.create_default_context(cadata=credentials.ca.decode())
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls, limit=0, keepalive_timeout=_KEPT),
+            connector=aiohttp.TCPConnector(ssl=_only(credentials), limit=0, keepalive_timeout=_KEPT),
             headers={"Authorization": f"Bearer {credentials.token}", "Accept-Encoding": "identity"},
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),

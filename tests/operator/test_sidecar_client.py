@@ -265,6 +265,25 @@ async def test_no_second_connection_is_kept_in_a_first_attempt(
     assert sidecar.connection.lower() == "close"
 
 
+@pytest.mark.parametrize("authority", [CREDENTIALS.ca, issue("job-uid").ca])
+async def test_certificate_of_another_job_is_not_believed_and_nothing_is_sent_to_who_shows_it(
+    authority: bytes, sidecar: ServedSidecar
+) -> None:
+    uid = sidecar.report.pod_uid
+    other = dataclasses.replace(CREDENTIALS, ca=authority, certificate=issue("job-uid").certificate)
+    client = JobSidecars("job-uid", other, lambda: None)
+    try:
+        client.follow({uid: HOST})
+        await until(lambda: client.reports[uid].silent_since)
+        assert heard(client, uid) is None
+        with pytest.raises(SidecarError, match="Fingerprint"):
+            await client.push(uid, a_directive())
+        assert not sidecar.asked
+        assert not sidecar.connection
+    finally:
+        await client.close()
+
+
 def bare(report: Report) -> Report:
     return dataclasses.replace(report, holdings=(), tells_holdings=False)
 
