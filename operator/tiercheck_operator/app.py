@@ -36,7 +36,14 @@ from tiercheck_operator.kubernetes.election.elector import Elector, boot_clock
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
 from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, describe_troubles, stuck
-from tiercheck_operator.kubernetes.watches import ClusterView, Strange, Watched, date_containers, version_of
+from tiercheck_operator.kubernetes.watches import (
+    ClusterView,
+    Strange,
+    Watched,
+    date_containers,
+    version_of,
+    without_managed_fields,
+)
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import identity_of, parse_node, parse_pod
@@ -338,7 +345,7 @@ class Operator:
         @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
         async def job_event(type: str | None, body: kopf.Body, **_: Any) -> None:
             if type != "DELETED":
-                self._job_changed(copy.deepcopy(dict(body)))
+                self._job_changed(body)
             await self._heard(names.KIND, type, body, self._job_gone)
 
         return registry
@@ -352,7 +359,8 @@ class Operator:
         if type == "DELETED":
             await gone(uid)
 
-    def _job_changed(self, raw: Mapping[str, Any]) -> None:
+    def _job_changed(self, body: Mapping[str, Any]) -> None:
+        raw = copy.deepcopy(without_managed_fields(body))
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
         known_as = self._strange.parse_or_none(names.KIND, raw, identity_of) or uid

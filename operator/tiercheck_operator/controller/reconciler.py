@@ -30,6 +30,7 @@ from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.topology_source import TopologySource
+from tiercheck_operator.kubernetes.watches import without_managed_fields
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import Decision
 from tiercheck_operator.model.limits import render_fitting
@@ -204,7 +205,7 @@ class JobLoop:
         if fresh is None or fresh["metadata"]["uid"] != self.uid:
             raise JobGone
         if _version(fresh) >= _version(self._raw):
-            self._raw = fresh
+            self._raw = without_managed_fields(fresh)
         self._doubted = False
 
     async def _reconcile(self) -> float:
@@ -359,7 +360,7 @@ class JobLoop:
         failpoint("after-status-write")
         self._wrote_progress = now
         if _version(written) >= _version(self._raw):
-            self._raw = written
+            self._raw = without_managed_fields(written)
         self._around.metrics.status_written(job, decision.status)
         await self._events.post(job, decision.notices, now)
         return None

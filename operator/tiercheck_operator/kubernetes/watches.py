@@ -65,6 +65,12 @@ def version_of(text: object) -> int:
     return int(str(text)) if str(text or "").isdigit() else 0
 
 
+def without_managed_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A job as it is kept: who wrote which field would be half of it, and decides nothing."""
+    metadata = {key: value for key, value in raw["metadata"].items() if key != "managedFields"}
+    return {**raw, "metadata": metadata}
+
+
 @dataclass(frozen=True)
 class Seen(Generic[V]):
     version: int
