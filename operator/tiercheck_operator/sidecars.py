@@ -46,6 +46,11 @@ _RETRIES_PER_SECOND = 200
 _CALLS = 128
 """That wait for nothing, at once. To begin a connection takes a millisecond or two of ours: were there more,
 those begun last would be given up before they had a turn, and tried again."""
+_BEGUN = 32
+"""Of all jobs together, that have just begun: a handshake takes four times the room of the connection that
+comes of it, and an operator that starts calls everybody."""
+_TURN = 0.2
+"""Seconds that one of these may take; then the next begins, so that who does not answer holds up nobody."""
 _KEPT = 60.0
 """Seconds that a second connection is kept for the next call: between the question what is held, the
 directive to restore and the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
@@ -85,6 +90,25 @@ class SidecarError(Exception):
     """The sidecar did not answer, or not as one of ours; the message is a sentence."""
 
 
+class Turns:
+    """Lets few calls begin at a time, whatever job they are for."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(_BEGUN)
+
+    @contextlib.asynccontextmanager
+    async def take(self) -> AsyncIterator[None]:
+        """Wait for a turn; it is given back at the end, and after `_TURN` seconds in any case."""
+        await self._free.acquire()
+        with contextlib.ExitStack() as turn:
+            turn.callback(self._free.release)
+            late = asyncio.get_running_loop().call_later(_TURN, turn.close)
+            try:
+                yield
+            finally:
+                late.cancel()
+
+
 def _url(address: str, path: str) -> str:
     return f"https://{join_address(*endpoint(address, names.CONTROL_PORT))}{path}"
 
@@ -104,6 +128,7 @@ class JobSidecars:
         poll_seconds: float = 5.0,
         call_seconds: float = 3.0,
         clock: Callable[[], float] = time.time,
+        turns: Turns | None = None,
     ) -> None:
         self._job_uid = job_uid
         self._wake = wake
@@ -125,6 +150,8 @@ class JobSidecars:
         self._waiting: dict[str, asyncio.Timeout] = {}
         """The long polls under way; ended when a call has shown that one waits in vain."""
         self._gate, self._gate_of_silent = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_CALLS)
+        self._turns = turns or Turns()
+        """Shared with other jobs, if given."""
         self._holdings = True
         self._reports: dict[str, WorkerReport] = {}
 
@@ -269,7 +296,12 @@ class JobSidecars:
         """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
         query = {"after": "-1", "wait": "0", **({} if self._holdings else _BARE)}
         seconds = min(_AT_ONCE, self._call)
-        async with self._gate_of_silent if uid in self._silent else self._gate:
+        async with contextlib.AsyncExitStack() as turn:
+            if uid in self._silent:
+                await turn.enter_async_context(self._gate_of_silent)
+            else:
+                await turn.enter_async_context(self._gate)
+                await turn.enter_async_context(self._turns.take())
             return await self._request(
                 "GET", host, "/v1/report", body=None, query=query, seconds=seconds, polls=polls
             )

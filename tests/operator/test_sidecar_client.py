@@ -41,6 +41,7 @@ from tiercheck_operator.sidecars import (
     DirectiveEncoder,
     JobSidecars,
     SidecarError,
+    Turns,
     in_pieces,
     read_report,
 )
@@ -282,6 +283,32 @@ async def test_certificate_of_another_job_is_not_believed_and_nothing_is_sent_to
         assert not sidecar.connection
     finally:
         await client.close()
+
+
+async def test_calls_of_all_jobs_begin_a_few_at_a_time_and_who_does_not_answer_gives_way() -> None:
+    began: list[int] = []
+    turns, never = Turns(), asyncio.Event()
+
+    async def call(number: int) -> None:
+        async with turns.take():
+            began.append(number)
+            await never.wait()
+
+    with patch("tiercheck_operator.sidecars._TURN", 60.0):
+        calls = [asyncio.create_task(call(number)) for number in range(2 * sidecars._BEGUN)]
+        await until(lambda: len(began) == sidecars._BEGUN)
+        calls[0].cancel()
+        await until(lambda: len(began) == sidecars._BEGUN + 1)
+    with patch("tiercheck_operator.sidecars._TURN", 0.01):
+        calls[1].cancel()
+        await until(lambda: len(began) == sidecars._BEGUN + 2)
+        calls += [asyncio.create_task(call(number)) for number in range(2)]
+        calls[2].cancel()
+        await until(lambda: len(began) >= sidecars._BEGUN + 3)
+    for each in calls:
+        each.cancel()
+    await asyncio.wait(calls)
+    assert turns._free._value == sidecars._BEGUN, "each turn is given back once"
 
 
 def bare(report: Report) -> Report:
