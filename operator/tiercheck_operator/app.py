@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import ctypes
 import gc
 import logging
@@ -40,9 +39,9 @@ from tiercheck_operator.kubernetes.watches import (
     ClusterView,
     Strange,
     Watched,
+    copy_of_job,
     date_containers,
     version_of,
-    without_managed_fields,
 )
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
@@ -360,7 +359,7 @@ class Operator:
             await gone(uid)
 
     def _job_changed(self, body: Mapping[str, Any]) -> None:
-        raw = copy.deepcopy(without_managed_fields(body))
+        raw = copy_of_job(body)
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
         known_as = self._strange.parse_or_none(names.KIND, raw, identity_of) or uid

@@ -241,6 +241,7 @@ class JobSidecars:
                     if wait == 0:
                         self._wake()  # somebody waits for this very answer, even if it brings no news
                     serial, (wait, pause) = report.serial, self._pace()
+                    del report  # would stay, with all that is held, while the next poll waits
                 else:
                     serial, wait, pause = -1, 0.0, _RETRY
             except SidecarError as error:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import email.utils
+import gc
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -149,8 +150,11 @@ async def test_what_is_held_is_not_kept_of_a_poll_that_asked_for_it_in_time(
     listening.follow({uid: HOST})
     await until(lambda: 30.0 in sidecar.asked)
     listening.want_holdings(False)
-    sidecar.tell(holdings=HELD, attempt=8)
+    sidecar.tell(holdings=HELD, attempt=8088)
     await until(lambda: listening.reports[uid].report == bare(sidecar.report))
+    await until(lambda: sidecar.bare[-1])
+    told = [each for each in gc.get_objects() if isinstance(each, Report) and each.attempt == 8088]
+    assert [each for each in told if each.holdings] == [sidecar.report], "nor by who waits for the next one"
 
 
 async def test_answer_that_a_later_one_has_overtaken_changes_nothing(listening: JobSidecars) -> None:

@@ -30,7 +30,7 @@ from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.topology_source import TopologySource
-from tiercheck_operator.kubernetes.watches import without_managed_fields
+from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import Decision
 from tiercheck_operator.model.limits import render_fitting
@@ -206,7 +206,7 @@ class JobLoop:
         if fresh is None or fresh["metadata"]["uid"] != self.uid:
             raise JobGone
         if _version(fresh) >= _version(self._raw):
-            self._raw = without_managed_fields(fresh)
+            self._raw = copy_of_job(fresh)
         self._doubted = False
 
     async def _reconcile(self) -> float:
@@ -362,7 +362,7 @@ class JobLoop:
         failpoint("after-status-write")
         self._wrote_progress = now
         if _version(written) >= _version(self._raw):
-            self._raw = without_managed_fields(written)
+            self._raw = copy_of_job(written)
         self._around.metrics.status_written(job, decision.status)
         await self._events.post(job, decision.notices, now)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_job
@@ -244,3 +246,12 @@ async def test_no_job_is_kept_with_who_wrote_which_field(monkeypatch: pytest.Mon
     for kept in (*operator._jobs.views(), loop._raw):
         assert "managedFields" not in kept["metadata"]
     assert "managedFields" in job["metadata"], "of what is not ours nothing is taken"
+
+
+def test_names_of_fields_are_one_string_for_all_jobs() -> None:
+    text = json.dumps(finished_job())
+    first, second = (copy_of_job(json.loads(text)) for _ in range(2))
+    assert first == second == finished_job()
+    for one, other in ((first, second), (first["spec"], second["spec"])):
+        assert one is not other
+        assert all(mine is theirs for mine, theirs in zip(one, other, strict=True))
