@@ -166,26 +166,31 @@ class _Connection(asyncio.Protocol):
             return
         self._heard = rest[length:]
         query = dict(urllib.parse.parse_qsl(target.partition(b"?")[2].decode()))
+        last = b"\r\nconnection: close" in head.lower()
         if method == b"PUT":
             self._sidecar.obey(bytes(rest[:length]))
-            self._answer(query)
+            self._answer(query, last)
         else:
-            self._waiting = asyncio.create_task(self._when_news(query))
+            self._waiting = asyncio.create_task(self._when_news(query, last))
 
-    async def _when_news(self, query: dict[str, str]) -> None:
+    async def _when_news(self, query: dict[str, str], last: bool) -> None:
         sidecar, wait = self._sidecar, float(query["wait"])
         if wait and int(query["after"]) >= sidecar.serial:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     await sidecar.changed.wait()
-        self._answer(query)
+        self._answer(query, last)
 
-    def _answer(self, query: dict[str, str]) -> None:
+    def _answer(self, query: dict[str, str], last: bool) -> None:
+        """`last`: the connection ends with it, as a real sidecar's does for who says so."""
         if self._transport is None:
             return
         body = self._sidecar.report(with_holdings=query.get("holdings") != "no")
         head = f"HTTP/1.1 200 OK\r\nDate: {formatdate(usegmt=True)}\r\nContent-Length: {len(body)}"
-        self._transport.write(f"{head}\r\n\r\n".encode() + body)
+        end = "\r\nConnection: close" if last else ""
+        self._transport.write(f"{head}{end}\r\n\r\n".encode() + body)
+        if last:
+            self._transport.close()
 
 
 async def _serve() -> None:

@@ -12,6 +12,9 @@ if __name__ == "__main__":
 
     faulthandler.enable()  # who ends in native code says where, in the log
 
+    # kopf would load it wherever it is installed, for operators that have its models; it takes 20 MiB.
+    sys.modules["kubernetes"] = None  # type: ignore[assignment]
+
     import asyncio
 
     from tiercheck_operator.app import main

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import ctypes
 import gc
 import logging
@@ -25,18 +24,25 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import kopf
-import kubernetes
 
 from tiercheck.protocol import names
 from tiercheck.redaction import log_redacted
 from tiercheck_operator.attach.service import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube, load_configuration
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.election.elector import Elector, boot_clock
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, describe_troubles, stuck
-from tiercheck_operator.kubernetes.watches import ClusterView, Strange, Watched, date_containers, version_of
+from tiercheck_operator.kubernetes.watches import (
+    ClusterView,
+    Strange,
+    Watched,
+    copy_of_job,
+    date_containers,
+    version_of,
+)
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import identity_of, parse_node, parse_pod
@@ -72,11 +78,11 @@ come within a few seconds."""
 class Operator:
     """All jobs of this process."""
 
-    def __init__(self, config: Config, configuration: kubernetes.client.Configuration) -> None:
-        self._config, self._configuration = config, configuration
+    def __init__(self, config: Config, access: Access) -> None:
+        self._config, self._access = config, access
         self._metrics = Metrics()
         self._elector: Elector | None = None
-        self._kube = Kube(configuration, may_write=self._may_act, called=self._metrics.called)
+        self._kube = Kube(access, may_write=self._may_act, called=self._metrics.called)
         self._loops: dict[str, JobLoop] = {}
         self._known_as: dict[tuple[str, str], str] = {}
         """UID of each job by its namespace and what its pods know it by."""
@@ -98,7 +104,7 @@ class Operator:
         )
         self._attach = AttachService(
             self._kube,
-            Kube(configuration, called=self._metrics.called),
+            Kube(access, called=self._metrics.called),
             config,
             lambda namespace, uid: (namespace, uid) in self._known_as,
             self._view.pods_of,
@@ -210,7 +216,7 @@ class Operator:
         def tell(leads: bool) -> None:
             loop.call_soon_threadsafe(news.put_nowait, leads)
 
-        api = Kube(self._configuration, self._config.terms.call, called=self._metrics.called)
+        api = Kube(self._access, self._config.terms.call, called=self._metrics.called)
         self._elector = Elector(
             api,
             self._config.lease,
@@ -304,7 +310,7 @@ class Operator:
 
         @kopf.on.login(registry=registry)
         def login(**_: Any) -> kopf.ConnectionInfo:
-            return _connection(self._configuration)
+            return self._access.info()
 
         @kopf.index(
             "v1", "pods", id="pods_seen", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry
@@ -338,7 +344,7 @@ class Operator:
         @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
         async def job_event(type: str | None, body: kopf.Body, **_: Any) -> None:
             if type != "DELETED":
-                self._job_changed(copy.deepcopy(dict(body)))
+                self._job_changed(body)
             await self._heard(names.KIND, type, body, self._job_gone)
 
         return registry
@@ -352,7 +358,8 @@ class Operator:
         if type == "DELETED":
             await gone(uid)
 
-    def _job_changed(self, raw: Mapping[str, Any]) -> None:
+    def _job_changed(self, body: Mapping[str, Any]) -> None:
+        raw = copy_of_job(body)
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
         known_as = self._strange.parse_or_none(names.KIND, raw, identity_of) or uid
@@ -406,23 +413,6 @@ def _identity(body: Mapping[str, Any]) -> tuple[str, int]:
     return str(metadata["uid"]), version_of(metadata.get("resourceVersion"))
 
 
-def _connection(configuration: kubernetes.client.Configuration) -> kopf.ConnectionInfo:
-    """What kopf needs to log in, from what the client library worked out."""
-    header = configuration.get_api_key_with_prefix("BearerToken") or ""
-    scheme, _, token = header.rpartition(" ")
-    return kopf.ConnectionInfo(
-        server=configuration.host,
-        ca_path=configuration.ssl_ca_cert,
-        insecure=not configuration.verify_ssl,
-        username=configuration.username or None,
-        password=configuration.password or None,
-        scheme=scheme or None,
-        token=token or None,
-        certificate_path=configuration.cert_file,
-        private_key_path=configuration.key_file,
-    )
-
-
 def end_by_signal(stop: asyncio.Event) -> None:
     """SIGTERM and SIGINT set `stop`."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -449,4 +439,4 @@ async def main() -> None:
     prepare_process()
     stop = asyncio.Event()
     end_by_signal(stop)
-    await Operator(config, load_configuration()).run(stop)
+    await Operator(config, Access()).run(stop)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
 from tiercheck.about import __version__
 from tiercheck.protocol.directive import Tier
@@ -13,8 +14,8 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.status import JobRecord, parse_time
+from tiercheck_operator.series import JobDurations, JobSeries
 
-_JOB = ["namespace", "job"]
 _PHASES = ("detect", "restore", "total")
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 
@@ -26,68 +27,52 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._begun: set[tuple[str, str]] = set()
 
-        def gauge(name: str, text: str, labels: list[str]) -> Gauge:
+        def shared(name: str, text: str, labels: list[str]) -> Gauge:
             return Gauge(f"tiercheck_{name}", text, labels, registry=self.registry)
 
-        self._step = gauge("training_step", "Newest step that every worker has reported.", _JOB)
-        self._last_step = gauge(
-            "checkpoint_last_step", "Step of the newest complete version.", [*_JOB, "tier"]
-        )
-        self._lag = gauge(
-            "checkpoint_lag_steps", "Steps that training is ahead of that version.", [*_JOB, "tier"]
-        )
+        def gauge(name: str, text: str, *labels: str, shown: Callable[[float], float] = float) -> JobSeries:
+            return JobSeries(GaugeMetricFamily, f"tiercheck_{name}", text, labels, shown)
+
+        def counter(name: str, text: str, *labels: str) -> JobSeries:
+            return JobSeries(CounterMetricFamily, f"tiercheck_{name}", text, labels)
+
+        self._step = gauge("training_step", "Newest step that every worker has reported.")
+        self._last_step = gauge("checkpoint_last_step", "Step of the newest complete version.", "tier")
+        self._lag = gauge("checkpoint_lag_steps", "Steps that training is ahead of that version.", "tier")
         self._success = gauge(
-            "checkpoint_last_success_timestamp_seconds",
-            "When that version was seen complete.",
-            [*_JOB, "tier"],
+            "checkpoint_last_success_timestamp_seconds", "When that version was seen complete.", "tier"
         )
         self._proof_age = gauge(
             "restore_proof_age_seconds",
             "Since some rank last proved that it would come back from the tier; without any proof since "
             "the job started.",
-            [*_JOB, "tier"],
+            "tier",
+            shown=lambda at: max(0.0, time.time() - at),
         )
-        self._unprotected = gauge("placement_unprotected_workers", "Workers without a copy elsewhere.", _JOB)
-        self._attempt = gauge("attempt", "The current attempt.", _JOB)
-        self._spares = gauge(
-            "spares", "Spare pods of the job: wanted, and ready to take over.", [*_JOB, "state"]
-        )
+        self._unprotected = gauge("placement_unprotected_workers", "Workers without a copy elsewhere.")
+        self._attempt = gauge("attempt", "The current attempt.")
+        self._spares = gauge("spares", "Spare pods of the job: wanted, and ready to take over.", "state")
         self._workers = gauge(
-            "workers", "Workers of the job: wanted by its spec, and those that it has now.", [*_JOB, "state"]
+            "workers", "Workers of the job: wanted by its spec, and those that it has now.", "state"
         )
         self._away = gauge(
-            "sidecars_away", "Workers whose sidecar does not answer now; nothing new of them is kept.", _JOB
+            "sidecars_away", "Workers whose sidecar does not answer now; nothing new of them is kept."
         )
-        self._condition = gauge("job_condition", "1 if the condition is true.", [*_JOB, "type"])
-        self._watch = gauge("watch_last_event_timestamp_seconds", "Newest watch event.", ["kind"])
-        self._leader = gauge("leader", "1 if this replica leads.", [])
-        gauge("build_info", "The operator's version.", ["version"]).labels(__version__).set(1)
-        self._restores = Counter(
-            "tiercheck_restores", "Recoveries that ended, by cause.", [*_JOB, "cause"], registry=self.registry
-        )
-        self._ranks = Counter(
-            "tiercheck_restored_ranks", "Ranks restored, by tier.", [*_JOB, "tier"], registry=self.registry
-        )
-        self._lost = Counter("tiercheck_lost_steps", "Steps trained again.", _JOB, registry=self.registry)
-        self._lost_seconds = Counter(
-            "tiercheck_lost_seconds",
-            "Time that training those steps again takes.",
-            _JOB,
-            registry=self.registry,
-        )
-        self._moves = Counter(
-            "tiercheck_placement_changes",
-            "Placements that differ from the one before.",
-            _JOB,
-            registry=self.registry,
+        self._condition = gauge("job_condition", "1 if the condition is true.", "type")
+        self._watch = shared("watch_last_event_timestamp_seconds", "Newest watch event.", ["kind"])
+        self._leader = shared("leader", "1 if this replica leads.", [])
+        shared("build_info", "The operator's version.", ["version"]).labels(__version__).set(1)
+        self._restores = counter("restores", "Recoveries that ended, by cause.", "cause")
+        self._ranks = counter("restored_ranks", "Ranks restored, by tier.", "tier")
+        self._lost = counter("lost_steps", "Steps trained again.")
+        self._lost_seconds = counter("lost_seconds", "Time that training those steps again takes.")
+        self._moves = counter("placement_changes", "Placements that differ from the one before.")
+        self._duration = JobDurations(
+            "tiercheck_recovery_duration_seconds", "Parts of a recovery.", "phase", _SECONDS
         )
         self._plan = Histogram(
             "tiercheck_plan_duration_seconds", "Deciding, within one reconcile.",
             buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 2, 10), registry=self.registry,
-        )  # fmt: skip
-        self._duration = Histogram(
-            "tiercheck_recovery_duration_seconds", "Parts of a recovery.", [*_JOB, "phase"],
-            buckets=_SECONDS, registry=self.registry,
         )  # fmt: skip
         self._reconcile = Histogram(
             "tiercheck_reconcile_duration_seconds", "One reconcile of one job.", registry=self.registry
@@ -100,12 +85,14 @@ class Metrics:
             ["verb", "status"],
             registry=self.registry,
         )  # fmt: skip
-        self._per_job: tuple[Any, ...] = (
+        self._per_job: tuple[JobSeries | JobDurations, ...] = (
             self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt,
             self._spares, self._workers,
             self._away, self._proof_age, self._condition, self._restores, self._ranks, self._lost,
             self._lost_seconds, self._moves, self._duration,
         )  # fmt: skip
+        for series in self._per_job:
+            self.registry.register(series)
 
     def text(self) -> bytes:
         """In the exposition format."""
@@ -135,40 +122,38 @@ class Metrics:
         """Bring the job's gauges up to date. `away`: sidecars of its workers that do not answer."""
         status, key = job.status, (job.namespace, job.name)
         self._begin(key)
-        self._away.labels(*key).set(away)
-        self._attempt.labels(*key).set(status.attempt)
+        self._away.set(key, away)
+        self._attempt.set(key, status.attempt)
         if status.step is not None:
-            self._step.labels(*key).set(status.step)
+            self._step.set(key, status.step)
         for name, tier in status.tiers.items():
-            self._last_step.labels(*key, name).set(tier.step)
-            self._lag.labels(*key, name).set(tier.lag_steps)
-            self._success.labels(*key, name).set(parse_time(tier.time) or 0)
+            self._last_step.set(key, tier.step, name)
+            self._lag.set(key, tier.lag_steps, name)
+            self._success.set(key, parse_time(tier.time) or 0, name)
         self._proofs_seen(job)
         if status.placement is not None:
-            self._unprotected.labels(*key).set(status.placement.unprotected_workers)
+            self._unprotected.set(key, status.placement.unprotected_workers)
         if status.spares is not None:
-            self._spares.labels(*key, "wanted").set(status.spares.wanted)
-            self._spares.labels(*key, "ready").set(status.spares.ready)
-        self._workers.labels(*key, "wanted").set(job.spec.workers)
-        self._workers.labels(*key, "present").set(
-            status.size.workers if status.size is not None else job.spec.workers
-        )
+            self._spares.set(key, status.spares.wanted, "wanted")
+            self._spares.set(key, status.spares.ready, "ready")
+        self._workers.set(key, job.spec.workers, "wanted")
+        present = status.size.workers if status.size is not None else job.spec.workers
+        self._workers.set(key, present, "present")
         for condition in status.conditions:
-            self._condition.labels(*key, condition.type).set(condition.status)
+            self._condition.set(key, condition.status, condition.type)
         for kind in (conditions.COMPLETED, conditions.FAILED):
-            self._condition.labels(*key, kind).set(status.holds(kind))
+            self._condition.set(key, status.holds(kind), kind)
 
     def _proofs_seen(self, job: JobView) -> None:
         """Counted at each scrape, and not only when the job is looked at."""
-        self._proof_age.remove_by_labels({"namespace": job.namespace, "job": job.name})
+        self._proof_age.forget((job.namespace, job.name))
         if job.spec.rehearse_every is None:
             return
         for name in job.status.tiers:
             proof = job.status.proofs.get(name)
             at = parse_time(proof.time if proof is not None else job.status.started)
             if at is not None:
-                age = self._proof_age.labels(job.namespace, job.name, name)
-                age.set_function(lambda at=at: max(0.0, time.time() - at))  # type: ignore[misc]
+                self._proof_age.set((job.namespace, job.name), at, name)
 
     def _begin(self, key: tuple[str, str]) -> None:
         """Counters begin at zero: of one that appears as 1, Prometheus sees no increase, so the first event
@@ -177,31 +162,32 @@ class Metrics:
             return
         self._begun.add(key)
         for cause in Cause:
-            self._restores.labels(*key, cause.value)
+            self._restores.add(key, 0, cause.value)
         for tier in Tier:
-            self._ranks.labels(*key, tier.value)
+            self._ranks.add(key, 0, tier.value)
         for counter in (self._lost, self._lost_seconds, self._moves):
-            counter.labels(*key)
+            counter.add(key, 0)
         for phase in _PHASES:
-            self._duration.labels(*key, phase)
+            self._duration.begin(key, phase)
 
     def status_written(self, job: JobView, status: JobRecord) -> None:
         """Count what this write has ended. `job` is as it was before."""
         ended, key = status.last_recovery, (job.namespace, job.name)
         before, after = job.status.placement, status.placement
         if before is not None and after is not None and before.hash != after.hash:
-            self._moves.labels(*key).inc()
+            self._moves.add(key, 1)
         if not ended or ended == job.status.last_recovery:
             return
-        self._restores.labels(*key, str(ended.get("cause"))).inc()
-        self._lost.labels(*key).inc(int(ended.get("lostSteps") or 0))
-        self._lost_seconds.labels(*key).inc(int(ended.get("lostSteps") or 0) * (status.step_seconds or 0.0))
+        self._restores.add(key, 1, str(ended.get("cause")))
+        steps = int(ended.get("lostSteps") or 0)
+        self._lost.add(key, steps)
+        self._lost_seconds.add(key, steps * (status.step_seconds or 0.0))
         for tier, ranks in (ended.get("tiers") or {}).items():
-            self._ranks.labels(*key, tier).inc(int(ranks))
+            self._ranks.add(key, int(ranks), tier)
         for phase in _PHASES:
-            self._duration.labels(*key, phase).observe(float(ended.get(f"{phase}Seconds") or 0))
+            self._duration.observe(key, float(ended.get(f"{phase}Seconds") or 0), phase)
 
     def job_gone(self, namespace: str, name: str) -> None:
         self._begun.discard((namespace, name))
         for metric in self._per_job:
-            metric.remove_by_labels({"namespace": namespace, "job": name})
+            metric.forget((namespace, name))

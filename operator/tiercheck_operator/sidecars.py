@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import ssl
 import time
@@ -45,6 +46,11 @@ _RETRIES_PER_SECOND = 200
 _CALLS = 128
 """That wait for nothing, at once. To begin a connection takes a millisecond or two of ours: were there more,
 those begun last would be given up before they had a turn, and tried again."""
+_BEGUN = 32
+"""Of all jobs together, that have just begun: a handshake takes four times the room of the connection that
+comes of it, and an operator that starts calls everybody."""
+_TURN = 0.2
+"""Seconds that one of these may take; then the next begins, so that who does not answer holds up nobody."""
 _KEPT = 60.0
 """Seconds that a second connection is kept for the next call: between the question what is held, the
 directive to restore and the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
@@ -70,8 +76,37 @@ _BARE = {"holdings": "no"}
 """Asks for a report without what is held. An older sidecar tells it all the same."""
 
 
+def _only(credentials: Credentials) -> aiohttp.Fingerprint:
+    """Believes the one certificate of the job, which is the only one that its authority ever issued.
+
+    It is compared before anything of a request is sent. So one TLS context, which knows no authority, serves
+    all jobs, and no connection keeps what its peer's certificate says.
+    """
+    certificate = ssl.PEM_cert_to_DER_cert(credentials.certificate.decode())
+    return aiohttp.Fingerprint(hashlib.sha256(certificate).digest())
+
+
 class SidecarError(Exception):
     """The sidecar did not answer, or not as one of ours; the message is a sentence."""
+
+
+class Turns:
+    """Lets few calls begin at a time, whatever job they are for."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(_BEGUN)
+
+    @contextlib.asynccontextmanager
+    async def take(self) -> AsyncIterator[None]:
+        """Wait for a turn; it is given back at the end, and after `_TURN` seconds in any case."""
+        await self._free.acquire()
+        with contextlib.ExitStack() as turn:
+            turn.callback(self._free.release)
+            late = asyncio.get_running_loop().call_later(_TURN, turn.close)
+            try:
+                yield
+            finally:
+                late.cancel()
 
 
 def _url(address: str, path: str) -> str:
@@ -93,13 +128,13 @@ class JobSidecars:
         poll_seconds: float = 5.0,
         call_seconds: float = 3.0,
         clock: Callable[[], float] = time.time,
+        turns: Turns | None = None,
     ) -> None:
         self._job_uid = job_uid
         self._wake = wake
         self._poll, self._call, self._clock = poll_seconds, call_seconds, clock
-        self._tls = ssl.create_default_context(cadata=credentials.ca.decode())
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._tls, limit=0, keepalive_timeout=_KEPT),
+            connector=aiohttp.TCPConnector(ssl=_only(credentials), limit=0, keepalive_timeout=_KEPT),
             headers={"Authorization": f"Bearer {credentials.token}", "Accept-Encoding": "identity"},
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -115,6 +150,8 @@ class JobSidecars:
         self._waiting: dict[str, asyncio.Timeout] = {}
         """The long polls under way; ended when a call has shown that one waits in vain."""
         self._gate, self._gate_of_silent = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_CALLS)
+        self._turns = turns or Turns()
+        """Shared with other jobs, if given."""
         self._holdings = True
         self._reports: dict[str, WorkerReport] = {}
 
@@ -153,8 +190,7 @@ class JobSidecars:
             if wanted and known.holdings_at is None:
                 self.probe(uid)
             elif not wanted and known.report is not None and known.report.holdings:
-                bare = replace(known.report, holdings=(), tells_holdings=False)
-                self._reports[uid] = replace(known, report=bare, held_at=None)
+                self._reports[uid] = replace(known, report=_without_holdings(known.report), held_at=None)
 
     def probe(self, uid: str) -> None:
         """Ask now, beside the long poll that is under way. Who is silent is asked again and
@@ -165,7 +201,10 @@ class JobSidecars:
                 self._asking[uid] = asyncio.create_task(self._ask(uid, self._hosts[uid]))
 
     async def push(self, uid: str, directive: Directive) -> None:
-        """Tell the sidecar what is wanted. Raises SidecarError."""
+        """Tell the sidecar what is wanted. Raises SidecarError.
+
+        In a first attempt nothing is lost by a second handshake, and all workers of a job are told at once.
+        """
         host = self._hosts.get(uid)
         if host is None:
             raise SidecarError(f"pod {uid} is not followed")
@@ -178,6 +217,7 @@ class JobSidecars:
                 body=self._directives.encode(directive),
                 query=_BARE,
                 seconds=self._call,
+                keeps=directive.attempt > 1,
             ),
         )
 
@@ -201,6 +241,7 @@ class JobSidecars:
                     if wait == 0:
                         self._wake()  # somebody waits for this very answer, even if it brings no news
                     serial, (wait, pause) = report.serial, self._pace()
+                    del report  # would stay, with all that is held, while the next poll waits
                 else:
                     serial, wait, pause = -1, 0.0, _RETRY
             except SidecarError as error:
@@ -256,7 +297,12 @@ class JobSidecars:
         """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
         query = {"after": "-1", "wait": "0", **({} if self._holdings else _BARE)}
         seconds = min(_AT_ONCE, self._call)
-        async with self._gate_of_silent if uid in self._silent else self._gate:
+        async with contextlib.AsyncExitStack() as turn:
+            if uid in self._silent:
+                await turn.enter_async_context(self._gate_of_silent)
+            else:
+                await turn.enter_async_context(self._gate)
+                await turn.enter_async_context(self._turns.take())
             return await self._request(
                 "GET", host, "/v1/report", body=None, query=query, seconds=seconds, polls=polls
             )
@@ -274,11 +320,12 @@ class JobSidecars:
         query: Mapping[str, str],
         seconds: float,
         polls: bool = False,
+        keeps: bool = True,
     ) -> Report:
-        """`polls`: on the connection that long polls use."""
+        """`polls`: on the connection that long polls use. `keeps`: another may stay for the next call."""
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
-        headers = {} if host in self._kept or polls else {"Connection": "close"}
+        headers = {} if polls or (keeps and host in self._kept) else {"Connection": "close"}
         if body is not None:
             headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
         try:
@@ -323,6 +370,8 @@ class JobSidecars:
         same = before is not None and before.instance == report.instance
         if before is not None and same and report.serial < before.serial:
             return  # of a long poll, overtaken by the answer to a call
+        if not self._holdings and report.holdings:
+            report = _without_holdings(report)  # asked for when they still were wanted
         held_at = None
         if before is not None and same and self._holdings and not report.tells_holdings:
             held_at, report = known.holdings_at, replace(report, holdings=before.holdings)
@@ -379,6 +428,10 @@ def read_report(text: bytes) -> Report:
     report = decode_with(_REPORT.decode, text, _MOST_BODY)
     _share_equal_parts(report.holdings)
     return report
+
+
+def _without_holdings(report: Report) -> Report:
+    return replace(report, holdings=(), tells_holdings=False)
 
 
 def _share_equal_parts(holdings: Iterable[Holding]) -> None:

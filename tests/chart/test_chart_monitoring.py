@@ -27,6 +27,7 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Version
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
+from tiercheck_operator.series import JobDurations, JobSeries
 from tiercheck_sidecar.control.metrics import ReportCollector
 
 MONITORED = {
@@ -58,9 +59,12 @@ def exposed() -> dict[str, set[str]]:
     """Name of every series -> its labels, asked from the code that makes them."""
     found: dict[str, set[str]] = {}
     for collector, series in Metrics().registry._collector_to_names.items():
-        family = collector._name if collector._type in ("counter", "histogram") else ""
-        for name in set(series) - {family}:
-            found.setdefault(name, set()).update(collector._labelnames)
+        family = next(iter(collector.describe()))
+        labels = (
+            collector.labels if isinstance(collector, JobSeries | JobDurations) else collector._labelnames
+        )
+        for name in set(series) - {family.name if family.type in ("counter", "histogram") else ""}:
+            found.setdefault(name, set()).update(labels)
     for family in ReportCollector(OneReport()).collect():
         suffix = "_total" if family.type == "counter" else ""
         labels = {label for sample in family.samples for label in sample.labels}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import kubernetes
+import kopf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +17,7 @@ from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.attach.owners import Owner, Unattachable
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.client import fill
+from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.watches import ClusterView, Strange
 from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod
 
@@ -182,7 +183,7 @@ def attached(uid: str, namespace: str, owner_uid: str) -> Object:
 @pytest.fixture
 def operator() -> Operator:
     """One that does not lead, and so only listens."""
-    made = Operator(Config(), kubernetes.client.Configuration(host="http://127.0.0.1:1"))
+    made = Operator(Config(), Access(lambda: kopf.ConnectionInfo(server="http://127.0.0.1:1")))
     made._leading = False
     return made
 

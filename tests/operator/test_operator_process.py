@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes
+import kopf
 import pytest
 
 from tests.access import load
@@ -23,6 +23,7 @@ from tiercheck_local.addresses import free_ports
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_operator.app import Operator, end_by_signal
 from tiercheck_operator.config import Config
+from tiercheck_operator.kubernetes.login import Access
 
 pytestmark = pytest.mark.cluster
 
@@ -197,7 +198,8 @@ async def test_sigterm_is_the_operators_own_and_not_its_frameworks(tmp_path: Pat
     handed over."""
     with LocalCluster(tmp_path, []) as fresh:
         fresh.apply_crds(ROOT / "crds")
-        access = kubernetes.client.Configuration(host=load(fresh.kubeconfig).server)
+        server = load(fresh.kubeconfig).server
+        access = Access(lambda: kopf.ConnectionInfo(server=server))
         stop = asyncio.Event()
         end_by_signal(stop)
         operator = Operator(Config(metrics_host="127.0.0.1", metrics_port=free_ports(1)[0]), access)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import email.utils
+import gc
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -41,6 +42,7 @@ from tiercheck_operator.sidecars import (
     DirectiveEncoder,
     JobSidecars,
     SidecarError,
+    Turns,
     in_pieces,
     read_report,
 )
@@ -125,7 +127,7 @@ async def test_what_was_held_is_remembered_with_its_age_until_it_is_told_again(
     assert known.answered_at > told
 
 
-async def test_sidecar_of_an_older_release_tells_what_it_holds_all_the_same(
+async def test_what_a_sidecar_of_an_older_release_holds_is_told_unasked_and_not_kept(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     uid, sidecar.older = sidecar.report.pod_uid, True
@@ -134,8 +136,25 @@ async def test_sidecar_of_an_older_release_tells_what_it_holds_all_the_same(
     listening.follow({uid: HOST})
     await until(lambda: 30.0 in sidecar.asked)
     sidecar.tell(attempt=8)
+    await until(lambda: heard(listening, uid) == bare(sidecar.report))
+    assert listening.reports[uid].holdings_at is None
+    listening.want_holdings(True)
     await until(lambda: heard(listening, uid) == sidecar.report)
     assert listening.reports[uid].holdings_at == listening.reports[uid].answered_at
+
+
+async def test_what_is_held_is_not_kept_of_a_poll_that_asked_for_it_in_time(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: 30.0 in sidecar.asked)
+    listening.want_holdings(False)
+    sidecar.tell(holdings=HELD, attempt=8088)
+    await until(lambda: listening.reports[uid].report == bare(sidecar.report))
+    await until(lambda: sidecar.bare[-1])
+    told = [each for each in gc.get_objects() if isinstance(each, Report) and each.attempt == 8088]
+    assert [each for each in told if each.holdings] == [sidecar.report], "nor by who waits for the next one"
 
 
 async def test_answer_that_a_later_one_has_overtaken_changes_nothing(listening: JobSidecars) -> None:
@@ -217,7 +236,7 @@ async def test_of_thousands_of_workers_some_second_connections_are_kept(
         with patch("tiercheck_operator.sidecars._MOST_KEPT", most):
             listening.follow({uid: HOST})
         await until(lambda: heard(listening, uid))
-        await listening.push(uid, a_directive())
+        await listening.push(uid, a_directive(attempt=2))
         assert (sidecar.connection.lower() == "close") is closed
 
 
@@ -231,25 +250,81 @@ async def test_second_connections_of_all_jobs_together_are_bounded(
         other.follow({"other-pod": "127.0.0.2"})
         listening.follow({uid: HOST})
         await until(lambda: heard(listening, uid))
-        await listening.push(uid, a_directive())
+        await listening.push(uid, a_directive(attempt=2))
         assert sidecar.connection.lower() == "close"
         await other.close()
         listening.follow({})
         listening.follow({uid: HOST})
         await until(lambda: heard(listening, uid))
-        await listening.push(uid, a_directive())
+        await listening.push(uid, a_directive(attempt=2))
         assert sidecar.connection.lower() != "close"
+
+
+async def test_no_second_connection_is_kept_in_a_first_attempt(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid))
+    await listening.push(uid, a_directive(attempt=1))
+    assert sidecar.connection.lower() == "close"
+
+
+@pytest.mark.parametrize("authority", [CREDENTIALS.ca, issue("job-uid").ca])
+async def test_certificate_of_another_job_is_not_believed_and_nothing_is_sent_to_who_shows_it(
+    authority: bytes, sidecar: ServedSidecar
+) -> None:
+    uid = sidecar.report.pod_uid
+    other = dataclasses.replace(CREDENTIALS, ca=authority, certificate=issue("job-uid").certificate)
+    client = JobSidecars("job-uid", other, lambda: None)
+    try:
+        client.follow({uid: HOST})
+        await until(lambda: client.reports[uid].silent_since)
+        assert heard(client, uid) is None
+        with pytest.raises(SidecarError, match="Fingerprint"):
+            await client.push(uid, a_directive())
+        assert not sidecar.asked
+        assert not sidecar.connection
+    finally:
+        await client.close()
+
+
+async def test_calls_of_all_jobs_begin_a_few_at_a_time_and_who_does_not_answer_gives_way() -> None:
+    began: list[int] = []
+    turns, never = Turns(), asyncio.Event()
+
+    async def call(number: int) -> None:
+        async with turns.take():
+            began.append(number)
+            await never.wait()
+
+    with patch("tiercheck_operator.sidecars._TURN", 60.0):
+        calls = [asyncio.create_task(call(number)) for number in range(2 * sidecars._BEGUN)]
+        await until(lambda: len(began) == sidecars._BEGUN)
+        calls[0].cancel()
+        await until(lambda: len(began) == sidecars._BEGUN + 1)
+    with patch("tiercheck_operator.sidecars._TURN", 0.01):
+        calls[1].cancel()
+        await until(lambda: len(began) == sidecars._BEGUN + 2)
+        calls += [asyncio.create_task(call(number)) for number in range(2)]
+        calls[2].cancel()
+        await until(lambda: len(began) >= sidecars._BEGUN + 3)
+    for each in calls:
+        each.cancel()
+    await asyncio.wait(calls)
+    assert turns._free._value == sidecars._BEGUN, "each turn is given back once"
 
 
 def bare(report: Report) -> Report:
     return dataclasses.replace(report, holdings=(), tells_holdings=False)
 
 
-def a_directive() -> Directive:
+def a_directive(attempt: int = 1) -> Directive:
     world = World()
     while not any(isinstance(action, Push) for action in world.last.after):
         world.tick()
-    return next(action.directive for action in world.last.after if isinstance(action, Push))
+    found = next(action.directive for action in world.last.after if isinstance(action, Push))
+    return dataclasses.replace(found, attempt=attempt)
 
 
 async def test_directive_reaches_the_sidecar_as_it_was_written(

@@ -30,6 +30,7 @@ from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.topology_source import TopologySource
+from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import Decision
 from tiercheck_operator.model.limits import render_fitting
@@ -37,7 +38,7 @@ from tiercheck_operator.model.observed import JobView, NodeView, Observation, Po
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.planning.placement.replacement import SuspectNodes
-from tiercheck_operator.sidecars import JobSidecars
+from tiercheck_operator.sidecars import JobSidecars, Turns
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Surroundings:
     clock: Callable[[], float] = time.time
     suspects: SuspectNodes = field(default_factory=SuspectNodes)
     sidecars: Callable[..., JobSidecars] = JobSidecars
+    turns: Turns = field(default_factory=Turns)
     gone: Callable[[str], object] = lambda uid: None
     """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended.
     """
@@ -204,7 +206,7 @@ class JobLoop:
         if fresh is None or fresh["metadata"]["uid"] != self.uid:
             raise JobGone
         if _version(fresh) >= _version(self._raw):
-            self._raw = fresh
+            self._raw = copy_of_job(fresh)
         self._doubted = False
 
     async def _reconcile(self) -> float:
@@ -290,6 +292,7 @@ class JobLoop:
                 poll_seconds=config.poll_seconds,
                 call_seconds=config.call_seconds,
                 clock=around.clock,
+                turns=around.turns,
             )
         heard: Mapping[str, WorkerReport] = {}
         if self._sidecars is not None:
@@ -359,7 +362,7 @@ class JobLoop:
         failpoint("after-status-write")
         self._wrote_progress = now
         if _version(written) >= _version(self._raw):
-            self._raw = written
+            self._raw = copy_of_job(written)
         self._around.metrics.status_written(job, decision.status)
         await self._events.post(job, decision.notices, now)
         return None

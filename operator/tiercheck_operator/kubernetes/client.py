@@ -1,12 +1,13 @@
 """Calls the API server with plain dictionaries, off the event loop.
 
-Authentication is the kubernetes client's business. Names come from objects that anybody may write, so none of
+Names come from objects that anybody may write, so none of
 them becomes more than the one segment of a path that it stands for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
-import kubernetes
 import urllib3
-from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
+from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.redaction import redacted
+from tiercheck_operator.kubernetes.login import Access
 
 
 def fill(path: str, **names: str) -> str:
@@ -42,6 +43,10 @@ _THREADS = 8
 """Calls at once, of all jobs together; the others wait their turn, first come, first served."""
 _BUSY_TRIES = 4
 """Times that one call is sent if the server is too busy for it."""
+_RETRIES = urllib3.Retry(
+    total=None, connect=1, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
+)
+"""Only what was surely not sent is sent again behind our back, and at once: no write that timed out."""
 _LONGEST_HOLD = 30.0
 """Seconds; a server that wants to be left alone for longer is asked again after that."""
 
@@ -78,24 +83,6 @@ class ApiFailure(Exception):
         return self.status in (400, 403, 405, 413, 422)
 
 
-def load_configuration() -> kubernetes.client.Configuration:
-    """In-cluster if there is a service account, else $KUBECONFIG or ~/.kube/config. Raises
-    ConfigException.
-    """
-    configuration = kubernetes.client.Configuration()
-    try:
-        kubernetes.config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    except kubernetes.config.ConfigException:
-        kubernetes.config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    configuration.connection_pool_maxsize = _THREADS
-    # Only what was surely not sent is sent again behind our back; the client would also sleep, and repeat
-    # writes that timed out.
-    configuration.retries = urllib3.Retry(
-        total=None, connect=1, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
-    )
-    return configuration
-
-
 class NotLeading(ApiFailure):
     """Nothing was sent: another replica may lead by now."""
 
@@ -112,14 +99,14 @@ class Kube:
 
     def __init__(
         self,
-        configuration: kubernetes.client.Configuration,
+        access: Access,
         timeout: float = 15.0,
         *,
         may_write: Callable[[], bool] = lambda: True,
         called: Callable[[str, int, float], None] = lambda verb, status, seconds: None,
     ) -> None:
-        self._client = kubernetes.client.ApiClient(configuration)
-        self._timeout = timeout
+        self._access, self._timeout = access, urllib3.Timeout(total=timeout)
+        self._pool = urllib3.PoolManager(maxsize=_THREADS, retries=_RETRIES, ssl_context=access.tls)
         self._may_write, self._called = may_write, called
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kube")
         self._hold_until = 0.0
@@ -254,21 +241,18 @@ class Kube:
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, content_type: str, accept: str
     ) -> dict[str, Any]:
-        headers = {"Accept": accept}
+        headers = {"Accept": accept, "User-Agent": f"tiercheck-operator/{__version__}"}
         if body is not None:
             headers["Content-Type"] = content_type
         try:
-            request = self._client.param_serialize(
-                method, path, header_params=headers, body=body, auth_settings=["BearerToken"]
+            response = self._pool.request(
+                method,
+                self._access.server + path,
+                body=json.dumps(body, default=dict) if body is not None else None,
+                headers={**headers, **self._access.headers()},
+                timeout=self._timeout,
             )
-            response = self._client.call_api(*request, _request_timeout=self._timeout)
-            data = response.read()  # type: ignore[no-untyped-call]
-        except ApiException as error:
-            raise ApiFailure(
-                int(error.status or 0),
-                _sentence(error.body) or str(error.reason),
-                _retry_after(error.headers),
-            ) from error
+            data = response.data
         except (HTTPError, OSError) as error:
             raise ApiFailure(0, f"the API server does not answer: {error}") from error
         except ValueError as error:  # a header that cannot be sent, and the error quotes it

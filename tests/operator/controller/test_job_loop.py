@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, cast
 
-import kubernetes
+import kopf
 import pytest
 
 from tests.operator.moments import TURNS, Woken, ends, turns, until
@@ -17,6 +18,8 @@ from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_job
@@ -211,7 +214,7 @@ async def test_operator_has_forgotten_a_job_and_is_well_when_its_loop_found_it_g
 ) -> None:
     kube = StandIn(None)
     monkeypatch.setattr("tiercheck_operator.app.Kube", lambda *_, **__: kube)
-    operator = Operator(Config(), kubernetes.client.Configuration(host="http://127.0.0.1:1"))
+    operator = Operator(Config(), Access(lambda: kopf.ConnectionInfo(server="http://127.0.0.1:1")))
     operator._job_changed(new_job())
     (loop,) = operator._loops.values()
     await until(lambda: loop.dead)
@@ -228,3 +231,27 @@ class _Seen(Exception):
 
 def _stop(_: object) -> Any:
     raise _Seen
+
+
+async def test_no_job_is_kept_with_who_wrote_which_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = new_job()
+    job["metadata"]["managedFields"] = [{"manager": "somebody"}]
+    kube = StandIn(job)
+    monkeypatch.setattr("tiercheck_operator.app.Kube", lambda *_, **__: kube)
+    operator = Operator(Config(), Access(lambda: kopf.ConnectionInfo(server="http://127.0.0.1:1")))
+    operator._job_changed(job)
+    (loop,) = operator._loops.values()
+    await until(lambda: bool(kube.asked))
+    await ends(loop.stop())
+    for kept in (*operator._jobs.views(), loop._raw):
+        assert "managedFields" not in kept["metadata"]
+    assert "managedFields" in job["metadata"], "of what is not ours nothing is taken"
+
+
+def test_names_of_fields_are_one_string_for_all_jobs() -> None:
+    text = json.dumps(finished_job())
+    first, second = (copy_of_job(json.loads(text)) for _ in range(2))
+    assert first == second == finished_job()
+    for one, other in ((first, second), (first["spec"], second["spec"])):
+        assert one is not other
+        assert all(mine is theirs for mine, theirs in zip(one, other, strict=True))

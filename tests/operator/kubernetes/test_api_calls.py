@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import kubernetes
+import kopf
 import pytest
 
-from tiercheck_operator.kubernetes.client import ApiFailure, Kube, NotLeading, load_configuration
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube, NotLeading
+from tiercheck_operator.kubernetes.login import Access
 
 HOST = "127.83.5.2"
 
@@ -26,17 +27,8 @@ class Scripted:
     pages: dict[str, dict[str, object]] = field(default_factory=dict)
     port: int = 0
 
-    def configuration(self) -> kubernetes.client.Configuration:
-        configuration = kubernetes.client.Configuration(host=f"http://{HOST}:{self.port}")
-        configuration.retries = load_retries()
-        return configuration
-
-
-def load_retries() -> object:
-    """As `load_configuration` sets them, without a kubeconfig."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kubernetes.config, "load_incluster_config", lambda **_: None)
-        return load_configuration().retries
+    def access(self) -> Access:
+        return Access(lambda: kopf.ConnectionInfo(server=f"http://{HOST}:{self.port}"))
 
 
 @pytest.fixture
@@ -80,7 +72,7 @@ async def test_busy_server_is_left_alone_for_as_long_as_it_wants_and_the_call_is
     server: Scripted,
 ) -> None:
     server.script = [BUSY]
-    kube = Kube(server.configuration())
+    kube = Kube(server.access())
     assert await kube.create("/things", {"a": 1}) == {"message": "said"}
     (_, _, first), (_, _, second) = server.asked
     assert second - first >= 1.0
@@ -88,7 +80,7 @@ async def test_busy_server_is_left_alone_for_as_long_as_it_wants_and_the_call_is
 
 async def test_while_the_server_is_busy_no_other_call_is_made_either(server: Scripted) -> None:
     server.script = [BUSY]
-    kube = Kube(server.configuration())
+    kube = Kube(server.access())
     await kube.create("/first", {})
     server.script = [BUSY]
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +95,7 @@ async def test_while_the_server_is_busy_no_other_call_is_made_either(server: Scr
 async def test_server_that_stays_busy_is_reported_with_its_wish(server: Scripted) -> None:
     server.script = [(503, {"Retry-After": "0"})] * 20
     with pytest.raises(ApiFailure) as caught:
-        await Kube(server.configuration()).get("/x")
+        await Kube(server.access()).get("/x")
     assert (caught.value.status, caught.value.retry_after, caught.value.busy) == (503, 0.0, True)
     assert len(server.asked) == 4
 
@@ -112,13 +104,13 @@ async def test_server_that_stays_busy_is_reported_with_its_wish(server: Scripted
 async def test_failure_that_may_have_had_an_effect_is_not_sent_again(server: Scripted, status: int) -> None:
     server.script = [(status, {})]
     with pytest.raises(ApiFailure, match=str(status)):
-        await Kube(server.configuration()).create("/x", {})
+        await Kube(server.access()).create("/x", {})
     assert len(server.asked) == 1
 
 
 async def test_nothing_is_written_by_a_replica_that_does_not_lead(server: Scripted) -> None:
     leads = True
-    kube = Kube(server.configuration(), may_write=lambda: leads)
+    kube = Kube(server.access(), may_write=lambda: leads)
     await kube.create("/a", {})
     leads = False
     for call in (kube.create("/a", {}), kube.merge("/a", {}), kube.replace("/a", {}), kube.delete("/a", {})):
@@ -131,7 +123,7 @@ async def test_nothing_is_written_by_a_replica_that_does_not_lead(server: Script
 async def test_calls_are_counted_by_verb_and_outcome(server: Scripted) -> None:
     seen: list[tuple[str, int]] = []
     server.script = [(200, {}), (409, {})]
-    kube = Kube(server.configuration(), called=lambda verb, status, seconds: seen.append((verb, status)))
+    kube = Kube(server.access(), called=lambda verb, status, seconds: seen.append((verb, status)))
     await kube.get("/a")
     with pytest.raises(ApiFailure):
         await kube.create("/a", {})
@@ -144,5 +136,5 @@ async def test_long_lists_come_in_pages(server: Scripted) -> None:
         "/l?q=1&limit=2": {"metadata": {"continue": "more"}, "items": [{"metadata": {"uid": "a"}}]},
         "/l?q=1&limit=2&continue=more": {"metadata": {}, "items": [{"metadata": {"uid": "b"}}]},
     }
-    found = await Kube(server.configuration()).list_metadata("/l", "q=1", page=2)
+    found = await Kube(server.access()).list_metadata("/l", "q=1", page=2)
     assert [entry["uid"] for entry in found] == ["a", "b"]

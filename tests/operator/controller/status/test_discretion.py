@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import kubernetes
 import pytest
 
 from tests.operator.controller.test_job_loop import StandIn, new_job, surroundings
@@ -18,6 +17,7 @@ from tiercheck_operator.controller.reconciler import JobLoop
 from tiercheck_operator.controller.status.discretion import without_credentials
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
+from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.model.actions import Notice
 from tiercheck_operator.model.status import render_record
 
@@ -85,11 +85,12 @@ async def test_refusal_of_the_api_server_reaches_the_status_without_the_credenti
     assert SECRET not in str(kube.job["status"])
 
 
-async def test_token_that_no_header_can_hold_is_not_told(tmp_path: Path) -> None:
+async def test_token_that_no_header_can_hold_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_kubeconfig(tmp_path / "kubeconfig", "http://127.0.0.1:9", "plainword\nmore")
-    configuration = kubernetes.client.Configuration()
-    kubernetes.config.load_kube_config(str(tmp_path / "kubeconfig"), client_configuration=configuration)
-    kube = Kube(configuration)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    kube = Kube(Access())
     try:
         with pytest.raises(ApiFailure) as failure:
             await kube.get("/api/v1/namespaces/default/pods/p")
