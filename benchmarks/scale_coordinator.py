@@ -36,6 +36,7 @@ from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
+from tiercheck_sidecar.app import prepare_process
 from tiercheck_sidecar.control import tier_port
 from tiercheck_sidecar.control.api import ControlApi, routes, server_context
 from tiercheck_sidecar.control.ports import GuardedPort
@@ -130,6 +131,7 @@ def measure(workers: int, seconds: float) -> dict[str, float]:
 def serve(folder: Path, workers: int) -> None:
     """Worker 0's sidecar, as far as the coordinator needs it. On standard input, `upload` asks for a version
     in the remote tier."""
+    prepare_process()
     config = SidecarConfig(
         job="default/gpt",
         job_uid=_UID,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import shutil
 import signal
@@ -59,6 +60,9 @@ _LAST_WORD = 2.0
 """Seconds for the controller to ask for the last report."""
 _MOST_STRANGERS = 256
 """Connections to a port for HTTP of addresses that nobody named, and that have proved nothing yet."""
+
+_COLLECT_AFTER = 20_000
+"""Objects that were made and not freed, until garbage is looked for."""
 
 _BESIDE = {"offload", "sweep", "heartbeat", "throttling", "rehearse"}
 """Loops that are worth less than what this process holds and serves: it never ends because of them."""
@@ -318,9 +322,18 @@ class Sidecar:
         return _MOST_STRANGERS + (directive.workers if directive else 0)
 
 
+def prepare_process() -> None:
+    """For the coordinator of thousands of workers: what they have said is many objects that are no garbage.
+    By Python's own 700, looking for some took a quarter of its time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, 10, 20)
+
+
 def main() -> int:
     """0 after an orderly end; 2 if the environment is wrong; 1 if an address or the volume cannot be used."""
     log_redacted(known=own_credentials())
+    prepare_process()
     try:
         config = SidecarConfig.from_env()
     except ConfigError as error:

@@ -66,6 +66,16 @@ def test_what_is_deep_but_not_too_deep_and_large_but_not_too_large_is_read(decod
         DECODERS[decoder](HELLO % more)
 
 
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_long_number_is_told_from_digits_in_strings_around_it(decoder: str) -> None:
+    digest, escaped = b'"%s"' % (b"0" * 32), b'"\\\\\\"%s"' % (b"9" * 32)
+    for number in (b"9223372036854775807", b"-9223372036854775808", b"1.%s" % (b"0" * 30)):
+        DECODERS[decoder](HELLO % (b"[%s,%s,%s,%s]" % (digest, escaped, number, digest)))
+    for number in (b"9223372036854775808", b"-9223372036854775809", b"1" * 32):
+        with pytest.raises(Malformed):
+            DECODERS[decoder](HELLO % (b"[%s,%s,%s,%s]" % (digest, escaped, number, digest)))
+
+
 @pytest.mark.parametrize(
     "text",
     [b"NaN", b"[Infinity]", b"-Infinity", b"1e999", b'"\\ud800"', b'{"\\udfff":1}', "[]".encode("utf-16"),

@@ -27,7 +27,8 @@ _OTHERS = bytes(set(range(256)) - set(b'"[]{}'))
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _STRING = re.compile(rb'"[^"]*"')
 _DIGITS = bytes(ord("0") if chr(byte) in "0123456789" else ord(" ") for byte in range(256))
-_STRING_OR_LONG_WHOLE = re.compile(rb'"[^"]*"|(?<![\w.+-])-?\d{19,}(?![\w.])')
+_LONG = b"0" * 19
+_LONG_WHOLE = re.compile(rb"(?<![\w.+-])-?\d{19,}(?![\w.])")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -76,11 +77,24 @@ def _check(text: bytes | bytearray, most_values: int | None) -> None:
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that every quote begins or ends a string
     if text.count(b"[") + text.count(b"{") > MOST_DEPTH:
         _check_depth(plain)
-    if b"0" * 19 in plain.translate(_DIGITS):
-        for match in _STRING_OR_LONG_WHOLE.finditer(plain):
-            number = match[0]
-            if number[:1] != b'"' and (len(number) > 20 or not LEAST_WHOLE <= int(number) <= MOST_WHOLE):
-                raise Malformed(f"a whole number of more than 64 bits: {number[:24].decode()}")
+    digits = plain.translate(_DIGITS)
+    if _LONG in digits:
+        _check_long(plain, digits)
+
+
+def _check_long(plain: bytes | bytearray, digits: bytes | bytearray) -> None:
+    """`digits`: the same with a 0 for every digit, and blanks. Digests and names have many digits as well:
+    after an odd number of quotes these are in a string."""
+    quotes = end = 0
+    while (first := digits.find(_LONG, end)) >= 0:
+        quotes += plain.count(b'"', end, first)
+        end = digits.find(b" ", first)
+        end = len(digits) if end < 0 else end
+        if quotes % 2:
+            continue
+        match = _LONG_WHOLE.match(plain, first - (plain[first - 1 : first] == b"-"))
+        if match is not None and (len(match[0]) > 20 or not LEAST_WHOLE <= int(match[0]) <= MOST_WHOLE):
+            raise Malformed(f"a whole number of more than 64 bits: {match[0][:24].decode()}")
 
 
 def _check_depth(plain: bytes | bytearray) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ class Coordinator:
         """Of so many ranks, and what the user wants; None: needs have changed."""
         self._stored: tuple[Version, ...] | None = None
         self._artifacts: dict[int, RankArtifact] = {}
-        self._on_record: Counter[Version] = Counter()
+        self._on_record: dict[Version, set[int]] = {}
         """Ranks in `_artifacts`, by version."""
         self._verdict: TierVerdict | None = None
         self._is_dirty = False
@@ -135,6 +135,10 @@ class Coordinator:
         self._tells_refusals = False
         self._callers: dict[Caller, None] = {}
         """In the order in which they came, so that a simulation goes the same way each time."""
+        self._new: dict[Caller, None] = {}
+        """Of them, those who have been sent nothing."""
+        self._spread: TierVerdict | None = None
+        """What all others have been sent."""
         self._connections = 0
         self._newest: dict[int, Caller] = {}
         """By worker, the newest connection that it has spoken on: what comes later on an older one was said
@@ -172,7 +176,7 @@ class Coordinator:
     def connect(self, caller: Caller) -> None:
         """It may say something from now on."""
         with self._lock:
-            self._callers[caller] = None
+            self._callers[caller] = self._new[caller] = None
             self._connections += 1
             caller.since = self._connections
 
@@ -180,6 +184,7 @@ class Coordinator:
         """Its connection is gone."""
         with self._lock:
             self._callers.pop(caller, None)
+            self._new.pop(caller, None)
 
     def post(self, caller: Caller, text: bytes) -> None:
         """`TierNews` that came. They are answered with all others of this moment. Takes no lock while there
@@ -256,10 +261,10 @@ class Coordinator:
 
     def _received(self, word: WorkerWord | None) -> tuple[int, ...]:
         upload = self._verdict.upload if self._verdict else None
-        if upload is None or word is None or not self._on_record[upload]:
+        if upload is None or word is None:
             return ()
-        found = ((rank, self._artifacts.get(rank)) for rank in word.own)
-        return tuple(rank for rank, each in found if each is not None and each.version == upload)
+        there = self._on_record.get(upload, ())
+        return tuple(rank for rank in word.own if rank in there)
 
     def _hear(self, word: WorkerWord) -> None:
         """Under the lock. Raises NotNow."""
@@ -320,12 +325,13 @@ class Coordinator:
         """The rank's newest upload; None: it is not known."""
         before = self._artifacts.pop(rank, None)
         if before is not None:
-            self._on_record[before.version] -= 1
-            if not self._on_record[before.version]:
+            there = self._on_record[before.version]
+            there.discard(rank)
+            if not there:
                 del self._on_record[before.version]
         if artifact is not None:
             self._artifacts[rank] = artifact
-            self._on_record[artifact.version] += 1
+            self._on_record.setdefault(artifact.version, set()).add(rank)
 
     def _take_back(self, worker: int, directive: Directive) -> None:
         """The worker's unproved word. Whatever else it told before, it tells again within a second."""
@@ -405,17 +411,15 @@ class Coordinator:
             ):
                 return None
             world = directive.workers * directive.procs_per_worker
-            if self._on_record[verdict.upload] < world or verdict.upload in (self._stored or ()):
-                return None
-            mine = {rank: each for rank, each in self._artifacts.items() if each.version == verdict.upload}
-            if mine.keys() != set(range(world)):
+            there = self._on_record.get(verdict.upload, set())
+            if len(there) < world or verdict.upload in (self._stored or ()) or there != set(range(world)):
                 return None
             return Manifest(
                 job=self._state.config.job,
                 job_uid=directive.job_uid,
                 version=verdict.upload,
                 world_size=world,
-                artifacts=tuple(mine[rank] for rank in sorted(mine)),
+                artifacts=tuple(self._artifacts[rank] for rank in range(world)),
                 created=time.time(),
             )
 
@@ -434,9 +438,7 @@ class Coordinator:
                 self._state.wait_until(lambda: False, _MOMENT)  # others have something to say as well
                 answers = self._hear_all()
                 word = self.news()
-                with self._lock:
-                    sent = [(caller, self.replies(caller, answers.get(caller))) for caller in self._callers]
-                self.deliver([each for each in sent if each[1]])
+                self.deliver(self._to_send(answers))
                 if word is not None:
                     verdict, hosts = word
                     clients = {
@@ -445,7 +447,7 @@ class Coordinator:
                     text = to_json(verdict)
                     list(pool.map(lambda client, text=text: _tell(client, text), clients.values()))
                     self.announced(verdict)
-                self._state.wait_until(lambda: False, pace(len(sent)) / 2)
+                self._state.wait_until(lambda: False, pace(len(self._callers)) / 2)
 
     def _hear_all(self) -> dict[Caller, TierAnswer]:
         """What came by now."""
@@ -455,6 +457,15 @@ class Coordinator:
             caller.is_asking = False
             answers[caller] = self.hear_news(caller, text)
         return answers
+
+    def _to_send(self, answers: dict[Caller, TierAnswer]) -> list[tuple[Caller, list[TierAnswer]]]:
+        """To everybody, if there is a new verdict."""
+        with self._lock:
+            some = [caller for caller in self._new | dict.fromkeys(answers) if caller in self._callers]
+            whom = some if self._verdict is self._spread else self._callers
+            self._spread, self._new = self._verdict, {}
+            sent = [(caller, self.replies(caller, answers.get(caller))) for caller in whom]
+        return [each for each in sent if each[1]]
 
     def news(self) -> tuple[TierVerdict, list[str]] | None:
         """The verdict that everybody shall be told, and where they are; None: they have been."""
@@ -495,7 +506,7 @@ class Coordinator:
             return False
         if upload is None:
             return True
-        uploaded = [rank for rank, each in self._artifacts.items() if each.version == upload]
+        uploaded = self._on_record.get(upload, set())
         ranks = {rank: shape for rank, shape in self._tally.ranks.items() if rank // procs in there}
         return is_hopeless(upload, directive.workers * procs, ranks, uploaded)
 
@@ -512,7 +523,7 @@ class Coordinator:
             self._heard, self._newest, self._final, self._done = {}, {}, set(), set()
             self._proved, self._unproved, self._refused = {}, {}, {}
             self._standing, self._verdict, self._uploading = TierStanding(), None, None
-            self._artifacts, self._on_record = {}, Counter()
+            self._artifacts, self._on_record = {}, {}
 
     def _judge(self, directive: Directive) -> None:
         world = directive.workers * directive.procs_per_worker

@@ -34,8 +34,8 @@ def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | No
     procs, head = directive.procs_per_worker, word.head
     if not 0 <= head.worker < directive.workers:
         return f"the job has {directive.workers} workers"
-    if base is None or base.own is not word.own or base.head is not word.head:
-        wrong = _senseless(word, range(head.worker * procs, (head.worker + 1) * procs))
+    if base is None or base.own is not word.own:
+        wrong = _senseless(word, range(head.worker * procs, (head.worker + 1) * procs), base)
         if wrong:
             return wrong
     shared: list[Shared[Any]] = [shape.held for shape in word.shapes.values()]
@@ -54,8 +54,10 @@ def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | No
     return _unreachable(head.host) if len(head.host) <= _LONGEST_HOST else _NO_ADDRESS
 
 
-def _senseless(word: WorkerWord, own: range) -> str:
+def _senseless(word: WorkerWord, own: range, base: WorkerWord | None) -> str:
     for rank, each in word.own.items():
+        if base is not None and base.own.get(rank) is each:
+            continue
         if rank not in own:
             return f"it speaks for rank {rank}, which is another worker's"
         needs = each.needs
