@@ -289,6 +289,25 @@ def test_everybody_is_told_the_same_and_each_only_once(coordinator: Coordinator)
     assert coordinator.replies(one.caller, None) == []
 
 
+def test_while_a_verdict_stands_only_who_is_new_or_asks_is_sent_anything(coordinator: Coordinator) -> None:
+    one, other, late, gone = (Speaker(coordinator, worker) for worker in (0, 1, 1, 1))
+    coordinator.connect(one.caller), coordinator.connect(other.caller)
+    one.say(4), other.say(4)
+    coordinator.news()
+    assert {caller for caller, _ in coordinator._to_send({})} == {one.caller, other.caller}
+    assert coordinator._to_send({}) == []
+    coordinator.connect(late.caller), coordinator.connect(gone.caller)
+    coordinator.hang_up(gone.caller)
+    answer = TierAnswer(9)
+    sent = dict(coordinator._to_send({one.caller: answer, gone.caller: answer}))
+    assert sent.keys() == {one.caller, late.caller}
+    assert sent[one.caller] == [answer]
+    assert sent[late.caller][0].verdict is not None
+    one.say(5), other.say(5)
+    coordinator.news()
+    assert {caller for caller, _ in coordinator._to_send({})} == {one.caller, other.caller, late.caller}
+
+
 def test_upload_on_record_is_told_to_its_own_worker_alone(stations: Callable[..., Stations]) -> None:
     state = stations(workers=2)[0].state
     state.config = replace(state.config, remote="{}")
