@@ -213,10 +213,16 @@ class Model:
         )
         copies = [copy for each in self.heard.values() for copy in each]
         self.standing, self.verdict = judge(self.world, self.ranks, self.history, self.standing, copies)
-        self.verdicts[rank] = self.verdict
+        self.listen(rank)
 
     def listen(self, rank: int) -> None:
+        """The rank no longer counts upon what its holders may have freed by the same word."""
         self.verdicts[rank] = self.verdict
+        if self.parity:
+            return
+        for acks in self.acks[rank].values():
+            place = Memory(2, 2 * self.cadence, acks).place(Tier.PEER)
+            acks -= expendable(place, self.history, self.verdict)
 
     def free(self, rank: int) -> None:
         word = self.verdicts[rank]
