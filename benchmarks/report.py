@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.amounts import bytes_text
+from benchmarks.causes import explain
 from benchmarks.figure import Figure
 from benchmarks.plots import draw
 
@@ -197,6 +198,8 @@ def page(run: Run, pictures: dict[str, str]) -> str:
     ]
     for name, caption in pictures.items():
         lines += ["", f"![{caption}]({name}.svg)"]
+    if run.missed:
+        lines += ["", "## Why missed", "", *explain(figure.name for figure in run.missed)]
     lines += ["", "## When (load before, commit)", ""]
     for entry in run.entries:
         on = f", {entry.machine}" if entry.machine not in ("", here) else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.causes import explain
 from benchmarks.figure import Figure, Sense
 from benchmarks.report import Entry, Run, page, publish, summary
 
@@ -107,6 +108,15 @@ def test_bound_itself_is_reached_from_either_side() -> None:
 @pytest.mark.parametrize("figure", [REACHED, MISSED, NOT_RUN, FOR_INFORMATION])
 def test_figure_survives_the_file_of_results(figure: Figure) -> None:
     assert Figure.read(json.loads(json.dumps(figure.plain()))) == figure
+
+
+def test_a_miss_is_explained_or_said_to_be_unexplained() -> None:
+    assert "- rate: not profiled." in page(run(), {})
+    explained = explain(
+        ["peer copy throughput, sent to a holder", "peer copy throughput, fetched from a holder"]
+    )
+    assert len(explained) == 1
+    assert explained[0].startswith("- peer copy throughput: iperf3")
 
 
 def test_a_miss_is_told_in_its_row_with_its_numbers() -> None:

@@ -222,7 +222,7 @@ class Model:
             return
         for acks in self.acks[rank].values():
             place = Memory(2, 2 * self.cadence, acks).place(Tier.PEER)
-            acks -= expendable(place, self.history, self.verdict)
+            acks.difference_update(expendable(place, self.history, self.verdict))
 
     def free(self, rank: int) -> None:
         word = self.verdicts[rank]

@@ -1,0 +1,32 @@
+"""Why a promised figure is missed, as a profile showed it.
+
+Published while such a figure is missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+CAUSES = {
+    "Python in the training thread": "tensors are read one by one and have left the cache; "
+    "torch's counters alone take 26 to 38 %",
+    "the same with": "as above",
+    "peer copy throughput": "iperf3's bytes stay in the cache; ours go to memory, and are read again",
+    "peer copy authenticated": "a core tags 37 GB/s in its cache, 8 from memory",
+    "verified local restore": "what is copied is read once more, to verify it",
+    "verified peer restore": "new memory for slot and moments (what these cost: local restore's note)",
+    "S3": "each byte is digested on the way (0.06 s/GB); an upload begins with four calls",
+    "peak memory of the operator": "48 KiB for each worker's connection, half of it OpenSSL's; 62 MiB idle",
+    "coordinator, 4000": "words of uploads are decoded one by one",
+}
+"""By the beginning of a figure's name."""
+
+
+def explain(missed: Iterable[str]) -> list[str]:
+    """A line for each kind of these figures."""
+    found = dict.fromkeys(_kind(name) for name in missed)
+    return [f"- {kind}: {CAUSES.get(kind, 'not profiled')}." for kind in found]
+
+
+def _kind(name: str) -> str:
+    return next((begin for begin in CAUSES if name.startswith(begin)), name)
