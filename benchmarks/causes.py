@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_THREAD = "Python in the training thread"
+
 CAUSES = {
-    "Python in the training thread": "tensors are read one by one and have left the cache; "
-    "torch's counters alone take 26 to 38 %",
-    "the same with": "as above",
+    _THREAD: "tensors are read one by one and have left the cache; torch's counters alone take 26 to 38 %",
     "peer copy throughput": "iperf3's bytes stay in the cache; ours go to memory, and are read again",
     "peer copy authenticated": "a core tags 37 GB/s in its cache, 8 from memory",
     "verified local restore": "what is copied is read once more, to verify it",
@@ -29,4 +29,5 @@ def explain(missed: Iterable[str]) -> list[str]:
 
 
 def _kind(name: str) -> str:
-    return next((begin for begin in CAUSES if name.startswith(begin)), name)
+    known = _THREAD if name.startswith("the same with") else name
+    return next((begin for begin in CAUSES if known.startswith(begin)), name)
