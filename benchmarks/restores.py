@@ -145,7 +145,6 @@ def torchft(size: int) -> dict[str, Any]:
 
 def _local_row(local: dict[str, list[float]], size: int) -> Figure:
     verify, load, copy = (min(local[key]) for key in ("verify", "load", "copy"))
-    usual = statistics.median(map(sum, zip(local["verify"], local["load"], strict=True)))
     return Figure(
         LOCAL,
         seconds_text(verify + load),
@@ -153,7 +152,7 @@ def _local_row(local: dict[str, list[float]], size: int) -> Figure:
         (verify + load) / copy,
         1.3,
         note=f"verified in {seconds_text(verify)}, loaded in {seconds_text(load)}, into new moments "
-        f"{seconds_text(min(local['load into new memory']))}; median {seconds_text(usual)}",
+        f"{seconds_text(min(local['load into new memory']))}",
     )
 
 
