@@ -3,7 +3,7 @@
 It tells which samples it drew, too.
 
 The first LIVES attempts (1 if not given) train until they are hit, later ones some steps beyond where they
-came back to.
+came back to. While the file GATE exists the first attempt stands still 10 steps after a multiple of 20.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,7 @@ def sample(index: int) -> torch.Tensor:
 
 def main() -> None:
     world, attempt = int(os.environ["WORLD_SIZE"]), int(os.environ["TIERCHECK_ATTEMPT"])
+    gate = Path(os.environ.get("GATE", "/nonexistent"))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(7 * attempt)  # a restore has to bring everything
@@ -92,6 +94,8 @@ def main() -> None:
             )
             checkpointer.step(loss=float(loss))
             time.sleep(0.05)
+            while attempt == 1 and step % 20 == 10 and gate.exists():
+                time.sleep(0.05)
     dist.destroy_process_group()
 
 
