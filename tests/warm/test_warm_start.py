@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 
 from tests.launcher.launcher_harness import Launched, alive, order
 from tests.scripted_sidecar import until
+from tiercheck.launcher.warm import WarmInterpreter
 from tiercheck.protocol.directive import Phase
 from tiercheck_local.addresses import free_ports
 
@@ -246,6 +248,37 @@ def test_next_attempt_runs_in_the_interpreter_that_was_made_ready_beside_the_fir
     assert alive(second)  # what sweeps up after the command spares it
     launched.sidecar.say(order(2, Phase.RELEASE))
     assert launched.line() == f"{second} 2"
+
+
+def test_it_is_no_batch_work_any_more_when_it_is_told_to_become_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a moment later: threads that the command begins stay as its first one is then."""
+    path = tmp_path / "train.py"
+    path.write_text("")
+    told: list[set[int]] = []
+
+    class Watched(socket.socket):
+        def sendall(self, *order: Any) -> None:
+            tasks = os.listdir(f"/proc/{interpreter.pid}/task")
+            told.append({os.sched_getscheduler(int(task)) for task in tasks})
+            super().sendall(*order)
+
+    ours, theirs = socket.socketpair()
+    watched = Watched(fileno=ours.detach())
+    monkeypatch.setattr("tiercheck.launcher.warm.socket.socketpair", lambda: (watched, theirs))
+    interpreter = WarmInterpreter([sys.executable, str(path)], {"PYTHONPATH": str(ROOT)})
+    interpreter.prepare()
+    pid = interpreter.pid
+    assert pid is not None
+    try:
+        assert os.sched_getscheduler(pid) == os.SCHED_BATCH
+        assert interpreter.release({}) == pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        watched.close()
+    assert told == [{os.SCHED_OTHER}]
 
 
 def test_killed_warm_interpreter_is_replaced_and_costs_nothing(launch: Launch, tmp_path: Path) -> None:

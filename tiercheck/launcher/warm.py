@@ -95,6 +95,7 @@ class WarmInterpreter:
         if self.pid is None or self._channel is None:
             return None
         order = json.dumps({"environment": dict(environment), "expected": self._expected}).encode() + b"\n"
+        _yield_to_others(self.pid, False)  # first: once told, it may run the command before we get on
         try:
             self._channel.settimeout(5.0)
             self._channel.sendall(order)
@@ -103,7 +104,6 @@ class WarmInterpreter:
             os.kill(self.pid, signal.SIGKILL)  # its channel is closed by the loop, which reads its end
             self.pid = None
             return None
-        _yield_to_others(self.pid, False)
         self.released, self.pid = self.pid, None
         self._deadline = time.monotonic() + _ANSWER_SECONDS
         return self.released
@@ -184,10 +184,21 @@ def _recipe(command: Sequence[str]) -> Recipe | None:
 def _yield_to_others(pid: int, yielding: bool) -> None:
     """As batch work while it prepares itself. Niceness would be for good: only the privileged may take it
     back."""
+    policy, unlike = os.SCHED_BATCH if yielding else os.SCHED_OTHER, True
     try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setscheduler(
-                int(task), os.SCHED_BATCH if yielding else os.SCHED_OTHER, os.sched_param(0)
-            )
+        while unlike:  # a thread that begins while the list is read is as its parent was then
+            tasks = map(int, os.listdir(f"/proc/{pid}/task"))
+            unlike = any([_schedule(task, policy) for task in tasks])
     except OSError:
         return  # it is a courtesy
+
+
+def _schedule(task: int, policy: int) -> bool:
+    """Returns whether the thread had another policy."""
+    try:
+        if os.sched_getscheduler(task) == policy:
+            return False
+        os.sched_setscheduler(task, policy, os.sched_param(0))
+    except ProcessLookupError:
+        return False  # it has ended
+    return True

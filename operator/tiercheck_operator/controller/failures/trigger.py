@@ -132,8 +132,10 @@ def update_recovery(situation: Situation, trigger: Trigger | None) -> Recovery |
     if recovery is None or recovery.decided_at is not None:
         return recovery
     moved = trigger.stalled if trigger is not None else ()
-    stalled = tuple(dict.fromkeys((*recovery.stalled, *moved)))[-_REMEMBERED:]
-    return replace(recovery, reached=situation.newest_step, stalled=stalled)
+    if moved:  # what their nodes kept from coming is not held against a version
+        stalled = tuple(dict.fromkeys((*recovery.stalled, *moved)))[-_REMEMBERED:]
+        recovery = replace(recovery, stalled=stalled, failed_versions=())
+    return replace(recovery, reached=situation.newest_step)
 
 
 def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:

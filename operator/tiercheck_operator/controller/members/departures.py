@@ -118,7 +118,7 @@ class Move:
 
 def find_moves(obs: Observation) -> list[Move]:
     """The pods that are to be replaced on other nodes."""
-    pods = _newest(obs)
+    pods = _accused(obs)
     barred = _barred(obs, pods)
     if barred:
         return barred
@@ -146,10 +146,20 @@ def find_moves(obs: Observation) -> list[Move]:
 def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
     """Of pods in which no attempt can begin. All others wait for them, so there is time to let them have what
     such a pod holds."""
-    current = obs.current_reports
-    heard = {uid for uid, known in obs.reports.items() if known.silent_since is None and uid in current}
-    reports = {worker: current[pod.uid] for worker, pod in pods.items() if pod.uid in heard}
-    found = {worker: _bar(obs, pods[worker], reports[worker]) for worker in sorted(reports)}
+    # Not all need to have heard of the attempt: an operator that died while it told them left some out, and
+    # nobody is told any more once a restore has failed. What they hold shows that they are back from before.
+    heard = {uid for uid, known in obs.reports.items() if known.silent_since is None} & obs.attempt_pods
+    reports = {
+        worker: report
+        for worker, pod in pods.items()
+        if pod.uid in heard and (report := obs.newest_reports.get(pod.uid)) is not None
+        if pod.uid in obs.current_reports or report.restore.state is RestoreState.READY
+    }
+    found = {
+        worker: _bar(obs, pods[worker], reports[worker])
+        for worker in sorted(reports)
+        if pods[worker].uid in obs.current_reports
+    }
     moves = {worker: move for worker, move in found.items() if move is not None}
     if not moves or len(moves) == obs.size > 1:
         return []  # what keeps all of them is not the fault of one node: storage perhaps, or the check itself
@@ -211,9 +221,11 @@ def _from_scratch(obs: Observation) -> bool:
     return status.recovery is not None and status.restored_version is None
 
 
-def _newest(obs: Observation) -> Mapping[int, PodView]:
+def _accused(obs: Observation) -> Mapping[int, PodView]:
+    """Of each worker the pod that the attempt began with, else the newest one. There is a newer one beside it
+    if an operator made that and died before it wrote down why."""
     pods: dict[int, PodView] = {}
-    for pod in sorted(obs.living, key=lambda pod: pod.incarnation):
+    for pod in sorted(obs.living, key=lambda pod: (pod.uid in obs.attempt_pods, pod.incarnation)):
         if 0 <= pod.worker < obs.size:
             pods[pod.worker] = pod
     return pods

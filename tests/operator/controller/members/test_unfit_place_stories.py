@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
@@ -215,6 +215,7 @@ def test_user_who_calls_an_exit_code_final_is_obeyed_and_no_pod_moves() -> None:
 
 
 @settings(max_examples=examples(12), deadline=None)
+@example(0, 1, {12: 1})  # between the new pod and the status that says why it is there
 @given(
     st.integers(0, 3),
     st.integers(1, 4),
