@@ -32,6 +32,7 @@ from tiercheck.protocol.report import (
     Watermarks,
 )
 from tiercheck.protocol.version import Version
+from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
@@ -44,6 +45,8 @@ JOBS = (1, 10, 100, 500)
 WORKERS_OF_MANY = 4
 """Of each job when the number of jobs is what changes."""
 EVENTS = 40
+EVENTS_OF_ALL = 5000
+"""Of all jobs together when the number of jobs is what changes."""
 LIMIT = 20 * 1024
 """Bytes of a job's object, by the project's promise."""
 _TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["train"]}]}}
@@ -351,7 +354,7 @@ async def of_jobs(jobs: int) -> dict[str, float]:
         await made[name].until_running()
     started = time.process_time() - began
     server.calls.clear()
-    rounds = max(1, 200 // jobs)
+    rounds = max(1, EVENTS_OF_ALL // jobs)
     began = time.process_time()
     for turn in range(rounds):
         for job in made.values():
@@ -369,7 +372,8 @@ async def of_jobs(jobs: int) -> dict[str, float]:
 
 
 def run(workers: tuple[int, ...] = WORKERS, jobs: tuple[int, ...] = JOBS) -> dict[str, Any]:
-    """By number of workers, and by number of jobs."""
+    """By number of workers, and by number of jobs. Garbage is collected as in the operator."""
+    prepare_process()
     asyncio.run(of_workers(4))  # first calls of everything
     return {
         "workers": {str(number): asyncio.run(of_workers(number)) for number in workers},

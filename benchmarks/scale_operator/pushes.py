@@ -55,7 +55,8 @@ async def push(job: CrowdedJob, number: int, *, resized: bool) -> dict[str, floa
     lacking = [action for action in due if not _follows(job, action)]
     if lacking or len(due) != obs.size:
         raise RuntimeError(f"{len(due)} directives were due, and {len(lacking)} of them are not followed")
-    size = max(len(DirectiveEncoder().encode(action.directive)) for action in due)
+    encoder = DirectiveEncoder()
+    size = max(sum(map(len, encoder.encode(action.directive))) for action in due)
     return {
         "deciding, s": decided[0],
         "deciding, CPU s": decided[1],

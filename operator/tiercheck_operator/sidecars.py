@@ -16,7 +16,7 @@ import hashlib
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -269,7 +269,7 @@ class JobSidecars:
             async with asyncio.timeout(None) as waiting:
                 self._waiting[uid] = waiting
                 return await self._request(
-                    "GET", host, "/v1/report", body=None, query=query, seconds=seconds, polls=True
+                    "GET", host, "/v1/report", body=(), query=query, seconds=seconds, polls=True
                 )
         except TimeoutError:
             return None
@@ -304,7 +304,7 @@ class JobSidecars:
                 await turn.enter_async_context(self._gate)
                 await turn.enter_async_context(self._turns.take())
             return await self._request(
-                "GET", host, "/v1/report", body=None, query=query, seconds=seconds, polls=polls
+                "GET", host, "/v1/report", body=(), query=query, seconds=seconds, polls=polls
             )
 
     async def _lost(self, uid: str, host: str, why: str, since: float) -> None:
@@ -316,23 +316,25 @@ class JobSidecars:
         host: str,
         path: str,
         *,
-        body: bytes | None,
+        body: Sequence[bytes],
         query: Mapping[str, str],
         seconds: float,
         polls: bool = False,
         keeps: bool = True,
     ) -> Report:
-        """`polls`: on the connection that long polls use. `keeps`: another may stay for the next call."""
+        """`body`: in parts. `polls`: on the connection that long polls use. `keeps`: another may stay for the
+        next call."""
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
         headers = {} if polls or (keeps and host in self._kept) else {"Connection": "close"}
-        if body is not None:
-            headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        length = sum(map(len, body))
+        if length:
+            headers |= {"Content-Type": "application/json", "Content-Length": str(length)}
         try:
             async with self._session.request(
                 method,
                 url,
-                data=in_pieces(body) if body is not None and len(body) > _PIECE else body,
+                data=in_pieces(body) if length > _PIECE else b"".join(body) or None,
                 params=query,
                 timeout=limits,
                 server_hostname=names.TLS_SERVER_NAME,
@@ -402,25 +404,29 @@ class JobSidecars:
 
 
 class DirectiveEncoder:
-    """Writes directives; a table of sources that many of them share is written once."""
+    """Writes directives. A table of sources that many share is written once, and copied for nobody."""
 
     def __init__(self) -> None:
         self._table: SourceTable | None = None
-        self._written = msgspec.Raw(b"null")
+        self._written = b""
 
-    def encode(self, directive: Directive) -> bytes:
-        """JSON, as `to_json` writes it."""
+    def encode(self, directive: Directive) -> tuple[bytes, ...]:
+        """JSON as `to_json` writes it but for the order of fields, in parts."""
         restore = directive.restore
         if restore is None or restore.table is None:
-            return msgspec.json.encode(directive)
+            return (msgspec.json.encode(directive),)
         if restore.table is not self._table:
-            self._table, self._written = restore.table, msgspec.Raw(msgspec.json.encode(restore.table))
-        told = {**_fields(restore), "table": self._written}
-        return msgspec.json.encode({**_fields(directive), "restore": told})
+            self._table, self._written = restore.table, msgspec.json.encode(restore.table)
+        outer, inner = _fields(directive, "restore"), _fields(restore, "table")
+        before = b'%s,"restore":%s,"table":' % (outer[:-1], inner[:-1])
+        return before, self._written, b"}}"
 
 
-def _fields(message: Directive | Restore) -> dict[str, object]:
-    return {field.name: getattr(message, field.name) for field in fields(message)}
+def _fields(message: Directive | Restore, without: str) -> bytes:
+    """As JSON, of which the last byte closes the object."""
+    return msgspec.json.encode(
+        {field.name: getattr(message, field.name) for field in fields(message) if field.name != without}
+    )
 
 
 def read_report(text: bytes) -> Report:
@@ -445,9 +451,10 @@ def _share_equal_parts(holdings: Iterable[Holding]) -> None:
         put(each, "bytes", known(each.bytes, each.bytes))
 
 
-async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
-    for at in range(0, len(body), _PIECE):
-        yield body[at : at + _PIECE]
+async def in_pieces(parts: Iterable[bytes]) -> AsyncIterator[memoryview]:
+    for part in parts:
+        for at in range(0, len(part), _PIECE):
+            yield memoryview(part)[at : at + _PIECE]
 
 
 async def _body(response: aiohttp.ClientResponse, host: str) -> bytes:

@@ -9,7 +9,7 @@ import email.utils
 import gc
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -187,7 +187,7 @@ def test_table_that_many_directives_share_is_written_once_and_read_by_everybody(
     other = dataclasses.replace(first, restore=dataclasses.replace(restore, table=SourceTable((), ())))
     encoder = DirectiveEncoder()
     for directive in (first, second, ordinary, other, first):
-        assert from_json(encoder.encode(directive), Directive) == directive
+        assert from_json(b"".join(encoder.encode(directive)), Directive) == directive
 
 
 async def test_table_of_thousands_of_sources_leaves_no_room_behind_and_arrives_whole(
@@ -202,9 +202,9 @@ async def test_table_of_thousands_of_sources_leaves_no_room_behind_and_arrives_w
     )
     sent: list[int] = []
 
-    def note(body: bytes) -> AsyncIterator[bytes]:
-        async def pieces() -> AsyncIterator[bytes]:
-            async for piece in in_pieces(body):
+    def note(parts: Iterable[bytes]) -> AsyncIterator[memoryview]:
+        async def pieces() -> AsyncIterator[memoryview]:
+            async for piece in in_pieces(parts):
                 sent.append(len(piece))
                 yield piece
 
