@@ -1,8 +1,7 @@
 """Decodes the protocol's messages and files strictly, from any thread.
 
-Sealed files tell whether a bit of them has changed. Trainers write into the same folders, so only plain files
-are
-opened: whoever opens a FIFO waits for its writer, for ever, and a link leads anywhere.
+Sealed files tell whether a bit of them has changed. Trainers write into the same folders, so only plain
+files are opened: whoever opens a FIFO waits for its writer, for ever, and a link leads anywhere.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from msgspec.json import Decoder, Encoder
 from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, decode_with
 from tiercheck.protocol.requests import REQUESTS, NamedRequest, Request
 from tiercheck_sidecar.digest import digest_chunk
-
-pass  # HOUSE
 
 __all__ = ["Malformed", "decode", "decode_request", "encode", "read_checked", "with_checksum"]
 

@@ -151,9 +151,6 @@ def text_response(status: int, text: str) -> web.Response:
     return web.json_response({"error": text}, status=status)
 
 
-pass  # HOUSE
-
-
 def routes(state: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
     """Between sidecars: connections to the coordinator, and the two calls of releases without them."""
 
