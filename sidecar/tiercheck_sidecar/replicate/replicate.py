@@ -208,19 +208,22 @@ class Replicator:
             hang_up()
             self._state.peers.doubt(holder)
             return
-        gone = [
-            Artifact(rank, version, kind)
-            for rank, stock in has.items()
-            for kind in Kind
-            for version in stock.of(kind) - listed[rank].of(kind)
-        ]
+        self._forget()  # what it has freed by the rule meanwhile is not missed
         with self._lock:
-            if not gone or self._era != era:
+            if self._era != era:
                 return
-            left = dict(self._acknowledged[holder])
+            left = dict(self._acknowledged.get(holder, {}))
+            gone = [
+                Artifact(rank, version, kind)
+                for rank, stock in has.items()
+                for kind in Kind
+                for version in (stock.of(kind) & left.get(rank, NOTHING).of(kind)) - listed[rank].of(kind)
+            ]
             for each in gone:
-                left[each.rank] = left.get(each.rank, NOTHING).minus(each.kind, each.version)
+                left[each.rank] = left[each.rank].minus(each.kind, each.version)
             self._acknowledged[holder] = left
+        if not gone:
+            return
         log.warning("worker %d no longer holds %s", holder.worker, ", ".join(map(str, sorted(gone))))
         self._state.bump()
 

@@ -16,7 +16,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Artifact, Branch, History, Kind, Version
 from tiercheck_sidecar.exchange import handshake
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
+from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.offload.pacing import SMALLEST_PIECE, Portion, TokenBucket
@@ -202,6 +202,31 @@ def test_copy_that_a_holder_has_no_more_does_not_count_and_is_brought_again(
     until(lambda: job[0].state.counters.replicated > counted and job[1].holds(snapshot(1)), "brought again")
     until(lambda: acknowledged(job) == {snapshot(1), snapshot(1, 1)}, "it counts again")
     assert job[0].state.counters.replicated == counted + 1, "the other one was there all the time"
+
+
+def test_copy_that_a_holder_frees_by_the_rule_while_it_is_asked_is_missed_by_nobody(
+    stations: MakeStations, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = stations()
+    for step in (1, 2):
+        job[0].save(V(step, 1), MIB)
+    job[0].replicate()
+    for step in (1, 2):
+        job[0].name(V(step, 1))
+        until(lambda step=step: snapshot(step) in acknowledged(job), "copied")
+    replicator = job[0].replicator
+    directive = job[0].state.directive
+    assert directive is not None
+
+    def ask(rank: int) -> list[ListedArtifact]:
+        all_have = Watermarks(local=V(2, 1), peer=V(2, 1))
+        with job[0].state.lock:
+            job[0].state.verdict = TierVerdict(1, all_have, floor=V(2, 1), anchor=V(2, 1), copy=V(2, 1))
+        return [ListedArtifact(snapshot(2), MIB)]
+
+    replicator._review(directive.holders[0], ask, lambda: None, replicator._era)
+    assert "no longer holds" not in caplog.text
+    assert acknowledged(job) == {snapshot(2)}
 
 
 def test_holder_that_cannot_be_reached_is_told_to_a_person_and_withdrawn(stations: MakeStations) -> None:
