@@ -72,9 +72,13 @@ def _check(text: bytes | bytearray, most_values: int | None) -> None:
 
     Takes a few copies of the text, and nothing for each thing in it.
     """
-    if most_values is not None and text.count(b",") + text.count(b"[") + text.count(b"{") > most_values:
-        raise Malformed(f"it has more than {most_values} values")
-    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that every quote begins or ends a string
+    if most_values is not None and most_values < len(text):
+        values = text.count(b",") + text.count(b"[") + text.count(b"{")
+        if values > most_values:
+            raise Malformed(f"it has more than {most_values} values")
+    plain = text
+    if b"\\" in text:  # so that every quote begins or ends a string
+        plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     if text.count(b"[") + text.count(b"{") > MOST_DEPTH:
         _check_depth(plain)
     digits = plain.translate(_DIGITS)
