@@ -141,6 +141,7 @@ class VaultUnderUse(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.writing.clear()
+        self.plans.clear()  # a trainer reserves anew with a sidecar that was restarted
         self._open()
 
     @invariant()
