@@ -31,6 +31,8 @@ ENV_WARM_AFTER_SECONDS = "TIERCHECK_WARM_AFTER_SECONDS"
 _ENTRY = Path(__file__).resolve().parent.parent / "warm" / "entry.py"
 _ANSWER_SECONDS = 120.0
 _MOST_DEATHS = 3
+_MOST_PASSES = 100
+"""Over the threads of one: a kernel that does not do what it says must not keep the launcher."""
 
 
 class WarmInterpreter:
@@ -184,11 +186,12 @@ def _recipe(command: Sequence[str]) -> Recipe | None:
 def _yield_to_others(pid: int, yielding: bool) -> None:
     """As batch work while it prepares itself. Niceness would be for good: only the privileged may take it
     back."""
-    policy, unlike = os.SCHED_BATCH if yielding else os.SCHED_OTHER, True
+    policy = os.SCHED_BATCH if yielding else os.SCHED_OTHER
     try:
-        while unlike:  # a thread that begins while the list is read is as its parent was then
+        for _ in range(_MOST_PASSES):  # a thread that begins while the list is read is as its parent was then
             tasks = map(int, os.listdir(f"/proc/{pid}/task"))
-            unlike = any([_schedule(task, policy) for task in tasks])
+            if not any([_schedule(task, policy) for task in tasks]):
+                return
     except OSError:
         return  # it is a courtesy
 

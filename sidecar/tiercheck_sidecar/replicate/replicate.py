@@ -212,18 +212,18 @@ class Replicator:
         with self._lock:
             if self._era != era:
                 return
-            left = dict(self._acknowledged.get(holder, {}))
+            left = dict(self._acknowledged[holder])
             gone = [
                 Artifact(rank, version, kind)
                 for rank, stock in has.items()
                 for kind in Kind
                 for version in (stock.of(kind) & left.get(rank, NOTHING).of(kind)) - listed[rank].of(kind)
             ]
+            if not gone:
+                return
             for each in gone:
                 left[each.rank] = left[each.rank].minus(each.kind, each.version)
             self._acknowledged[holder] = left
-        if not gone:
-            return
         log.warning("worker %d no longer holds %s", holder.worker, ", ".join(map(str, sorted(gone))))
         self._state.bump()
 
