@@ -17,7 +17,7 @@ CAUSES = {
     "verified peer restore": "new memory for slot and moments (what these cost: local restore's note)",
     "S3": "each byte is digested on the way (0.06 s/GB); an upload begins with four calls",
     "peak memory of the operator": "48 KiB for each worker's connection, half of it OpenSSL's; 62 MiB idle",
-    "restore of another size": "for each worker a handshake (11 %), two reports (21 %), 436 KB enciphered",
+    "restore of another size": "for each worker a handshake (11 %), its reports (19 %), 436 KB enciphered",
     "coordinator, 4000": "words of uploads are decoded one by one",
 }
 """By the beginning of a figure's name."""
