@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.descriptors import open_descriptors
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
 from tests.trainer.small_runs import Run, adamw, same_bits
 from tiercheck import failpoints
@@ -305,20 +306,21 @@ def test_host_memory_does_not_grow_with_what_was_saved(
             Path(reply.path).rename(slot)
         return Reply(True, path=str(slot))
 
-    def kept() -> tuple[int, int, int]:
-        """Descriptors, threads, and mappings of slots."""
-        maps = Path("/proc/self/maps").read_text().count(str(tmp_path / "slots"))
-        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path / "slots"))
 
     sidecar.answer = two_slots
     monkeypatch.setattr(sidecar_backend, "ANSWER_SECONDS", DEADLINE)
     run = trained(tmp_path, 12)
-    before, captured = kept(), run.checkpointer.captured
+    descriptors, threads, maps = open_descriptors(), set(threading.enumerate()), mapped()
+    captured = run.checkpointer.captured
     for _ in range(20):
         run.train(2)
         run.checkpointer.wait(DEADLINE)
     assert run.checkpointer.captured == captured + 20
-    assert kept() == before
+    assert not open_descriptors() - descriptors
+    assert not set(threading.enumerate()) - threads
+    assert mapped() == maps
     run.checkpointer.close()
 
 

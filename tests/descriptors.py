@@ -1,0 +1,14 @@
+"""What this process holds open: which descriptor, and what it is of. Not a count, since what earlier tests
+left behind may be closed meanwhile."""
+
+import os
+from contextlib import suppress
+
+
+def open_descriptors() -> set[tuple[int, str]]:
+    """Each descriptor with where it leads, as /proc names it: a path, `socket:[inode]`, …"""
+    opened = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed since, the listing's own among them
+            opened.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+    return opened
