@@ -1,12 +1,16 @@
-"""What this process holds open: which descriptor, and what it is of. Not a count, since what earlier tests
-left behind may be closed meanwhile."""
+"""What this process holds open.
+
+Which descriptors, and not how many: what earlier tests left behind may be closed meanwhile.
+"""
+
+from __future__ import annotations
 
 import os
 from contextlib import suppress
 
 
 def open_descriptors() -> set[tuple[int, str]]:
-    """Each descriptor with where it leads, as /proc names it: a path, `socket:[inode]`, …"""
+    """Each with where it leads, as /proc names it: a path, `socket:[inode]`, …"""
     opened = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # closed since, the listing's own among them

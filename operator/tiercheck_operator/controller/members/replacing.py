@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from tiercheck_operator.controller.members.lost_nodes import out_of_reach
 from tiercheck_operator.controller.members.membership import NOTED_CAUSES, Loss
+from tiercheck_operator.controller.members.suspicion import quiet_nodes
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.owned import pod_name
 from tiercheck_operator.model.actions import Action, CreatePod, DeletePod
@@ -65,9 +66,10 @@ def without_ended(obs: Observation, actions: Sequence[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, DeletePod) and action.uid not in ended]
 
 
-def unwelcome_hosts(obs: Observation) -> tuple[str, ...]:
+def unwelcome_hosts(situation: Situation) -> tuple[str, ...]:
     """Host names that new pods stay away from if they can."""
-    return tuple(sorted(obs.nodes[name].hostname for name in obs.unwelcome if name in obs.nodes))
+    unwelcome = situation.unwelcome | quiet_nodes(situation.testimony)
+    return tuple(sorted(situation.nodes[name].hostname for name in unwelcome if name in situation.nodes))
 
 
 def _home(situation: Situation, worker: int) -> str:

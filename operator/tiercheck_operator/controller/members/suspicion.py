@@ -183,6 +183,17 @@ def doubted_nodes(obs: Observation) -> frozenset[str]:
     return frozenset(pod.node for pod in obs.pods if pod.node and pod.uid in found and found[pod.uid].of_node)
 
 
+def quiet_nodes(heard: Testimony) -> frozenset[str]:
+    """Names of nodes that may have died with one that is given up: a sidecar there does not answer us or a
+    peer, not yet for long enough to count, and no kubelet says why."""
+    accused = {each.pod for witness in heard.witnesses for each in witness.accuses if each.host_silent}
+    return frozenset(
+        witness.node
+        for witness in heard.witnesses
+        if witness.held is None and (witness.silent is not None or witness.pod in accused)
+    )
+
+
 def _limits(obs: Observation) -> Limits:
     patience = obs.patience
     return Limits(

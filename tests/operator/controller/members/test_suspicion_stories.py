@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tiercheck.protocol.report import Break, Unreachable
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.members.suspicion import doubted_nodes
 from tiercheck_operator.model.actions import CreatePod, ProbeSidecar
@@ -72,6 +73,35 @@ def test_rack_whose_nodes_die_one_after_the_other_keeps_no_new_pod(seconds: int)
     world.train(35)
     assert (world.status.phase, world.status.recovery) == ("Running", None)
     assert not {world.home(worker) for worker in range(4)} & {first, second}
+
+
+@pytest.mark.parametrize("told_by", ["us", "a peer"])
+def test_new_pod_stays_away_from_a_node_that_has_just_fallen_silent(
+    told_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node of a dead rack is given up a moment before the other. Nobody but us knows of that one yet."""
+    world = trained()
+    first, second = sorted(
+        name for name, node in world.nodes.items() if node.labels["topology.kubernetes.io/rack"] == "r1"
+    )
+    world.kill_node(first)
+    monkeypatch.setattr(world, "reconcile", lambda killed_after=None: None)  # what follows is decided below
+    while first not in doubted_nodes(world.observe()):
+        world.tick()
+    seen, quiet = world.observe(), next(pod for pod in world.pods.values() if pod.node == second)
+    reports = dict(seen.reports)
+    if told_by == "us":
+        reports[quiet.uid] = replace(reports[quiet.uid], silent_since=world.now - 0.3)
+    else:
+        survivor = next(pod for pod in world.pods.values() if pod.node not in {first, second})
+        missed = Unreachable(quiet.worker, quiet.address, world.now - 1.0, Break.SILENT)
+        heard = reports[survivor.uid]
+        assert heard.report is not None
+        reports[survivor.uid] = replace(
+            heard, report=replace(heard.report, unreachable=(missed, *heard.report.unreachable))
+        )
+    made = [each for each in decide(replace(seen, reports=reports)).before if isinstance(each, CreatePod)]
+    assert [(each.avoid, each.unwelcome) for each in made] == [((first,), (first, second))]
 
 
 def test_new_pod_on_a_dead_node_that_nobody_could_tell_of_goes_elsewhere() -> None:
