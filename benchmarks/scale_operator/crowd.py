@@ -46,6 +46,8 @@ sslproto.SSLProtocol.max_size = 8 * 1024  # of memory for each connection, inste
 SAVED = Version(24, 1)
 """The newest version of which everybody has a snapshot."""
 _CADENCE, _CHAIN = 3, 8
+_HELD = 1
+"""What a sidecar holds stays the same."""
 
 
 class _Followed(msgspec.Struct):
@@ -129,6 +131,7 @@ class SimulatedSidecar:
             trainer=trainer, holdings=(), remote=RemoteReport(False, None),
             watermarks=Watermarks(SAVED, SAVED, None, SAVED), memory=MemoryReport(1 << 40, 0, 0),
             snapshot_every=_CADENCE, reads_tables=True, tells_holdings=with_holdings,
+            held=_HELD,
         )  # fmt: skip
         text = to_json(report)
         if not (with_holdings and self._began):
@@ -185,7 +188,8 @@ class _Connection(asyncio.Protocol):
         """`last`: the connection ends with it, as a real sidecar's does for who says so."""
         if self._transport is None:
             return
-        body = self._sidecar.report(with_holdings=query.get("holdings") != "no")
+        wanted = query.get("holdings") != "no" and query.get("held") != f"i.{_HELD}"
+        body = self._sidecar.report(with_holdings=wanted)
         head = f"HTTP/1.1 200 OK\r\nDate: {formatdate(usegmt=True)}\r\nContent-Length: {len(body)}"
         end = "\r\nConnection: close" if last else ""
         self._transport.write(f"{head}{end}\r\n\r\n".encode() + body)

@@ -263,7 +263,7 @@ class JobSidecars:
         """The next report; None if a call has failed in the meantime."""
         if wait == 0:
             return await self._get_all(uid, host, polls=True)
-        query = {"after": str(serial), "wait": f"{wait:g}", **({} if self._holdings else _BARE)}
+        query = {"after": str(serial), "wait": f"{wait:g}", **self._what_is_held(uid)}
         seconds = wait + self._call
         try:
             async with asyncio.timeout(None) as waiting:
@@ -295,7 +295,7 @@ class JobSidecars:
 
     async def _get_all(self, uid: str, host: str, polls: bool = False) -> Report:
         """The report as it is now. Each waits for his turn, and who is silent takes it from nobody else."""
-        query = {"after": "-1", "wait": "0", **({} if self._holdings else _BARE)}
+        query = {"after": "-1", "wait": "0", **self._what_is_held(uid)}
         seconds = min(_AT_ONCE, self._call)
         async with contextlib.AsyncExitStack() as turn:
             if uid in self._silent:
@@ -306,6 +306,15 @@ class JobSidecars:
             return await self._request(
                 "GET", host, "/v1/report", body=(), query=query, seconds=seconds, polls=polls
             )
+
+    def _what_is_held(self, uid: str) -> Mapping[str, str]:
+        """Of a question: whether what is held is wanted, or which of it is known. An older sidecar tells all
+        of it each time."""
+        if not self._holdings:
+            return _BARE
+        known = self._reports.get(uid)
+        report = known.report if known is not None and known.holdings_at is not None else None
+        return {"held": f"{report.instance}.{report.held}"} if report is not None and report.held else {}
 
     async def _lost(self, uid: str, host: str, why: str, since: float) -> None:
         self._not_heard(uid, why, since, await _knock(host))
@@ -372,11 +381,13 @@ class JobSidecars:
         same = before is not None and before.instance == report.instance
         if before is not None and same and report.serial < before.serial:
             return  # of a long poll, overtaken by the answer to a call
-        if not self._holdings and report.holdings:
-            report = _without_holdings(report)  # asked for when they still were wanted
         held_at = None
-        if before is not None and same and self._holdings and not report.tells_holdings:
-            held_at, report = known.holdings_at, replace(report, holdings=before.holdings)
+        if not self._holdings:
+            report = _without_holdings(report)
+        elif before is not None and same and not report.tells_holdings:
+            known_at = known.holdings_at
+            held_at = now if known_at is not None and report.held and report.held == before.held else known_at
+            report = replace(report, holdings=before.holdings, held=before.held)
         self._silent.discard(uid)
         stepped = now if _stepped(before, report) else known.stepped_at
         self._reports[uid] = WorkerReport(report, now, None, stepped_at=stepped, held_at=held_at)
@@ -437,7 +448,8 @@ def read_report(text: bytes) -> Report:
 
 
 def _without_holdings(report: Report) -> Report:
-    return replace(report, holdings=(), tells_holdings=False)
+    """Nor their number: it changes at every step."""
+    return replace(report, holdings=(), tells_holdings=False, held=0)
 
 
 def _share_equal_parts(holdings: Iterable[Holding]) -> None:

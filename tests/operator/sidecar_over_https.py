@@ -37,6 +37,8 @@ class ServedSidecar:
         self.asked: list[float] = []
         self.bare: list[bool] = []
         """Of each question: whether what is held was not wanted."""
+        self.knows: list[str] = []
+        """Of each question and directive: which holdings its sender knows."""
         self.headers: dict[str, str] = {}
         self.directives: list[Directive] = []
         self.connection = ""
@@ -71,9 +73,12 @@ class ServedSidecar:
         return web.Response(body=to_json(self._said(request)), headers=self.headers)
 
     def _said(self, request: web.Request) -> Report:
-        if request.query.get("holdings") != "no" or self.older:
-            return self.report
-        return dataclasses.replace(self.report, holdings=(), tells_holdings=False)
+        said, known = self.report, request.query.get("held", "")
+        self.knows.append(known)
+        wanted = request.query.get("holdings") != "no" and known != f"{said.instance}.{said.held}"
+        if self.older or wanted:
+            return said
+        return dataclasses.replace(said, holdings=(), tells_holdings=False)
 
     async def put(self, request: web.Request) -> web.Response:
         self.directives.append(from_json(await request.read(), Directive))

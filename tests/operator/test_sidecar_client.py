@@ -127,6 +127,53 @@ async def test_what_was_held_is_remembered_with_its_age_until_it_is_told_again(
     assert known.answered_at > told
 
 
+async def test_what_was_held_is_as_new_as_the_last_answer_that_names_it(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    """While a job recovers each worker has news again and again, and what it holds is most of a report."""
+    uid = sidecar.report.pod_uid
+    sidecar.tell(holdings=HELD, held=3)
+    listening.follow({uid: HOST})
+    await until(lambda: len(sidecar.asked) == 2)
+    name = f"{sidecar.report.instance}.3"
+    assert sidecar.knows == [""], "of the first question; the second waits"
+    told = listening.reports[uid].holdings_at
+    assert told is not None
+    sidecar.tell(attempt=8)
+    await until(lambda: len(sidecar.asked) == 3)
+    assert sidecar.knows == ["", name]
+    known = listening.reports[uid]
+    assert known.report == dataclasses.replace(sidecar.report, tells_holdings=False)
+    assert known.holdings_at == known.answered_at
+    assert known.answered_at is not None
+    assert known.answered_at > told
+    more = (*HELD, Holding(0, Version(6, 1), Tier.LOCAL, 1))
+    sidecar.tell(holdings=more, held=4)
+    await until(lambda: len(sidecar.asked) == 4)
+    assert heard(listening, uid) == sidecar.report, "others are told"
+
+
+async def test_what_was_held_grows_old_when_an_answer_that_leaves_it_out_names_another(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    sidecar.tell(holdings=HELD, held=3)
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid))
+    told = listening.reports[uid].holdings_at
+    directive = a_directive()
+    sidecar.model.accept(directive)
+    more = dataclasses.replace(sidecar.model.report(), holdings=(), held=4)
+    with patch.object(sidecar.model, "report", lambda: more):
+        await listening.push(uid, directive)
+    known = listening.reports[uid]
+    assert known.report is not None
+    assert (known.report.holdings, known.report.held, known.holdings_at) == (HELD, 3, told)
+    listening.probe(uid)
+    await until(lambda: heard(listening, uid) == sidecar.report)
+    assert f"{more.instance}.3" in sidecar.knows
+
+
 async def test_what_a_sidecar_of_an_older_release_holds_is_told_unasked_and_not_kept(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:

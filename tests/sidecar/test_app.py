@@ -59,6 +59,30 @@ def test_report_leaves_out_what_is_held_for_who_does_not_want_it(make_world: Mak
     assert bare.serial == whole.serial, "it is no news"
 
 
+def test_what_is_held_is_told_once_to_who_names_what_he_knows(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+
+    def asked(instance: str, held: int) -> Report:
+        return decode(world.call(0, "GET", f"/v1/report?held={instance}.{held}")[1], Report)
+
+    with world.ranks() as (rank,):
+        assert rank.save(10)
+        until(lambda: world.holds(0, 0, Version(10, 1), Tier.LOCAL), "sealed")
+        first = asked("", 0)
+        assert first.holdings
+        again = asked(first.instance, first.held)
+        assert (again.holdings, again.tells_holdings, again.held) == ((), False, first.held)
+        assert asked("another", first.held).holdings, "numbers are of one process"
+        assert rank.save(20)
+        until(lambda: world.holds(0, 0, Version(20, 1), Tier.LOCAL), "sealed")
+    later = asked(first.instance, first.held)
+    assert later.tells_holdings
+    assert later.held > first.held
+    assert Version(20, 1) in {holding.version for holding in later.holdings}
+
+
 def test_long_poll_answers_when_something_happens(make_world: MakeWorld) -> None:
     world = make_world()
     world.start()

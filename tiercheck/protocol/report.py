@@ -322,6 +322,9 @@ class Report:
     """This sidecar reads `Restore.table`; older ones need `Restore.ranks`."""
     tells_holdings: bool = True
     """False: `holdings` is left out, as whoever asked wished."""
+    held: int = 0
+    """Number of `holdings`, also where they are left out: grows when they change. Whoever asks may name the
+    one that he knows, and is told them only if they are others. 0: an older sidecar has none."""
     followed: int = 0
     """Directives that this process has followed so far; the next one's number must be greater. Always 0: an
     older sidecar, which takes any."""

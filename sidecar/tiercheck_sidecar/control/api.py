@@ -133,9 +133,10 @@ class ControlApi:
         return self._told >= self._reporter.report().serial
 
     def _tell(self, report: Report, request: web.Request) -> web.Response:
-        """What is held makes up most of it, and is left out for who does not want it."""
+        """What is held makes up most of it, and is left out for who does not want it, or knows it."""
         self._told = report.serial
-        if request.query.get("holdings") == "no":
+        wanted, known = request.query.get("holdings"), f"{report.instance}.{report.held}"
+        if wanted == "no" or request.query.get("held") == known:
             report = dataclasses.replace(report, holdings=(), tells_holdings=False)
         return answer(report)
 

@@ -39,6 +39,8 @@ class Reporter:
         self._serial = 0
         self._known: tuple[Any, ...] = ()
         self._told: dict[int, tuple[Seal, Holding]] = {}
+        self._held = 1
+        """How often `_told` has changed."""
         self._discretion = Discretion(own_credentials() | {state.config.token})
         self.owes: Callable[[], bool] = lambda: False
         """Whether holders lack anything. While training runs they always lack the newest, so then nobody is
@@ -80,6 +82,7 @@ class Reporter:
                 unreachable=state.peers.unreachable(),
                 can_change_worker=True,
                 reads_tables=True,
+                held=self._held,
                 owes=state.trainer.report.state is not TrainerState.RUNNING and self.owes(),
                 counters=state.counters,
                 snapshot_every=state.every,
@@ -98,6 +101,7 @@ class Reporter:
             )
             for seal in self._vault.held()
         }
+        self._held += self._told.keys() != before.keys()
         return tuple([holding for _, holding in self._told.values()])
 
     def _restore(self) -> RestoreReport:
@@ -131,7 +135,9 @@ def _all_but(kind: type, *names: str) -> Callable[[Any], tuple[Any, ...]]:
     return attrgetter(*(field.name for field in dataclasses.fields(kind) if field.name not in names))
 
 
-_OF_REPORT = _all_but(Report, "serial", "restore", "trainer", "memory", "watermarks", "holdings", "counters")
+_OF_REPORT = _all_but(
+    Report, "serial", "restore", "trainer", "memory", "watermarks", "holdings", "held", "counters"
+)
 _OF_RESTORE = _all_but(RestoreReport, "progress")
 _OF_TRAINER = _all_but(TrainerReport, "step", "step_seconds", "slowest_rank", "slowest_step")
 _OF_MEMORY = _all_but(MemoryReport, "used")
