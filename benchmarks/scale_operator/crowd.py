@@ -46,8 +46,6 @@ sslproto.SSLProtocol.max_size = 8 * 1024  # of memory for each connection, inste
 SAVED = Version(24, 1)
 """The newest version of which everybody has a snapshot."""
 _CADENCE, _CHAIN = 3, 8
-_HELD = 1
-"""What a sidecar holds stays the same."""
 
 
 class _Followed(msgspec.Struct):
@@ -97,6 +95,11 @@ class SimulatedSidecar:
         self.serial = 1
         self.changed = asyncio.Event()
 
+    @property
+    def held(self) -> int:
+        """Once it trains, what it holds stays the same."""
+        return 2 if self._began else 1
+
     def obey(self, body: bytes) -> None:
         """Follow a directive: at once and without doubt."""
         wanted = msgspec.json.Decoder(_Followed).decode(body)
@@ -131,7 +134,7 @@ class SimulatedSidecar:
             trainer=trainer, holdings=(), remote=RemoteReport(False, None),
             watermarks=Watermarks(SAVED, SAVED, None, SAVED), memory=MemoryReport(1 << 40, 0, 0),
             snapshot_every=_CADENCE, reads_tables=True, tells_holdings=with_holdings,
-            held=_HELD,
+            held=self.held,
         )  # fmt: skip
         text = to_json(report)
         if not (with_holdings and self._began):
@@ -188,7 +191,7 @@ class _Connection(asyncio.Protocol):
         """`last`: the connection ends with it, as a real sidecar's does for who says so."""
         if self._transport is None:
             return
-        wanted = query.get("holdings") != "no" and query.get("held") != f"i.{_HELD}"
+        wanted = query.get("holdings") != "no" and query.get("held") != f"i.{self._sidecar.held}"
         body = self._sidecar.report(with_holdings=wanted)
         head = f"HTTP/1.1 200 OK\r\nDate: {formatdate(usegmt=True)}\r\nContent-Length: {len(body)}"
         end = "\r\nConnection: close" if last else ""
