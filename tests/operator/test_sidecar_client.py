@@ -29,7 +29,7 @@ from tests.operator.sidecar_over_https import (
 )
 from tests.operator.world_in_memory import World
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Directive, Peer, RankRun, Restore, Source, SourceTable, Tier
+from tiercheck.protocol.directive import Directive, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import Holding, Report
@@ -227,11 +227,13 @@ async def test_polls_of_many_workers_are_longer_and_rest_between_two_answers() -
 
 
 def test_table_that_many_directives_share_is_written_once_and_read_by_everybody() -> None:
-    table = SourceTable((Source(Tier.REMOTE),), (RankRun(9, (0,)),))
+    table = SourceTable((), (), (Source(Tier.REMOTE),), ((9, 0),))
     restore = Restore(Version(5, 1), (), world_size=9, table=table)
     ordinary, first = a_directive(), dataclasses.replace(a_directive(), restore=restore)
     second = dataclasses.replace(first, worker=1)
-    other = dataclasses.replace(first, restore=dataclasses.replace(restore, table=SourceTable((), ())))
+    other = dataclasses.replace(
+        first, restore=dataclasses.replace(restore, table=SourceTable((), (), (), ()))
+    )
     encoder = DirectiveEncoder()
     for directive in (first, second, ordinary, other, first):
         assert from_json(b"".join(encoder.encode(directive)), Directive) == directive
@@ -243,10 +245,9 @@ async def test_table_of_thousands_of_sources_leaves_no_room_behind_and_arrives_w
     uid = sidecar.report.pod_uid
     listening.follow({uid: HOST})
     await until(lambda: heard(listening, uid))
-    places = tuple(Source(Tier.PEER, Peer(worker, f"10.0.{worker}.1")) for worker in range(4000))
-    told = dataclasses.replace(
-        a_directive(), restore=Restore(Version(5, 1), (), 8, SourceTable(places, (RankRun(8, (3999,)),)))
-    )
+    hosts = tuple(f"10.{worker // 250}.{worker % 250}.1" for worker in range(9000))
+    table = SourceTable(tuple(range(9000)), hosts, (), ((8, 8999),))
+    told = dataclasses.replace(a_directive(), restore=Restore(Version(5, 1), (), 8, table))
     sent: list[int] = []
 
     def note(parts: Iterable[bytes]) -> AsyncIterator[memoryview]:

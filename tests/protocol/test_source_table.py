@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,6 @@ from hypothesis import strategies as st
 from tiercheck.protocol.directive import (
     ParityGroup,
     Peer,
-    RankRun,
     RankSources,
     Restore,
     Source,
@@ -40,7 +41,10 @@ def test_every_rank_finds_what_a_list_would_name_in_the_same_order(
     as_table = Restore(Version(1, 1), (), world_size=ranks, table=table)
     for rank in range(-1, ranks + 2):
         assert as_table.sources(rank) == as_list.sources(rank)
-    assert len(table.places) == len(set(table.places))
+    named = [*zip(table.workers, table.hosts, strict=True), *table.others]
+    assert len(named) == len(set(named))
+    assert sum(many for many, *_ in table.runs) == ranks
+    assert all(one[1:] != other[1:] for one, other in itertools.pairwise(table.runs))
 
 
 @given(SOURCES)
@@ -58,6 +62,19 @@ def test_rank_that_nobody_knows_a_source_of_has_none() -> None:
 
 
 def test_place_that_is_not_in_the_table_is_no_source() -> None:
-    table = SourceTable((Source(Tier.REMOTE),), (RankRun(2, (1, -1, 0)), RankRun(0, (0,))))
-    assert table.of_rank(1) == (Source(Tier.REMOTE),)
+    table = SourceTable((4,), ("h",), (Source(Tier.REMOTE),), ((2, 2, -1, 1, 0), (), (-1, 0), (1, 0)))
+    assert table.of_rank(1) == (Source(Tier.REMOTE), Source(Tier.PEER, Peer(4, "h")))
+    assert table.of_rank(2) == (Source(Tier.PEER, Peer(4, "h")),)
     assert table.of_rank(7) == ()
+    assert SourceTable((4,), (), (), ((1, 0),)).of_rank(0) == (), "an address is missing"
+
+
+def test_thousands_of_workers_take_few_bytes_each() -> None:
+    """Each of them is sent all of it."""
+    hosts = [f"10.244.{worker // 250}.{worker % 250}" for worker in range(4000)]
+    places = [Source(Tier.PEER, Peer(worker, host)) for worker, host in enumerate(hosts)]
+    of = {
+        rank: (places[rank // 8], places[(rank // 8 + 1) % 4000], Source(Tier.REMOTE))
+        for rank in range(32000)
+    }
+    assert len(to_json(SourceTable.of(of, 32000))) < 50 * 4000

@@ -107,44 +107,59 @@ class RankSources:
 
 
 @dataclass(frozen=True)
-class RankRun:
-    """Ranks that follow one another and are found in the same places."""
-
-    ranks: int
-    """How many."""
-    places: tuple[int, ...]
-    """Positions in `SourceTable.places`, nearest first."""
-
-
-@dataclass(frozen=True)
 class SourceTable:
     """The sources of every rank, from rank 0 on. Each place is named once, and all workers are told the same,
-    so that it is written once for all of them."""
+    so that it is written once for all of them. Thousands are told of thousands, so each takes few bytes.
+    """
 
-    places: tuple[Source, ...]
-    runs: tuple[RankRun, ...]
+    workers: tuple[int, ...]
+    """Peers that artifacts can be restored from: the first places."""
+    hosts: tuple[str, ...]
+    """Their addresses."""
+    others: tuple[Source, ...]
+    """The places after those, which are no single peer."""
+    runs: tuple[tuple[int, ...], ...]
+    """Ranks that follow one another and are found in the same places: how many, and the number of each place,
+    nearest first."""
 
     @staticmethod
     def of(sources: Mapping[int, tuple[Source, ...]], ranks: int) -> SourceTable:
         """Of the ranks from 0 on; one that `sources` does not know has none."""
-        places: dict[Source, int] = {}
-        runs: list[RankRun] = []
-        for named, run in itertools.groupby(sources.get(rank, ()) for rank in range(ranks)):
-            numbers = tuple(places.setdefault(source, len(places)) for source in named)
-            runs.append(RankRun(sum(1 for _ in run), numbers))
-        return SourceTable(tuple(places), tuple(runs))
+        runs = [
+            (named, sum(1 for _ in run))
+            for named, run in itertools.groupby(sources.get(rank, ()) for rank in range(ranks))
+        ]
+        places = dict.fromkeys(source for named, _ in runs for source in named)
+        peers = {
+            source: source.peer
+            for source in places
+            if source.peer and source == Source(Tier.PEER, source.peer)
+        }
+        others = [source for source in places if source not in peers]
+        number = {source: place for place, source in enumerate((*peers, *others))}
+        return SourceTable(
+            tuple(peer.worker for peer in peers.values()),
+            tuple(peer.host for peer in peers.values()),
+            tuple(others),
+            tuple((many, *(number[source] for source in named)) for named, many in runs),
+        )
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        return tuple(itertools.accumulate(run.ranks for run in self.runs))
+        return tuple(itertools.accumulate(max(0, run[0]) if run else 0 for run in self.runs))
 
     def of_rank(self, rank: int) -> tuple[Source, ...]:
         """Nearest first; none of a rank that it does not have, and no place that is not there."""
         number = bisect.bisect_right(self._ends, rank)
         if rank < 0 or number == len(self.runs):
             return ()
-        there = range(len(self.places))
-        return tuple(self.places[place] for place in self.runs[number].places if place in there)
+        return tuple(source for place in self.runs[number][1:] if (source := self._place(place)) is not None)
+
+    def _place(self, number: int) -> Source | None:
+        peers = min(len(self.workers), len(self.hosts))
+        if 0 <= number < peers:
+            return Source(Tier.PEER, Peer(self.workers[number], self.hosts[number]))
+        return self.others[number - peers] if peers <= number < peers + len(self.others) else None
 
 
 @dataclass(frozen=True)
