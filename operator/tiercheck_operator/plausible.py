@@ -14,7 +14,7 @@ from __future__ import annotations
 import email.utils
 import re
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from tiercheck.protocol.report import Holding, Problem, Report
 from tiercheck.protocol.version import MOST_BLOCKS, Share
@@ -37,6 +37,8 @@ def make_plausible(report: Report) -> Report:
     """`report` with every number and every reason such that it may be counted with, and be written. The same
     object if all are."""
     held = report.holdings
+    if not held:
+        return cast(Report, _within(report))
     found: Report = _within(replace(report, holdings=()))
     kept = held if all(map(_is_plausible, held)) else tuple(filter(_is_plausible, held))
     return replace(found, holdings=kept)
@@ -67,7 +69,10 @@ def _within(value: Any) -> Any:
     changed = {}
     for name in _names(kind):
         old = getattr(value, name)
-        if type(old) not in _ANY and (new := _field(name, old)) is not old and new != old:
+        of = type(old)
+        if of in _ANY or (of is int and LEAST <= old <= _MOST_SMALL):  # most are
+            continue
+        if (new := _field(name, old)) is not old and new != old:
             changed[name] = new
     return replace(value, **changed) if changed else value
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
 from tiercheck.protocol.report import Holding, Quarantined, Report
@@ -29,8 +30,8 @@ from tiercheck_operator.planning.recovery.inventory import (
 )
 from tiercheck_operator.planning.recovery.recovery import RecoveryProblem
 
-_Table = dict[int, tuple[set[Version], set[Version]]]
-_Alike = dict[tuple[frozenset[Version], frozenset[Version]], Artifacts]
+_Numbers = tuple[list[int], list[int]]
+"""Of the versions of which there are snapshots, and deltas."""
 
 
 def build_inventories(reports: Iterable[Report]) -> list[JobInventory]:
@@ -41,32 +42,61 @@ def build_inventories(reports: Iterable[Report]) -> list[JobInventory]:
         for report in known
         for entry in report.quarantined
     }
-    same: dict[Version, Version] = {}
-    alike: _Alike = {}
+    alike = _Alike()
     found = []
     for report in sorted(known, key=lambda report: report.worker):
-        own: _Table = {}
-        hosted: _Table = {}
-        blocks: dict[Share, tuple[set[Version], set[Version]]] = {}
+        own: dict[int, _Numbers] = {}
+        hosted: dict[int, _Numbers] = {}
+        blocks: dict[Share, _Numbers] = {}
         for holding in report.holdings:
             if quarantined and _is_bad(report.worker, holding, quarantined):
                 continue
-            held = (
-                blocks.setdefault(holding.share, (set(), set()))
-                if holding.share is not None
-                else (own if holding.tier is Tier.LOCAL else hosted).setdefault(holding.rank, (set(), set()))
-            )
-            version = same.setdefault(holding.version, holding.version)
-            held[0 if holding.kind is Kind.SNAPSHOT else 1].add(version)
+            table: dict[Any, _Numbers] = own if holding.tier is Tier.LOCAL else hosted
+            place: Any = holding.rank
+            if holding.share is not None:
+                table, place = blocks, holding.share
+            held = table.get(place)
+            if held is None:
+                held = table[place] = [], []
+            held[0 if holding.kind is Kind.SNAPSHOT else 1].append(alike.number(holding.version))
         found.append(
             JobInventory(
                 report.worker,
-                {rank: _artifacts(held, alike) for rank, held in own.items()},
-                {rank: _artifacts(held, alike) for rank, held in hosted.items()},
-                {share: _artifacts(held, alike) for share, held in blocks.items()},
+                {rank: alike.artifacts(held) for rank, held in own.items()},
+                {rank: alike.artifacts(held) for rank, held in hosted.items()},
+                {share: alike.artifacts(held) for share, held in blocks.items()},
             )
         )
     return found
+
+
+class _Alike:
+    """One object for all who hold the same: thousands of ranks hold the same few versions. Versions are
+    numbered, because Python hashes a number many times faster."""
+
+    def __init__(self) -> None:
+        self._number_of: dict[Version, int] = {}
+        self._number_by_id: dict[int, int] = {}
+        self._versions: list[Version] = []
+        self._artifacts: dict[tuple[frozenset[int], frozenset[int]], Artifacts] = {}
+
+    def number(self, version: Version) -> int:
+        """`version` must live as long as this."""
+        number = self._number_by_id.get(id(version))
+        if number is None:
+            number = self._number_of.setdefault(version, len(self._versions))
+            if number == len(self._versions):
+                self._versions.append(version)
+            self._number_by_id[id(version)] = number
+        return number
+
+    def artifacts(self, held: _Numbers) -> Artifacts:
+        sets = frozenset(held[0]), frozenset(held[1])
+        found = self._artifacts.get(sets)
+        if found is None:
+            snapshots, deltas = (frozenset(self._versions[number] for number in each) for each in sets)
+            found = self._artifacts[sets] = Artifacts(snapshots, deltas)
+        return found
 
 
 def bad_everywhere(reports: Iterable[Report]) -> frozenset[Artifact]:
@@ -189,14 +219,6 @@ def _is_bad(worker: int, holding: Holding, quarantined: Collection[tuple[int, in
     """Of a parity block: whichever of its ranks it was found bad for."""
     ranks: Sequence[int] = (holding.rank,) if holding.share is None else holding.share.ranks
     return any((worker, rank, holding.version, holding.kind) in quarantined for rank in ranks)
-
-
-def _artifacts(held: tuple[set[Version], set[Version]], alike: _Alike) -> Artifacts:
-    """One object for all ranks that have the same: thousands do."""
-    sets = frozenset(held[0]), frozenset(held[1])
-    if sets not in alike:
-        alike[sets] = Artifacts(*sets)
-    return alike[sets]
 
 
 def reports_of(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:

@@ -99,6 +99,7 @@ class ResizedStock:
         self, ranks: int, inventories: Sequence[JobInventory], remote: RemoteInventory
     ) -> tuple[list[JobInventory], RemoteInventory]:
         known: dict[Version, bool] = {}
+        alike: dict[int, Artifacts] = {}  # many ranks share one object, and are to share what is left of it
 
         def ours(version: Version) -> bool:
             if version not in known:
@@ -106,7 +107,11 @@ class ResizedStock:
             return known[version]
 
         def left(held: Artifacts) -> Artifacts:
-            return Artifacts(frozenset(filter(ours, held.snapshots)), frozenset(filter(ours, held.deltas)))
+            found = alike.get(id(held))
+            if found is None:
+                kept = frozenset(filter(ours, held.snapshots)), frozenset(filter(ours, held.deltas))
+                found = alike[id(held)] = Artifacts(*kept)
+            return found
 
         def blocks(entry: JobInventory) -> Iterator[tuple[Share, Artifacts]]:
             for share, held in entry.blocks.items():
