@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import random
@@ -496,8 +497,9 @@ def _kept(step: int, snapshots: int) -> tuple[tuple[Version, ...], tuple[Span, .
 
 
 def _artifact(rank: int, version: Version) -> RankArtifact:
-    name = f"artifacts/{version.step:012d}-1/{rank:032x}/rank-{rank}.safetensors"
-    return RankArtifact(rank, version, name, size=13 << 30, digest=f"{rank:032x}")
+    digest = hashlib.blake2b(b"%d" % rank, digest_size=16).hexdigest()
+    name = f"artifacts/{version.step:012d}-1/{digest}/rank-{rank}.safetensors"
+    return RankArtifact(rank, version, name, size=13 << 30, digest=digest)
 
 
 if __name__ == "__main__":

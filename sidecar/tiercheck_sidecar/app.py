@@ -61,7 +61,7 @@ _LAST_WORD = 2.0
 _MOST_STRANGERS = 256
 """Connections to a port for HTTP of addresses that nobody named, and that have proved nothing yet."""
 
-_COLLECT_AFTER = 20_000
+_COLLECT_AFTER = 100_000
 """Objects that were made and not freed, until garbage is looked for."""
 
 _BESIDE = {"offload", "sweep", "heartbeat", "throttling", "rehearse"}

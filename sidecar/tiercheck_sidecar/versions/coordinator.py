@@ -308,14 +308,16 @@ class Coordinator:
         known, self._words[worker] = self._words.get(worker), word
         (self._final.add if word.head.final else self._final.discard)(worker)
         (self._done.add if word.head.done else self._done.discard)(worker)
-        for rank, each in word.own.items():
-            before = known.own.get(rank) if known is not None else None
+        was = known.own if known is not None else {}
+        for rank, each in word.own.items() if word.own is not was else ():
+            before = was.get(rank)
             if before is each:
                 continue
             if before is not None and before.holders != each.holders:
                 # Protection begins anew.
                 self._standing = dataclasses.replace(self._standing, peer=None, anchor=None, copy=None)
-            if each.needs is not None and each.needs != self._needs.get(rank):
+            needed = self._needs.get(rank)
+            if each.needs is not None and each.needs is not needed and each.needs != needed:
                 self._needs[rank], self._cadence = each.needs, None
             for artifact in each.uploaded:
                 self._record(rank, artifact)

@@ -39,10 +39,11 @@ def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | No
         if wrong:
             return wrong
     shared: list[Shared[Any]] = [shape.held for shape in word.shapes.values()]
+    # Not of this job's ranks alone: one that became smaller goes on from what its former ranks have left.
+    copies = word.copies if base is None or base.copies is not word.copies else ()
+    if any(not 0 <= rank < _MOST_RANKS for of, _ in copies for ranks in of for rank in ranks):
+        return "it keeps copies of ranks that there cannot be"
     for of, kept in word.copies:
-        # Not of this job's ranks alone: one that became smaller goes on from what its former ranks have left.
-        if any(not 0 <= rank < _MOST_RANKS for ranks in of for rank in ranks):
-            return "it keeps copies of ranks that there cannot be"
         shared += [kept] * len(of)
     many = 0
     for each in shared:

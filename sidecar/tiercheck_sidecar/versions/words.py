@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Raw
 
+from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.versions.sound_reports import many_versions, objection_to_holdings
@@ -67,6 +68,14 @@ class CopiesOf:
 
 
 @dataclass(frozen=True)
+class UploadedOf:
+    """What a rank has in the remote tier, where nothing else of what is its alone has changed."""
+
+    rank: int
+    uploaded: tuple[RankArtifact, ...]
+
+
+@dataclass(frozen=True)
 class TierNews:
     """What changed. Ranks that are not named are as they were."""
 
@@ -78,6 +87,8 @@ class TierNews:
     """None: as it was."""
     ranks: tuple[HoldingsOf, ...] = ()
     own: tuple[RankOwn, ...] = ()
+    uploaded: tuple[UploadedOf, ...] = ()
+    """Of ranks that are not in `own`."""
     copies: tuple[CopiesOf, ...] | None = None
     """All of them; None: as they were."""
 
@@ -157,10 +168,9 @@ class Vocabulary:
         if head is None:
             raise DoubtfulNews("it does not begin with a whole report")
         before: Mapping[int, RankShape] = base.shapes if base else {}
-        own: Mapping[int, RankOwn] = base.own if base else {}
-        if news.own:
-            own = {**own, **{each.rank: each for each in news.own}}
-        shapes, changed = dict(before), {each.rank for each in news.own}
+        own = _own_now(base.own if base else {}, news)
+        changed = {each.rank for each in news.own} | {each.rank for each in news.uploaded}
+        shapes = dict(before)
         for group in news.ranks:
             shared, last = self._held.read(bytes(group.held)), None
             for rank in group.ranks:
@@ -181,6 +191,19 @@ class Vocabulary:
         if news.copies is not None:
             copies = tuple((each.of, self._kept.read(bytes(each.kept))) for each in news.copies)
         return WorkerWord(head, own, shapes, copies)
+
+
+def _own_now(before: Mapping[int, RankOwn], news: TierNews) -> Mapping[int, RankOwn]:
+    """The same object if nothing is new."""
+    if not (news.own or news.uploaded):
+        return before
+    own = {**before, **{each.rank: each for each in news.own}}
+    for each in news.uploaded:
+        known = own.get(each.rank)
+        if known is None:
+            raise DoubtfulNews("it says only half of some rank")
+        own[each.rank] = RankOwn(each.rank, known.holders, each.uploaded, known.needs)
+    return own
 
 
 def _shape(shared: Shared[RankHoldings], own: RankOwn | None) -> RankShape:
@@ -206,13 +229,21 @@ def difference(base: WorkerWord | None, word: WorkerWord, number: int, base_numb
     for rank, shape in word.shapes.items():
         if base is None or base.shapes[rank].held is not shape.held:
             held.setdefault(shape.held, []).append(rank)
-    own = tuple(each for rank, each in word.own.items() if base is None or base.own[rank] != each)
+    own, uploaded = [], []
+    for rank, each in word.own.items():
+        before = None if base is None else base.own[rank]
+        if before is not None and before.holders == each.holders and before.needs == each.needs:
+            if before.uploaded != each.uploaded:
+                uploaded.append(UploadedOf(rank, each.uploaded))
+        else:
+            own.append(each)
     copies = None if base is not None and base.copies == word.copies else word.copies
     return TierNews(
         number,
         0 if base is None else base_number,
         None if base is not None and base.head == word.head else word.head,
         tuple(HoldingsOf(tuple(ranks), Raw(shared.text)) for shared, ranks in held.items()),
-        own,
+        tuple(own),
+        tuple(uploaded),
         None if copies is None else tuple(CopiesOf(of, Raw(shared.text)) for of, shared in copies),
     )

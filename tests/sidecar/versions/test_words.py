@@ -20,9 +20,17 @@ from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.span import Span, spans
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
-from tiercheck_sidecar.versions.tally import RankHoldings, Tally, WorkerWord
+from tiercheck_sidecar.versions.tally import RankHoldings, Tally, WorkerHead, WorkerWord
 from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierStanding, judge
-from tiercheck_sidecar.versions.words import TierAnswer, TierNews, Vocabulary, difference, is_urgent
+from tiercheck_sidecar.versions.words import (
+    DoubtfulNews,
+    TierAnswer,
+    TierNews,
+    UploadedOf,
+    Vocabulary,
+    difference,
+    is_urgent,
+)
 
 PROCS, WORKERS = 2, 3
 HISTORY = History((Branch(1, 0),))
@@ -153,6 +161,29 @@ def test_nothing_is_said_of_what_did_not_change(report: TierReport, data: st.Dat
     after = replace(report, ranks=(report.ranks[0], *changed[1:]))
     named = difference(base, vocabulary.word_of(after), 2, 1)
     assert {rank for group in named.ranks for rank in group.ranks} <= {changed[1].rank}
+
+
+def test_of_a_rank_that_brought_a_version_away_only_that_is_said() -> None:
+    """Thousands do within seconds; their sizes and holders are what they were."""
+    vocabulary, done = Vocabulary(), (RankArtifact(0, Version(3, 1), "key", size=1),)
+    ranks = tuple(RankTiers(rank, holders=(1,), needs=Needs(10, 1, True)) for rank in range(PROCS))
+    base = vocabulary.word_of(TierReport(JOB_UID, 1, 0, "here", ranks))
+    after = vocabulary.word_of(
+        TierReport(JOB_UID, 1, 0, "here", (replace(ranks[0], uploaded=done), *ranks[1:]))
+    )
+    news = difference(base, after, 2, 1)
+    assert news == TierNews(2, 1, uploaded=(UploadedOf(0, done),))
+    assert vocabulary.updated(base, news).own == after.own
+
+
+@pytest.mark.parametrize("base", [None, "of other ranks"])
+def test_upload_of_a_rank_that_nothing_else_is_known_of_is_doubtful(base: str | None) -> None:
+    vocabulary = Vocabulary()
+    head = TierReport(JOB_UID, 1, 0, "here", (RankTiers(0),))
+    known = vocabulary.word_of(head) if base else None
+    news = TierNews(2, 1, WorkerHead(JOB_UID, 1, 0, "here"), uploaded=(UploadedOf(1, ()),))
+    with pytest.raises(DoubtfulNews):
+        vocabulary.updated(known, news)
 
 
 @given(st.lists(st.integers(0, WORKERS - 1).flatmap(reports_of), max_size=8))
