@@ -115,7 +115,8 @@ async def test_what_was_held_is_remembered_with_its_age_until_it_is_told_again(
     uid = sidecar.report.pod_uid
     sidecar.tell(holdings=HELD)
     listening.follow({uid: HOST})
-    await until(lambda: heard(listening, uid))
+    await until(lambda: len(sidecar.asked) == 2)
+    sidecar.changed = asyncio.Event()  # the poll under way goes on waiting: its answer would tell
     told = listening.reports[uid].holdings_at
     await listening.push(uid, a_directive())
     known = listening.reports[uid]
@@ -159,7 +160,8 @@ async def test_what_was_held_grows_old_when_an_answer_that_leaves_it_out_names_a
     uid = sidecar.report.pod_uid
     sidecar.tell(holdings=HELD, held=3)
     listening.follow({uid: HOST})
-    await until(lambda: heard(listening, uid))
+    await until(lambda: len(sidecar.asked) == 2)
+    sidecar.changed = asyncio.Event()  # the poll under way goes on waiting: its answer would tell
     told = listening.reports[uid].holdings_at
     directive = a_directive()
     sidecar.model.accept(directive)
