@@ -26,7 +26,7 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
     spare instead."""
     actions: list[Action] = []
     wait: float | None = None
-    avoid = avoided_hosts(situation)
+    avoid, unwelcome = avoided_hosts(situation), unwelcome_hosts(situation)
     for worker in range(situation.size):
         if worker in taken:
             continue
@@ -44,15 +44,8 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
         if pause > 0:
             wait = pause if wait is None else min(wait, pause)
             continue
-        actions.append(
-            CreatePod(
-                worker,
-                next_incarnation(situation, worker),
-                avoid,
-                _home(situation, worker),
-                unwelcome_hosts(situation),
-            )
-        )
+        incarnation, home = next_incarnation(situation, worker), _home(situation, worker)
+        actions.append(CreatePod(worker, incarnation, avoid, home, unwelcome))
     return actions + _removals(situation), wait
 
 

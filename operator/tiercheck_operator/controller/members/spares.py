@@ -106,10 +106,8 @@ def keep_spares(situation: Situation) -> Upkeep:
     if pause > 0:
         return Upkeep(takeovers, tuple(actions), pause)
     first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
-    avoid = avoided_hosts(situation)
-    actions += [
-        CreateSpare(number, avoid, unwelcome_hosts(situation)) for number in range(first, first + missing)
-    ]
+    avoid, unwelcome = avoided_hosts(situation), unwelcome_hosts(situation)
+    actions += [CreateSpare(number, avoid, unwelcome) for number in range(first, first + missing)]
     return Upkeep(takeovers, tuple(actions))
 
 
