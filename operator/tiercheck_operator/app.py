@@ -70,8 +70,6 @@ _RECEIVED_AT_ONCE = 2 * 1024
 """Bytes that asyncio keeps for each connection, and TLS as many. asyncio's own 256 KiB, for connections that
 are mostly idle, would be most of this process."""
 _M_ARENA_MAX = -8
-_TIDY_EVERY = 20.0
-"""Seconds between two times that unused memory is given back."""
 _REMEMBERED_FOR = 0.05
 """Seconds that kopf keeps an object after its last event, in case that another follows: while a first listing
 comes, those of half a second would take as much as all else."""
@@ -138,7 +136,6 @@ class Operator:
         background = [
             asyncio.create_task(self._beat()),
             asyncio.create_task(self._resync.run(self._watching)),
-            asyncio.create_task(_tidy()),
         ]
         try:
             if self._config.namespaces and not await self._served(stop):
@@ -432,19 +429,6 @@ def prepare_process() -> None:
     sslproto.SSLProtocol.max_size = _RECEIVED_AT_ONCE
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def give_back_memory() -> None:
-    """Unused pages between those in use go back to the system. A handshake takes four times what its
-    connection keeps, so thousands leave holes: a sixth of this process."""
-    with contextlib.suppress(AttributeError):  # not every C library has it
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-async def _tidy() -> None:
-    while True:
-        await asyncio.sleep(_TIDY_EVERY)
-        await asyncio.to_thread(give_back_memory)
 
 
 async def main() -> None:
