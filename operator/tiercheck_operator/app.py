@@ -71,8 +71,8 @@ _RECEIVED_AT_ONCE = 2 * 1024
 are mostly idle, would be most of this process."""
 _M_ARENA_MAX = -8
 _REMEMBERED_FOR = 0.05
-"""Seconds that kopf keeps an object after its last event, in case that another follows: while a first listing
-comes, those of half a second would take as much as all else."""
+"""Seconds that kopf keeps an object after its last event, in case that another follows. Of a first listing of
+2,000 pods, those of half a second took 50 MiB."""
 
 
 class Operator:

@@ -381,10 +381,10 @@ class JobSidecars:
         same = before is not None and before.instance == report.instance
         if before is not None and same and report.serial < before.serial:
             return  # of a long poll, overtaken by the answer to a call
+        if not self._holdings and report.holdings:
+            report = _without_holdings(report)  # asked for when they still were wanted
         held_at = None
-        if not self._holdings:
-            report = _without_holdings(report)
-        elif before is not None and same and not report.tells_holdings:
+        if before is not None and same and self._holdings and not report.tells_holdings:
             known_at = known.holdings_at
             held_at = now if known_at is not None and report.held and report.held == before.held else known_at
             report = replace(report, holdings=before.holdings, held=before.held)
@@ -448,8 +448,7 @@ def read_report(text: bytes) -> Report:
 
 
 def _without_holdings(report: Report) -> Report:
-    """Nor their number: it changes at every step."""
-    return replace(report, holdings=(), tells_holdings=False, held=0)
+    return replace(report, holdings=(), tells_holdings=False)
 
 
 def _share_equal_parts(holdings: Iterable[Holding]) -> None:

@@ -90,6 +90,17 @@ async def test_probe_is_answered_beside_a_long_poll_that_has_nothing_to_say(
 HELD = (Holding(0, Version(5, 1), Tier.LOCAL, 1),)
 
 
+async def told_once(sidecar: ServedSidecar, listening: JobSidecars, held: int) -> float:
+    """When it told what it holds, under that number; the next poll is under way, and waits for news."""
+    uid = sidecar.report.pod_uid
+    sidecar.tell(holdings=HELD, held=held)
+    listening.follow({uid: HOST})
+    await until(lambda: len(sidecar.asked) == 2)
+    told = listening.reports[uid].holdings_at
+    assert told is not None
+    return told
+
+
 async def test_what_is_held_is_asked_for_only_while_it_is_wanted(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
@@ -112,19 +123,14 @@ async def test_what_is_held_is_asked_for_only_while_it_is_wanted(
 async def test_what_was_held_is_remembered_with_its_age_until_it_is_told_again(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid = sidecar.report.pod_uid
-    sidecar.tell(holdings=HELD)
-    listening.follow({uid: HOST})
-    await until(lambda: len(sidecar.asked) == 2)
+    uid, told = sidecar.report.pod_uid, await told_once(sidecar, listening, held=0)
     sidecar.changed = asyncio.Event()  # the poll under way goes on waiting: its answer would tell
-    told = listening.reports[uid].holdings_at
     await listening.push(uid, a_directive())
     known = listening.reports[uid]
     assert known.report is not None
     assert known.report.holdings == HELD
     assert known.holdings_at == told
     assert known.answered_at is not None
-    assert told is not None
     assert known.answered_at > told
 
 
@@ -132,14 +138,9 @@ async def test_what_was_held_is_as_new_as_the_last_answer_that_names_it(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
     """While a job recovers each worker has news again and again, and what it holds is most of a report."""
-    uid = sidecar.report.pod_uid
-    sidecar.tell(holdings=HELD, held=3)
-    listening.follow({uid: HOST})
-    await until(lambda: len(sidecar.asked) == 2)
+    uid, told = sidecar.report.pod_uid, await told_once(sidecar, listening, held=3)
     name = f"{sidecar.report.instance}.3"
     assert sidecar.knows == [""], "of the first question; the second waits"
-    told = listening.reports[uid].holdings_at
-    assert told is not None
     sidecar.tell(attempt=8)
     await until(lambda: len(sidecar.asked) == 3)
     assert sidecar.knows == ["", name]
@@ -157,12 +158,8 @@ async def test_what_was_held_is_as_new_as_the_last_answer_that_names_it(
 async def test_what_was_held_grows_old_when_an_answer_that_leaves_it_out_names_another(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid = sidecar.report.pod_uid
-    sidecar.tell(holdings=HELD, held=3)
-    listening.follow({uid: HOST})
-    await until(lambda: len(sidecar.asked) == 2)
+    uid, told = sidecar.report.pod_uid, await told_once(sidecar, listening, held=3)
     sidecar.changed = asyncio.Event()  # the poll under way goes on waiting: its answer would tell
-    told = listening.reports[uid].holdings_at
     directive = a_directive()
     sidecar.model.accept(directive)
     more = dataclasses.replace(sidecar.model.report(), holdings=(), held=4)
