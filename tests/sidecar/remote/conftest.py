@@ -17,11 +17,13 @@ from unittest import mock
 import boto3
 import pytest
 from botocore.config import Config
+from botocore.exceptions import ClientError
 from botocore.loaders import create_loader
 from moto.server import ThreadedMotoServer
 
 from tests.sidecar.remote import radosgw
 from tests.sidecar.remote.remote_places import BUCKET, DirectoryPlace, Place, S3Place
+from tests.sidecar.world import until
 
 
 @pytest.fixture(autouse=True)
@@ -109,11 +111,22 @@ def _with_bucket(endpoint: str) -> Iterator[Any]:
     client = session.client("s3", endpoint_url=endpoint, config=Config(s3={"addressing_style": "path"}))
     client.create_bucket(Bucket=BUCKET)
     yield client
+    until(lambda: _is_removed(client), "the bucket to stay empty")
+    client.close()
+
+
+def _is_removed(client: Any) -> bool:
+    """False: somebody wrote meanwhile. The server may still be at a request whose sender was ended."""
     for upload in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()):
         with contextlib.suppress(client.exceptions.NoSuchUpload):  # whoever made it has just ended it
             client.abort_multipart_upload(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
         for entry in page.get("Contents", ()):
             client.delete_object(Bucket=BUCKET, Key=entry["Key"])
-    client.delete_bucket(Bucket=BUCKET)
-    client.close()
+    try:
+        client.delete_bucket(Bucket=BUCKET)
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "BucketNotEmpty":
+            raise
+        return False
+    return True
