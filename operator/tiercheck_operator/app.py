@@ -136,6 +136,7 @@ class Operator:
         background = [
             asyncio.create_task(self._beat()),
             asyncio.create_task(self._resync.run(self._watching)),
+            asyncio.create_task(self._start_when_all_is_seen()),
         ]
         try:
             if self._config.namespaces and not await self._served(stop):
@@ -238,8 +239,8 @@ class Operator:
             return
         self._leading = True
         self._metrics.leads(True)
-        for job in self._jobs.views():
-            self._start(job)
+        if self._resync.seen_all.is_set():
+            self._start_all()
         self._attach.lead()
         for pod in self._view.pods.views():
             self._attach.pod_seen(pod)
@@ -304,41 +305,24 @@ class Operator:
         return settings
 
     def _registry(self) -> kopf.OperatorRegistry:
-        """The indexes stay empty: they are what makes kopf hold back all events of jobs until pods and nodes
-        were listed."""
+        """Without kopf's indexes: with them it keeps each object whole until all are listed, and wakes all
+        those for each that comes."""
         registry = kopf.OperatorRegistry()
 
         @kopf.on.login(registry=registry)
         def login(**_: Any) -> kopf.ConnectionInfo:
             return self._access.info()
 
-        @kopf.index(
-            "v1", "pods", id="pods_seen", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry
-        )
-        async def pods_seen(body: kopf.Body, **_: Any) -> None:
-            uid, version = _identity(body)
-            pod = self._strange.parse_or_none("Pod", body, parse_pod)
-            if pod is not None:
-                pod = date_containers(pod, self._view.pods.get(uid), time.time())
-            self._view.put_pod(uid, pod, version)
-            if pod is not None:
-                self._wake(pod)
-            if self._leading:
-                self._attach.pod_seen(pod)
-
-        @kopf.index("v1", "nodes", id="nodes_seen", registry=registry)
-        async def nodes_seen(body: kopf.Body, **_: Any) -> None:
-            uid, version = _identity(body)
-            node = self._strange.parse_or_none("Node", body, lambda raw: parse_node(raw, self._config.signs))
-            if self._view.put_node(uid, node, version):
-                self._wake_all()
-
         @kopf.on.event("v1", "pods", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
         async def pod_event(type: str | None, body: kopf.Body, **_: Any) -> None:
+            if type != "DELETED":
+                self._pod_changed(body)
             await self._heard("Pod", type, body, self._pod_gone)
 
         @kopf.on.event("v1", "nodes", registry=registry)
         async def node_event(type: str | None, body: kopf.Body, **_: Any) -> None:
+            if type != "DELETED":
+                self._node_changed(body)
             await self._heard("Node", type, body, self._node_gone)
 
         @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
@@ -358,6 +342,23 @@ class Operator:
         if type == "DELETED":
             await gone(uid)
 
+    def _pod_changed(self, body: Mapping[str, Any]) -> None:
+        uid, version = _identity(body)
+        pod = self._strange.parse_or_none("Pod", body, parse_pod)
+        if pod is not None:
+            pod = date_containers(pod, self._view.pods.get(uid), time.time())
+        self._view.put_pod(uid, pod, version)
+        if pod is not None:
+            self._wake(pod)
+        if self._leading:
+            self._attach.pod_seen(pod)
+
+    def _node_changed(self, body: Mapping[str, Any]) -> None:
+        uid, version = _identity(body)
+        node = self._strange.parse_or_none("Node", body, lambda raw: parse_node(raw, self._config.signs))
+        if self._view.put_node(uid, node, version):
+            self._wake_all()
+
     def _job_changed(self, body: Mapping[str, Any]) -> None:
         raw = copy_of_job(body)
         uid, version = _identity(raw)
@@ -370,8 +371,19 @@ class Operator:
             self._known_as[identity] = uid
         if uid in self._loops:
             self._loops[uid].changed(raw)
-        elif self._leading:
+        elif self._leading and self._resync.seen_all.is_set():
             self._start(raw)
+
+    async def _start_when_all_is_seen(self) -> None:
+        """Whoever knows only some of a job's pods would make the others again."""
+        await self._resync.seen_all.wait()
+        if self._leading:
+            self._start_all()
+
+    def _start_all(self) -> None:
+        for job in self._jobs.views():
+            if job["metadata"]["uid"] not in self._loops:
+                self._start(job)
 
     def _start(self, raw: Mapping[str, Any]) -> None:
         loop = self._loops[raw["metadata"]["uid"]] = JobLoop(raw, self._around)

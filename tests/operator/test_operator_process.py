@@ -16,7 +16,7 @@ import pytest
 
 from tests.access import load
 from tests.cluster.replicas import Replicas
-from tests.operator.kubernetes.deaf_proxy import deaf_to_watches
+from tests.operator.kubernetes.proxy import deaf_to_watches
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.addresses import free_ports

@@ -23,6 +23,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.redaction import redacted
 from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.watches import version_of
 
 
 def fill(path: str, **names: str) -> str:
@@ -41,6 +42,8 @@ METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v
 
 _THREADS = 8
 """Calls at once, of all jobs together; the others wait their turn, first come, first served."""
+_LISTED_AT_ONCE = 200
+"""Objects of one page: until their versions are read, the metadata of each takes some 10 KiB."""
 _BUSY_TRIES = 4
 """Times that one call is sent if the server is too busy for it."""
 _RETRIES = urllib3.Retry(
@@ -162,18 +165,20 @@ class Kube:
             return False
         return True
 
-    async def list_metadata(
-        self, path: str, query: str = "", page: int = 500, **names: str
-    ) -> list[dict[str, Any]]:
-        """`metadata` of every object, as of one moment, asked from the storage. Raises ApiFailure."""
-        found: list[dict[str, Any]] = []
+    async def list_versions(self, path: str, query: str = "", page: int = _LISTED_AT_ONCE) -> dict[str, int]:
+        """UID to resourceVersion of every object, as of one moment, asked from the storage. Raises
+        ApiFailure.
+        """
+        found: dict[str, int] = {}
         more = ""
         while True:
             asked = "&".join(
                 part for part in (query, f"limit={page}", f"continue={more}" if more else "") if part
             )
-            listed = await self._call("GET", f"{_filled(path, names)}?{asked}", accept=METADATA_ONLY)
-            found += [entry["metadata"] for entry in listed.get("items") or []]
+            listed = await self._call("GET", f"{path}?{asked}", accept=METADATA_ONLY)
+            for entry in listed.get("items") or []:
+                metadata = entry["metadata"]
+                found[metadata["uid"]] = version_of(metadata.get("resourceVersion"))
             more = (listed.get("metadata") or {}).get("continue") or ""
             if not more:
                 return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.watches import Difference, Watched, version_of
+from tiercheck_operator.kubernetes.watches import Difference, Watched
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class Resync:
         self._hearing = {kind: Hearing(kind, grace) for kind in kinds}
         self._compared: set[str] = set()
         self._due = asyncio.Event()
+        self.seen_all = asyncio.Event()
+        """Set as soon as all that there was when the watches began has been seen."""
 
     @property
     def complete(self) -> bool:
@@ -70,6 +72,7 @@ class Resync:
     def heard(self, kind: str, uid: str, version: int, *, listed: bool) -> None:
         """By the watch; `listed`: as part of a list, which says nothing of what is gone."""
         self._hearing[kind].heard(uid, version)
+        self._look_whether_all_is_seen()
         if listed:
             self._due.set()
 
@@ -83,11 +86,16 @@ class Resync:
                     await self._compare(kind)
                 except ApiFailure as error:
                     log.info("%s: not compared with what the watch has shown: %s", kind, error)
+            self._look_whether_all_is_seen()
             pause = self._every if self.complete else min(self._every, 2 * _SETTLE)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._due.wait()
                 await asyncio.sleep(_SETTLE)
+
+    def _look_whether_all_is_seen(self) -> None:
+        if not self.seen_all.is_set() and self.complete:
+            self.seen_all.set()
 
     async def _compare(self, name: str) -> None:
         kind, hearing = self._kinds[name], self._hearing[name]
@@ -95,12 +103,10 @@ class Resync:
         listed: dict[str, int] = {}
         for path in kind.paths(self._namespaces):
             try:
-                found = await self._kube.list_metadata(path, kind.query)
+                listed |= await self._kube.list_versions(path, kind.query)
             except ApiFailure as error:
-                if not error.not_found:
+                if not error.not_found:  # the kind is not installed (any more)
                     raise
-                found = []  # the kind is not installed (any more)
-            listed |= {entry["uid"]: version_of(entry.get("resourceVersion")) for entry in found}
         difference = kind.known.compare(before, listed)
         for uid in difference.gone:
             log.info("%s %s is gone, and its watch did not say so", name, uid)

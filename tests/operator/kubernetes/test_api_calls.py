@@ -133,8 +133,11 @@ async def test_calls_are_counted_by_verb_and_outcome(server: Scripted) -> None:
 
 async def test_long_lists_come_in_pages(server: Scripted) -> None:
     server.pages = {
-        "/l?q=1&limit=2": {"metadata": {"continue": "more"}, "items": [{"metadata": {"uid": "a"}}]},
-        "/l?q=1&limit=2&continue=more": {"metadata": {}, "items": [{"metadata": {"uid": "b"}}]},
+        "/l?q=1&limit=2": {"metadata": {"continue": "more"}, "items": [_listed("a", 5)]},
+        "/l?q=1&limit=2&continue=more": {"metadata": {}, "items": [_listed("b", 7)]},
     }
-    found = await Kube(server.access()).list_metadata("/l", "q=1", page=2)
-    assert [entry["uid"] for entry in found] == ["a", "b"]
+    assert await Kube(server.access()).list_versions("/l", "q=1", page=2) == {"a": 5, "b": 7}
+
+
+def _listed(uid: str, version: int) -> dict[str, object]:
+    return {"metadata": {"uid": uid, "resourceVersion": str(version)}}

@@ -83,8 +83,8 @@ async def test_comparing_ends_when_it_is_told_to_even_if_a_watch_listed_at_the_s
     between: int,
 ) -> None:
     class Nothing:
-        async def list_metadata(self, path: str, query: str) -> list[dict[str, Any]]:
-            return []
+        async def list_versions(self, path: str, query: str) -> dict[str, int]:
+            return {}
 
     async def gone(uid: str) -> None:
         """Nothing ever goes."""
@@ -98,6 +98,34 @@ async def test_comparing_ends_when_it_is_told_to_even_if_a_watch_listed_at_the_s
     await until(lambda: due.waits)
     resync.heard("Pod", "uid", 1, listed=True)
     await turns(between)
+    task.cancel()
+    await ends(task)
+
+
+async def test_all_is_seen_once_the_watch_has_told_of_everything_that_the_first_look_found() -> None:
+    class Two:
+        async def list_versions(self, path: str, query: str) -> dict[str, int]:
+            return {"a": 5, "b": 7}
+
+    async def gone(uid: str) -> None:
+        """Nothing ever goes."""
+
+    watched = Watched[Any]()
+    kind = WatchedKind("/api/v1", "pods", "", watched, gone)
+    resync = Resync(cast(Kube, Two()), {"Pod": kind}, namespaces=(), every=3600.0, grace=30.0)
+    due = resync._due = Woken()
+    began = asyncio.Event()
+    watched.put("a", 5, "a")
+    resync.heard("Pod", "a", 5, listed=True)
+    assert not resync.seen_all.is_set(), "nobody has looked yet"
+    began.set()
+    task = asyncio.create_task(resync.run(began))
+    await until(lambda: due.waits)
+    assert not resync.seen_all.is_set()
+    resync.heard("Pod", "b", 6, listed=True)
+    assert not resync.seen_all.is_set(), "that was an older one"
+    resync.heard("Pod", "b", 7, listed=False)
+    assert resync.seen_all.is_set()
     task.cancel()
     await ends(task)
 

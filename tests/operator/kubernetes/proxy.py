@@ -1,0 +1,99 @@
+"""Stands between an operator and an API server whose watches say nothing, or one of whose lists waits."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from tests.access import Access, load
+from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
+
+_PASSED_ON = ("Accept", "Content-Type")
+
+
+@contextmanager
+def deaf_to_watches(kubeconfig: Path, target: Path) -> Iterator[Path]:
+    """A kubeconfig, written to `target`, whose watches are answered and never say anything."""
+    with _standing_between(kubeconfig, target, _Request.pass_on):
+        yield target
+
+
+@contextmanager
+def withholding(kubeconfig: Path, target: Path, plural: str) -> Iterator[threading.Event]:
+    """As `deaf_to_watches`; no list of whole objects of one kind is answered until the event is set."""
+    released = threading.Event()
+
+    def respond(request: _Request) -> None:
+        whole = "PartialObjectMetadata" not in request.headers.get("Accept", "")
+        if whole and request.command == "GET" and urlsplit(request.path).path.endswith(f"/{plural}"):
+            released.wait()
+        request.pass_on()
+
+    with _standing_between(kubeconfig, target, respond):
+        try:
+            yield released
+        finally:
+            released.set()
+
+
+class _Request(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    access: Access
+
+    def pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or None
+        headers = {name: self.headers[name] for name in _PASSED_ON if self.headers[name]}
+        request = urllib.request.Request(
+            self.access.server + self.path, body, {**self.access.headers, **headers}, method=self.command
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=self.access.tls) as response:
+                status, kind, data = response.status, response.headers.get("Content-Type"), response.read()
+        except urllib.error.HTTPError as error:
+            status, kind, data = error.code, error.headers.get("Content-Type"), error.read()
+        self.send_response(status)
+        self.send_header("Content-Type", kind or "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is logged."""
+
+
+@contextmanager
+def _standing_between(kubeconfig: Path, target: Path, respond: Callable[[_Request], None]) -> Iterator[None]:
+    ended = threading.Event()
+
+    class Handler(_Request):
+        access = load(kubeconfig)
+
+        def answer(self) -> None:
+            if "true" not in parse_qs(urlsplit(self.path).query).get("watch", ()):
+                respond(self)
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            ended.wait()
+
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer  # noqa: N815
+
+    server = ThreadingHTTPServer(("127.83.5.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        write_kubeconfig(target, f"http://127.83.5.1:{server.server_port}")
+        yield
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
