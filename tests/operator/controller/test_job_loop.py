@@ -209,12 +209,19 @@ async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:
     assert not kube.made
 
 
+def knowing_operator(kube: StandIn, monkeypatch: pytest.MonkeyPatch) -> Operator:
+    """It has seen all that there was."""
+    monkeypatch.setattr("tiercheck_operator.app.Kube", lambda *_, **__: kube)
+    operator = Operator(Config(), Access(lambda: kopf.ConnectionInfo(server="http://127.0.0.1:1")))
+    operator._resync.seen_all.set()
+    return operator
+
+
 async def test_operator_has_forgotten_a_job_and_is_well_when_its_loop_found_it_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kube = StandIn(None)
-    monkeypatch.setattr("tiercheck_operator.app.Kube", lambda *_, **__: kube)
-    operator = Operator(Config(), Access(lambda: kopf.ConnectionInfo(server="http://127.0.0.1:1")))
+    operator = knowing_operator(kube, monkeypatch)
     operator._job_changed(new_job())
     (loop,) = operator._loops.values()
     await until(lambda: loop.dead)
@@ -237,8 +244,7 @@ async def test_no_job_is_kept_with_who_wrote_which_field(monkeypatch: pytest.Mon
     job = new_job()
     job["metadata"]["managedFields"] = [{"manager": "somebody"}]
     kube = StandIn(job)
-    monkeypatch.setattr("tiercheck_operator.app.Kube", lambda *_, **__: kube)
-    operator = Operator(Config(), Access(lambda: kopf.ConnectionInfo(server="http://127.0.0.1:1")))
+    operator = knowing_operator(kube, monkeypatch)
     operator._job_changed(job)
     (loop,) = operator._loops.values()
     await until(lambda: bool(kube.asked))
