@@ -35,7 +35,7 @@ class TrainerState(str, Enum):
     FAILED = "Failed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankRestore:
     """How one rank came back: from which tier and worker, or why not."""
 
@@ -54,7 +54,7 @@ class RankRestore:
     """The snapshot was rebuilt from parity (peer tier, `worker` is None)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RestoreProgress:
     """Of a restore that is under way."""
 
@@ -68,7 +68,7 @@ class RestoreProgress:
     """That are waited for, as sentences call them; at most 8."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RestoreReport:
     state: RestoreState
     version: Version | None
@@ -81,7 +81,7 @@ class RestoreReport:
     sentences call them; at most 8."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankFailure:
     """What a rank said about its own end, when it could."""
 
@@ -92,7 +92,7 @@ class RankFailure:
     exit_code: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TrainerReport:
     """The training command of this worker, for the attempt of the report."""
 
@@ -150,7 +150,7 @@ class Holding:
     """Set if this is a parity block."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RemoteReport:
     configured: bool
     reachable: bool | None
@@ -163,7 +163,7 @@ class RemoteReport:
     worker 0 does it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Watermarks:
     """Newest version complete for every rank, per tier, as published by worker 0. None: none yet."""
 
@@ -175,7 +175,7 @@ class Watermarks:
     from."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MemoryReport:
     limit: int
     """Bytes the memory volume may hold."""
@@ -193,7 +193,7 @@ class MemoryReport:
     """Bytes of the largest delta slot of an own rank; 0: no deltas, or not known yet."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Quarantined:
     """A copy that failed verification and must not be used again. `worker` is where it lies."""
 
@@ -206,7 +206,7 @@ class Quarantined:
     """Every copy of it is equally bad: its replay did not give the state that it was taken from."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Proof:
     """All that a restore of this worker's ranks would read from a tier was read as a restore reads it, and
     every byte was verified. Deltas are verified, not replayed."""
@@ -234,7 +234,7 @@ class Break(str, Enum):
     """Nothing comes back: its host is down, or the network between us is."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Unreachable:
     """A peer that this sidecar cannot reach now."""
 
@@ -246,7 +246,7 @@ class Unreachable:
     how: Break
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Something a person should know. `reason` is a CamelCase word, `message` says what to do about it."""
 
@@ -254,7 +254,7 @@ class Problem:
     message: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Counters:
     captured: int = 0
     skipped: int = 0
@@ -280,7 +280,7 @@ class Counters:
     """Rehearsals of one tier that found what would not come back."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Report:
     job_uid: str
     worker: int

@@ -80,7 +80,7 @@ def _copy(value: Any) -> Any:
     return [_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Seen(Generic[V]):
     version: int
     view: V

@@ -100,7 +100,7 @@ class ContainerState(str, Enum):
     """It has ended, and waits to be started again: back-off, an image that has to be pulled anew."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ContainerView:
     """One container of a pod, as the kubelet reports it."""
 
@@ -130,7 +130,7 @@ class ContainerView:
         return self.ended_reason == "OOMKilled"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PodView:
     name: str
     uid: str
@@ -190,7 +190,7 @@ class PodView:
         return self.node is None and self.unschedulable_since is not None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class NodeView:
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class HostSign(str, Enum):
     """Its host lives, and so does a process that has no time, or hangs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What is known from one pod's sidecar. Times are unix seconds by the operator's clock."""
 

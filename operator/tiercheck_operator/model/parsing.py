@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
             else int(labels[names.LABEL_WORKER])
         )
         incarnation = int(labels.get(names.LABEL_INCARNATION, 0))
-        job_uid = str(labels[names.LABEL_JOB_UID])
+        job_uid = _shared(labels[names.LABEL_JOB_UID])
     except (KeyError, ValueError):
         return None
     conditions = {entry.get("type"): entry for entry in status.get("conditions") or []}
@@ -98,11 +99,11 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         job_uid=job_uid,
         worker=worker,
         incarnation=incarnation,
-        node=spec.get("nodeName") or None,
+        node=_shared(spec.get("nodeName") or "") or None,
         ip=status.get("podIP") or None,
-        phase=str(status.get("phase") or "Pending"),
+        phase=_shared(status.get("phase") or "Pending"),
         created=created,
-        namespace=str(metadata.get("namespace") or ""),
+        namespace=_shared(metadata.get("namespace") or ""),
         attached=attached,
         deleting=deletion is not None,
         deleted_at=None if deletion is None else deletion - grace,
@@ -117,7 +118,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created)
         if unschedulable
         else None,
-        sidecar_image=str(sidecar.get("image") or ""),
+        sidecar_image=_shared(sidecar.get("image") or ""),
         avoided=frozenset(
             name
             for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",")
@@ -138,6 +139,11 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
             spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER
         ),
     )
+
+
+def _shared(text: object) -> str:
+    """One string for all the pods that say the same: of thousands, these are most of what is kept."""
+    return sys.intern(str(text))
 
 
 def _controller(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
