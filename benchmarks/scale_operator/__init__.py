@@ -73,7 +73,7 @@ async def _of(workers: int, listened: float, idle: float) -> dict[str, Any]:
         turns = [await push(job, number, resized=True) for number in range(2, 2 + _TURNS)]
         resized = min(turns, key=lambda turn: turn["telling, s"])
         ordinary = await push(job, 2 + _TURNS, resized=False)
-        await job.loop.stop()
+        await job.end()
     return {"listening": heard, "asking what is held": asked, "resized": resized, "ordinary": ordinary}
 
 

@@ -133,6 +133,11 @@ class CrowdedJob(BenchJob):
         await asyncio.wait({task})
         self.loop._task = None
 
+    async def end(self) -> None:
+        """The loop ends, and its connections."""
+        await self.loop.stop()
+        await self.loop._around.lines.close()
+
 
 @contextmanager
 def crowded_job(workers: int) -> Iterator[tuple[CrowdedJob, Crowd]]:

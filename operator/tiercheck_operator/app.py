@@ -158,6 +158,7 @@ class Operator:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            await self._around.lines.close()
             await self._attach.stop()
             await pages.stop()
             self._kube.close()

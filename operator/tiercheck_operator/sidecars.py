@@ -18,7 +18,8 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -90,14 +91,27 @@ class SidecarError(Exception):
     """The sidecar did not answer, or not as one of ours; the message is a sentence."""
 
 
-class Turns:
-    """Lets few calls begin at a time, whatever job they are for."""
+class Lines:
+    """What the sidecars of all jobs share: one session, turns to begin a call, and who has a second
+    connection."""
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(_BEGUN)
+        self.kept: set[str] = set()
+        """Hosts to which a second connection is kept."""
+
+    @cached_property
+    def session(self) -> aiohttp.ClientSession:
+        """Made in the event loop that first asks for it."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT),
+            headers={"Accept-Encoding": "identity"},
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
 
     @contextlib.asynccontextmanager
-    async def take(self) -> AsyncIterator[None]:
+    async def take_turn(self) -> AsyncIterator[None]:
         """Wait for a turn; it is given back at the end, and after `_TURN` seconds in any case."""
         await self._free.acquire()
         with contextlib.ExitStack() as turn:
@@ -108,6 +122,11 @@ class Turns:
             finally:
                 late.cancel()
 
+    async def close(self) -> None:
+        """When nobody uses them any more."""
+        if "session" in vars(self):
+            await self.session.close()
+
 
 def _url(address: str, path: str) -> str:
     return f"https://{join_address(*endpoint(address, names.CONTROL_PORT))}{path}"
@@ -115,9 +134,6 @@ def _url(address: str, path: str) -> str:
 
 class JobSidecars:
     """The sidecars of one job. Use inside a running event loop; `close` ends all calls."""
-
-    _kept: ClassVar[set[str]] = set()
-    """Hosts to which a second connection is kept, by any job of this process."""
 
     def __init__(
         self,
@@ -128,17 +144,13 @@ class JobSidecars:
         poll_seconds: float = 5.0,
         call_seconds: float = 3.0,
         clock: Callable[[], float] = time.time,
-        turns: Turns | None = None,
+        lines: Lines | None = None,
     ) -> None:
         self._job_uid = job_uid
         self._wake = wake
         self._poll, self._call, self._clock = poll_seconds, call_seconds, clock
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=_only(credentials), limit=0, keepalive_timeout=_KEPT),
-            headers={"Authorization": f"Bearer {credentials.token}", "Accept-Encoding": "identity"},
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._believed, self._token = _only(credentials), f"Bearer {credentials.token}"
+        self._lines, self._shares_lines = lines or Lines(), lines is not None
         self._skew = ClockSkew()
         self._directives = DirectiveEncoder()
         self._hosts: dict[str, str] = {}
@@ -150,8 +162,6 @@ class JobSidecars:
         self._waiting: dict[str, asyncio.Timeout] = {}
         """The long polls under way; ended when a call has shown that one waits in vain."""
         self._gate, self._gate_of_silent = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_CALLS)
-        self._turns = turns or Turns()
-        """Shared with other jobs, if given."""
         self._holdings = True
         self._reports: dict[str, WorkerReport] = {}
 
@@ -167,7 +177,7 @@ class JobSidecars:
                 if task is not None:
                     task.cancel()
             self._skew.forget(self._hosts[uid])
-            self._kept.discard(self._hosts[uid])
+            self._lines.kept.discard(self._hosts[uid])
             self._again.discard(uid)
             self._silent.discard(uid)
             for table in (self._hosts, self._waiting, self._reports):
@@ -175,8 +185,8 @@ class JobSidecars:
         for uid, host in hosts.items():
             if uid not in self._hosts:
                 self._hosts[uid] = host
-                if len(self._kept) < _MOST_KEPT:
-                    self._kept.add(host)
+                if len(self._lines.kept) < _MOST_KEPT:
+                    self._lines.kept.add(host)
                 self._reports[uid] = WorkerReport(None, None, None)
                 self._tasks[uid] = asyncio.create_task(self._listen(uid, host), name=f"sidecar {host}")
 
@@ -228,7 +238,8 @@ class JobSidecars:
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await self._session.close()
+        if not self._shares_lines:
+            await self._lines.close()
 
     async def _listen(self, uid: str, host: str) -> None:
         serial, wait = -1, 0.0
@@ -302,7 +313,7 @@ class JobSidecars:
                 await turn.enter_async_context(self._gate_of_silent)
             else:
                 await turn.enter_async_context(self._gate)
-                await turn.enter_async_context(self._turns.take())
+                await turn.enter_async_context(self._lines.take_turn())
             return await self._request(
                 "GET", host, "/v1/report", body=(), query=query, seconds=seconds, polls=polls
             )
@@ -335,14 +346,17 @@ class JobSidecars:
         next call."""
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
-        headers = {} if polls or (keeps and host in self._kept) else {"Connection": "close"}
+        headers = {"Authorization": self._token}
+        if not polls and not (keeps and host in self._lines.kept):
+            headers["Connection"] = "close"
         length = sum(map(len, body))
         if length:
             headers |= {"Content-Type": "application/json", "Content-Length": str(length)}
         try:
-            async with self._session.request(
+            async with self._lines.session.request(
                 method,
                 url,
+                ssl=self._believed,
                 data=in_pieces(body) if length > _PIECE else b"".join(body) or None,
                 params=query,
                 timeout=limits,

@@ -41,8 +41,8 @@ from tiercheck_operator.model.observed import HostSign
 from tiercheck_operator.sidecars import (
     DirectiveEncoder,
     JobSidecars,
+    Lines,
     SidecarError,
-    Turns,
     in_pieces,
     read_report,
 )
@@ -292,7 +292,7 @@ async def test_second_connections_of_all_jobs_together_are_bounded(
 ) -> None:
     uid = sidecar.report.pod_uid
     listening.follow({})
-    other = JobSidecars("other-uid", CREDENTIALS, lambda: None)
+    other = JobSidecars("other-uid", CREDENTIALS, lambda: None, lines=listening._lines)
     with patch("tiercheck_operator.sidecars._MOST_KEPT", 1):
         other.follow({"other-pod": "127.0.0.2"})
         listening.follow({uid: HOST})
@@ -338,10 +338,10 @@ async def test_certificate_of_another_job_is_not_believed_and_nothing_is_sent_to
 
 async def test_calls_of_all_jobs_begin_a_few_at_a_time_and_who_does_not_answer_gives_way() -> None:
     began: list[int] = []
-    turns, never = Turns(), asyncio.Event()
+    lines, never = Lines(), asyncio.Event()
 
     async def call(number: int) -> None:
-        async with turns.take():
+        async with lines.take_turn():
             began.append(number)
             await never.wait()
 
@@ -359,7 +359,7 @@ async def test_calls_of_all_jobs_begin_a_few_at_a_time_and_who_does_not_answer_g
     for each in calls:
         each.cancel()
     await asyncio.wait(calls)
-    assert turns._free._value == sidecars._BEGUN, "each turn is given back once"
+    assert lines._free._value == sidecars._BEGUN, "each turn is given back once"
 
 
 def bare(report: Report) -> Report:

@@ -38,7 +38,7 @@ from tiercheck_operator.model.observed import JobView, NodeView, Observation, Po
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.planning.placement.replacement import SuspectNodes
-from tiercheck_operator.sidecars import JobSidecars, Turns
+from tiercheck_operator.sidecars import JobSidecars, Lines
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Surroundings:
     clock: Callable[[], float] = time.time
     suspects: SuspectNodes = field(default_factory=SuspectNodes)
     sidecars: Callable[..., JobSidecars] = JobSidecars
-    turns: Turns = field(default_factory=Turns)
+    lines: Lines = field(default_factory=Lines)
     gone: Callable[[str], object] = lambda uid: None
     """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended.
     """
@@ -292,7 +292,7 @@ class JobLoop:
                 poll_seconds=config.poll_seconds,
                 call_seconds=config.call_seconds,
                 clock=around.clock,
-                turns=around.turns,
+                lines=around.lines,
             )
         heard: Mapping[str, WorkerReport] = {}
         if self._sidecars is not None:
