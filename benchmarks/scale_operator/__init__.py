@@ -51,15 +51,18 @@ def run(scale: Scale, parts: Collection[str] = (), earlier: Mapping[str, Any] | 
         if figures is None:
             continue
         most = max(value for name, value in figures.items() if name.endswith("MiB"))
+        crowd = f"{jobs:,} job{'s' if jobs > 1 else ''} of {workers:,} workers"
         rows.append(
             Figure(
-                f"peak memory of the operator, {jobs:,} job{'s' if jobs > 1 else ''} of {workers:,} workers",
+                f"peak memory of the operator, {crowd}",
                 f"{most:.0f} MiB",
                 f"promised: {_MOST_MEMORY} MiB",
                 most / _MOST_MEMORY,
                 1.0,
             )
         )
+        if (ready := figures.get("another operator is ready after, s")) is not None:
+            rows.append(Figure(f"operator started beside {crowd}: ready", f"{ready:.1f} s", ""))
     return Outcome(rows, {"workers": {str(number): each for number, each in found.items()}, "memory": memory})
 
 

@@ -6,6 +6,7 @@ import base64
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,7 +90,8 @@ def _running(name: str, now: str) -> dict[str, Any]:
 
 
 def measure(jobs: int, workers: int) -> dict[str, float]:
-    """MiB of an operator that sees so many jobs begin, and of one that is started beside them all."""
+    """MiB of an operator that sees so many jobs begin, and of one that is started beside them all, which is
+    ready when it knows all there is."""
     with tempfile.TemporaryDirectory() as name, Cluster(Path(name)) as cluster:
         cluster.apply_crds(ROOT / "crds")
         nodes = ground(jobs * workers)
@@ -114,12 +116,16 @@ def measure(jobs: int, workers: int) -> dict[str, float]:
             first.kill()
             first.wait()
             second = cluster.start_operator(_PATIENT)
+            started = time.monotonic()
+            cluster.wait_for(lambda: _is_ready(cluster.metrics_address), _DEADLINE, "another operator")
+            waited = time.monotonic() - started
             time.sleep(_CALM)
             used = _cpu(second)
             time.sleep(_CALM)
             return {
                 **began,
                 "peak of another operator, MiB": _peak(second),
+                "another operator is ready after, s": waited,
                 "CPU s per s": (_cpu(second) - used) / _CALM,
             }
         finally:
@@ -155,6 +161,14 @@ def _running_jobs(cluster: Cluster) -> Iterator[Mapping[str, Any]]:
         status = job.get("status") or {}
         if status.get("phase") == "Running" and not status.get("recovery"):
             yield job
+
+
+def _is_ready(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}/readyz", timeout=_DEADLINE):
+            return True
+    except OSError:
+        return False
 
 
 def _peak(process: subprocess.Popen[bytes]) -> float:
