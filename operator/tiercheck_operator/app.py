@@ -99,6 +99,7 @@ class Operator:
             self._kube,
             config,
             self._metrics,
+            jobs=lambda: len(self._loops),
             gone=self._forget,
             cluster=ClusterIdentity(self._kube),
         )

@@ -52,6 +52,8 @@ _PATIENT_FAILURES = 3
 """Answers of 500 and above in a row that are not worth a word in the status."""
 _PROGRESS = ("progress", "tiers")
 """Parts of the status that change all the time while training goes well."""
+_PROGRESS_WRITES = 50
+"""A second, of all jobs together: each is a write to the API server's store, and news to all who watch."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Surroundings:
     suspects: SuspectNodes = field(default_factory=SuspectNodes)
     sidecars: Callable[..., JobSidecars] = JobSidecars
     lines: Lines = field(default_factory=Lines)
+    jobs: Callable[[], int] = lambda: 1
+    """How many there are."""
     gone: Callable[[str], object] = lambda uid: None
     """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended.
     """
@@ -348,7 +352,8 @@ class JobLoop:
         now = self._around.clock()
         trains = new.get("phase") == "Running"  # what is said while pods end is said once
         if trains and _without_progress(old) == _without_progress(new):
-            left = self._wrote_progress + self._around.config.progress_seconds - now
+            pause = max(self._around.config.progress_seconds, self._around.jobs() / _PROGRESS_WRITES)
+            left = self._wrote_progress + pause - now
             if left > 0:
                 return left
         patch = {

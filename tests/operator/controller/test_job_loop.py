@@ -21,6 +21,7 @@ from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.actions import Decision
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_job
 
@@ -129,6 +130,26 @@ async def test_finished_job_that_is_kept_costs_the_api_server_nothing(phase: str
         with pytest.raises(_Seen):
             await loop._reconcile()
     assert bool(kube.asked) is asks
+
+
+@pytest.mark.parametrize(("jobs", "seconds"), [(1, 1.0), (50, 1.0), (500, 10.0)])
+async def test_the_more_jobs_there_are_the_less_often_progress_is_written(jobs: int, seconds: float) -> None:
+    """So that all of them together write it fifty times a second at most."""
+    raw, now = new_job() | {"status": {"phase": "Running"}}, 1000.0
+    around = replace(surroundings(StandIn(raw)), jobs=lambda: jobs, clock=lambda: now)
+    loop = JobLoop(raw, around)
+
+    async def write(phase: str, step: int) -> float | None:
+        job = parse_job(loop._raw)
+        record = replace(job.status, phase=phase, step=step)
+        return await loop._write_status(job, loop._raw, Decision(status=record))
+
+    assert await write("Running", 1) is None
+    assert await write("Running", 2) == seconds
+    now += seconds
+    assert await write("Running", 2) is None
+    assert await write("Recovering", 2) is None, "what is no progress is written at once"
+    assert [loop._raw["status"]["phase"], loop._raw["status"]["progress"]["step"]] == ["Recovering", 2]
 
 
 async def test_loop_keeps_nothing_of_the_event_that_started_it() -> None:
