@@ -85,7 +85,10 @@ class Resync:
                 try:
                     await self._compare(kind)
                 except ApiFailure as error:
-                    log.info("%s: not compared with what the watch has shown: %s", kind, error)
+                    if self.seen_all.is_set():
+                        log.info("%s: not compared with what the watch has shown: %s", kind, error)
+                    else:
+                        log.warning("no job is served yet: %s cannot be listed: %s", kind, error)
             self._look_whether_all_is_seen()
             pause = self._every if self.complete else min(self._every, 2 * _SETTLE)
             with contextlib.suppress(TimeoutError):

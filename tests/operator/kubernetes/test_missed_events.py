@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.operator.moments import TURNS, Woken, ends, turns, until
 from tests.operator.world_in_memory import World
-from tiercheck_operator.kubernetes.client import Kube
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.resync import Hearing, Resync, WatchedKind, stuck
 from tiercheck_operator.kubernetes.watches import ClusterView, Watched, date_containers
 from tiercheck_operator.model.observed import ContainerState, NodeView, PodView
@@ -128,6 +128,28 @@ async def test_all_is_seen_once_the_watch_has_told_of_everything_that_the_first_
     assert resync.seen_all.is_set()
     task.cancel()
     await ends(task)
+
+
+async def test_why_no_job_is_served_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing:
+        async def list_versions(self, path: str, query: str) -> dict[str, int]:
+            raise ApiFailure(403, "nodes is forbidden")
+
+    async def gone(uid: str) -> None:
+        """Nothing ever goes."""
+
+    kind = WatchedKind("/api/v1", "nodes", "", Watched[Any](), gone)
+    resync = Resync(cast(Kube, Refusing()), {"Node": kind}, namespaces=(), every=3600.0, grace=30.0)
+    due = resync._due = Woken()
+    began = asyncio.Event()
+    began.set()
+    task = asyncio.create_task(resync.run(began))
+    await until(lambda: due.waits)
+    task.cancel()
+    await ends(task)
+    (told,) = caplog.records
+    assert told.levelname == "WARNING"
+    assert told.getMessage() == "no job is served yet: Node cannot be listed: 403: nodes is forbidden"
 
 
 @pytest.fixture
