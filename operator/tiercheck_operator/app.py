@@ -2,7 +2,7 @@
 
 No logic lives here.
 
-Only event handlers and indexes are used. So kopf adds no finalizer and no annotation: a job can be deleted
+Only event handlers are used. So kopf adds no finalizer and no annotation: a job can be deleted
 while the operator is down, and its owner references leave nothing behind. Every replica watches; only the one
 that leads has loops for the jobs.
 """
@@ -18,9 +18,10 @@ import os
 import resource
 import secrets
 import signal
+import sys
 import time
 from asyncio import sslproto
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import kopf
@@ -41,6 +42,7 @@ from tiercheck_operator.kubernetes.watches import (
     Watched,
     copy_of_job,
     date_containers,
+    shell_of_job,
     version_of,
 )
 from tiercheck_operator.metrics import Metrics
@@ -69,6 +71,9 @@ _LISTED_AT_ONCE = 100
 _RECEIVED_AT_ONCE = 2 * 1024
 """Bytes that asyncio keeps for each connection, and TLS as many. asyncio's own 256 KiB, for connections that
 are mostly idle, would be most of this process."""
+_DEEPEST = 12_000
+"""Levels of a JSON object. API servers take 10,000 (sigs.k8s.io/json), for which json needs less than 2 MiB
+of the stack; by Python's own 1,000, one such job ends the watch of all."""
 _M_ARENA_MAX = -8
 _REMEMBERED_FOR = 0.05
 """Seconds that kopf keeps an object after its last event, in case that another follows. Of a first listing of
@@ -99,7 +104,6 @@ class Operator:
             self._kube,
             config,
             self._metrics,
-            jobs=lambda: len(self._loops),
             gone=self._forget,
             cluster=ClusterIdentity(self._kube),
         )
@@ -303,7 +307,7 @@ class Operator:
         settings.scanning.disabled = bool(self._config.namespaces)
         settings.persistence.finalizer = f"{names.API_GROUP}/finalizer"
         settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=names.API_GROUP)
-        settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=names.API_GROUP)
+        settings.persistence.diffbase_storage = _NoDifferences()
         return settings
 
     def _registry(self) -> kopf.OperatorRegistry:
@@ -317,30 +321,33 @@ class Operator:
 
         @kopf.on.event("v1", "pods", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
         async def pod_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            if type != "DELETED":
-                self._pod_changed(body)
-            await self._heard("Pod", type, body, self._pod_gone)
+            await self._heard("Pod", type, body, self._pod_changed, self._pod_gone)
 
         @kopf.on.event("v1", "nodes", registry=registry)
         async def node_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            if type != "DELETED":
-                self._node_changed(body)
-            await self._heard("Node", type, body, self._node_gone)
+            await self._heard("Node", type, body, self._node_changed, self._node_gone)
 
         @kopf.on.event(names.API_GROUP, names.API_VERSION, names.PLURAL, registry=registry)
         async def job_event(type: str | None, body: kopf.Body, **_: Any) -> None:
-            if type != "DELETED":
-                self._job_changed(body)
-            await self._heard(names.KIND, type, body, self._job_gone)
+            await self._heard(names.KIND, type, body, self._job_changed, self._job_gone)
 
         return registry
 
     async def _heard(
-        self, kind: str, type: str | None, body: Mapping[str, Any], gone: Callable[[str], Awaitable[None]]
+        self,
+        kind: str,
+        type: str | None,
+        body: Mapping[str, Any],
+        changed: Callable[[Mapping[str, Any]], None],
+        gone: Callable[[str], Awaitable[None]],
     ) -> None:
         uid, version = _identity(body)
-        self._metrics.watched(kind)
-        self._resync.heard(kind, uid, version, listed=type is None)
+        try:
+            if type != "DELETED":
+                changed(body)
+        finally:
+            self._metrics.watched(kind)
+            self._resync.heard(kind, uid, version, listed=type is None)
         if type == "DELETED":
             await gone(uid)
 
@@ -362,7 +369,10 @@ class Operator:
             self._wake_all()
 
     def _job_changed(self, body: Mapping[str, Any]) -> None:
-        raw = copy_of_job(body)
+        try:
+            raw = copy_of_job(body)
+        except ValueError as error:
+            raw = shell_of_job(body, str(error))
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
         known_as = self._strange.parse_or_none(names.KIND, raw, identity_of) or uid
@@ -422,6 +432,20 @@ class Operator:
             loop.wake()
 
 
+class _NoDifferences(kopf.DiffBaseStorage):
+    """kopf would read what it last saw of an object from an annotation, where anybody may have written what
+    ends the handling of that object. We handle no differences."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Nothing is kept."""
+
+
 def _identity(body: Mapping[str, Any]) -> tuple[str, int]:
     metadata = body["metadata"]
     return str(metadata["uid"]), version_of(metadata.get("resourceVersion"))
@@ -438,6 +462,7 @@ def prepare_process() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 10, 20)
+    sys.setrecursionlimit(_DEEPEST)
     with contextlib.suppress(AttributeError):  # not every C library has it
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # threads wait for the API server; each had some MiB
     sslproto.SSLProtocol.max_size = _RECEIVED_AT_ONCE

@@ -70,8 +70,8 @@ class Surroundings:
     suspects: SuspectNodes = field(default_factory=SuspectNodes)
     sidecars: Callable[..., JobSidecars] = JobSidecars
     lines: Lines = field(default_factory=Lines)
-    jobs: Callable[[], int] = lambda: 1
-    """How many there are."""
+    training: set[str] = field(default_factory=set)
+    """UIDs of the jobs that write progress."""
     gone: Callable[[str], object] = lambda uid: None
     """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended.
     """
@@ -146,6 +146,7 @@ class JobLoop:
         if self._sidecars is not None:
             await self._sidecars.close()
             self._sidecars = None
+        self._around.training.discard(self.uid)
         self._around.metrics.job_gone(*self.key)
 
     async def _run(self) -> None:
@@ -351,8 +352,9 @@ class JobLoop:
             return None
         now = self._around.clock()
         trains = new.get("phase") == "Running"  # what is said while pods end is said once
+        (self._around.training.add if trains else self._around.training.discard)(self.uid)
         if trains and _without_progress(old) == _without_progress(new):
-            pause = max(self._around.config.progress_seconds, self._around.jobs() / _PROGRESS_WRITES)
+            pause = max(self._around.config.progress_seconds, len(self._around.training) / _PROGRESS_WRITES)
             left = self._wrote_progress + pause - now
             if left > 0:
                 return left

@@ -84,7 +84,7 @@ class Resync:
             for kind in self._kinds:
                 try:
                     await self._compare(kind)
-                except ApiFailure as error:
+                except Exception as error:  # whatever it is, it is tried again
                     if self.seen_all.is_set():
                         log.info("%s: not compared with what the watch has shown: %s", kind, error)
                     else:

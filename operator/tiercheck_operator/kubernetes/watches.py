@@ -18,11 +18,14 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from tiercheck_operator.model.observed import ContainerView, NodeView, PodView
+from tiercheck_operator.model.parsing import UNREADABLE
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_DEEPEST = 100
+"""Levels of a job that is looked after. A pod's own fields have some fifteen."""
 _REMEMBERED = 1000
 """Objects that were complained of; of more at once, some are complained of again."""
 
@@ -67,17 +70,28 @@ def version_of(text: object) -> int:
 
 
 def copy_of_job(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A job as it is kept: without who wrote which field, which is half of it and decides nothing."""
+    """A job as it is kept: without who wrote which field, which is half of it and decides nothing. Raises
+    ValueError for one so deep that whoever walks through it would run out of stack.
+    """
     metadata = {key: value for key, value in raw["metadata"].items() if key != "managedFields"}
     found: dict[str, Any] = _copy({**raw, "metadata": metadata})
     return found
 
 
-def _copy(value: Any) -> Any:
+def shell_of_job(raw: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """What is kept of such a job: whose it is, so that its owner is told."""
+    metadata = raw["metadata"]
+    told = {key: str(metadata.get(key) or "") for key in ("name", "namespace", "uid", "resourceVersion")}
+    return {"apiVersion": str(raw.get("apiVersion") or ""), "metadata": told, UNREADABLE: why}
+
+
+def _copy(value: Any, levels: int = _DEEPEST) -> Any:
     """Names of fields are one string for all jobs: they are most of what a parsed object takes."""
+    if levels == 0:
+        raise ValueError(f"it is more than {_DEEPEST} levels deep")
     if isinstance(value, dict):
-        return {sys.intern(key): _copy(inner) for key, inner in value.items()}
-    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+        return {sys.intern(key): _copy(inner, levels - 1) for key, inner in value.items()}
+    return [_copy(inner, levels - 1) for inner in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)

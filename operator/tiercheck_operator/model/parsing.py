@@ -25,6 +25,8 @@ from tiercheck_operator.model.status import parse_record, parse_time
 
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _LOST_TAINTS = {"node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", _OUT_OF_SERVICE}
+UNREADABLE = "unreadable"
+"""Key of why a job could not be kept as it is: none that a job has."""
 LONGEST_ATTACHMENT = 4096
 """Characters of an annotation that are read: anybody may write one."""
 _BACK_OFF = re.compile(r"back-off ((?:\d+h)?(?:\d+m)?(?:\d+(?:\.\d+)?s)?) restarting failed container")
@@ -34,6 +36,8 @@ _BACK_OFF = re.compile(r"back-off ((?:\d+h)?(?:\d+m)?(?:\d+(?:\.\d+)?s)?) restar
 def parse_job(raw: Mapping[str, Any]) -> JobView:
     """Of an object that passed the CRD's schema. Raises KeyError, TypeError or ValueError on what it would
     have refused."""
+    if UNREADABLE in raw:
+        raise ValueError(raw[UNREADABLE])
     metadata = raw["metadata"]
     return JobView(
         name=metadata["name"],

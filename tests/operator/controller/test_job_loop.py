@@ -132,11 +132,11 @@ async def test_finished_job_that_is_kept_costs_the_api_server_nothing(phase: str
     assert bool(kube.asked) is asks
 
 
-@pytest.mark.parametrize(("jobs", "seconds"), [(1, 1.0), (50, 1.0), (500, 10.0)])
-async def test_the_more_jobs_there_are_the_less_often_progress_is_written(jobs: int, seconds: float) -> None:
+@pytest.mark.parametrize(("others", "seconds"), [(0, 1.0), (49, 1.0), (499, 10.0)])
+async def test_the_more_jobs_train_the_less_often_progress_is_written(others: int, seconds: float) -> None:
     """So that all of them together write it fifty times a second at most."""
     raw, now = new_job() | {"status": {"phase": "Running"}}, 1000.0
-    around = replace(surroundings(StandIn(raw)), jobs=lambda: jobs, clock=lambda: now)
+    around = replace(surroundings(StandIn(raw)), training={*map(str, range(others))}, clock=lambda: now)
     loop = JobLoop(raw, around)
 
     async def write(phase: str, step: int) -> float | None:
@@ -150,6 +150,7 @@ async def test_the_more_jobs_there_are_the_less_often_progress_is_written(jobs: 
     assert await write("Running", 2) is None
     assert await write("Recovering", 2) is None, "what is no progress is written at once"
     assert [loop._raw["status"]["phase"], loop._raw["status"]["progress"]["step"]] == ["Recovering", 2]
+    assert len(around.training) == others
 
 
 async def test_loop_keeps_nothing_of_the_event_that_started_it() -> None:

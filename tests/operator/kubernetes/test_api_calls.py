@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import kopf
 import pytest
@@ -139,5 +140,12 @@ async def test_long_lists_come_in_pages(server: Scripted) -> None:
     assert await Kube(server.access()).list_versions("/l", "q=1", page=2) == {"a": 5, "b": 7}
 
 
-def _listed(uid: str, version: int) -> dict[str, object]:
+async def test_versions_are_read_however_deep_an_object_is(server: Scripted) -> None:
+    entry = _listed("a", 5)
+    entry["metadata"]["managedFields"] = json.loads('{"f:a":' * 900 + "1" + "}" * 900)
+    server.pages = {"/l?limit=200": {"metadata": {}, "items": [entry]}}
+    assert await Kube(server.access()).list_versions("/l") == {"a": 5}
+
+
+def _listed(uid: str, version: int) -> dict[str, Any]:
     return {"metadata": {"uid": uid, "resourceVersion": str(version)}}

@@ -1,20 +1,27 @@
-"""An operator that starts beside many objects hears each as it is listed, and acts when it knows them all."""
+"""An operator that starts hears of each object as it is listed, and acts once it knows all of them."""
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.access import load
 from tests.cluster.replicas import Replica
 from tests.operator.kubernetes.proxy import withholding
-from tests.operator.test_operator_process import DEADLINE, ROOT, job
-from tiercheck_cli.api_server import NODES
+from tests.operator.test_operator_process import DEADLINE, JOBS, ROOT, job, owned
+from tiercheck_cli.api_server import NODES, PODS
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster
+
+
+ODD: dict[str, Any] = {"metadata": {"annotations": {"tiercheck.io/last-handled-configuration": "{"}}}
+"""An annotation that kopf would read, and stumble over."""
 
 
 @pytest.fixture
@@ -57,3 +64,39 @@ def test_what_is_listed_is_heard_at_once_and_no_job_is_served_before_all_is(
         released.set()
         cluster.wait_for(lambda: tells('job="early"'), DEADLINE, "the job to be served")
     assert pods(cluster).keys() == before
+
+
+def test_no_object_that_somebody_made_strange_keeps_the_other_jobs_from_being_served(
+    cluster: LocalCluster,
+) -> None:
+    strange = job("strange")
+    strange["metadata"] |= ODD["metadata"]
+    cluster.apply(strange)
+    bottomless = job("deep")
+    bottomless["spec"]["template"]["spec"]["deep"] = "DEEP"
+    post(cluster, json.dumps(bottomless).replace('"DEEP"', '{"a":' * 600 + "1" + "}" * 600))
+    cluster.api.patch(NODES, None, "there", ODD)
+    for pod in cluster.pods():
+        cluster.api.patch(PODS, "default", pod["metadata"]["name"], ODD)
+    before = pods(cluster).keys()
+    operator = Replica("operator", cluster.start_operator(), cluster.metrics_address)
+    cluster.wait_for(lambda: operator.page("/readyz"), DEADLINE, "readiness")
+    cluster.wait_for(lambda: 'job="early"' in operator.page("/metrics"), DEADLINE, "the job to be served")
+    cluster.wait_for(lambda: len(owned(cluster, "strange")) == 4, DEADLINE, "the strange one to be served")
+    assert before < pods(cluster).keys(), "the pods of the first are known"
+    cluster.wait_for(lambda: told(cluster, "deep"), DEADLINE, "the owner of the deep one to be told")
+    assert "it is more than 100 levels deep" in told(cluster, "deep")[0]
+
+
+def post(cluster: LocalCluster, body: str) -> None:
+    """Without the client library, which cannot take what is deep."""
+    access = load(cluster.kubeconfig)
+    headers = {**access.headers, "Content-Type": "application/json"}
+    request = urllib.request.Request(access.server + JOBS, body.encode(), headers)
+    urllib.request.urlopen(request, timeout=DEADLINE, context=access.tls).close()
+
+
+def told(cluster: LocalCluster, name: str) -> list[str]:
+    """What events say of a job."""
+    events = cluster.api.request("GET", "/api/v1/namespaces/default/events")["items"]
+    return [event["message"] for event in events if event["involvedObject"]["name"] == name]
