@@ -18,6 +18,9 @@ OTHER_DOORS = {
     "tiercheck/protocol/plain_json.py": "the door itself",
     "sidecar/tiercheck_sidecar/decoding.py": "keeps the decoders that go through it",
     "operator/tiercheck_operator/sidecars.py": "keeps the decoder of reports, which goes through it",
+    "operator/tiercheck_operator/kubernetes/client.py": (
+        "reads two words of each object in a list, which may be as deep as the API server takes them"
+    ),
     "tiercheck/warm/becoming.py": (
         "an order of this process's own parent; its environment may hold what is no Unicode"
     ),
