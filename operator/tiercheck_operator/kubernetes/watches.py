@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from tiercheck.protocol.plain_json import MOST_DEPTH
 from tiercheck_operator.model.observed import ContainerView, NodeView, PodView
 from tiercheck_operator.model.parsing import UNREADABLE
 
@@ -24,8 +25,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_DEEPEST = 100
-"""Levels of a job that is looked after. A pod's own fields have some fifteen."""
 _REMEMBERED = 1000
 """Objects that were complained of; of more at once, some are complained of again."""
 
@@ -85,10 +84,10 @@ def shell_of_job(raw: Mapping[str, Any], why: str) -> dict[str, Any]:
     return {"apiVersion": str(raw.get("apiVersion") or ""), "metadata": told, UNREADABLE: why}
 
 
-def _copy(value: Any, levels: int = _DEEPEST) -> Any:
+def _copy(value: Any, levels: int = MOST_DEPTH) -> Any:
     """Names of fields are one string for all jobs: they are most of what a parsed object takes."""
     if levels == 0:
-        raise ValueError(f"it is more than {_DEEPEST} levels deep")
+        raise ValueError(f"it is more than {MOST_DEPTH} levels deep")
     if isinstance(value, dict):
         return {sys.intern(key): _copy(inner, levels - 1) for key, inner in value.items()}
     return [_copy(inner, levels - 1) for inner in value] if isinstance(value, list) else value

@@ -6,6 +6,7 @@ What is gone is found, what is late is waited for, and a watch that stays deaf i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -78,75 +79,66 @@ def test_reconcile_that_does_not_end_is_named() -> None:
     )
 
 
+class Listing:
+    """Compares one kind with what its API server lists, from when `look` is awaited to when `end` is."""
+
+    def __init__(self, kind: str, lists: Mapping[str, int] | ApiFailure) -> None:
+        self.watched, self._lists, self._began = Watched[Any](), lists, asyncio.Event()
+        known = WatchedKind("/api/v1", f"{kind.lower()}s", "", self.watched, self._gone)
+        self.resync = Resync(cast(Kube, self), {kind: known}, namespaces=(), every=3600.0, grace=30.0)
+        self.due = self.resync._due = Woken()
+        self._task: asyncio.Task[None] | None = None
+
+    async def list_versions(self, path: str, query: str) -> Mapping[str, int]:
+        if isinstance(self._lists, ApiFailure):
+            raise self._lists
+        return self._lists
+
+    async def look(self) -> None:
+        """Returns when it has looked once, and waits."""
+        self._began.set()
+        self._task = asyncio.create_task(self.resync.run(self._began))
+        await until(lambda: self.due.waits)
+
+    async def end(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await ends(self._task)
+
+    async def _gone(self, uid: str) -> None:
+        """Nothing ever goes."""
+
+
 @pytest.mark.parametrize("between", TURNS)
 async def test_comparing_ends_when_it_is_told_to_even_if_a_watch_listed_at_the_same_moment(
     between: int,
 ) -> None:
-    class Nothing:
-        async def list_versions(self, path: str, query: str) -> dict[str, int]:
-            return {}
-
-    async def gone(uid: str) -> None:
-        """Nothing ever goes."""
-
-    kind = WatchedKind("/api/v1", "pods", "", Watched[Any](), gone)
-    resync = Resync(cast(Kube, Nothing()), {"Pod": kind}, namespaces=(), every=3600.0, grace=30.0)
-    due = resync._due = Woken()
-    began = asyncio.Event()
-    began.set()
-    task = asyncio.create_task(resync.run(began))
-    await until(lambda: due.waits)
-    resync.heard("Pod", "uid", 1, listed=True)
+    listing = Listing("Pod", {})
+    await listing.look()
+    listing.resync.heard("Pod", "uid", 1, listed=True)
     await turns(between)
-    task.cancel()
-    await ends(task)
+    await listing.end()
 
 
 async def test_all_is_seen_once_the_watch_has_told_of_everything_that_the_first_look_found() -> None:
-    class Two:
-        async def list_versions(self, path: str, query: str) -> dict[str, int]:
-            return {"a": 5, "b": 7}
-
-    async def gone(uid: str) -> None:
-        """Nothing ever goes."""
-
-    watched = Watched[Any]()
-    kind = WatchedKind("/api/v1", "pods", "", watched, gone)
-    resync = Resync(cast(Kube, Two()), {"Pod": kind}, namespaces=(), every=3600.0, grace=30.0)
-    due = resync._due = Woken()
-    began = asyncio.Event()
-    watched.put("a", 5, "a")
-    resync.heard("Pod", "a", 5, listed=True)
-    assert not resync.seen_all.is_set(), "nobody has looked yet"
-    began.set()
-    task = asyncio.create_task(resync.run(began))
-    await until(lambda: due.waits)
-    assert not resync.seen_all.is_set()
-    resync.heard("Pod", "b", 6, listed=True)
-    assert not resync.seen_all.is_set(), "that was an older one"
-    resync.heard("Pod", "b", 7, listed=False)
-    assert resync.seen_all.is_set()
-    task.cancel()
-    await ends(task)
+    listing = Listing("Pod", {"a": 5, "b": 7})
+    seen_all = listing.resync.seen_all
+    listing.watched.put("a", 5, "a")
+    listing.resync.heard("Pod", "a", 5, listed=True)
+    assert not seen_all.is_set(), "nobody has looked yet"
+    await listing.look()
+    assert not seen_all.is_set()
+    listing.resync.heard("Pod", "b", 6, listed=True)
+    assert not seen_all.is_set(), "that was an older one"
+    listing.resync.heard("Pod", "b", 7, listed=False)
+    assert seen_all.is_set()
+    await listing.end()
 
 
 async def test_why_no_job_is_served_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    class Refusing:
-        async def list_versions(self, path: str, query: str) -> dict[str, int]:
-            raise ApiFailure(403, "nodes is forbidden")
-
-    async def gone(uid: str) -> None:
-        """Nothing ever goes."""
-
-    kind = WatchedKind("/api/v1", "nodes", "", Watched[Any](), gone)
-    resync = Resync(cast(Kube, Refusing()), {"Node": kind}, namespaces=(), every=3600.0, grace=30.0)
-    due = resync._due = Woken()
-    began = asyncio.Event()
-    began.set()
-    task = asyncio.create_task(resync.run(began))
-    await until(lambda: due.waits)
-    task.cancel()
-    await ends(task)
+    listing = Listing("Node", ApiFailure(403, "nodes is forbidden"))
+    await listing.look()
+    await listing.end()
     (told,) = caplog.records
     assert told.levelname == "WARNING"
     assert told.getMessage() == "no job is served yet: Node cannot be listed: 403: nodes is forbidden"
