@@ -101,6 +101,8 @@ class Welcome:
     restore_world_size: int = 0
     """Ranks that saved the version. If they are not as many as now, there is no `restore_path`, and all is
     borrowed."""
+    restore_source: str = ""
+    """Where this rank's version came from, for people, such as "own memory"; empty: not known."""
     delta: DeltaMode = DeltaMode.NONE
     sanity_gate: bool = True
     verify_all: bool = False

@@ -92,6 +92,30 @@ class RankFailure:
     exit_code: int
 
 
+class Exact(str, Enum):
+    """How the steps that were trained again after a restore compare with what they gave before it."""
+
+    PROVEN = "Proven"
+    """Bit for bit the same."""
+    NOT_COMPARABLE = "NotComparable"
+    """No step could be compared, or the script gives other bits each time."""
+    DIFFERS = "Differs"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeProof:
+    """What a rank found when it compared the steps that it trained again after a restore."""
+
+    rank: int
+    step: int
+    """The version that the rank came back to."""
+    exact: Exact
+    steps: int = 0
+    """How many steps were trained again and compared."""
+    message: str = ""
+    """For people: what differs first, or why nothing could be compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerReport:
     """The training command of this worker, for the attempt of the report."""
@@ -133,6 +157,9 @@ class TrainerReport:
     They may be those of an earlier attempt."""
     unhealthy: str = ""
     """How the health check of this attempt failed, as a clause; empty: it passed, or there is none."""
+    resume: ResumeProof | None = None
+    """Of the first local rank that differs; else of the first that proved its resume; else of the first, once
+    no local rank could compare anything. None: not known yet, or nothing was restored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
+from tiercheck.protocol.report import Exact
 from tiercheck.protocol.version import Kind
 
 
@@ -111,6 +112,20 @@ class ReportRestored:
 
 
 @dataclass(frozen=True)
+class ReportResume:
+    """The steps that the rank trained again after the restore are compared with what they gave before it."""
+
+    op: ClassVar[str] = "resume"
+    step: int
+    """The version that the rank came back to."""
+    exact: Exact
+    steps: int = 0
+    """How many steps were trained again and compared."""
+    message: str = ""
+    """For people: what differs first, or why nothing could be compared."""
+
+
+@dataclass(frozen=True)
 class BorrowArtifact:
     """The artifact of another `rank`, of `kind` after `step`.
 
@@ -147,6 +162,7 @@ Request = (
     | ReportCannotSave
     | ReportMismatch
     | ReportRestored
+    | ReportResume
     | BorrowArtifact
     | ReportFailing
 )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiercheck.protocol.names import ENV_RUN_DIR
+from tiercheck.trainer.announcements import SECOND, Announcements
 from tiercheck.trainer.backends.backend import Claim
 from tiercheck.trainer.deltas.deltas import Deltas
 from tiercheck.trainer.deltas.gradients import UpdateHooks
 from tiercheck.trainer.process import process_end
 from tiercheck.trainer.process.process_end import LastWords
 from tiercheck.trainer.process.progress import StepProgress
+from tiercheck.trainer.process.stop_request import StopRequest
+from tiercheck.trainer.proof.resume import Resume
 from tiercheck.trainer.replicas.equality import Equality
-from tiercheck.trainer.restore.restoring import Found, Restoring, find, open_backend
+from tiercheck.trainer.restore.restoring import Found, Loaded, Restoring, find, open_backend
 from tiercheck.trainer.save.capturing import Capturing
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.save.slot_context import UnknownRoom
@@ -39,6 +43,7 @@ from tiercheck.trainer.save.staging import Pending
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.trained_state import TrainedState
+from tiercheck.trainer.state.training import TRAINING, Training, fingerprint, name_of
 
 __all__ = ["Checkpointer", "Found", "find"]
 
@@ -79,20 +84,21 @@ class Checkpointer:
         sanity_gate: bool | None = None,
         verify_all: bool | None = None,
         found: Found | None = None,
+        run: str | None = None,
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
         trained = self._trained = TrainedState(model, optimizer, state)
-        self._every, self._sanity_gate, self._found = every, sanity_gate, found
+        self._every, self._sanity_gate, self._found, self._run = every, sanity_gate, found, run
         self.rank, self.world_size = trained.rank, trained.world_size
         """This process among the ranks of the job."""
-        backend = self._backend = open_backend(folder, keep) if found is None else found.backend
+        backend = self._backend = open_backend(folder, keep, run) if found is None else found.backend
         self._last_words: LastWords | None = None
         if os.environ.get(ENV_RUN_DIR):
             process_end.answer_with_stacks()
             self._last_words = LastWords(backend.failing)
         trained.check()
-        self._claim = Claim(backend.place)
+        self._claim = Claim(backend.place, name_of(run))
         self._saver = Saver(
             backend,
             self.rank,
@@ -104,6 +110,15 @@ class Checkpointer:
         self._deltas = Deltas(trained.model, trained.partitions, trained.shares, backend, self._saver)
         self._capturing = Capturing(trained, self._saver, self._deltas)
         self._progress = StepProgress(backend, self._saver)
+        self._announced = Announcements(backend, self.rank)
+        self._resume = Resume(
+            trained.optimizers, trained.state, self._announced.tell_verdict, self._saver.warn
+        )
+        self._stop: StopRequest | None = None
+        self._clean = False
+        """Whether the state is what the last `step` left, and may be saved as such."""
+        self._saved = 0
+        """The newest step of which a snapshot was begun, or that was restored; 0: none."""
         self.step_number = 0
         """Optimizer steps done, restored ones included."""
         self._closed, self._pid = False, os.getpid()
@@ -166,15 +181,36 @@ class Checkpointer:
             )
         if (node := self._capturing.begin()) is not None:
             self._backend.numa = node
+        trained, backend, capturing = self._trained, self._backend, self._capturing
+        training = Training.look(self._run, trained.optimizers, trained.state)
+        capturing.training = training.facts()
         found, self._found = self._found, None
-        offer = self._backend.find() if found is None else found.offer
-        self._trained.inventories.passing.begin()
-        room = 0
+        offer = backend.find() if found is None else found.offer
+        if self._claim.is_second:
+            offer, capturing.refused = None, SECOND
+        trained.inventories.passing.begin()
+        loaded: Loaded | None = None
         if offer is not None:
-            room = Restoring(self._trained, self._backend).load(offer)
-            self.step_number = offer.version.step
-        self._backend.restored(self.step_number)
-        self._capturing.start(None if offer is None else self.step_number, room)
+            loaded = Restoring(trained, backend).load(offer)
+            self.step_number = self._saved = loaded.step
+        if loaded is None:
+            capturing.start(None)
+        else:
+            capturing.start(loaded.step, loaded.room, loaded.blob_bytes)
+            loaded.put_back(trained.state)  # the last: from here on nothing asks the script's objects
+        backend.restored(self.step_number)
+        journal = None if capturing.refused else backend.journal
+        name = fingerprint(name_of(self._run))
+        verdict = self._resume.begin(journal, name, self.world_size, self.step_number)
+        self._announced.tell_start(
+            offer,
+            verdict,
+            left_out=capturing.refused or backend.left_out,
+            ended=self._resume.ended,
+            changes=[] if loaded is None else training.changes(loaded.facts.get(TRAINING, {})),
+        )
+        if backend.saves_at_end:
+            self._stop = StopRequest()
         self._progress.begin()
         return self.step_number
 
@@ -188,6 +224,7 @@ class Checkpointer:
         if self._forked:
             return
         loss = self._progress.read_loss(loss)
+        self._resume.note(self.step_number, loss)
         self._trained.partitions.stepped()
         self._capturing.look_for_gaps()
         poisoned = self.sanity_gate and loss is not None and not math.isfinite(loss)
@@ -195,10 +232,13 @@ class Checkpointer:
             self._saver.sanity.refused(self.step_number)
         self._progress.step(self.step_number, loss)
         delta = self._deltas.end_step(self.step_number, self._trained.state, poisoned)
-        due = self._deltas.needs_snapshot() or self.step_number % self.every == 0
+        self._clean = not poisoned
+        stopping = self._stop is not None and self._stop.signal > 0
+        due = self._deltas.needs_snapshot() or self.step_number % self.every == 0 or stopping
         if not due and not self._saver.layouts.known:
             self._capturing.prepare(UnknownRoom.KNOWN_SOON if delta is not None else UnknownRoom.AS_BEFORE)
         snapshot = self._capturing.take(self.step_number, loss, poisoned) if due else None
+        self._saved = self.step_number if snapshot is not None else self._saved
         if delta is None and not due and loss is not None and not poisoned:
             self._saver.sanity.good(self.step_number)
         taken: list[Pending] = [artifact for artifact in (snapshot, delta) if artifact is not None]
@@ -207,6 +247,9 @@ class Checkpointer:
             if self._capturing.unseen.found:
                 self._saver.barrier()  # nobody will say when the next one begins
         self._hooks.move_inside()
+        if stopping and self._stop is not None:
+            self._saver.wait(_CLOSE_SECONDS)
+            self._stop.obey()
 
     def alive(self) -> None:
         """Say that this rank is well although it makes no step: during a long evaluation, for example.
@@ -225,6 +268,15 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self.close)
+        finished = sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None
+        short = self._saved == 0 < self.step_number and self._clean and self._backend.saves_at_end
+        snapshot = self._capturing.take(self.step_number, None, False) if finished and short else None
+        if snapshot is not None:  # a first try, shorter than `every`
+            self._saver.submit(snapshot)
+        if self._stop is not None:
+            self._stop.release()
+            finished = finished and not self._stop.signal
+        self._resume.end(finished)
         self._hooks.remove()
         if self._last_words is not None:
             self._last_words.close()
@@ -249,6 +301,7 @@ class Checkpointer:
     def _before_update(self, index: int, _: Optimizer, arguments: Any, named: Any) -> None:
         if torch.compiler.is_compiling() or self._forked:
             return  # what is compiled is traced once, and never called: `Unseen` finds out
+        self._clean = False
         self._saver.barrier()
         if self._capturing.unseen.hooked():
             self._trained.inventories.evaluating = self._deltas.evaluating = not self._trained.model.training

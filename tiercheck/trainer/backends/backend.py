@@ -9,15 +9,19 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tiercheck.protocol.directive import DeltaMode
+from tiercheck.protocol.report import Exact
 from tiercheck.protocol.version import Kind, Version
 
 log = logging.getLogger("tiercheck")
 
 _held: set[tuple[int, str]] = set()
 """Process and place of each `Claim`."""
+_first: dict[tuple[int, str], str] = {}
+"""The first training that each process saved to each place."""
 
 Ranges = Sequence[tuple[int, int]]
 """Of bytes in a slot: from the first to before the second."""
@@ -45,6 +49,8 @@ class Offer:
     deltas: tuple[str, ...] = ()
     world_size: int = 0
     """Ranks that saved it."""
+    source: str = ""
+    """Where it comes from, for people."""
     borrow: Callable[[int, Ranges], str] | None = None
     """How to get at the slots of all of them (`resharding.OtherRanks`); None: only the own one can be read.
     """
@@ -60,6 +66,12 @@ class Backend(Protocol):
     patience: float | None
     numa: int
     """Set by the trainer: the NUMA node of its device; -1: none is known."""
+    journal: Path
+    """Where this rank's journal of steps is kept (`proof.journal`)."""
+    left_out: str
+    """What was found and is not taken, and how to take it; empty: nothing."""
+    saves_at_end: bool
+    """Whether the last step is worth a snapshot when the script ends: no other tier has it."""
 
     @property
     def every(self) -> int:
@@ -89,6 +101,11 @@ class Backend(Protocol):
 
     def restored(self, step: int) -> None:
         """Training thread: the offer was loaded."""
+        ...
+
+    def resumed(self, step: int, exact: Exact, steps: int, message: str) -> None:
+        """Training thread: the steps trained again after `step` were compared with the life before. Never
+        raises."""
         ...
 
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
@@ -150,7 +167,7 @@ class Claim:
     a GAN, would write over each other's versions.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, run: str) -> None:
         """Raises ValueError if another one of this process has it. A forked one begins anew."""
         self._key = os.getpid(), place
         if self._key in _held:
@@ -160,6 +177,8 @@ class Claim:
                 " one (torch.nn.ModuleDict, a list of optimizers)"
             )
         _held.add(self._key)
+        self.is_second = _first.setdefault(self._key, run) != run
+        """Whether another training of this process had the place before."""
 
     def release(self) -> None:
         """May be called twice."""

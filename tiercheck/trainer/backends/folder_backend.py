@@ -3,6 +3,9 @@ Snapshots only.
 
     <folder>/rank-<r>-of-<n>/<step, 12 digits>-<attempt>.safetensors
                              <step, 12 digits>-<attempt>.json          checksums, written last
+    <folder>/run                                                       the training that they are of
+    <folder>/<run>/...                                                 the same, of another training
+    <folder>/journal-<r>                                               what the last steps gave
 
 A version is complete when every rank has both files. They are renamed into place, so a killed process leaves
 nothing that looks complete; a corrupt file is found by its checksums and an older version is used.
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +27,14 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.manifest import parse_version_name, version_name
 from tiercheck.protocol.names import ENV_ATTEMPT
 from tiercheck.protocol.plain_json import parse_json
+from tiercheck.protocol.report import Exact
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Offer, Ranges, Skipped, log
 from tiercheck.trainer.replicas.ranks import is_distributed
 
 _CHUNK = 4 * 1024 * 1024
 _NONE = Version(-1, -1)
+_OWNER = "run"
 
 
 class FolderBackend:
@@ -40,10 +46,20 @@ class FolderBackend:
     sanity_gate = True
     verify_all = False
     numa = -1
+    saves_at_end = True
 
-    def __init__(self, folder: Path, rank: int, world_size: int, keep: int) -> None:
-        self._folder = folder
-        self.place = os.path.realpath(folder)
+    def __init__(self, folder: Path, rank: int, world_size: int, keep: int, run: str = "") -> None:
+        """`run`: name of the training; empty: whichever the folder has."""
+        owner = _owner_of(folder)
+        self._folder, self._run, self.left_out = folder, run, ""
+        if run and owner not in ("", run):
+            self._folder, self._run = folder / re.sub(r"[^\w.-]", "_", run), ""
+            self.left_out = (
+                f"{folder} has versions of another training, {owner}, which are not taken: this one is {run} "
+                f"and keeps its own in {self._folder}; to go on from those, give run={owner!r}"
+            )
+        self.place = os.path.realpath(self._folder)
+        self.journal = self._folder / f"journal-{rank}"
         self._rank = rank
         self._world_size = world_size
         self._keep = keep
@@ -67,7 +83,7 @@ class FolderBackend:
         def borrow(rank: int, _: Ranges) -> str:
             return str(self._data(rank, version, world))
 
-        return Offer(version, own, world_size=world, borrow=borrow)
+        return Offer(version, own, world_size=world, source=str(self._folder), borrow=borrow)
 
     def withdraw(self, step: int) -> None:
         """Remove what this rank has of a version that never became complete. Raises FileExistsError if it
@@ -84,6 +100,9 @@ class FolderBackend:
     def restored(self, step: int) -> None:
         return
 
+    def resumed(self, step: int, exact: Exact, steps: int, message: str) -> None:
+        return
+
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
         return
 
@@ -97,6 +116,9 @@ class FolderBackend:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 for above in path.parent.parents:
                     sync_folder(above)
+            if self._run and self._rank == 0:
+                (self._folder / _OWNER).write_text(self._run)
+                self._run = ""
             with open(path, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a SIGBUS later
         except OSError as error:
@@ -232,6 +254,14 @@ class FolderBackend:
 
     def _temporary(self, version: Version) -> Path:
         return self._place(self._rank) / f"{version_name(version)}.tmp"
+
+
+def _owner_of(folder: Path) -> str:
+    """Name of the training whose versions lie there; empty: there are none, or nobody said."""
+    try:
+        return (folder / _OWNER).read_text() if any(folder.glob("rank-*-of-*/*.json")) else ""
+    except (OSError, ValueError):
+        return ""
 
 
 def _checksums(path: Path, chunk: int = _CHUNK) -> list[int]:

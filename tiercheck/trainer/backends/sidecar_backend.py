@@ -11,6 +11,7 @@ from pathlib import Path
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Hello, Reply, Welcome
 from tiercheck.protocol.names import ENV_ATTEMPT, SOCKET_NAME
+from tiercheck.protocol.report import Exact
 from tiercheck.protocol.requests import (
     AbandonSlot,
     BeginSlot,
@@ -22,6 +23,7 @@ from tiercheck.protocol.requests import (
     ReportMismatch,
     ReportProgress,
     ReportRestored,
+    ReportResume,
     Request,
     ReserveSlots,
 )
@@ -44,10 +46,13 @@ class SidecarBackend:
     """A `Backend` over the sidecar's socket."""
 
     patience: float | None = 1.0
+    left_out = ""
+    saves_at_end = False
 
     def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
         self._path = run_dir / SOCKET_NAME
         self.place = str(run_dir)
+        self.journal = run_dir / f"journal-{rank}"
         self.attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
         self._hello = Hello(
             role="rank", pid=os.getpid(), rank=rank, world_size=world_size, attempt=self.attempt
@@ -106,6 +111,7 @@ class SidecarBackend:
             self._welcome.restore_path,
             self._welcome.restore_deltas,
             world_size=self._welcome.restore_world_size,
+            source=self._welcome.restore_source or "the sidecar",
             borrow=partial(self._borrow, version) if self._welcome.restore_world_size else None,
         )
 
@@ -119,6 +125,9 @@ class SidecarBackend:
     def restored(self, step: int) -> None:
         self._restored_step = step
         self._say(ReportRestored(step))
+
+    def resumed(self, step: int, exact: Exact, steps: int, message: str) -> None:
+        self._say(ReportResume(step, exact, steps, message))
 
     def mismatch(self, step: int, message: str, kind: Kind = Kind.DELTA) -> None:
         self._say(ReportMismatch(step, message, kind))

@@ -16,7 +16,7 @@ from tiercheck.protocol.artifacts.contents import DCP, FORMAT, IMPORT
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.protocol.version import Kind, Version
-from tiercheck.trainer.backends.backend import Backend, Offer, RestoreError, log
+from tiercheck.trainer.backends.backend import Backend, Offer, RestoreError
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.deltas.buffers import PASSING
@@ -33,6 +33,7 @@ from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.modes import put_back_modes
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
 from tiercheck.trainer.state.trained_state import TrainedState
+from tiercheck.trainer.state.training import name_of
 
 
 @dataclass(frozen=True)
@@ -47,32 +48,64 @@ class Found:
         """0 is a fresh start."""
         return 0 if self.offer is None else self.offer.version.step
 
+    @functools.cached_property
+    def _content(self) -> Mapping[str, Any]:
+        if self.offer is None:
+            return {}
+        path = self.offer.deltas[-1] if self.offer.deltas else self.offer.path
+        if not path and self.offer.borrow is not None:
+            path = self.offer.borrow(0, ())
+        try:
+            return _OpenSlot.open(path).content if path else {}
+        except (OSError, ValueError, KeyError, NotCapturable):
+            return {}  # the restore will say what is wrong with it
 
-def find(folder: Path | str | None = None, keep: int = 2) -> Found:
-    """As the beginning of `Checkpointer.restore`. Collective outside a cluster. Raises RestoreError."""
-    backend = open_backend(folder, keep)
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the version has of the script's `state`, by its names; of ranks on another mesh, that of rank
+        0. Empty: there is none, or it cannot be read."""
+        found: Mapping[str, Any] = self._content.get("state", {})
+        return found
+
+
+def find(folder: Path | str | None = None, keep: int = 2, run: str | None = None) -> Found:
+    """Find the version that `Checkpointer.restore` would load. Collective outside a cluster. Raises
+    RestoreError."""
+    backend = open_backend(folder, keep, run)
     return Found(backend, backend.find())
 
 
-def open_backend(folder: Path | str | None, keep: int) -> Backend:
+def open_backend(folder: Path | str | None, keep: int, run: str | None) -> Backend:
     """The sidecar in a cluster, elsewhere a folder."""
     rank, world_size = rank_and_world()
     if run_dir := os.environ.get(ENV_RUN_DIR):
         return SidecarBackend(Path(run_dir), rank, world_size)
-    return FolderBackend(Path(folder or "checkpoints"), rank, world_size, keep)
+    return FolderBackend(Path(folder or "checkpoints"), rank, world_size, keep, name_of(run))
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """How far a rank has come."""
+class Loaded:
+    """How far a rank has come. What the script handed over is still to be put back (`put_back`)."""
 
     step: int
-    content: dict[str, Any]
+    content: Mapping[str, Any]
     """The user blob of the newest slot."""
-    facts: dict[str, Any]
+    facts: Mapping[str, Any]
     """What all slots so far tell of the state beside tensors."""
-    room: int
-    """Bytes of the longest delta, as far as known."""
+    room: int = 0
+    """Bytes of the longest delta; 0: not known."""
+    blob_bytes: int = 0
+    """Of the user blob."""
+    imported: bool = False
+    """Only weights came back: who made them had nothing of the script's own."""
+
+    def put_back(self, state: user_state.State) -> None:
+        """Load the script's objects and the random generators; nothing may ask these objects for anything
+        from then on until the first step. Raises KeyError with the name of a part that is missing."""
+        content, mine = self.content, state
+        if self.imported:
+            mine = {name: each for name, each in state.items() if name in content["state"]}
+        user_state.put_back(mine, content)
 
 
 @dataclass(frozen=True)
@@ -97,23 +130,19 @@ class Restoring:
         self._trained, self._backend = trained, backend
         self._open_slot = functools.lru_cache(maxsize=1)(_OpenSlot.open)
 
-    def load(self, offer: Offer) -> int:
-        """Bring back what is offered; the bytes that a delta needs, 0 if nobody knows. Raises RestoreError or
+    def load(self, offer: Offer) -> Loaded:
+        """Bring back what is offered, but for the script's own `state`. Raises RestoreError or
         DifferentState."""
         writer = self._find_writer(offer)
         if writer == DCP:
             raise RestoreError(
                 f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp"
             )
-        room = 0
         if self._is_of_other_mesh(offer, writer):
-            self._load_parts(offer, imported=writer == IMPORT)
-        else:
-            room = self._load_own(offer)
-        log.info("restored %s", offer.version)
-        return room
+            return self._load_parts(offer, imported=writer == IMPORT)
+        return self._load_own(offer)
 
-    def _load_own(self, offer: Offer) -> int:
+    def _load_own(self, offer: Offer) -> Loaded:
         """What this very rank saved: its snapshot, then its deltas."""
         trained = self._trained
         loaded = self._load_snapshot(offer)
@@ -123,10 +152,9 @@ class Restoring:
         for name, module in trained.beside.items():
             put_back_modes(module, loaded.facts.get("beside_modes", {}).get(name, {}))
         trained.partitions.loaded()
-        user_state.put_back(trained.state, loaded.content)
-        return loaded.room
+        return loaded
 
-    def _load_snapshot(self, offer: Offer) -> _Loaded:
+    def _load_snapshot(self, offer: Offer) -> Loaded:
         trained = self._trained
         slot, content = self._open(offer.path, offer.version if not offer.deltas else None, Kind.SNAPSHOT)
         version, facts = slot.header.version, content["facts"]
@@ -135,9 +163,10 @@ class Restoring:
         load_all(trained.model, trained.optimizers, trained.shares, slot, facts, beside=trained.beside)
         self._put_back_passing(slot, facts)
         self._refuse_other_state(version, slot.proof())
-        return _Loaded(version.step, content, facts, int(slot.header.metadata.get(DELTA_ROOM, "0")))
+        room = int(slot.header.metadata.get(DELTA_ROOM, "0"))
+        return Loaded(version.step, content, facts, room, len(slot.user_blob()))
 
-    def _replay(self, offer: Offer, loaded: _Loaded) -> _Loaded:
+    def _replay(self, offer: Offer, loaded: Loaded) -> Loaded:
         """From the snapshot to the version, delta by delta."""
         replay = Replay(self._trained.model, self._trained.optimizers, self._trained.shares)
         for path in offer.deltas:
@@ -152,10 +181,11 @@ class Restoring:
                 self._backend.mismatch(step, message)
                 raise RestoreError(message) from mismatch
             room = max(loaded.room, slot.header.size)
-            loaded = _Loaded(step, content, loaded.facts | content["facts"], room)
+            facts = {**loaded.facts, **content["facts"]}
+            loaded = Loaded(step, content, facts, room, max(loaded.blob_bytes, len(slot.user_blob())))
         return loaded
 
-    def _load_parts(self, offer: Offer, *, imported: bool) -> None:
+    def _load_parts(self, offer: Offer, *, imported: bool) -> Loaded:
         """What this rank holds now, out of the snapshots of all ranks that saved the version."""
         assert offer.borrow is not None
         trained = self._trained
@@ -176,11 +206,8 @@ class Restoring:
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         trained.partitions.loaded()
-        # Who imported weights had nothing of the script's own to give.
-        state = {
-            name: each for name, each in trained.state.items() if not imported or name in content["state"]
-        }
-        user_state.put_back(state, content)
+        blob_bytes = len(user_state.pack({}, content))
+        return Loaded(offer.version.step, content, content["facts"], 0, blob_bytes, imported=imported)
 
     def _find_writer(self, offer: Offer) -> str:
         """Who saved it (`contents.FORMAT`); empty: a Checkpointer. Raises RestoreError."""

@@ -5,7 +5,8 @@ No failure here ends training: it is said once per kind, and counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.capture import Inventory
 from tiercheck.trainer.state.leaves import PLAIN, Entry, NotCapturable
 from tiercheck.trainer.state.trained_state import TrainedState
+from tiercheck.trainer.state.training import TRAINING
 
 
 class Capturing:
@@ -38,6 +40,10 @@ class Capturing:
         self._began_training: list[list[str]] = []
         """And what each optimizer trained."""
         self._compared: object | None = None
+        self.refused = ""
+        """Why nothing of this training is saved; empty: it is."""
+        self.training: Mapping[str, Any] = {}
+        """`Training.facts` of this life, of which each snapshot has a copy."""
 
     def begin(self) -> int | None:
         """Before there is anything to load: the NUMA node of the model's device, if it has one. Raises
@@ -48,13 +54,15 @@ class Capturing:
         inventory = self._trained.inventories.take()
         self._began_with = _list_shapes(inventory.entries)
         self._began_training = _list_trained(inventory)
-        user_state.unpack(user_state.pack(self._trained.state, inventory.facts))
+        # A loader that is asked for its position makes its workers, which fix the order of samples.
+        asked = {name: each for name, each in self._trained.state.items() if not user_state.is_iterated(each)}
+        user_state.unpack(user_state.pack(asked, inventory.facts))
         device = accelerator_of(entry.tensor for entry in inventory.entries)
         return None if device is None else device.numa_node()
 
-    def start(self, restored: int | None, room: int) -> None:
-        """Training begins. `restored`: the version's step, if there is one; `room`: bytes of its longest
-        delta, 0 if nobody knows."""
+    def start(self, restored: int | None, room: int = 0, blob_bytes: int = 0) -> None:
+        """Training begins; the script's `state` is asked for nothing. `restored`: the step of the version, if
+        there is one; `room`: bytes of its longest delta, `blob_bytes`: of its user blob; 0: not known."""
         deltas, beside = self._deltas, self._trained.beside
         if beside and deltas.active:
             deltas.give_up(
@@ -64,14 +72,14 @@ class Capturing:
         if restored is not None:
             # So that slots are made ready during the first steps. To reserve none would tell the job that
             # this rank takes no deltas.
-            self.prepare(0 if not deltas.active else room or UnknownRoom.KNOWN_SOON)
+            self.prepare(0 if not deltas.active else room or UnknownRoom.KNOWN_SOON, blob_bytes)
 
-    def prepare(self, delta_room: DeltaRoom) -> None:
+    def prepare(self, delta_room: DeltaRoom, blob_bytes: int = 0) -> None:
         """Find out the size of a slot before the first snapshot is due, and have slots made
-        (`Saver.reserve`)."""
+        (`Saver.reserve`). `blob_bytes`: of the user blob; 0: not known."""
         try:
             inventory = self._trained.inventories.take()
-            blob_bytes = len(user_state.pack(self._trained.state, inventory.facts))
+            blob_bytes = blob_bytes or len(user_state.pack(self._trained.state, inventory.facts))
             self._saver.layouts.plan(self._trained.shares.own(inventory), blob_bytes, delta_room)
         except NotCapturable as error:
             self._saver.warn("NotCapturable", str(error))
@@ -93,7 +101,7 @@ class Capturing:
             self._deltas.give_up(self.unseen.found)
         if self.unseen.found == FOREIGN != before:
             self._saver.tell_cannot_save(FOREIGN)
-        before, self._lost = self._lost, self.not_given.lost()
+        before, self._lost = self._lost, self.refused or self.not_given.lost()
         if self._lost and not before:
             self._deltas.give_up(self._lost)
             self._saver.tell_cannot_save(self._lost)
@@ -122,7 +130,8 @@ class Capturing:
     def _capture(self, step: int) -> Snapshot:
         """List the state; copy at once what changes before the next update (buffers, the user blob)."""
         inventory, state = self._trained.inventories.take(), self._trained.state
-        blob = user_state.Packed(state, inventory.facts, inventory.fixed)
+        facts = {**inventory.facts, TRAINING: self.training}
+        blob = user_state.Packed(state, facts, (*inventory.fixed, self.training))
         self._compare(inventory)
         if name := user_state.find_borrowed(state, [entry.tensor for entry in inventory.entries]):
             self._saver.warn(

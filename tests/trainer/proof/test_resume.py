@@ -1,0 +1,222 @@
+"""A resume proves itself: what is trained again is compared with the life before, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.trainer.small_runs import Run
+from tiercheck import Checkpointer
+from tiercheck.protocol.report import Exact
+from tiercheck.trainer.backends.folder_backend import FolderBackend
+from tiercheck.trainer.proof.journal import CAPACITY, Journal, Record
+from tiercheck.trainer.proof.resume import first_difference
+
+EVERY, KILLED = 4, 7
+Verdicts = list[tuple[int, Exact, int, str]]
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> Verdicts:
+    found: Verdicts = []
+    monkeypatch.setattr(FolderBackend, "resumed", lambda _, *verdict: found.append(verdict))
+    return found
+
+
+def adam(model: nn.Module, rate: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=rate)
+
+
+def killed(run: Run, folder: Path) -> Path:
+    """What a SIGKILL after the last step would leave."""
+    assert run.checkpointer.wait()
+    left = folder.with_name(folder.name + "-left")
+    shutil.copytree(folder, left)
+    run.checkpointer.close()
+    return left
+
+
+def first_life(folder: Path, steps: int = KILLED) -> Path:
+    run = Run(adam, folder, every=EVERY)
+    assert run.checkpointer.restore() == 0
+    run.train(steps)
+    return killed(run, folder)
+
+
+def second_life(
+    left: Path, steps: int = KILLED - EVERY, **options: Callable[..., torch.optim.Optimizer]
+) -> Run:
+    run = Run(options.get("make", adam), left, seed=99, every=EVERY)
+    assert run.checkpointer.restore() == EVERY
+    return run
+
+
+def test_steps_that_are_trained_again_prove_the_resume(
+    tmp_path: Path, verdicts: Verdicts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    second_life(first_life(tmp_path / "a")).train(5)
+    assert verdicts == [(EVERY, Exact.PROVEN, 3, "")]
+    said = capfd.readouterr().err
+    assert f"tiercheck: starts at step 0: no version in {tmp_path / 'a'}\n" in said
+    assert f"tiercheck: continues after step 4 from {tmp_path / 'a-left'}\n" in said
+    assert "tiercheck: resumed at step 4 from" in said
+    assert "; 3 steps trained again, bitwise equal\n" in said
+
+
+def draw(run: Run) -> None:
+    torch.rand(1)
+
+
+def draw_elsewhere(run: Run) -> None:
+    random.random()
+    numpy.random.rand()
+
+
+def skip_a_batch(run: Run) -> None:
+    run.data["position"] += 1
+
+
+def change_the_rate(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] *= 1.5
+
+
+def write_a_buffer(run: Run) -> None:
+    run.model.norm.running_mean += 1.0
+    run.model.norm.eps *= 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "first"),
+    [
+        (draw, "torch's random generators"),
+        (draw_elsewhere, "the generators of Python or numpy"),
+        (skip_a_batch, "the data position"),
+        (change_the_rate, "hyper-parameters"),
+        (write_a_buffer, "the loss"),
+    ],
+)
+def test_first_step_that_differs_is_told_with_its_losses_and_what_differs_first(
+    spoil: Callable[[Run], None],
+    first: str,
+    tmp_path: Path,
+    verdicts: Verdicts,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = second_life(first_life(tmp_path / "a"))
+    spoil(run)
+    run.train(3)
+    ((step, exact, _, message),) = verdicts
+    assert (step, exact) == (EVERY, Exact.DIFFERS)
+    assert f"what differs first: {first}" in message
+    assert "step 5 differs" in message
+    (warned,) = [each for each in caplog.messages if "resumed" in each]
+    assert message in warned
+    assert "docs/use/resume-proof.md" in warned
+
+
+def test_other_rounding_of_an_update_is_found_though_no_loss_was_given(
+    tmp_path: Path, verdicts: Verdicts
+) -> None:
+    left = first_life(tmp_path / "a")
+    run = second_life(left)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(1 + 2**-22)  # the last bits
+    run.update()
+    run.checkpointer.step()
+    assert [verdict[1] for verdict in verdicts] == [Exact.DIFFERS]
+
+
+def test_script_that_differs_in_the_same_way_at_each_resume_is_warned_of_once(
+    tmp_path: Path, verdicts: Verdicts, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = second_life(first_life(tmp_path / "a"))
+    draw(run)
+    run.train(3)
+    run = second_life(killed(run, tmp_path / "a-left"))
+    draw(run)
+    draw(run)
+    run.train(2)
+    assert [verdict[1] for verdict in verdicts] == [Exact.DIFFERS, Exact.NOT_COMPARABLE]
+    assert len([each for each in caplog.messages if "resumed" in each]) == 1
+
+
+def test_nothing_is_proven_where_no_step_is_trained_again(tmp_path: Path, verdicts: Verdicts) -> None:
+    second_life(first_life(tmp_path / "a", EVERY)).train(3)
+    assert verdicts == [(EVERY, Exact.NOT_COMPARABLE, 0, "no step is trained again")]
+
+
+def test_journal_of_another_history_is_not_compared(tmp_path: Path, verdicts: Verdicts) -> None:
+    left, other = first_life(tmp_path / "a"), Run(adam, tmp_path / "b", seed=5, every=EVERY)
+    other.checkpointer.restore()
+    other.train(KILLED)
+    shutil.copy(killed(other, tmp_path / "b") / "journal-0", left / "journal-0")
+    second_life(left).train(3)
+    assert verdicts == [(EVERY, Exact.NOT_COMPARABLE, 0, "the journal is that of another history")]
+
+
+def test_journal_that_cannot_be_kept_costs_the_proof_and_nothing_else(
+    tmp_path: Path, verdicts: Verdicts, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = first_life(tmp_path / "a")
+    (left / "journal-0").unlink()
+    (left / "journal-0").mkdir()
+    assert len(second_life(left).train(3)) == 3
+    assert verdicts == [(EVERY, Exact.NOT_COMPARABLE, 0, "the journal cannot be read")]
+    assert any("no resume can be proven" in each for each in caplog.messages)
+
+
+numbers = st.integers(0, 2**32 - 1)
+records = st.builds(
+    Record,
+    st.integers(1, 3 * CAPACITY),
+    st.none() | st.floats(),
+    st.none() | numbers,
+    *[numbers] * 4,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(records, max_size=8), st.integers(0, 3 * CAPACITY))
+def test_journal_gives_the_newest_record_of_a_step_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Record], asked: int
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "journal-0"
+    journal = Journal(path, 7, 2)
+    newest: dict[int, Record] = {}
+    for record in written:
+        journal.write(record)
+        newest[record.step % CAPACITY] = record
+    again = Journal(path, 7, 2)
+    for step in (asked, *[record.step for record in written]):
+        found, wanted = again.read(step), newest.get(step % CAPACITY)
+        if wanted is None or wanted.step != step:
+            assert found is None
+        else:
+            assert found is not None
+            assert found[2:] == wanted[2:]
+            assert first_difference(found, wanted) == 0
+    assert Journal(path, 7, 3).other == "it was trained by 2 ranks, here are 3"
+    assert all(Journal(path, 8, 3).read(record.step) is None for record in written)
+
+
+@given(records, records)
+def test_a_difference_is_symmetric_and_no_record_differs_from_itself(one: Record, two: Record) -> None:
+    assert bool(first_difference(one, two)) == bool(first_difference(two, one))
+    assert first_difference(one, one) == 0
+
+
+def test_checkpointer_without_a_step_leaves_no_trace_in_the_journal(tmp_path: Path) -> None:
+    left = first_life(tmp_path / "a")
+    model = nn.Linear(2, 2)
+    Checkpointer(model, adam(model), folder=left, run="another").close()
+    assert Journal(left / "journal-0", 0, 1).read(KILLED) is None

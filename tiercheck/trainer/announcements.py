@@ -1,0 +1,77 @@
+"""Prints what a person wants to know at each start: where the training goes on, from what, and whether it is
+the same training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tiercheck.protocol.report import Exact
+from tiercheck.trainer.backends.backend import Backend, Offer, log
+from tiercheck.trainer.proof.resume import PAGE, Verdict
+
+SECOND = (
+    "another training of this process has been saved by its sidecar before, and a job keeps one: this one is "
+    "not saved, and begins anew after a failure; make it a job of its own"
+)
+
+
+class Announcements:
+    """Of one Checkpointer. Rank 0 prints to stderr; a rank at which something is wrong logs it."""
+
+    def __init__(self, backend: Backend, rank: int) -> None:
+        self._backend, self._rank = backend, rank
+        self._where = ""
+
+    def tell_start(
+        self,
+        offer: Offer | None,
+        verdict: Verdict | None,
+        *,
+        left_out: str,
+        ended: int,
+        changes: Sequence[str],
+    ) -> None:
+        """Say where training goes on. `verdict`: why nothing will be compared; `left_out`: what is there and
+        was not taken; `ended`: the step at which the script had nothing left to do; `changes`: what it was
+        given otherwise than the life before."""
+        if offer is None:
+            self._print(f"starts at step 0: no version in {self._backend.place}")
+        else:
+            step = offer.version.step
+            self._where = f"step {step} from {offer.source}{_chain(len(offer.deltas))}"
+            had = "; the training had ended there" if ended == step else ""
+            why = f"; nothing to compare: {verdict.message}" if verdict is not None else ""
+            self._print(f"continues after {self._where}{had}{why}")
+        if self._rank == 0 and left_out:
+            log.warning("%s", left_out)
+        if self._rank == 0 and changes:
+            log.warning(
+                "goes on with what the version has: %s; to go on with new values, set them after restore()",
+                "; ".join(changes),
+            )
+        if verdict is not None:
+            self._report(verdict)
+
+    def tell_verdict(self, verdict: Verdict) -> None:
+        """Say how the steps that were trained again compare with the life before."""
+        again = f"{verdict.steps} step{'s' * (verdict.steps != 1)} trained again"
+        begin = f"resumed at {self._where}"
+        if verdict.exact is Exact.PROVEN:
+            self._print(f"{begin}; {again}, bitwise equal")
+        elif verdict.exact is Exact.DIFFERS:
+            log.warning("%s: %s; see %s", begin, verdict.message, PAGE)
+        else:
+            self._print(f"{begin}; not comparable: {verdict.message}")
+        self._report(verdict)
+
+    def _report(self, verdict: Verdict) -> None:
+        self._backend.resumed(verdict.step, verdict.exact, verdict.steps, verdict.message)
+
+    def _print(self, line: str) -> None:
+        if self._rank == 0:
+            print(f"tiercheck: {line}", file=sys.stderr, flush=True)
+
+
+def _chain(deltas: int) -> str:
+    return f" ({deltas} delta{'s' * (deltas != 1)})" if deltas else ""

@@ -1,0 +1,188 @@
+"""Proves a resume: compares the steps that are trained again with the journal of the life before.
+
+A state that came back exactly gives the same losses and updates once more, bit for bit. What a version cannot
+know of, such as a batch that was fetched ahead or a tensor that the script forgot, shows in the first step
+that is trained again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from tiercheck.protocol.report import Exact
+from tiercheck.trainer.proof.fingerprints import Fingerprints
+from tiercheck.trainer.proof.journal import Journal, Record
+
+PAGE = "docs/use/resume-proof.md"
+SOON = 10
+"""Equal steps after which a resume counts as proven, though there are more to compare."""
+FIELDS = (
+    "nothing",
+    "torch's random generators",
+    "the generators of Python or numpy",
+    "the data position",
+    "hyper-parameters",
+    "the loss",
+    "the update",
+)
+"""What can differ first, in the order in which a step uses it. A journal stores the number."""
+_GENERATORS, _OTHERS, _POSITION, _HYPER, _LOSS, _UPDATE = range(1, len(FIELDS))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a resume."""
+
+    exact: Exact
+    step: int
+    """The version that the rank came back to."""
+    steps: int = 0
+    """Trained again and compared."""
+    message: str = ""
+    """What differs first, or why nothing could be compared."""
+
+
+def first_difference(then: Record, now: Record) -> int:
+    """The number in `FIELDS` of what differs first between two runs of one step; 0 if they are equal.
+
+    They differ if torch's generators, the loss or the update do. The rest only says where it begins: other
+    libraries draw from Python's generator as well, and a script may keep the time of day in its `state`.
+    """
+    differs = {
+        _GENERATORS: then.generators != now.generators,
+        _OTHERS: then.others != now.others,
+        _POSITION: then.position != now.position,
+        _HYPER: then.hyper_parameters != now.hyper_parameters,
+        _LOSS: _bits(then.loss) != _bits(now.loss),
+        _UPDATE: None not in (then.update, now.update) and then.update != now.update,
+    }
+    if not (differs[_GENERATORS] or differs[_LOSS] or differs[_UPDATE]):
+        return 0
+    return next(field for field, other in differs.items() if other)
+
+
+def describe(then: Record, now: Record, first: int) -> str:
+    """The difference in words."""
+    same = _bits(then.loss) == _bits(now.loss)
+    loss = "its loss is the same" if same else f"its loss is {now.loss!r}, it was {then.loss!r}"
+    return f"{loss}; what differs first: {FIELDS[first]}"
+
+
+class Resume:
+    """Writes the journal of a rank, and compares a resume with it. In the training thread; raises nothing."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        state: Mapping[str, Any],
+        report: Callable[[Verdict], None],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        """`state`: what the script handed over. `report`: called with each verdict. `warn`: as `WarnOnce`."""
+        self._fingerprints = Fingerprints(optimizers, state)
+        self._report, self._warn = report, warn
+        self._journal: Journal | None = None
+        self._before: dict[int, Record] = {}
+        """What the life before gave, of the steps that are still to be compared."""
+        self._step = self._newest = self._equal = 0
+
+    def begin(self, path: Path | None, training: int, world_size: int, step: int) -> Verdict | None:
+        """Open the journal at `path`. Training goes on after `step`; 0 is a fresh start. Returns why nothing
+        can be compared; None: something can, or nothing was restored."""
+        self._step = self._newest = step
+        why = "no journal is kept here"
+        try:
+            if path is not None:
+                self._journal = Journal(path, training, world_size)
+                why = self._journal.other or self._expect(self._journal, step)
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._warn("Journal", f"no resume can be proven: {path}: {error!r}")
+            why = "the journal cannot be read"
+        return Verdict(Exact.NOT_COMPARABLE, step, message=why) if step and why else None
+
+    @property
+    def ended(self) -> int:
+        """The step at which an earlier life had nothing left to do; 0: none had."""
+        return 0 if self._journal is None else self._journal.header.ended
+
+    def note(self, step: int, loss: float | None) -> None:
+        """Write what the step that ends now gave, and compare it if it was trained before."""
+        journal, self._newest = self._journal, step
+        if journal is None:
+            return
+        try:
+            record = self._fingerprints.take(step, loss)
+            journal.write(record)
+            if not self._fingerprints.late:
+                self._compare(journal, record)
+                return
+            self._fingerprints.fetch_update(record)
+            self._add_updates(journal)
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._journal = None
+            self._warn("Journal", f"the resume after this one cannot be proven: {error!r}")
+
+    def end(self, finished: bool) -> None:
+        """Let go of the journal. `finished`: the script has nothing left to do."""
+        journal, self._journal = self._journal, None
+        if journal is None:
+            return
+        try:
+            self._add_updates(journal, wait=finished)
+            if self._before and 0 < self._equal < SOON:
+                self._report(self._proven())
+            journal.change_header(ended=self._newest if finished else 0)
+            journal.close()
+        except Exception as error:  # invariant: no failure of ours stops training
+            self._warn("Journal", f"the journal cannot be closed: {error!r}")
+
+    def _expect(self, journal: Journal, step: int) -> str:
+        """Find out what there is to compare; why there is nothing."""
+        if not step:
+            journal.clear()
+            return ""
+        then, now = journal.read(step), self._fingerprints.take(step, None)
+        if self._fingerprints.late:
+            self._fingerprints.fetch_update(now)
+            (now,) = self._fingerprints.arrived(wait=True)
+        if then is not None and None not in (then.update, now.update) and then.update != now.update:
+            return "the journal is that of another history"
+        self._before = {record.step: record for record in journal.after(step)}
+        return "" if self._before else "no step is trained again"
+
+    def _add_updates(self, journal: Journal, *, wait: bool = False) -> None:
+        for record in self._fingerprints.arrived(wait=wait):
+            journal.write(record)
+            self._compare(journal, record)
+
+    def _compare(self, journal: Journal, now: Record) -> None:
+        then = self._before.pop(now.step, None) if self._before else None
+        if then is None:
+            return
+        if first := first_difference(then, now):
+            self._before.clear()
+            message = f"step {now.step} differs from the life before: {describe(then, now, first)}"
+            # What differs in the same way at each resume is a script whose steps are not reproducible: one
+            # warning is enough.
+            again = journal.header.differed == first
+            journal.change_header(differed=first)
+            exact = Exact.NOT_COMPARABLE if again else Exact.DIFFERS
+            self._report(Verdict(exact, self._step, self._equal, message))
+            return
+        self._equal += 1
+        if self._equal == SOON or (not self._before and self._equal < SOON):
+            journal.change_header(differed=0)
+            self._report(self._proven())
+
+    def _proven(self) -> Verdict:
+        return Verdict(Exact.PROVEN, self._step, self._equal)
+
+
+def _bits(loss: float | None) -> bytes:
+    return b"" if loss is None else struct.pack("<d", loss)

@@ -1,0 +1,91 @@
+"""Names a training, and remembers what its script was given, so that a resume is nobody else's, and says what
+has changed."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+_PLAIN = (bool, int, float, str, type(None))
+TRAINING = "training"
+"""Its key among the facts of a snapshot."""
+_MANY = 64
+"""Parameter groups that are remembered."""
+
+
+def name_of(run: str | None) -> str:
+    """The name of the training: `run`, else the script's file."""
+    if run:
+        return run
+    path = PurePath(sys.argv[0] if sys.argv else "")
+    return str(PurePath(path.parent.name, path.name)) if path.stem == "__main__" else path.name
+
+
+def fingerprint(name: str) -> int:
+    """Of a training's name, of 32 bits."""
+    return zlib.crc32(name.encode())
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the script of this life was given, as each snapshot carries it."""
+
+    run: str
+    """The name that the script gave; empty: none."""
+    arguments: int
+    """Fingerprint of the command line."""
+    given: Mapping[str, Any]
+    """Hyper-parameters and batch sizes before anything was restored, by where they stand."""
+
+    @staticmethod
+    def look(run: str | None, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> Training:
+        """Read it off the script's objects, before they are loaded."""
+        given = {
+            f"optimizer {index}, group {number}: {key}": value
+            for index, optimizer in enumerate(optimizers)
+            for number, group in enumerate(optimizer.param_groups[:_MANY])
+            for key, value in _first_of(group).items()
+        }
+        for name, each in state.items():
+            if type(size := getattr(each, "batch_size", None)) is int:
+                given[f"state[{name!r}]: batch_size"] = size
+        return Training(run or "", zlib.crc32("\0".join(sys.argv[1:]).encode()), given)
+
+    def facts(self) -> dict[str, Any]:
+        """What a snapshot keeps of it."""
+        return {"run": self.run, "arguments": self.arguments, "given": dict(self.given)}
+
+    def changes(self, saved: Mapping[str, Any]) -> list[str]:
+        """What was given otherwise to the life that saved these facts: where, the old and the new value."""
+        before = saved.get("given", {})
+        found = [
+            f"{place} is {now!r} here, it was {before[place]!r}"
+            for place, now in self.given.items()
+            if place in before and before[place] != now
+        ]
+        if not found and saved.get("arguments", self.arguments) != self.arguments:
+            found.append("the command line has other arguments")
+        return found
+
+
+def _first_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a parameter group as the script gave them: a schedule has moved the rate since."""
+    values = {key: _plain(value) for key, value in group.items() if key != "params"}
+    if "initial_lr" in values:
+        values["lr"] = values.pop("initial_lr")
+    return {key: value for key, value in values.items() if isinstance(value, (*_PLAIN, tuple))}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if type(value) in (tuple, list):
+        return tuple(map(_plain, value)) if all(isinstance(each, (*_PLAIN, Tensor)) for each in value) else ()
+    return value
