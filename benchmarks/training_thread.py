@@ -31,6 +31,8 @@ FEW, MANY = 291, 1138
 """Parameters of an 8B and of a 405B model (Llama 3: 9 per layer and 3, of 32 and 126 layers)."""
 UPDATE, SNAPSHOT = 0.002, 0.010
 """Seconds promised for FEW parameters, with an update each, and with a snapshot."""
+JOURNAL = 20e-6
+"""Seconds promised for the journal of a step, whatever the model."""
 GROWTH = 3.0
 """At most as many times as long with MANY."""
 _PER_LAYER = 9
@@ -95,12 +97,24 @@ def _train(model: nn.Module, steps: int) -> dict[str, float]:
             checkpointer.step()
             (with_snapshot if number % _EVERY == 0 else plain).append(clock.take())
             checkpointer.wait(60)
+        journal = _journal(checkpointer, steps)
     half = len(plain) // 2, len(with_snapshot) // 2  # the first steps warm up
     return {
         "update": statistics.median(plain[half[0] :]),
         "snapshot": statistics.median(with_snapshot[half[1] :]),
+        "journal": journal,
         "readings": _bare_readings(model, optimizer, steps),
     }
+
+
+def _journal(checkpointer: Checkpointer, steps: int) -> float:
+    """Seconds per step that the journal takes."""
+    seconds = []
+    for number in range(20 * steps):
+        begin = time.thread_time()
+        checkpointer._resume.note(checkpointer.step_number + number, 0.5)
+        seconds.append(time.thread_time() - begin)
+    return statistics.median(seconds)
 
 
 def _bare_readings(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
@@ -162,6 +176,10 @@ def figures(found: dict[str, Any]) -> list[Figure]:
                note=about.format(seconds_text(few["readings"])))
         for what, promised in (("update", UPDATE), ("snapshot", SNAPSHOT))
     ]  # fmt: skip
+    rows.append(
+        Figure(f"journal of a step, {MANY} sharded parameters", seconds_text(many["journal"]),
+               f"promised {seconds_text(JOURNAL)}", many["journal"] / JOURNAL, 1.0)
+    )  # fmt: skip
     rows += [
         Figure(f"the same with {MANY}, per {what}", seconds_text(many[what]), seconds_text(few[what]),
                many[what] / few[what], GROWTH, note=about.format(seconds_text(many["readings"])))
