@@ -90,9 +90,10 @@ class Fingerprints:
     def arrived(self, *, wait: bool = False) -> list[Record]:
         """Records whose update is known by now. `wait`: for all of them, and so for the device."""
         found: list[Record] = []
-        while self._pending and (wait or self._pending[0][2].query()):
+        while self._pending and (self._pending[0][2].query() or wait):
             record, room, mark = self._pending.popleft()
-            mark.synchronize()
+            if wait:
+                mark.synchronize()
             found.append(record._replace(update=zlib.crc32(ctypes.string_at(room.data_ptr(), room.numel()))))
         return found
 

@@ -187,7 +187,9 @@ def put_back(state: State, content: Mapping[str, Any]) -> None:
 def is_iterated(holder: Any) -> bool:
     """Whether it is a loader, a sampler or a stream: their `state_dict` may begin what the loop should
     begin."""
-    return hasattr(type(holder), "__iter__") and not isinstance(holder, Mapping)
+    return (
+        isinstance(holder, Stateful) and hasattr(type(holder), "__iter__") and not isinstance(holder, Mapping)
+    )
 
 
 def _state_of(name: str, holder: Any) -> Any:
