@@ -30,7 +30,8 @@ from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.plain_json import decode_with, parse_json
-from tiercheck.protocol.requests import BeginSlot, BorrowArtifact, Request, ReserveSlots
+from tiercheck.protocol.report import Exact
+from tiercheck.protocol.requests import BeginSlot, BorrowArtifact, ReportResume, Request, ReserveSlots
 from tiercheck.protocol.version import Share, Version
 from tiercheck_cli.checkpoint.saved import open_folder
 from tiercheck_cli.failure import CannotDo
@@ -337,7 +338,8 @@ TARGETS: dict[str, Target] = {
         "hello": _message(Hello, Hello("rank", 1)),
         "request": Target(_request,
             tuple(map(to_json,
-                (BorrowArtifact(0, 1, ranges=((0, 1),)), BeginSlot(3), ReserveSlots(1, None))))),
+                (BorrowArtifact(0, 1, ranges=((0, 1),)), BeginSlot(3), ReserveSlots(1, None),
+                    ReportResume(3, Exact.DIFFERS, 1, "m"))))),
         "launcher event": _message(LauncherEvent, LauncherEvent("exited", 1, 3)),
         "order": _message(Order,
             decode(b'{"attempt":1,"phase":"Hold","worker":0,"workers":1,"procs_per_worker":1,"master_host":"h",'

@@ -15,7 +15,7 @@ from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.manifest import Manifest, parse_version_name, version_name
 from tiercheck.protocol.report import Report
-from tiercheck.protocol.requests import REQUESTS, BeginSlot, Request
+from tiercheck.protocol.requests import REQUESTS, BeginSlot, ReportResume, Request
 from tiercheck.protocol.version import Kind, Version
 
 MESSAGES = [Directive, Report, Manifest, Hello, Order, LauncherEvent, Reply, Welcome, *REQUESTS.values()]
@@ -80,9 +80,11 @@ def test_request_without_a_known_operation_is_malformed(text: bytes) -> None:
         from_json(text, Request)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("cls", REQUESTS.values(), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [each for each in REQUESTS.values() if each is not ReportResume], ids=lambda cls: cls.__name__
+)
 def test_sidecar_before_finds_in_a_request_what_it_looks_for(cls: type) -> None:
-    """It has one class for all operations, in which everything but `op` may be missing."""
+    """It has one class for all operations but the newest, in which everything but `op` may be missing."""
     known = {
         *(
             "step",

@@ -15,7 +15,7 @@ import dataclasses
 from tiercheck.protocol.directive import HangLimits
 from tiercheck.protocol.local import LauncherEvent
 from tiercheck.protocol.names import COLLECTIVE_FAILED, CONTAINER_RESTARTED, VANISHED
-from tiercheck.protocol.report import RankFailure, TrainerReport, TrainerState
+from tiercheck.protocol.report import Exact, RankFailure, ResumeProof, TrainerReport, TrainerState
 from tiercheck_sidecar.model.stall_watch import StallWatch
 
 _GONE = "the process was gone without a word, as one is that was killed"
@@ -34,6 +34,7 @@ class TrainerWatch:
         self._last: tuple[LauncherEvent, float] | None = None
         self._silent_since: float | None = None
         self._not_finite: dict[int, int] = {}
+        self._resumes: dict[int, ResumeProof] = {}
         self._stall = StallWatch()
         self._mute: int | None = None
         """The rank that left first, if it said nothing before."""
@@ -53,6 +54,7 @@ class TrainerWatch:
         self._report = self._not_waiting()
         self._silent_since = None
         self._not_finite = {}
+        self._resumes = {}
         self._stall = StallWatch()
         self._mute = None
         if resumed:
@@ -183,6 +185,16 @@ class TrainerWatch:
         if most != self._report.not_finite:
             self._report = dataclasses.replace(self._report, not_finite=most)
         return steps - before if steps > before else 0
+
+    def resumed(self, proof: ResumeProof, local_ranks: int) -> None:
+        """A rank has compared the steps that it trained again. One that could not says nothing about its
+        worker before all have answered."""
+        self._resumes[proof.rank] = proof
+        for exact in (Exact.DIFFERS, Exact.PROVEN, Exact.NOT_COMPARABLE):
+            found = next((each for each in self._resumes.values() if each.exact is exact), None)
+            if found is not None and (exact is not Exact.NOT_COMPARABLE or len(self._resumes) == local_ranks):
+                self._report = dataclasses.replace(self._report, resume=found)
+                return
 
     def _not_waiting(self) -> TrainerReport:
         """Until the launcher says that it waits, by its last word, which was about another attempt."""

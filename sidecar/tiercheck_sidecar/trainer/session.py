@@ -17,7 +17,7 @@ from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, Reply, Welcome
-from tiercheck.protocol.report import RankFailure, RestoreState
+from tiercheck.protocol.report import RankFailure, RankRestore, RestoreState, ResumeProof
 from tiercheck.protocol.requests import (
     AbandonSlot,
     BeginSlot,
@@ -30,6 +30,7 @@ from tiercheck.protocol.requests import (
     ReportMismatch,
     ReportProgress,
     ReportRestored,
+    ReportResume,
     Request,
     ReserveSlots,
 )
@@ -44,6 +45,14 @@ from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHel
 log = logging.getLogger(__name__)
 
 LONGEST_LINE = 1024 * 1024
+_SOURCES = {Tier.LOCAL: "own memory", Tier.PEER: "peer memory", Tier.REMOTE: "the remote store"}
+
+
+def describe_source(restored: RankRestore | None) -> str:
+    """Returns where a rank's version came from, for people; empty if that is not known."""
+    if restored is None or restored.tier is None:
+        return ""
+    return "peer memory (rebuilt from parity)" if restored.rebuilt else _SOURCES[restored.tier]
 
 
 class RankSession:
@@ -94,8 +103,8 @@ class RankSession:
     def _welcome(self) -> Welcome:
         state, hello = self._state, self._hello
         with state.lock:
-            directive, trainer, restored = state.directive, state.trainer, state.restore.state
-            error = self._objection(directive, trainer.lost_container, restored)
+            directive, trainer, restored = state.directive, state.trainer, state.restore
+            error = self._objection(directive, trainer.lost_container, restored.state)
             if error or directive is None:
                 return Welcome(state.attempt, 0, error=error)
             policy = directive.policy
@@ -110,8 +119,13 @@ class RankSession:
         if directive.restore is None:
             return plain
         world = directive.restore.world_size or directive.workers * directive.procs_per_worker
+        own = next((each for each in restored.ranks if each.rank == hello.rank), None)
+        resharded = f"the snapshots of {world} ranks" if directive.restore.world_size else ""
         plain = dataclasses.replace(
-            plain, restore_version=directive.restore.version, restore_world_size=world
+            plain,
+            restore_version=directive.restore.version,
+            restore_world_size=world,
+            restore_source=resharded or describe_source(own),
         )
         if directive.restore.world_size:
             return plain
@@ -239,6 +253,11 @@ class RankSession:
                 return Reply(True, str(self._lent(request)))
             case ReportRestored():
                 self._restored.close()
+            case ReportResume():
+                proof = ResumeProof(rank, request.step, request.exact, request.steps, request.message[:1000])
+                with state.lock:
+                    state.trainer.resumed(proof, len(vault.ranks))
+                state.bump()
             case _:
                 return Reply(False, error=f"unknown request {request.op!r}")
         return Reply(True)

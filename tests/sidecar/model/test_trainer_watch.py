@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiercheck.protocol.local import LauncherEvent
-from tiercheck.protocol.report import RankFailure, TrainerReport, TrainerState
+from tiercheck.protocol.report import Exact, RankFailure, ResumeProof, TrainerReport, TrainerState
 from tiercheck_sidecar.model.trainer_watch import COME_BACK_SECONDS, TrainerWatch
 
 
@@ -214,3 +214,22 @@ def test_word_of_a_launcher_that_has_gone_since_lets_nobody_be_released() -> Non
     watch.launcher_connected()
     watch.event(LauncherEvent("idle", 2), 8.0)
     assert watch.report.state is TrainerState.WAITING
+
+
+def test_one_rank_that_differs_speaks_for_its_worker_and_one_that_could_not_compare_spoils_nothing() -> None:
+    watch = running()
+
+    def told(rank: int, exact: Exact) -> tuple[int, Exact] | None:
+        watch.resumed(ResumeProof(rank, 10, exact), local_ranks=4)
+        found = watch.report.resume
+        return None if found is None else (found.rank, found.exact)
+
+    assert told(3, Exact.NOT_COMPARABLE) is None, "the others may have compared"
+    assert told(1, Exact.PROVEN) == (1, Exact.PROVEN)
+    assert told(2, Exact.DIFFERS) == (2, Exact.DIFFERS)
+    assert told(0, Exact.DIFFERS) == (2, Exact.DIFFERS), "the first one that differs"
+    watch.begin_attempt(2, False, 5.0)
+    watch.event(LauncherEvent("started", 2), 6.0)
+    assert watch.report.resume is None
+    seen = [told(rank, Exact.NOT_COMPARABLE) for rank in range(4)]
+    assert seen == [None, None, None, (0, Exact.NOT_COMPARABLE)]

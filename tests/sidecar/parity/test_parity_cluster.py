@@ -122,6 +122,7 @@ def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(
         with world.rank(rank) as trainer:
             welcome = trainer.welcome
             assert welcome.restore_version == Version(6, 1)
+            assert welcome.restore_source == "peer memory (rebuilt from parity)"
             assert body(welcome.restore_path, SIZE) == content(
                 rank, 4, layout(SIZE).size - layout(SIZE).data_begin
             )

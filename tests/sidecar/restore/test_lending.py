@@ -134,6 +134,7 @@ def test_rank_of_a_smaller_job_borrows_from_ranks_that_are_no_more(make_world: M
     world.begin(Version(1, 1))
     with world.rank(0) as rank:
         assert (rank.welcome.restore_world_size, rank.welcome.restore_path) == (2, "")
+        assert rank.welcome.restore_source == "the snapshots of 2 ranks"
         path = Path(rank.ask("borrow", step=1, rank=1, ranges=((5 * MIB, 5 * MIB + 1),)).path)
         original = next(store.rglob("rank-1.safetensors")).read_bytes()
         assert path.read_bytes()[4 * MIB : 8 * MIB] == original[4 * MIB : 8 * MIB]

@@ -88,6 +88,7 @@ def test_lost_worker_gets_snapshot_and_deltas_back_from_its_holder(make_world: M
     assert back.bytes > layout(SIZE).size
     with world.rank(0) as rank:
         assert handed_over(rank) == chain(6)
+        assert rank.welcome.restore_source == "peer memory"
     here = restored(world, 1)
     assert (here.tier, here.worker, here.deltas) == (Tier.LOCAL, None, 5)
 
@@ -144,6 +145,7 @@ def test_bad_copy_of_a_holder_is_named_and_the_chain_begins_in_the_remote_tier(m
     (bad,) = world.report(0).quarantined
     assert (bad.rank, bad.version, bad.worker, bad.kind) == (0, Version(1, 1), 1, Kind.SNAPSHOT)
     with world.rank(0) as rank:
+        assert rank.welcome.restore_source == "the remote store"
         assert handed_over(rank) == chain(5)
     until(lambda: world.report(0).watermarks.peer == Version(5, 1), "the holder gets a good copy again")
 

@@ -11,6 +11,7 @@ from tests.sidecar.world import COME_BACK, FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.local import Reply
+from tiercheck.protocol.report import Exact, ResumeProof
 from tiercheck.protocol.requests import NamedRequest
 from tiercheck.protocol.version import Version
 
@@ -34,6 +35,25 @@ def test_saved_snapshot_is_held_and_offered_to_the_next_attempt(make_world: Make
             assert slot.metadata()["step"] == "10"
             assert slot.get_tensor("model.weight").shape == (300_000,)
         assert rank.ask("restored", step=10).ok
+
+
+def test_result_of_the_comparison_after_a_restore_is_in_the_report_until_the_next_attempt(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.start()
+    world.begin()
+    with world.ranks() as (rank,):
+        assert (rank.welcome.restore_source, world.report(0).trainer.resume) == ("", None)
+        assert rank.save(10)
+        until(lambda: world.holds(0, 0, Version(10, 1), Tier.LOCAL), "sealed")
+    world.begin(Version(10, 1))
+    with world.rank(0) as rank:
+        assert rank.welcome.restore_source == "own memory"
+        assert rank.ask("resume", step=10, exact="Differs", steps=1, message="m" * 5000).ok
+        assert world.report(0).trainer.resume == ResumeProof(0, 10, Exact.DIFFERS, 1, "m" * 1000)
+    world.begin(Version(10, 1))
+    assert world.report(0).trainer.resume is None
 
 
 def test_kill_minus_nine_keeps_sealed_slots_and_forgets_torn_ones(make_world: MakeWorld) -> None:
