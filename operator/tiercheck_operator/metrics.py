@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from tiercheck.about import __version__
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Exact
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import JobView
@@ -66,6 +67,9 @@ class Metrics:
         self._ranks = counter("restored_ranks", "Ranks restored, by tier.", "tier")
         self._lost = counter("lost_steps", "Steps trained again.")
         self._lost_seconds = counter("lost_seconds", "Time that training those steps again takes.")
+        self._resumes = counter(
+            "resumes", "Restores after which steps trained again were compared.", "result"
+        )
         self._moves = counter("placement_changes", "Placements that differ from the one before.")
         self._duration = JobDurations(
             "tiercheck_recovery_duration_seconds", "Parts of a recovery.", "phase", _SECONDS
@@ -89,7 +93,7 @@ class Metrics:
             self._step, self._last_step, self._lag, self._success, self._unprotected, self._attempt,
             self._spares, self._workers,
             self._away, self._proof_age, self._condition, self._restores, self._ranks, self._lost,
-            self._lost_seconds, self._moves, self._duration,
+            self._lost_seconds, self._resumes, self._moves, self._duration,
         )  # fmt: skip
         for series in self._per_job:
             self.registry.register(series)
@@ -140,7 +144,7 @@ class Metrics:
         present = status.size.workers if status.size is not None else job.spec.workers
         self._workers.set(key, present, "present")
         for condition in status.conditions:
-            self._condition.set(key, condition.status, condition.type)
+            self._condition.set(key, condition.status is True, condition.type)
         for kind in (conditions.COMPLETED, conditions.FAILED):
             self._condition.set(key, status.holds(kind), kind)
 
@@ -165,6 +169,8 @@ class Metrics:
             self._restores.add(key, 0, cause.value)
         for tier in Tier:
             self._ranks.add(key, 0, tier.value)
+        for exact in Exact:
+            self._resumes.add(key, 0, exact.value)
         for counter in (self._lost, self._lost_seconds, self._moves):
             counter.add(key, 0)
         for phase in _PHASES:
@@ -176,7 +182,14 @@ class Metrics:
         before, after = job.status.placement, status.placement
         if before is not None and after is not None and before.hash != after.hash:
             self._moves.add(key, 1)
-        if not ended or ended == job.status.last_recovery:
+        if not ended:
+            return
+        known = job.status.last_recovery or {}
+        new = ended.get("attempt") != known.get("attempt")
+        exact = ended.get("exact")
+        if exact and (new or exact != known.get("exact")):
+            self._resumes.add(key, 1, exact)
+        if not new:
             return
         self._restores.add(key, 1, str(ended.get("cause")))
         steps = int(ended.get("lostSteps") or 0)

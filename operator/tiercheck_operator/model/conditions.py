@@ -31,6 +31,9 @@ THROTTLED = "Throttled"
 REMOTE_SAFE = "RemoteSafe"
 """The remote tier keeps the promises that are relied on. Of jobs where it did not."""
 
+EXACT = "Exact"
+"""Steps trained again after the last restore are bitwise what they were. Of jobs that compared any."""
+
 EVICTABLE = "Evictable"
 """A worker may be evicted now; while it is False, the job's PodDisruptionBudget holds node drains up."""
 
@@ -130,6 +133,14 @@ REMOTE_NOT_SAFE = "RemoteNotSafe"
 """The store does not keep a promise that is relied on; the message says which. Uploads go on."""
 PROMISES_KEPT = "PromisesKept"
 """When it was tried again, it kept them."""
+
+# Exact
+PROVEN = "Proven"
+"""Every step that was trained again after the last restore is bitwise equal."""
+DIFFERS = "Differs"
+"""A step that was trained again gave something else; the message names the rank and what differs first."""
+NOT_COMPARABLE = "NotComparable"
+"""No rank could compare a step; the message says why."""
 
 # DeltasActive
 EVERY_STEP = "EveryStep"

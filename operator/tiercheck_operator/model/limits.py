@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tiercheck_operator.model.status import JobRecord, render_record
+from tiercheck_operator.model.status import SENTENCES, JobRecord, render_record
 
 LIMIT = 16 * 1024
 """Bytes of the status as JSON; with spec, metadata and managedFields the object stays below 20 KiB."""
@@ -95,7 +95,7 @@ def _with_sentences(record: JobRecord, most: int) -> JobRecord:
 
 
 def _short(summary: Mapping[str, Any], most: int) -> Mapping[str, Any]:
-    return {key: _cut(value, most) if isinstance(value, str) and key in ("message", "reason") else value
+    return {key: _cut(value, most) if isinstance(value, str) and key in SENTENCES else value
             for key, value in summary.items()}  # fmt: skip
 
 

@@ -157,6 +157,8 @@ class JobSpec:
     """As it is; None: no remote tier."""
     restore_step: Annotated[int | None, At("restore.from"), As(_read_restore_step)] = None
     """None: the latest."""
+    prove_steps: Annotated[int, At("restore.proveSteps")] = 0
+    """Steps that a restore gives up where it would leave none to train again and compare."""
     max_restarts: Annotated[int, At("failurePolicy.maxRestarts")] = 10
     """Of those that count."""
     ttl_seconds: Annotated[float | None, At("ttlSecondsAfterFinished")] = None

@@ -82,7 +82,8 @@ def spell(value: Any) -> Any:
     raw: dict[str, Any] = {}
     for field in _plan(_known(type(value)), False):
         inner = getattr(value, field.name)
-        written = {} if inner is None or inner == field.unwritten else field.write(inner)
+        silent = inner == field.unwritten or (inner is None and field.write is spell)
+        written = {} if silent else field.write(inner)
         if written != {}:
             for name in reversed(field.path):
                 written = {name: written}

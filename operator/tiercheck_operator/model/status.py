@@ -44,12 +44,17 @@ Moment = Annotated[
 """Unix seconds. The first operators wrote them as numbers."""
 
 
+def _write_status(holds: bool | None) -> str:
+    return "Unknown" if holds is None else str(holds)
+
+
 @dataclass(frozen=True)
 class Condition:
     """A metav1.Condition. `changed` is lastTransitionTime, RFC 3339."""
 
     type: str
-    status: Annotated[bool, As(read=lambda text: text == "True", write=str)]
+    status: Annotated[bool | None, As({"True": True, "False": False}.get, _write_status)]
+    """None: Unknown."""
     reason: str
     message: str
     changed: Annotated[str, At("lastTransitionTime")]
@@ -110,6 +115,10 @@ class Recovery:
     @property
     def version(self) -> Version | None:
         return Version(self.step, self.version_attempt) if self.step else None
+
+
+SENTENCES = ("message", "reason", "exactMessage")
+"""Of a recovery that has ended: what is cut short where the status would grow too large."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +280,7 @@ class JobRecord:
     def holds(self, kind: str) -> bool:
         """Whether the condition is there and true."""
         found = self.condition(kind)
-        return found is not None and found.status
+        return found is not None and found.status is True
 
     @property
     def restored_version(self) -> Version | None:

@@ -182,6 +182,7 @@ def _recovery_problem(
         last_step=situation.newest_step or None,
         # Later attempts go on from where the job is; the wish was about its beginning.
         target_step=spec.restore_step if first else None,
+        prove_steps=spec.prove_steps,
         bad=bad_everywhere(reports),
         groups=placed.groups,
     )

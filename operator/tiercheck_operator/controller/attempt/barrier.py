@@ -17,7 +17,7 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation
-from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339
+from tiercheck_operator.model.status import SENTENCES, JobRecord, Recovery, rfc3339
 
 _FIRST_STEP_PATIENCE = 600.0
 """Seconds after which a recovery counts as ended although no step was reported: not every script reports
@@ -27,7 +27,7 @@ steps."""
 LENGTH = 10
 """Recoveries that are remembered."""
 _SENTENCE = 160
-"""Characters of `message` and `reason` in the history; status.lastRecovery has all of them."""
+"""Characters of each sentence in the history; status.lastRecovery has all of them."""
 
 
 def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
@@ -136,9 +136,7 @@ def add_summary(
     history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], ...]:
     """`history` with one more, newest first."""
-    short = {
-        key: _shortened(value) if key in ("message", "reason") else value for key, value in summary.items()
-    }
+    short = {key: _shortened(value) if key in SENTENCES else value for key, value in summary.items()}
     return (short, *history)[:LENGTH]
 
 

@@ -29,8 +29,12 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
                     "Normal", "TrainingReleased", f"attempt {after.attempt}: every rank holds the same state"
                 )
             )
-    if after.last_recovery is not None and after.last_recovery != before.last_recovery:
+    ended, known_end = after.last_recovery or {}, before.last_recovery or {}
+    if ended.get("attempt") != known_end.get("attempt"):
         found.append(Notice("Normal", "Recovered", _recovered(after)))
+        known_end = {}
+    if ended.get("exact") == conditions.DIFFERS != known_end.get("exact"):
+        found.append(Notice("Warning", conditions.DIFFERS, str(ended.get("exactMessage"))))
     found += _resized(before, after)
     known_conditions = {entry.type: entry for entry in before.conditions}
     for condition in after.conditions:

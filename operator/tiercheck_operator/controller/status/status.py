@@ -75,6 +75,7 @@ def derive_status(
         _deltas_active(record, findings),
         _throttled(situation, {} if idle else reports),
         _remote_safe(situation, reports),
+        _exact(record),
         _spares_ready(situation, spares),
         _full_size(situation, record),
         *_restoring_and_running(record, findings),
@@ -341,6 +342,16 @@ def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition |
     return _condition(conditions.REMOTE_SAFE, True, kept)
 
 
+def _exact(record: JobRecord) -> Condition | None:
+    """The last resume that was compared; until the next one is, its result stands."""
+    last = record.last_recovery or {}
+    exact = last.get("exact")
+    if not exact:
+        return record.condition(conditions.EXACT)
+    status = {conditions.PROVEN: True, conditions.DIFFERS: False}.get(exact)
+    return _condition(conditions.EXACT, status, Finding(exact, str(last.get("exactMessage"))))
+
+
 def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Condition | None:
     if standing is not None:
         return _condition(
@@ -455,7 +466,7 @@ def _phase(record: JobRecord, findings: Findings) -> str:
     return "Pending" if findings.unplaced is not None else "Starting"
 
 
-def _condition(kind: str, status: bool, finding: Finding) -> Condition:
+def _condition(kind: str, status: bool | None, finding: Finding) -> Condition:
     return Condition(kind, status, finding.reason, finding.message[:4000], changed="")
 
 

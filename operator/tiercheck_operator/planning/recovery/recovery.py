@@ -71,6 +71,8 @@ class RecoveryProblem:
     restore_seconds: RestoreSeconds = field(default_factory=RestoreSeconds)
     target_step: int | None = None
     """`spec.restore.from.step`: come back to exactly this step."""
+    prove_steps: int = 0
+    """`spec.restore.proveSteps`: steps to give up where the newest version leaves none to train again."""
     bad: Collection[Artifact] = ()
     """Artifacts that are useless wherever they lie."""
     groups: Sequence[CodeGroup] = ()
@@ -142,9 +144,10 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
         return _without_version(situation, stock)
     newest_step = max(situation.last_step or 0, stock.versions[-1].step)
     # Newest first, so that of two versions that cost the same the newer one is taken.
-    chosen = min(
+    best = min(
         reversed(rebuildable), key=lambda version: _expected_loss(version, newest_step, stock, situation)
     )
+    chosen = _leave_steps_to_prove(best, rebuildable, newest_step, stock, situation)
     sources = stock.sources(chosen, situation.distance)
     assert not isinstance(sources, Missing)
     counts = {tier: 0 for tier in Tier}
@@ -160,7 +163,7 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
         lost_steps=newest_step - chosen.step,
         reason="; ".join(
             [
-                *_why(chosen, rebuildable, tier_counts, situation),
+                *_why(chosen, best, rebuildable, tier_counts, situation),
                 *_resized(chosen, stock, situation),
                 *_incomplete([version for version in stock.versions if version > chosen], stock),
             ]
@@ -181,6 +184,31 @@ def _expected_loss(
     if not situation.step_seconds:
         return float(lost) * (1.0 + sum(restore.values()))
     return lost * situation.step_seconds + restore[tier]
+
+
+def _leave_steps_to_prove(
+    best: Version,
+    rebuildable: Sequence[Version],
+    newest_step: int,
+    stock: ResizedStock,
+    situation: RecoveryProblem,
+) -> Version:
+    """Returns the version `prove_steps` before `best` if `best` leaves no step to train again, and no farther
+    tier is needed for the older one; else `best`."""
+    farthest = stock.farthest_tier(best)
+    if farthest is None or best.step != newest_step:
+        return best
+    tiers = list(Tier)[: list(Tier).index(farthest) + 1]
+    for version in rebuildable:
+        # Ranks that did not make a version themselves have nothing to compare with.
+        own = not (stock.is_resized(version) or stock.is_resized(best))
+        if (
+            version.step == newest_step - situation.prove_steps
+            and own
+            and stock.farthest_tier(version) in tiers
+        ):
+            return version
+    return best
 
 
 def _without_version(situation: RecoveryProblem, stock: ResizedStock) -> Decision:
@@ -213,6 +241,7 @@ def _without_version(situation: RecoveryProblem, stock: ResizedStock) -> Decisio
 
 def _why(
     chosen: Version,
+    best: Version,
     rebuildable: Sequence[Version],
     tier_counts: Mapping[Tier, int],
     situation: RecoveryProblem,
@@ -221,6 +250,10 @@ def _why(
         head = f"step {chosen.step}: asked for by spec.restore"
     elif chosen == rebuildable[-1]:
         head = f"step {chosen.step}: newest version that every rank can rebuild"
+    elif chosen != best:
+        head = (
+            f"step {chosen.step}: older than step {best.step}, as restore.proveSteps needs steps to compare"
+        )
     else:
         head = (
             f"step {chosen.step}: back sooner than from step {rebuildable[-1].step}, whose restore "

@@ -533,3 +533,41 @@ def test_delta_that_is_bad_everywhere_is_rebuilt_from_nothing() -> None:
     bad = {Artifact(1, Version(42, 1), Kind.DELTA)}
     decision = coded(*members(), *kept, ranks=5, bad=bad)
     assert decision.version == Version(41, 1)
+
+
+@given(job=situations(), more=st.integers(1, 3))
+def test_steps_are_given_up_for_the_proof_only_where_none_would_be_trained_again(
+    job: RecoveryProblem, more: int
+) -> None:
+    plain, proving = decide_recovery(job), decide_recovery(replace(job, prove_steps=more))
+    if not isinstance(plain, Recover) or plain.lost_steps or job.target_step is not None:
+        assert proving == plain
+        return
+    assert isinstance(proving, Recover)
+    assert proving.lost_steps in (0, more)
+    assert proving.version.step == plain.version.step - proving.lost_steps
+    assert (proving == plain) is (proving.lost_steps == 0)
+    if not job.stock.is_resized(plain.version):
+        nearness = list(Tier).index
+        assert max(map(nearness, proving.tier_counts)) <= max(map(nearness, plain.tier_counts))
+
+
+def test_version_that_leaves_steps_to_compare_is_as_old_as_asked_and_never_farther_away() -> None:
+    def back_at(*inventories: JobInventory, last: int = 43, **more: object) -> int:
+        job = situation(*inventories, ranks=1, last_step=last, prove_steps=1, **more)
+        decision = decide_recovery(job)
+        assert isinstance(decision, Recover)
+        return decision.version.step
+
+    chain = JobInventory(0, {0: steps(40, deltas=(41, 42, 43))})
+    assert back_at(chain) == 42
+    assert back_at(chain, last=44) == 43, "one step is trained again anyway"
+    assert back_at(chain, target_step=43) == 43
+    assert back_at(JobInventory(0, {0: steps(43)})) == 43, "no chain ends earlier"
+    stored = RemoteInventory(True, True, versions_of(42))
+    assert back_at(JobInventory(0, {0: steps(43)}), remote=stored) == 43, "a proof is not worth a download"
+    decision = decide_recovery(situation(chain, ranks=1, prove_steps=1))
+    assert isinstance(decision, Recover)
+    assert decision.reason.startswith(
+        "step 42: older than step 43, as restore.proveSteps needs steps to compare"
+    )
