@@ -79,7 +79,7 @@ def test_defaults_are_filled_in_by_the_server(api: Api) -> None:
             "local": {"medium": "PodMemory", "sizeLimit": "8Gi"},
             "peer": {"encryption": "Authenticated", "transport": "TCP", "spread": {"mode": "Preferred"}},
         },
-        "restore": {"rehearseEvery": "10m"},
+        "restore": {"rehearseEvery": "10m", "proveSteps": 0},
         "failurePolicy": {
             "maxRestarts": 10,
             "resetAfterSeconds": 3600,
