@@ -9,6 +9,8 @@ from typing import Any
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.durations import parse_moment
 
+EXACT_WORDS = {"Proven": "proven", "NotComparable": "unproven", "Differs": "differs"}
+"""What the comparison of the steps trained again found, for people."""
 TIERS = ("local", "peer", "remote")
 """Nearest first."""
 
@@ -32,6 +34,9 @@ class PastRecovery:
     restore: float
     total: float
     ended: float | None
+    exact: str = ""
+    """Whether the steps trained again gave the same bits, as the status has it; empty: not known."""
+    exact_message: str = ""
 
     @property
     def start(self) -> float:
@@ -77,4 +82,6 @@ def _read(raw: Mapping[str, Any]) -> PastRecovery:
         restore=float(raw.get("restoreSeconds") or 0.0),
         total=float(raw.get("totalSeconds") or 0.0),
         ended=parse_moment(raw.get("time")),
+        exact=str(raw.get("exact") or ""),
+        exact_message=str(raw.get("exactMessage") or ""),
     )

@@ -80,6 +80,8 @@ one step.</dd>
 <dt>Steps lost</dt><dd>Steps that were done before the fault and had to be done again, at most one snapshot
 interval and those
 still on their way.</dd>
+<dt>Resume</dt><dd>Proven: the steps trained again gave bit for bit what the ranks had written down before
+the fault.</dd>
 <dt>Own memory, peer memory, remote store</dt><dd>The three tiers. Own memory survives a crashed process, peer
 memory the
 loss of pods, nodes and racks, the remote store the loss of everything.</dd></dl>"""

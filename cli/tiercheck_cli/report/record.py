@@ -58,6 +58,9 @@ class FaultRecord:
     reason: str = ""
     """Why this version was chosen, as the controller said it."""
     cause: str = ""
+    exact: str = ""
+    """What the comparison of the steps trained again found, as in status.lastRecovery; empty: not known."""
+    exact_message: str = ""
 
     @property
     def detect_seconds(self) -> float:

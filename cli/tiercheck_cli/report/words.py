@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from tiercheck_cli.events.recoveries import EXACT_WORDS
 from tiercheck_cli.report.record import FaultRecord, RunRecord
 
 HEADINGS = (
@@ -17,6 +18,7 @@ HEADINGS = (
     "Came back from",
     "Restored step",
     "Steps lost",
+    "Resume",
     "Detect",
     "Restore",
     "Next step",
@@ -41,6 +43,7 @@ class Row:
     sources: str
     restored_step: str
     lost_steps: str
+    resume: str
     detect: str
     restore: str
     start: str
@@ -54,6 +57,7 @@ class Row:
             self.sources,
             self.restored_step,
             self.lost_steps,
+            self.resume,
             self.detect,
             self.restore,
             self.start,
@@ -71,6 +75,7 @@ def rows(faults: Sequence[FaultRecord]) -> list[Row]:
             sources=tier_counts(fault.tiers),
             restored_step=str(fault.restored_step),
             lost_steps=str(fault.lost_steps),
+            resume=EXACT_WORDS.get(fault.exact, "-"),
             detect=seconds(fault.detect_seconds),
             restore=seconds(fault.restore_seconds),
             start=seconds(fault.start_seconds),
@@ -112,6 +117,7 @@ _HEADINGS = (
     "Back from",
     "To\nstep",
     "Steps\nlost",
+    "Resume",
     "Detect",
     "Restore",
     "Next\nstep",
@@ -135,7 +141,7 @@ def faults_table(record: RunRecord) -> Table:
     for index, heading in enumerate(_HEADINGS):
         width = max((part.cell_len for line in lines for part in line[index].split("\n")), default=0)
         if index == 1:
-            table.add_column(heading, ratio=1, min_width=16)
+            table.add_column(heading, ratio=1, min_width=10)
         else:
             table.add_column(heading, justify="left" if index == 2 else "right", min_width=width)
     for line in lines:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck_cli.durations import age, short
-from tiercheck_cli.events.recoveries import PastRecovery
+from tiercheck_cli.events.recoveries import EXACT_WORDS, PastRecovery
 from tiercheck_cli.report.style import PHASE_WORDS, PHASES
 from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.status.view import Attention, RestoreView, StatusView, TierView, WorkerView
@@ -112,6 +112,8 @@ def _facts(view: StatusView) -> Table:
             Text(f"{view.unprotected_workers} of {view.workers} workers", style="bold yellow"),
         )
     grid.add_row("  restarts", _restarts(view))
+    if view.recoveries and view.recoveries[0].exact:
+        grid.add_row("  resume", _resume(view.recoveries[0]))
     if view.snapshot_every or view.deltas:
         grid.add_row("  saves", _saves(view))
     if view.memory_needed and view.memory_limit:
@@ -149,6 +151,13 @@ def _restarts(view: StatusView) -> Text:
     return Text.assemble(
         f"{view.restarts}: {view.disruptions} disruptions, ",
         (f"{view.crashes} of {view.max_restarts} crashes", "bold yellow" if nearly else ""),
+    )
+
+
+def _resume(entry: PastRecovery) -> Text:
+    style = {"Proven": "green", "Differs": "bold red"}.get(entry.exact, "")
+    return Text.assemble(
+        (EXACT_WORDS.get(entry.exact, entry.exact), style), (f"   {entry.exact_message}", "dim")
     )
 
 

@@ -24,7 +24,7 @@ from tiercheck_local.demo.failures import failures
 from tiercheck_local.demo.live import Live
 from tiercheck_local.demo.object_store import ObjectStore
 from tiercheck_local.demo.reference import ReferenceFailed, run_uninterrupted
-from tiercheck_local.demo.result import fault_record, run_record
+from tiercheck_local.demo.result import add_resumes, fault_record, run_record, with_resumes
 from tiercheck_local.demo.scenario import Story, StoryFailed
 from tiercheck_local.demo.stage import LaptopStage
 from tiercheck_local.demo.training_log import TrainingLog, compare
@@ -41,7 +41,8 @@ OPERATOR_ENV = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_SUSPECT_SECONDS": 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 if the run is bitwise equal to the reference, 1 if not, 130 after Ctrl-C."""
+    """Exit status: 0 if the run is bitwise equal to the reference and no resume differs, 1 if not, 130 after
+    Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m tiercheck_local.demo", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave the cluster up afterwards, until Ctrl-C")
     parser.add_argument("--report", type=Path, default=Path("demo-report"), help="folder for the report")
@@ -104,6 +105,7 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
             + ", ".join(f"rank {rank} from {source}" for rank, source in enumerate(fault.rank_sources))
         )
     story.finish()
+    faults = with_resumes(faults, story.ended)
     live.say("  ✓ the job is complete; now the same training without any failure, to compare ...")
     reference, digest = run_uninterrupted(
         command, workers, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
@@ -122,7 +124,7 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
         reference=reference,
         reference_digest=digest,
         faults=faults,
-        verdict=compare(log.steps, log.digest, reference, digest),
+        verdict=add_resumes(compare(log.steps, log.digest, reference, digest), faults),
         samples=story.samples,
     )
 

@@ -60,6 +60,7 @@ def job(command: list[str], endpoint: str, bucket: str) -> dict[str, Any]:
                     "keep": 3,
                 },
             },
+            "restore": {"proveSteps": 1},
             "failurePolicy": {"maxRestarts": 5},
         },
     }

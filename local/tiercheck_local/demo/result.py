@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.report import RankRestore
+from tiercheck.protocol.report import Exact, RankRestore
 from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, WatermarkSample
 from tiercheck_local.demo.scenario import Outcome
 from tiercheck_local.demo.training_log import Digest, RunVerdict, Step
@@ -41,6 +43,26 @@ def fault_record(outcome: Outcome, racks: Mapping[int, str]) -> FaultRecord:
         reason=outcome.reason,
         cause=outcome.cause,
     )
+
+
+def with_resumes(faults: Sequence[FaultRecord], ended: Mapping[int, Mapping[str, Any]]) -> list[FaultRecord]:
+    """Returns `faults` with what the comparison after each found. `ended`: their recoveries, by attempt.
+
+    It is known some steps after a recovery has ended, so not when the fault is recorded.
+    """
+    found = [ended.get(fault.attempt, {}) for fault in faults]
+    return [
+        replace(fault, exact=str(entry.get("exact", "")), exact_message=str(entry.get("exactMessage", "")))
+        for fault, entry in zip(faults, found, strict=True)
+    ]
+
+
+def add_resumes(verdict: RunVerdict, faults: Sequence[FaultRecord]) -> RunVerdict:
+    """Returns `verdict`, but not equal if a resume differs."""
+    for fault in faults:
+        if fault.exact == Exact.DIFFERS.value:
+            return replace(verdict, equal=False, sentence=f"a resume differs: {fault.exact_message}")
+    return verdict
 
 
 def run_record(

@@ -122,6 +122,11 @@ class Story:
         """The newest step rank 0 has printed."""
         return self.log.last.step if self.log.last else 0
 
+    @property
+    def ended(self) -> dict[int, Mapping[str, Any]]:
+        """The recoveries that have ended, by attempt, as the status had each of them last."""
+        return {number: found.finished or {} for number, found in self.watch.attempts.items()}
+
     def _ready_for(self, failure: Failure, at_step: int, status: Mapping[str, Any]) -> bool:
         tiers = status.get("tiers") or {}
         attempt = int(status.get("attempt", 0))

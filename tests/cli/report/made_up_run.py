@@ -57,6 +57,7 @@ def made_up_run(total: int = 150, step_seconds: float = 0.45) -> RunRecord:
                     now + step_seconds,
                     attempt, step, lost, dict(tiers), list(sources),
                     reason=f"step {step} is the newest version that every rank can rebuild",
+                    exact="NotComparable" if "remote" in tiers else "Proven",
                 )
             )  # fmt: skip
     losses = {number: loss_of(number).hex() for number in range(1, total + 1)}

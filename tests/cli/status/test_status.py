@@ -124,3 +124,22 @@ def test_job_whose_copies_are_not_made_yet_promises_nothing_and_says_what_it_wil
     placement |= {"tolerates": [], "toleratesOnceComplete": ["any one rack", "any one host"]}
     shown = rendered(screen(status_view(job, recorded.NOW), 80), 80)
     assert "survives  nothing yet; once its copies are made, the loss of any one rack" in shown
+
+
+@pytest.mark.parametrize("exact", ["Proven", "NotComparable", "Differs"])
+def test_result_of_the_last_resume_is_shown_with_its_reason(exact: str) -> None:
+    job = recorded.job()
+    job["status"]["lastRecovery"] = recorded.LAST | {"exact": exact, "exactMessage": "worker 2, loss [2.5]"}
+    found = status_view(job, recorded.NOW)
+    shown = rendered(screen(found, 80), 80)
+    words = {"Proven": "proven", "NotComparable": "unproven", "Differs": "differs"}
+    assert f"resume    {words[exact]}   worker 2, loss [2.5]" in shown
+    assert found.as_json(recorded.NOW)["recoveries"][0]["exact"] == exact
+
+
+def test_resume_that_differs_needs_attention_and_one_that_had_nothing_to_compare_does_not() -> None:
+    job = recorded.job()
+    for value, reason in (("False", "Differs"), ("Unknown", "NotComparable"), ("True", "Proven")):
+        job["status"]["conditions"] = [recorded.condition("Exact", value, reason, "m", 20)]
+        attention = status_view(job, recorded.NOW).attention
+        assert [entry.reason for entry in attention] == (["Differs"] if reason == "Differs" else [])

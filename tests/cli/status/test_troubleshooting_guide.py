@@ -22,6 +22,7 @@ TYPES = {
     "FullSize",
     "Throttled",
     "RemoteSafe",
+    "Exact",
     "Evictable",
     "Restoring",
     "Running",
