@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -109,20 +109,19 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
 _LARGEST = 1024 * 1024
 """Bytes of a tensor that is taken for a value."""
 _UNCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_EVERYBODYS = {
-    *vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)),
-    "param_groups",
-    "state",
-    "step",
-    "_opt_called",
-    *SCALING,
-}
+
+
+@cache
+def _shared_attributes() -> set[str]:
+    """Returns the names that every optimizer has."""
+    made = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)  # not at import: it imports torch._dynamo
+    return {*vars(made), "param_groups", "state", "step", "_opt_called", *SCALING}
 
 
 def own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Names and values that not every optimizer has."""
     for name, value in vars(optimizer).items():
-        if name not in _EVERYBODYS and not name.startswith("__"):
+        if name not in _shared_attributes() and not name.startswith("__"):
             yield name, value
 
 

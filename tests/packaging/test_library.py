@@ -1,0 +1,94 @@
+"""What a training script meets when it imports the installed library."""
+
+from __future__ import annotations
+
+import site
+import subprocess
+import sys
+import textwrap
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment in which the wheel is installed, and after it what is installed here."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder)
+    packages = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    beside = "; ".join(f"site.addsitedir({path!r})" for path in site.getsitepackages())
+    (packages / "beside.pth").write_text(f"import site; {beside}\n")
+    return folder / "bin" / "python"
+
+
+def run(python: Path, code: str, *options: str) -> str:
+    command = [python, "-I", *options, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_type_checker_of_a_script_reads_our_annotations(python: Path, tmp_path: Path) -> None:
+    script = """
+        from typing import assert_type
+
+        import torch
+
+        from tiercheck import Checkpointer, DifferentState, Found, NotCapturable, RestoreError, State, find
+
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        found = assert_type(find("folder"), Found)
+        state: State = {"scheduler": scheduler, "progress": {"epoch": 0}}
+        try:
+            with Checkpointer(model, [optimizer], state=state, found=found) as checkpointer:
+                assert_type(checkpointer.restore(), int)
+                assert_type(checkpointer.step(torch.ones(())), None)
+                checkpointer.step("no loss")  # type: ignore[arg-type]
+        except (NotCapturable, RestoreError, DifferentState) as error:
+            raise SystemExit(str(error)) from None
+        """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", "cache", "--config-file", ""]
+    command += ["--python-executable", str(python), "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_public_name_is_importable_from_the_top(python: Path) -> None:
+    run(python, "import tiercheck; [getattr(tiercheck, name) for name in tiercheck.__all__]")
+
+
+@pytest.mark.parametrize("name", ["Checkpointer", "find"])
+def test_without_torch_the_import_says_what_to_install(unpacked: Path, name: str) -> None:
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(unpacked)!r})
+        try:
+            from tiercheck import {name}
+        except ImportError as error:
+            print(error)
+        """
+    assert "pip install 'tiercheck[trainer]'" in run(Path(sys.executable), code, "-S")
+
+
+def test_torchs_compiler_is_imported_no_sooner_than_by_the_script(python: Path) -> None:
+    """It takes seconds, and a script that only evaluates, or prints its help, has no use for it."""
+    code = """
+        import sys, tempfile
+        import torch
+        from tiercheck import Checkpointer, ResumableSampler, find
+        model = torch.nn.Linear(2, 2)
+        assert "torch._dynamo" not in sys.modules, "imported"
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = "torch._dynamo" in sys.modules
+        Checkpointer(model, optimizer, folder=tempfile.mkdtemp()).restore()
+        assert ("torch._dynamo" in sys.modules) == before, "made"
+        """
+    run(python, code)
