@@ -25,12 +25,13 @@ arguments = $(foreach one,$(BUILD_ARGS) $(and $(PYTHON_IMAGE),PYTHON_IMAGE=$(PYT
 each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman nor buildah works here" >&2; exit 1; }; \
 	for target in $(IMAGES); do name=$(REGISTRY)/tiercheck-$$target:$(TAG); echo "== $$name"; $(1); done
 
-.PHONY: help setup demo test test-extended coverage fuzz simulate simulate-mutations chaos lint types contracts chart docs bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
+.PHONY: help setup demo test test-extended test-torch coverage fuzz simulate simulate-mutations chaos lint types contracts chart docs bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
 	@echo "make test       the test suite (about 11 minutes on 2 cores)"
 	@echo "make test-extended  every failure class on the laptop cluster as well, and properties on more examples (about half an hour)"
+	@echo "make test-torch VERSION=2.6.0  the trainer's tests on that torch, in an environment of its own (a gigabyte; half an hour)"
 	@echo "make coverage   which branches of the pure rooms no test takes; fails below 95 %"
 	@echo "make fuzz       random nonsense into everything that reads what others wrote; TIME=seconds, TARGETS=\"seal directive\""
 	@echo "make simulate N=1000 SEED=10000000 JOBS=2  the whole in one thread under random faults, from seeds (SEED_TOLD=7 prints what happens in that one)"
@@ -69,6 +70,11 @@ test: $(READY)
 
 test-extended: $(READY)
 	TIERCHECK_EXTENDED=1 $(BIN)/python -m pytest -m "not images" $(SIDE_BY_SIDE) $(PYTEST_FLAGS)
+
+# The pinned frameworks want a torch of their time: tests of one that does not start there are skipped, and say so.
+test-torch: VERSION := 2.6.0
+test-torch: $(READY)
+	$(BIN)/python tools/try_torch.py build/torch-$(VERSION) $(VERSION) -m "not extended and not images" $(SIDE_BY_SIDE) tests/trainer tests/integrations $(PYTEST_FLAGS)
 
 # Of the rooms without I/O, as pyproject.toml lists them, by the tests of operator, protocol, redaction and sidecar.
 coverage: $(READY)
