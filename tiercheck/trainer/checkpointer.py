@@ -56,20 +56,38 @@ _UNDECIDED_WITH_DELTAS = 4
 class Checkpointer:
     """Saves and restores the state of one rank.
 
-    `state`: whatever else the next step depends on - objects with `state_dict`/`load_state_dict`, plain
-    dicts, generators (torch.Generator, numpy's). Modules in it, such as averaged weights, are stored as
-    tensors like the model. The default random number generators (torch, all CUDA devices, python, numpy) are
-    always included. `every`: steps between snapshots; None: as the job says, 50 outside a cluster. `folder`,
-    `keep`: outside a cluster, where snapshots go and how many complete ones stay. One process has one
-    Checkpointer for a folder, and in a cluster one at all, until it is closed: a second one is a ValueError.
-    `found`: what `find` returned, for frameworks that must know the step before they make model and
-    optimizer. `sanity_gate`: refuse what has a loss, gradient, parameter or optimizer state that is not
-    finite; None: as the job says. `verify_all`: compare every byte of a snapshot with the state before the
-    next update, which waits for it; None: as the job says.
+        checkpointer = Checkpointer(model, optimizer, state={"scheduler": scheduler})
+        for step in range(checkpointer.restore(), steps):
+            loss = forward_and_backward(step)
+            optimizer.step()
+            scheduler.step()
+            checkpointer.step(loss)
 
-    Only `optimizer.step` may change parameters; call `step` after the scheduler and everything else has
-    moved. No failure to save raises: it is logged once per kind and counted in `skipped`. What can never be
-    saved is refused here and by `restore`: NotCapturable, a TypeError, names it.
+    Only `optimizer.step` may change parameters. No failure to save raises: it is logged once per kind and
+    counted in `skipped`. The default random number generators (torch, all CUDA devices, python, numpy) are
+    always saved. It is a context manager: leaving it calls `close`.
+
+    Args:
+        model: The module that is trained, in its wrapper (DDP, FSDP2, torch.compile) if it has one.
+        optimizer: The optimizer, or all of them.
+        state: Whatever else the next step depends on, by names of your choice: objects with
+            `state_dict`/`load_state_dict`, plain dicts, generators (torch.Generator, numpy's). Modules in it,
+            such as averaged weights, are stored as tensors like the model.
+        every: Steps between snapshots. None: as the job says, 50 outside a cluster.
+        folder: Where snapshots go outside a cluster. None: `checkpoints` in the working directory.
+        keep: How many complete snapshots stay in `folder`.
+        sanity_gate: Refuse what has a loss, gradient, parameter or optimizer state that is not finite.
+            None: as the job says.
+        verify_all: Compare every byte of a snapshot with the state before the next update, which waits for
+            it. None: as the job says.
+        found: What `tiercheck.find` returned, for frameworks that must know the step before they make model
+            and optimizer. `folder` and `keep` are then those given to `find`.
+
+    Raises:
+        NotCapturable: A TypeError. The model, an optimizer or `state` holds what can never be saved; the
+            message names it.
+        ValueError: `every` is less than 1, or this process has a Checkpointer that is not closed: one in a
+            cluster, elsewhere one for each folder.
     """
 
     def __init__(
@@ -168,12 +186,16 @@ class Checkpointer:
 
     @torch.inference_mode(False)
     def restore(self) -> int:
-        """Load the version to continue from and return its step; 0 is a fresh start. Call it once, before
-        training.
+        """Load the version to continue from. Call it once, before training.
 
-        Raises RestoreError if the version cannot be found out or read, DifferentState (a ValueError) if it
-        does not fit, TypeError if `state` holds something that could not be read back later. Training must
-        not begin then.
+        Returns:
+            The step of that version; 0 is a fresh start.
+
+        Raises:
+            RestoreError: The version cannot be found out or read. Training must not begin.
+            DifferentState: A ValueError. The version does not fit model, optimizer or `state`. Training must
+                not begin.
+            NotCapturable: A TypeError. `state` holds what could not be read back later.
         """
         if self._forked:
             raise NotCapturable(
@@ -216,9 +238,11 @@ class Checkpointer:
 
     @torch.inference_mode(False)
     def step(self, loss: float | torch.Tensor | None = None) -> None:
-        """Mark the end of an optimizer step. Starts what is due of it; returns without waiting for it.
+        """Mark the end of an optimizer step, after the scheduler and everything else has moved. Starts what
+        is due of it; returns without waiting for it, and raises nothing if it cannot be saved.
 
-        `loss`: one number. A tensor on a device is waited for.
+        Args:
+            loss: One number. A tensor on a device is waited for.
         """
         self.step_number += 1
         if self._forked:
