@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import site
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tiercheck import Checkpointer
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +95,19 @@ def test_torchs_compiler_is_imported_no_sooner_than_by_the_script(python: Path) 
         assert ("torch._dynamo" in sys.modules) == before, "made"
         """
     run(python, code)
+
+
+@pytest.mark.parametrize("method", ["__init__", "restore", "step"])
+def test_help_describes_every_argument(method: str) -> None:
+    function = getattr(Checkpointer, method)
+    words = inspect.getdoc(Checkpointer if method == "__init__" else function) or ""
+    _, _, described = words.partition("Args:\n")
+    arguments = list(inspect.signature(function).parameters)[1:]
+    assert [name for name in arguments if f"\n    {name}: " not in f"\n{described}"] == []
+
+
+def test_help_of_the_checkpointer_begins_with_a_loop_and_names_what_is_raised() -> None:
+    words = inspect.getdoc(Checkpointer) or ""
+    assert words.index("checkpointer.restore()") < words.index("checkpointer.step(") < words.index("Args:")
+    raised = words + (inspect.getdoc(Checkpointer.restore) or "")
+    assert [name for name in ("NotCapturable", "RestoreError", "DifferentState") if name not in raised] == []
