@@ -2,7 +2,7 @@
 
 Makes a virtual environment in FOLDER, with that torch in front of everything that this Python has.
 `TORCH_INDEX` in the environment is the URL of an index that has torch without CUDA. The wheels of PyPI need
-gigabytes of CUDA libraries to be loaded at all: here empty ones stand in for them, which need gcc and binutils.
+gigabytes of CUDA libraries to be loaded at all: empty ones, made by gcc and binutils, stand in for them.
 """
 
 import os
