@@ -25,7 +25,7 @@ arguments = $(foreach one,$(BUILD_ARGS) $(and $(PYTHON_IMAGE),PYTHON_IMAGE=$(PYT
 each_image = @set -e; test -n "$(BUILDER)" || { echo "neither docker nor podman nor buildah works here" >&2; exit 1; }; \
 	for target in $(IMAGES); do name=$(REGISTRY)/tiercheck-$$target:$(TAG); echo "== $$name"; $(1); done
 
-.PHONY: help setup demo test test-extended test-torch coverage fuzz simulate simulate-mutations chaos lint types contracts chart docs bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
+.PHONY: help setup demo test test-extended test-torch coverage fuzz simulate simulate-mutations chaos lint types contracts chart docs wheels bench gpu-acceptance radosgw-test real-cluster-test real-cluster-up real-cluster-down images images-push images-archive images-test clean
 
 help:
 	@echo "make demo       a job on a laptop cluster, hit by every size of failure (about 3 minutes)"
@@ -42,6 +42,7 @@ help:
 	@echo "make contracts  import-linter: who may import whom"
 	@echo "make chart      write anew what the Helm chart has from elsewhere, and its snapshots"
 	@echo "make docs       the documentation site, into build/site"
+	@echo "make wheels     the wheel with all parts, and that of the library alone; OUT=folder"
 	@echo "make images     the three images, with docker, podman or buildah; REGISTRY=, TAG=, PYTHON_IMAGE=, TORCH_INDEX=, BUILD_ARGS="
 	@echo "make images-push, make images-archive OUT=folder  to a registry (REGISTRY=), or into files that \`ctr images import\` takes"
 	@echo "make images-test  builds the images and starts each as a pod would (needs root and Debian's packages; 5 minutes, later 3)"
@@ -124,6 +125,10 @@ docs:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# With pip's own build environment: a registry is all that it needs.
+wheels:
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(OUT) . ./packages/trainer
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_FLAGS)

@@ -9,10 +9,14 @@ import re
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.packaging.wheels import build_wheel
+from tiercheck.about import __version__
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -84,6 +88,22 @@ def test_wheel_puts_nothing_else_on_the_import_path(unpacked: Path) -> None:
     """A top-level `operator` would shadow the standard library's."""
     top = {path.name for path in unpacked.iterdir() if not path.name.endswith(".dist-info")}
     assert top == set(PACKAGES)
+
+
+def test_trainers_wheel_holds_the_library_alone(unpacked: Path, tmp_path: Path) -> None:
+    """And asks for nothing, as every training image brings its own torch."""
+    with zipfile.ZipFile(build_wheel(ROOT / "packages" / "trainer", tmp_path)) as archive:
+        names = set(archive.namelist())
+        (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+        metadata = archive.read(f"{info}/METADATA").decode()
+    library = {
+        str(path.relative_to(unpacked)) for path in (unpacked / "tiercheck").rglob("*") if path.is_file()
+    }
+    assert {name for name in names if not name.startswith(info)} == library
+    assert f"{info}/licenses/LICENSE" in names
+    assert f"{info}/entry_points.txt" not in names
+    assert f"\nVersion: {__version__}\n" in metadata
+    assert "Requires-Dist" not in metadata
 
 
 def test_wheel_carries_its_licence_and_its_extras(unpacked: Path) -> None:
