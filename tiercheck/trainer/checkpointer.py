@@ -125,7 +125,9 @@ class Checkpointer:
             gate=lambda: self.sanity_gate,
             verify_all=lambda: backend.verify_all if verify_all is None else verify_all,
         )
-        self._deltas = Deltas(trained.model, trained.partitions, trained.shares, backend, self._saver)
+        self._deltas = Deltas(
+            trained.model, trained.partitions, trained.shares, trained.arithmetic, backend, self._saver
+        )
         self._capturing = Capturing(trained, self._saver, self._deltas)
         self._progress = StepProgress(backend, self._saver)
         self._announced = Announcements(backend, self.rank)
@@ -250,6 +252,7 @@ class Checkpointer:
         loss = self._progress.read_loss(loss)
         self._resume.note(self.step_number, loss)
         self._trained.partitions.stepped()
+        self._trained.arithmetic.end_step()
         self._capturing.look_for_gaps()
         poisoned = self.sanity_gate and loss is not None and not math.isfinite(loss)
         if poisoned:

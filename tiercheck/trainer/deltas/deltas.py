@@ -30,6 +30,7 @@ from tiercheck.trainer.save.chain import ASKED_AGAIN
 from tiercheck.trainer.save.delta import Script
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.arithmetic import Arithmetic
 from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.live import is_final
@@ -48,11 +49,17 @@ class Deltas:
     """Hooks of the optimizers report here; `end_step` makes a delta of what they said."""
 
     def __init__(
-        self, model: nn.Module, partitions: Partitions, shares: Shares, backend: Backend, saver: Saver
+        self,
+        model: nn.Module,
+        partitions: Partitions,
+        shares: Shares,
+        arithmetic: Arithmetic,
+        backend: Backend,
+        saver: Saver,
     ) -> None:
         optimizers = partitions.inner
         self._model = model
-        self._shares = shares
+        self._shares, self._arithmetic = shares, arithmetic
         self._partitions, self._optimizers = partitions, optimizers
         self._backend = backend
         self._saver = saver
@@ -256,6 +263,7 @@ class Deltas:
             "extra": self._extra(),
             "cleared": self._buffers.cleared(),
             **modes,
+            **self._arithmetic.facts(),
         }
         blob = user_state.Packed(state, facts, tuple(modes.values()))
         buffers = [(name, buffer.clone()) for name, buffer in changed]

@@ -148,6 +148,7 @@ class Restoring:
         loaded = self._load_snapshot(offer)
         if offer.deltas:
             loaded = self._replay(offer, loaded)
+        trained.arithmetic.put_back(loaded.facts)
         put_back_modes(trained.model, loaded.facts)
         for name, module in trained.beside.items():
             put_back_modes(module, loaded.facts.get("beside_modes", {}).get(name, {}))

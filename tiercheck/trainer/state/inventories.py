@@ -8,6 +8,7 @@ anew each time. No tensor is kept alive by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
@@ -40,9 +41,14 @@ class Inventories:
     """Takes inventories of one model and its optimizers, in the training thread."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], beside: Mapping[str, nn.Module] | None = None
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        beside: Mapping[str, nn.Module] | None = None,
+        more: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`beside`: other modules whose tensors are stored too."""
+        """`beside`: other modules whose tensors are stored too. `more`: gives facts beside theirs."""
+        self._more = more
         self._model = model
         self._beside = beside or {}
         self.passing = Passing(
@@ -67,6 +73,10 @@ class Inventories:
 
     def take(self) -> Inventory:
         """As `take_inventory`. Raises NotCapturable."""
+        inventory = self._take()
+        return replace(inventory, facts={**inventory.facts, **self._more()})
+
+    def _take(self) -> Inventory:
         passing = self.passing.written()
         if self._marks is not None:
             try:

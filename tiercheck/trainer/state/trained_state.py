@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from tiercheck.trainer.replicas.bucket_layout import BucketLayouts
 from tiercheck.trainer.replicas.partitioned import Partitions
 from tiercheck.trainer.replicas.ranks import rank_and_world
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.save.accelerator import accelerator_of
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.arithmetic import Arithmetic
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.kept import refuse_inner
 from tiercheck.trainer.state.live import Wrapped, is_final, refuse_fsdp1, unwrap
@@ -39,7 +41,8 @@ class TrainedState:
         self.state: user_state.State = {name: each for name, each in given.items() if name not in self.beside}
         """The rest of it."""
         self.rank, self.world_size = rank_and_world()
-        self.inventories = Inventories(self.model, self.optimizers, self.beside)
+        self.arithmetic = Arithmetic(self.model, BucketLayouts(wrapped.replicated), given.values())
+        self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
         self.shares = Shares(wrapped, self.partitions)
 
     @property
