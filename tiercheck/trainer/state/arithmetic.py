@@ -41,7 +41,7 @@ class Arithmetic:
 
     def facts(self) -> dict[str, Any]:
         """What versions hold of it."""
-        return {"buckets": {**self.buckets.facts}, "computed": self._computed()}
+        return {"buckets": self.buckets.facts(), "computed": self._computed()}
 
     def put_back(self, facts: Mapping[str, Any]) -> None:
         """Before the first backward pass. A collective call."""
@@ -51,7 +51,7 @@ class Arithmetic:
     def end_step(self) -> None:
         """Reads what the step has shown, and warns once of each thing that a resume would do otherwise."""
         self.buckets.follow()
-        for module in self.buckets.modules.values():
+        for module in self.buckets.modules:
             for hook, state in module._comm_hooks:
                 self._follow_hook(hook, state)
         if self._watch is not None:

@@ -1,0 +1,48 @@
+"""Promise: a resumed DDP run sums gradients as one that was never stopped, on any number of ranks.
+
+Each run has several buckets, and is stopped after its first, second and fourth step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "bucket_runs.py"
+RUNS = (
+    "plain:4", "plain:3", "plain:5", "static_graph:4", "gradient_as_bucket_view:4", "find_unused_parameters:4",
+    "frozen on the way:4", "frozen before restore:4", "few buckets:4", "two parts:4", "dtypes:4", "sparse:4",
+    "ZeRO:4", "hook before:4", "built-in hook:4", "hook after restore:4", "accumulated:4",
+)  # fmt: skip
+pytestmark = pytest.mark.timeout(600)  # whichever test comes first trains for all of them
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("buckets")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(number), str(folder), *RUNS,],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(5)
+    ]
+    lines = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 5
+    return [json.loads(line.splitlines()[-1]) for line in lines]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_step_after_a_restart_is_bitwise_the_same(said: list[dict[str, Any]], run: str) -> None:
+    found = [rank[run] for rank in said if run in rank]
+    assert [each["differing"] for each in found] == [{"1": [], "2": [], "4": []}] * len(found)
+    assert not any("BucketLayout" in text for each in found for text in each["warnings"])
