@@ -126,7 +126,12 @@ class Checkpointer:
             verify_all=lambda: backend.verify_all if verify_all is None else verify_all,
         )
         self._deltas = Deltas(
-            trained.model, trained.partitions, trained.shares, trained.arithmetic, backend, self._saver
+            trained.model,
+            trained.partitions,
+            trained.shares,
+            backend,
+            self._saver,
+            facts=trained.arithmetic.facts,
         )
         self._capturing = Capturing(trained, self._saver, self._deltas)
         self._progress = StepProgress(backend, self._saver)

@@ -1,7 +1,7 @@
 """Trains with DistributedDataParallel in many ways, whole and begun again, and prints where the two differ.
 
-`python bucket_runs.py NUMBER FOLDER WAY:RANKS...`, NUMBER the rank. "Begun again" is with a new model, wrapper,
-optimizer and Checkpointer.
+`python bucket_runs.py NUMBER FOLDER WAY:RANKS...`, NUMBER the rank. "Begun again" is with a new model,
+wrapper, optimizer and Checkpointer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Net(nn.Module):
         super().__init__()
         self.words = nn.Embedding(50, WIDTH, sparse=way == "sparse")
         self.unused = nn.Linear(WIDTH, 3) if way in ("find_unused_parameters", "static_graph") else None
-        self.blocks = nn.Sequential(*(Block(torch.float64 if way == "dtypes" and n % 2 else torch.float32) for n in range(4)))
+        self.blocks = nn.Sequential(
+            *(Block(torch.float64 if way == "dtypes" and n % 2 else torch.float32) for n in range(4))
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         return self.blocks(self.words(words))
@@ -60,7 +62,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
     "hook before": lambda wrapped: wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook),
-    "built-in hook": lambda wrapped: wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
+    "built-in hook": lambda wrapped: wrapped._register_builtin_comm_hook(
+        dist.BuiltinCommHookType.FP16_COMPRESS
+    ),
 }
 
 
@@ -71,13 +75,17 @@ class Training:
         self.way = way
         torch.manual_seed(0)
         options = {"bucket_cap_mb": 0.004, **OPTIONS.get(way, {})}
-        self.parts = [DistributedDataParallel(Net(way), **options) for _ in range(2 if way == "two parts" else 1)]
+        self.parts = [
+            DistributedDataParallel(Net(way), **options) for _ in range(2 if way == "two parts" else 1)
+        ]
         for part in self.parts:
             HOOKS.get(way, lambda _: None)(part)
         model = nn.ModuleList(self.parts) if way == "two parts" else self.parts[0]
         make: Any = torch.optim.SGD if way == "sparse" else torch.optim.AdamW
         trained = list(model.parameters())
-        self.optimizer = ZeroRedundancyOptimizer(trained, make, lr=1e-2) if way == "ZeRO" else make(trained, lr=1e-2)
+        self.optimizer = (
+            ZeroRedundancyOptimizer(trained, make, lr=1e-2) if way == "ZeRO" else make(trained, lr=1e-2)
+        )
         self.model = model
         self.checkpointer = Checkpointer(model, self.optimizer, folder=folder, every=every)
         if way == "frozen before restore":
@@ -101,7 +109,11 @@ class Training:
                 if number and step < 3:
                     continue  # begins to be trained later
                 for micro in range(2 if self.way == "accumulated" else 1):
-                    with part.no_sync() if self.way == "accumulated" and not micro else contextlib.nullcontext():
+                    with (
+                        part.no_sync()
+                        if self.way == "accumulated" and not micro
+                        else contextlib.nullcontext()
+                    ):
                         chance = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
                         words = torch.randint(0, 50, (8,), generator=chance)
                         (part(words) - torch.randn(WIDTH, generator=chance)).square().mean().backward()
@@ -121,7 +133,9 @@ def differing(way: str, folder: Path) -> dict[int, list[int]]:
         again = Training(way, folder / str(stop), STEPS)
         assert again.first == stop
         states = again.train(STEPS)
-        found[stop] = [step for step in range(stop + 1, STEPS + 1) if states[step - stop - 1] != whole[step - 1]]
+        found[stop] = [
+            step for step in range(stop + 1, STEPS + 1) if states[step - stop - 1] != whole[step - 1]
+        ]
     return found
 
 

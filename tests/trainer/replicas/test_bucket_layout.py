@@ -16,7 +16,8 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "bucket_runs.py"
 RUNS = (
-    "plain:4", "plain:3", "plain:5", "static_graph:4", "gradient_as_bucket_view:4", "find_unused_parameters:4",
+    "plain:4", "plain:3", "plain:5", "static_graph:4", "gradient_as_bucket_view:4",
+    "find_unused_parameters:4",
     "frozen on the way:4", "frozen before restore:4", "few buckets:4", "two parts:4", "dtypes:4", "sparse:4",
     "ZeRO:4", "hook before:4", "built-in hook:4", "hook after restore:4", "accumulated:4",
 )  # fmt: skip
@@ -29,7 +30,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("buckets")
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(number), str(folder), *RUNS,],
+            [
+                sys.executable,
+                str(SCRIPT),
+                str(number),
+                str(folder),
+                *RUNS,
+            ],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,

@@ -30,7 +30,6 @@ from tiercheck.trainer.save.chain import ASKED_AGAIN
 from tiercheck.trainer.save.delta import Script
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.arithmetic import Arithmetic
 from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.live import is_final
@@ -53,13 +52,15 @@ class Deltas:
         model: nn.Module,
         partitions: Partitions,
         shares: Shares,
-        arithmetic: Arithmetic,
         backend: Backend,
         saver: Saver,
+        *,
+        facts: Callable[[], dict[str, Any]],
     ) -> None:
+        """`facts`: gives what versions hold beside what is listed here."""
         optimizers = partitions.inner
         self._model = model
-        self._shares, self._arithmetic = shares, arithmetic
+        self._shares, self._more = shares, facts
         self._partitions, self._optimizers = partitions, optimizers
         self._backend = backend
         self._saver = saver
@@ -263,7 +264,7 @@ class Deltas:
             "extra": self._extra(),
             "cleared": self._buffers.cleared(),
             **modes,
-            **self._arithmetic.facts(),
+            **self._more(),
         }
         blob = user_state.Packed(state, facts, tuple(modes.values()))
         buffers = [(name, buffer.clone()) for name, buffer in changed]

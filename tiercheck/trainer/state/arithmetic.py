@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiercheck.trainer.replicas.bucket_layout import BucketLayouts
+from tiercheck.trainer.replicas.bucket_layout import bucket_layouts
 from tiercheck.trainer.state.leaves import local_shard
+from tiercheck.trainer.state.live import Wrapped
 
 log = logging.getLogger("tiercheck")
 
@@ -25,47 +26,56 @@ _SHOWN = {
     ),
 }  # fmt: skip
 """What torch shows of how results round, by the kind of device."""
+_BY_SPEED = ("backends.cudnn.benchmark", "_inductor.config.max_autotune")
 
 
 class Arithmetic:
     """Knows what decides the order and rounding of one rank's sums."""
 
-    def __init__(self, model: nn.Module, buckets: BucketLayouts, stored: Iterable[object]) -> None:
+    def __init__(self, wrapped: Wrapped, stored: Iterable[object]) -> None:
         """`stored`: the objects whose state versions hold."""
-        self._model, self.buckets, self._stored = model, buckets, list(stored)
+        self._model, self._stored = wrapped.model, list(stored)
+        self._layouts = bucket_layouts(wrapped.replicated)
         self._saved: Mapping[str, str] = {}
-        self._first = True
-        self._hooks: dict[int, Any] = {}
+        self._first, self._failed = True, False
+        self._hook_states: dict[int, Any] = {}
         self._watch: Any = None
         self._kept = ""
 
     def facts(self) -> dict[str, Any]:
         """What versions hold of it."""
-        return {"buckets": self.buckets.facts(), "computed": self._computed()}
+        layouts = {path: layout.known for path, layout in self._layouts.items()}
+        return {"buckets": layouts, "computed": self._computed()}
 
     def put_back(self, facts: Mapping[str, Any]) -> None:
         """Before the first backward pass. A collective call."""
-        self.buckets.put_back(facts["buckets"])
+        for path, layout in self._layouts.items():
+            layout.put_back(facts["buckets"].get(path, ""))
         self._saved = facts["computed"]
 
     def end_step(self) -> None:
         """Reads what the step has shown, and warns once of each thing that a resume would do otherwise."""
-        self.buckets.follow()
-        for module in self.buckets.modules:
-            for hook, state in module._comm_hooks:
-                self._follow_hook(hook, state)
-        if self._watch is not None:
-            self._watch = self._watch.remove()
-            if self._kept:
-                log.warning(
-                    "Gradients: the gradient of %s is kept from one step to the next, and no version holds it. "
-                    "Zero it at least once in each step",
-                    self._kept,
-                )
-        if self._first:  # by now the script has made its settings
-            self._first = False
-            self._compare()
-            self._watch = self._watch_gradient()
+        try:
+            for layout in self._layouts.values():
+                layout.follow()
+                for hook, state in layout.module._comm_hooks:
+                    self._follow_hook(hook, state)
+            if self._watch is not None:
+                self._watch = self._watch.remove()
+                if self._kept:
+                    log.warning(
+                        "Gradients: that of %s is kept from one step to the next, and is in no version. Zero "
+                        "it at least once in each step",
+                        self._kept,
+                    )
+            if self._first:  # by now the script has made its settings
+                self._first = False
+                self._compare()
+                self._watch = self._watch_gradient()
+        except Exception as error:  # invariant: no failure of ours stops training
+            if not self._failed:
+                log.warning("Arithmetic: a resume may round otherwise: %r", error)
+            self._failed = True
 
     def _computed(self) -> dict[str, str]:
         kinds = {"", *(parameter.device.type for parameter in self._model.parameters())}
@@ -77,36 +87,46 @@ class Arithmetic:
             except (AttributeError, RuntimeError):
                 pass  # another torch, or set under another name
         inductor = sys.modules.get("torch._inductor.config")
-        return {**found, "_inductor.config.max_autotune": str(getattr(inductor, "max_autotune", False))}
+        return {**found, _BY_SPEED[1]: str(getattr(inductor, "max_autotune", False))}
 
     def _compare(self) -> None:
         now = self._computed()
-        saved = {name: was for name, was in self._saved.items() if now.get(name) != was}
-        if other := [f"torch.{name} is {now.get(name)} and was {was}" for name, was in saved.items()]:
-            log.warning("Arithmetic: since the version was saved, %s. Losses may round otherwise", "; ".join(other))
-        for name in ("backends.cudnn.benchmark", "_inductor.config.max_autotune"):
+        other = [
+            f"{name} is {now.get(name)}, was {was}"
+            for name, was in self._saved.items()
+            if now.get(name) != was
+        ]
+        if other:
+            log.warning(
+                "Arithmetic: losses may round otherwise since the restart: torch.%s", "; torch.".join(other)
+            )
+        for name in _BY_SPEED:
             if now.get(name) == "True":
-                log.warning("Arithmetic: torch.%s chooses kernels by their speed. Switch it off to resume exactly", name)
+                log.warning(
+                    "Arithmetic: torch.%s chooses kernels by their speed. Switch it off to resume exactly",
+                    name,
+                )
 
     def _follow_hook(self, hook: Any, state: object) -> None:
         items = state if isinstance(state, dict) else getattr(state, "__dict__", {})
         seen = {key: _mark(value) for key, value in items.items()}
-        if self._hooks.setdefault(id(state), seen) not in (None, seen):
-            self._hooks[id(state)] = None
-            if not any(each is state or state in getattr(each, "__dict__", {}).values() for each in self._stored):
-                log.warning(
-                    "CommHook: the state of %s changes and is in no version. Hand an object that gives and "
-                    "loads it over in `state`, or a resume differs",
-                    getattr(hook, "__qualname__", hook),
-                )
+        if self._hook_states.setdefault(id(state), seen) in (None, seen):
+            return
+        self._hook_states[id(state)] = None
+        if not any(each is state or state in getattr(each, "__dict__", {}).values() for each in self._stored):
+            log.warning(
+                "CommHook: the state of %s changes, and is in no version. Give `state` an object with "
+                "state_dict and load_state_dict that has it",
+                getattr(hook, "__qualname__", hook),
+            )
 
     def _watch_gradient(self) -> Any:
-        """A hook on one parameter that finds out whether the next step adds to this step's gradient."""
+        """Has one parameter find out whether the next step adds to this step's gradient."""
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and parameter.grad is not None and parameter.grad.layout is torch.strided:
+            if parameter.requires_grad and parameter.grad is not None:
                 before = [parameter]
 
-                def look(_: Tensor, name: str = name) -> None:
+                def look(_: Tensor, name: str = name, before: list[nn.Parameter] = before) -> None:
                     kept = before.pop().grad if before else None
                     if kept is not None and not torch.cuda.is_current_stream_capturing():
                         self._kept = name if local_shard(kept).count_nonzero() else ""

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.replicas.bucket_layout import BucketLayouts
 from tiercheck.trainer.replicas.partitioned import Partitions
 from tiercheck.trainer.replicas.ranks import rank_and_world
 from tiercheck.trainer.replicas.replicas import Shares
@@ -41,7 +40,7 @@ class TrainedState:
         self.state: user_state.State = {name: each for name, each in given.items() if name not in self.beside}
         """The rest of it."""
         self.rank, self.world_size = rank_and_world()
-        self.arithmetic = Arithmetic(self.model, BucketLayouts(wrapped.replicated), given.values())
+        self.arithmetic = Arithmetic(wrapped, given.values())
         self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
         self.shares = Shares(wrapped, self.partitions)
 
