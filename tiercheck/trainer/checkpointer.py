@@ -221,11 +221,11 @@ class Checkpointer:
         loaded: Loaded | None = None
         if offer is not None:
             loaded = Restoring(trained, backend).load(offer)
-            self.step_number = self._saved = loaded.step
+            self.step_number = self._saved = loaded.version.step
         if loaded is None:
             capturing.start(None)
         else:
-            capturing.start(loaded.step, loaded.room, loaded.blob_bytes)
+            capturing.start(loaded.version.step, loaded.room, loaded.blob_bytes)
             loaded.put_back(trained.state)  # the last: from here on nothing asks the script's objects
         backend.restored(self.step_number)
         journal = None if capturing.refused else backend.journal

@@ -114,10 +114,11 @@ class Buffers:
         buffer = owner.get(key)
         if key and buffer is None:
             owner[key] = _made(value, self._model)
-        elif buffer is None or local_shard(buffer).shape != value.shape:
+        elif buffer is None:
             raise NotCapturable(f"the model has no buffer {name} of shape {tuple(value.shape)}")
         else:
-            write(local_shard(buffer), value)
+            shard = local_shard(buffer)
+            write(shard if shard.shape == value.shape else take_shape(buffer, value.shape), value)
 
     def cleared(self) -> list[str]:
         """Those that held nothing any more when `changed` was called, though they did before."""
@@ -128,10 +129,6 @@ class Buffers:
         owner, key = _place_of(name, self._places)
         if key:
             owner[key] = None
-
-    def put_back_extra(self, extra: dict[str, Any]) -> None:
-        for name, value in extra.items():
-            self._extra[name].set_extra_state(value)
 
 
 class Passing:
@@ -241,6 +238,16 @@ class Passing:
 
     def _read(self) -> list[tuple[int, int]]:
         return [_mark(owner.get(key)) for _, owner, key in self._places]
+
+
+def take_shape(buffer: Tensor, shape: Sequence[int]) -> Tensor:
+    """Gives a buffer, which stays the same object, memory of that shape, and returns it. Raises NotCapturable
+    if it is sharded or wrapped."""
+    if type(buffer) not in PLAIN:
+        raise NotCapturable(f"a buffer of {type(buffer).__name__} cannot take the shape {tuple(shape)}")
+    fresh = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
+    buffer.set_(fresh)  # type: ignore[call-overload]
+    return fresh
 
 
 def _is_small(buffer: Tensor | None) -> bool:

@@ -115,7 +115,7 @@ _UNCHANGEABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype,
 def _shared_attributes() -> set[str]:
     """Returns the names that every optimizer has."""
     made = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)  # not at import: it imports torch._dynamo
-    return {*vars(made), "param_groups", "state", "step", "_opt_called", *SCALING}
+    return {*vars(made), "param_groups", "state", "step", "add_param_group", "_opt_called", *SCALING}
 
 
 def own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

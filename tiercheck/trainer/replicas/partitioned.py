@@ -20,6 +20,7 @@ class Partitions:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises TypeError for one whose steps are not its own."""
         self._whole: dict[int, Any] = {}
+        self.outer = list(optimizers)
         self.inner: list[Optimizer] = []
         for index, optimizer in enumerate(optimizers):
             if not _is_zero(optimizer):

@@ -65,6 +65,8 @@ class Shares:
 
     def __init__(self, wrapped: Wrapped, partitions: Partitions) -> None:
         self._partitions = partitions
+        self.outer = partitions.outer
+        """The optimizers that the script adds parameter groups to."""
         self.whole = ""
         """Why every replica saves all of a shard; empty: each saves its share."""
         self._of_name: dict[str, Replicas] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from tiercheck.protocol.artifacts.pieces import Piece
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.replicas.replicas import Replicas, Shares, cut, exchange, share_of
+from tiercheck.trainer.restore.grown import add_groups, describe_difference, group_as_saved
 from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.capture import (
     is_extra,
@@ -22,7 +22,7 @@ from tiercheck.trainer.state.capture import (
     named_parameters_of,
     own_entries,
 )
-from tiercheck.trainer.state.leaves import Entry, held_by, is_wrapper, list_tensor, local_shard, parts
+from tiercheck.trainer.state.leaves import PLAIN, Entry, held_by, is_wrapper, list_tensor, local_shard, parts
 from tiercheck.trainer.state.slot_file import SlotReader
 from tiercheck.trainer.state.stored import StoredTensors
 
@@ -53,11 +53,10 @@ def load_all(
         raise DifferentState(
             f"the checkpoint has {len(facts['optimizers'])} optimizers, here are {len(optimizers)}"
         )
-    for optimizer, saved in zip(optimizers, facts["optimizers"], strict=True):
-        add_groups(optimizer, model, saved)
+    for outer, saved in zip(shares.outer, facts["optimizers"], strict=True):
+        add_groups(outer, model, saved)
     targets = _model_targets(model, shares, tensors, pieces)
-    extra_beside = dict(facts)
-    for module, prefix, _ in modules_beside(beside or {}, extra_beside):
+    for module, prefix, _ in modules_beside(beside or {}, dict(facts)):
         targets |= _model_targets(module, shares, tensors, pieces, prefix)
     held = held_by(local for _, local in targets.values())
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
@@ -65,11 +64,9 @@ def load_all(
         for name, parameter in named_parameters_of(optimizer, model):
             refuse_lost(own_entries(f"optimizer{index}/{name}/", name, parameter), held, tensors)
     wanted = [(name, value, local) for name, (value, local) in targets.items()]
-    if facts["model_extra"]:
-        model.load_state_dict(facts["model_extra"], strict=False)
-    for module, _, extra in modules_beside(beside or {}, extra_beside):
-        if extra:
-            module.load_state_dict(extra, strict=False)
+    for buffer, local in targets.values():
+        if local.shape != local_shard(buffer).shape:
+            buffer.set_(local)  # type: ignore[call-overload]
     present = _Present(optimizers, held)
     for index, (optimizer, saved) in enumerate(zip(optimizers, facts["optimizers"], strict=True)):
         wanted += _load_optimizer(index, optimizer, model, saved, slot, present=present)
@@ -85,11 +82,14 @@ def refuse_lost(own: Sequence[Entry], held: Callable[[Tensor], bool], stored: Co
 
 
 def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
-    """Whether the model's tensors lie in the slot, each as the part of the whole that it is here."""
+    """Whether the model's tensors lie in the slot, each as the part of the whole that it is here. A buffer may
+    have another shape by now."""
     pieces = slot.pieces
     names = {name for name in slot.tensors() if name.startswith("model/")}
     return names == {entry.name for entry in entries if entry.name.startswith("model/")} and all(
-        pieces.get(entry.name, entry.piece) == entry.piece for entry in entries if entry.piece is not None
+        pieces.get(entry.name, entry.piece) == entry.piece
+        for entry in entries
+        if entry.piece is not None and (entry.lazy or type(entry.origin) not in PLAIN)
     )
 
 
@@ -124,7 +124,8 @@ def _model_targets(
     pieces: Mapping[str, Piece],
     prefix: str = "model/",
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each tensor of the model the tensor itself and its local shard."""
+    """Of each tensor of the model the tensor itself and its local shard; of a buffer that has another shape
+    by now, memory that it shall have."""
     listed: list[Entry] = []
     for key, value, lazy in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
@@ -134,13 +135,17 @@ def _model_targets(
         for entry in listed
     }
     saved = {name for name in tensors if name.startswith(prefix)}
-    if different := saved.symmetric_difference(targets):
-        name = min(different)
-        where = "the checkpoint" if name in saved else "the model"
-        raise DifferentState(f"{name} is only in {where}")
+    if difference := describe_difference(saved, targets):
+        raise DifferentState(difference)
+    # Not as the state_dict has them, which are other objects of the same memory.
+    buffers = {f"{prefix}{key}": each for key, each in model.named_buffers(remove_duplicate=False)}
     for name, (value, local) in targets.items():
         stored, piece = tensors[name], pieces.get(name)
         shape = tuple(stored.shape) if piece is None else piece.box.shape
+        buffer = buffers.get(name)
+        if type(buffer) in PLAIN and shape != tuple(local.shape) and stored.dtype == local.dtype:
+            targets[name] = buffer, torch.empty(shape, dtype=local.dtype, device=local.device)
+            continue
         if shape != tuple(local.shape) or stored.dtype != local.dtype:
             raise DifferentState(
                 f"{name} is {shape} {stored.dtype} in the checkpoint, here it is {tuple(local.shape)} "
@@ -153,39 +158,6 @@ def _model_targets(
                 f"here {now.box.offset} and on of {now.shape}"
             )
     return targets
-
-
-def add_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Parameter groups that the script added on its way, as when layers are thawed: here it has not come so
-    far yet."""
-    names, here = list(saved["states"]), [name for name, _ in named_parameters_of(optimizer, model)]
-    known = dict(model.named_parameters())
-    missing = more_groups(optimizer, saved)
-    if not missing or names[: len(here)] != here or any(name not in known for name in names[len(here) :]):
-        return  # `_check_optimizer` says what does not fit
-    begin = len(here)
-    for count, group in zip(missing, saved["groups"][len(optimizer.param_groups) :], strict=True):
-        optimizer.add_param_group({"params": [known[name] for name in names[begin : begin + count]], **group})
-        begin += count
-
-
-def group_as_saved(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Parameters that the script moved from one group to the next on its way: their order is the same, the
-    rates are others."""
-    counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
-    if counts == here or len(counts) != len(here):
-        return
-    if [name for name, _ in named_parameters_of(optimizer, model)] == list(saved["states"]):
-        parameters = chain.from_iterable([group["params"] for group in optimizer.param_groups])
-        for group, count in zip(optimizer.param_groups, counts, strict=True):
-            group["params"] = list(islice(parameters, count))
-
-
-def more_groups(optimizer: Optimizer, saved: Mapping[str, Any]) -> Sequence[int]:
-    """How many parameters each group has that was saved after those that the optimizer has here, which are
-    the same."""
-    counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
-    return counts[len(here) :] if counts[: len(here)] == here else []
 
 
 def _check_optimizer(

@@ -56,7 +56,6 @@ class Replay:
                 self._buffers.put_back(name, value)
             for name in facts.get("cleared", ()):
                 self._buffers.clear(name)
-            self._buffers.put_back_extra(facts["extra"])
             for optimizer, groups in zip(self._optimizers, facts["groups"], strict=True):
                 set_hyper_parameters(optimizer, groups)
         except Exception as error:  # the optimizer's own code runs here, on what may not fit it

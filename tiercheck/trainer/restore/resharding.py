@@ -19,17 +19,13 @@ from torch.optim import Optimizer
 from tiercheck.protocol.artifacts.contents import FORMAT, IMPORT
 from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, Take, cover
 from tiercheck.trainer.backends.backend import Ranges
+from tiercheck.trainer.deltas.buffers import take_shape
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.proof.samples import Sampler
 from tiercheck.trainer.replicas.ranks import gather_from_all
 from tiercheck.trainer.replicas.replicas import Shares
-from tiercheck.trainer.restore.load import (
-    DifferentState,
-    add_groups,
-    group_as_saved,
-    refuse_lost,
-    sharded_like,
-)
+from tiercheck.trainer.restore.grown import add_groups, add_tensors, group_as_saved
+from tiercheck.trainer.restore.load import DifferentState, refuse_lost, sharded_like
 from tiercheck.trainer.state import kept, user_state
 from tiercheck.trainer.state.capture import (
     is_extra,
@@ -39,7 +35,7 @@ from tiercheck.trainer.state.capture import (
     names_of,
     own_entries,
 )
-from tiercheck.trainer.state.leaves import held_by, local_shard
+from tiercheck.trainer.state.leaves import PLAIN, held_by, local_shard
 from tiercheck.trainer.state.modes import evaluate_as_saved, freeze_as_saved
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 
@@ -64,6 +60,8 @@ class _Wanted:
     local: Tensor
     piece: Piece | None
     """Without a span: all of the shard. None: a private one."""
+    trained: bool = False
+    """Whether it is a parameter, or what an optimizer keeps of one."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +162,19 @@ def load_resharded(
     blobs = {namesake: others.blob(namesake)}
     facts = blobs[namesake]["facts"]
     imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
+    for slot in others.beginnings:
+        for module, prefix in (
+            (model, "model/"),
+            *((m, p) for m, p, _ in modules_beside(beside or {}, facts)),
+        ):
+            add_tensors(module, prefix, slot.tensors(), facts.get("buffers", ()))
     if not imported:
         _refuse_left_over(model, others)
-    targets = list(_model(model, shares, facts["model_extra"]))
+    targets = list(_model(here, others, facts["model_extra"], model))
     held = held_by(each.local for each in targets)
     takes = _plan(targets, others, rank)
     for module, prefix, extra in modules_beside(beside or {}, facts):
-        takes += _plan(list(_model(module, shares, extra, prefix)), others, rank)
+        takes += _plan(list(_model(here, others, extra, module, prefix)), others, rank)
     for index, optimizer in enumerate(here.optimizers):
         if imported and index >= len(facts["optimizers"]):
             continue  # weights only: the optimizer begins anew
@@ -183,11 +187,6 @@ def load_resharded(
     filled = {each.name: each.local for each, _ in takes}
     proof = dict(zip(filled, Sampler().take([*filled.values()]).sums, strict=True))
     content = blobs[namesake]
-    if facts["model_extra"]:
-        model.load_state_dict(facts["model_extra"], strict=False)
-    for module, _, extra in modules_beside(beside or {}, facts):
-        if extra:
-            module.load_state_dict(extra, strict=False)
     freeze_as_saved(model, lambda name: _was_frozen(name, others, rank))
     if facts.get("parameters") == names_of(model):
         evaluate_as_saved(model, facts)
@@ -211,12 +210,16 @@ def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:
 
 
 def _model(
-    model: nn.Module, shares: Shares, extra: Mapping[str, Any], prefix: str = "model/"
+    here: Here, others: OtherRanks, extra: Mapping[str, Any], model: nn.Module, prefix: str = "model/"
 ) -> Iterator[_Wanted]:
-    for key, value, _ in model_items(model):
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for key, value, trained in model_items(model):
         if isinstance(value, Tensor) and not is_extra(key):
-            local = local_shard(value)
-            yield _Wanted(f"{prefix}{key}", local, shares.shard(f"{prefix}{key}", value))
+            name, local = f"{prefix}{key}", local_shard(value)
+            stored = others.sources(name, here.rank)
+            if key in buffers and type(value) in PLAIN and stored and stored[0][1].shape != local.shape:
+                value = local = take_shape(buffers[key], stored[0][1].shape)
+            yield _Wanted(name, local, here.shares.shard(name, value), trained)
         elif key not in extra:
             raise DifferentState(f"{prefix}{key} is only in the model")
 

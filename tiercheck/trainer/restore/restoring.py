@@ -5,9 +5,10 @@ Ranks that have other shards than those that saved it put theirs together from t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from tiercheck.trainer.deltas.delta_format import StoredDelta
 from tiercheck.trainer.proof.proof import first_difference
 from tiercheck.trainer.replicas.equality import REPLICAS, are_unequal, were_saved_whole
 from tiercheck.trainer.replicas.ranks import gather_from_all, is_true_anywhere, rank_and_world
-from tiercheck.trainer.restore.load import fits, load_all, more_groups
+from tiercheck.trainer.restore.grown import add_tensors, more_groups
+from tiercheck.trainer.restore.load import DifferentState, fits, load_all
+from tiercheck.trainer.restore.load_hooks import run_load_hooks
 from tiercheck.trainer.restore.replay import Mismatch, Replay
 from tiercheck.trainer.restore.resharding import Here, OtherRanks, load_resharded
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.capture import named_parameters_of
+from tiercheck.trainer.state.capture import BESIDE, named_parameters_of
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.modes import put_back_modes
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
@@ -87,7 +90,7 @@ def open_backend(folder: Path | str | None, keep: int, run: str | None) -> Backe
 class Loaded:
     """How far a rank has come. What the script handed over is still to be put back (`put_back`)."""
 
-    step: int
+    version: Version
     content: Mapping[str, Any]
     """The user blob of the newest slot."""
     facts: Mapping[str, Any]
@@ -101,11 +104,25 @@ class Loaded:
 
     def put_back(self, state: user_state.State) -> None:
         """Load the script's objects and the random generators; nothing may ask these objects for anything
-        from then on until the first step. Raises KeyError with the name of a part that is missing."""
+        from then on until the first step. Raises RestoreError."""
         content, mine = self.content, state
         if self.imported:
             mine = {name: each for name, each in state.items() if name in content["state"]}
-        user_state.put_back(mine, content)
+        with _reported(self.version):
+            user_state.put_back(mine, content)
+
+
+@contextlib.contextmanager
+def _reported(version: Version) -> Iterator[None]:
+    """Makes a RestoreError of what torch, or the script's own objects, raise."""
+    try:
+        yield
+    except (RestoreError, DifferentState, TypeError):
+        raise
+    except Exception as error:
+        raise RestoreError(
+            f"{version} was found, but putting it back raises {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -138,9 +155,10 @@ class Restoring:
             raise RestoreError(
                 f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp"
             )
-        if self._is_of_other_mesh(offer, writer):
-            return self._load_parts(offer, imported=writer == IMPORT)
-        return self._load_own(offer)
+        with _reported(offer.version):
+            if self._is_of_other_mesh(offer, writer):
+                return self._load_parts(offer, imported=writer == IMPORT)
+            return self._load_own(offer)
 
     def _load_own(self, offer: Offer) -> Loaded:
         """What this very rank saved: its snapshot, then its deltas."""
@@ -149,10 +167,11 @@ class Restoring:
         if offer.deltas:
             loaded = self._replay(offer, loaded)
         trained.arithmetic.put_back(loaded.facts)
+        trained.partitions.loaded()
+        run_load_hooks(trained, loaded.facts)
         put_back_modes(trained.model, loaded.facts)
         for name, module in trained.beside.items():
             put_back_modes(module, loaded.facts.get("beside_modes", {}).get(name, {}))
-        trained.partitions.loaded()
         return loaded
 
     def _load_snapshot(self, offer: Offer) -> Loaded:
@@ -165,13 +184,13 @@ class Restoring:
         self._put_back_passing(slot, facts)
         self._refuse_other_state(version, slot.proof())
         room = int(slot.header.metadata.get(DELTA_ROOM, "0"))
-        return Loaded(version.step, content, facts, room, len(slot.user_blob()))
+        return Loaded(version, content, facts, room, len(slot.user_blob()))
 
     def _replay(self, offer: Offer, loaded: Loaded) -> Loaded:
         """From the snapshot to the version, delta by delta."""
         replay = Replay(self._trained.model, self._trained.optimizers, self._trained.shares)
         for path in offer.deltas:
-            step, last = loaded.step + 1, path == offer.deltas[-1]
+            step, last = loaded.version.step + 1, path == offer.deltas[-1]
             slot, content = self._open(path, offer.version if last else None, Kind.DELTA)
             if slot.header.version.step != step:
                 raise RestoreError(f"{path} holds {slot.header.version}, the chain needs step {step}")
@@ -183,7 +202,8 @@ class Restoring:
                 raise RestoreError(message) from mismatch
             room = max(loaded.room, slot.header.size)
             facts = {**loaded.facts, **content["facts"]}
-            loaded = Loaded(step, content, facts, room, max(loaded.blob_bytes, len(slot.user_blob())))
+            blob_bytes = max(loaded.blob_bytes, len(slot.user_blob()))
+            loaded = Loaded(slot.header.version, content, facts, room, blob_bytes)
         return loaded
 
     def _load_parts(self, offer: Offer, *, imported: bool) -> Loaded:
@@ -207,8 +227,9 @@ class Restoring:
         except (OSError, NotASlot, KeyError, TypeError, NotCapturable) as error:
             raise RestoreError(f"{offer.version} cannot be read: {error}") from error
         trained.partitions.loaded()
+        run_load_hooks(trained, content["facts"])
         blob_bytes = len(user_state.pack({}, content))
-        return Loaded(offer.version.step, content, content["facts"], 0, blob_bytes, imported=imported)
+        return Loaded(offer.version, content, content["facts"], 0, blob_bytes, imported=imported)
 
     def _find_writer(self, offer: Offer) -> str:
         """Who saved it (`contents.FORMAT`); empty: a Checkpointer. Raises RestoreError."""
@@ -229,10 +250,21 @@ class Restoring:
         opened = self._open_slot(offer.path) if offer.path else None
         if opened is not None and were_saved_whole(opened.slot.header.metadata.get(REPLICAS, "")):
             shares.keep_whole(f"replicas differed when {opened.slot.header.version} was saved")
+        if opened is not None:
+            self._add_tensors(opened)
         entries = shares.own(self._trained.inventories.take())
         return is_true_anywhere(
             opened is None or not (fits(opened.slot, entries) and self._is_kept_here(opened))
         )
+
+    def _add_tensors(self, opened: _OpenSlot) -> None:
+        try:
+            buffers = {*opened.content["facts"].get("buffers", ())}
+        except (KeyError, NotCapturable):
+            return  # the load will say what is wrong with it
+        add_tensors(self._trained.model, "model/", opened.slot.tensors(), buffers)
+        for name, module in self._trained.beside.items():
+            add_tensors(module, f"{BESIDE}{name}/", opened.slot.tensors(), buffers)
 
     def _is_kept_here(self, opened: _OpenSlot) -> bool:
         """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its

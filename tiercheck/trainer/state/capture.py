@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,12 +50,13 @@ def take_inventory(
     *,
     cleared: Sequence[str] = (),
     evaluating: bool = False,
+    outer: Sequence[Optimizer] = (),
 ) -> Inventory:
     """List the state of `model` and `optimizers` as it is now, and of the modules `beside` them. Raises
     NotCapturable.
 
     `passing`, `cleared`: buffers that no state_dict holds (`Passing.written`). `evaluating`: as `modes_of`
-    asks it.
+    asks it. `outer`: the optimizers that the script adds parameter groups to, where they are others (ZeRO).
     """
     beside = beside or {}
     entries: list[Entry] = []
@@ -69,9 +71,10 @@ def take_inventory(
     for module, prefix, extra in modules_beside(beside, facts):
         _list_module(module, prefix, entries, extra)
     _list_module(model, "model/", entries, facts["model_extra"])
+    facts["buffers"] = [entry.name for entry in entries if not entry.lazy]
     entries += (Entry(f"{PASSING}{name}", buffer, lazy=False) for name, buffer in passing)
     held = held_by(entry.tensor for entry in entries)
-    for index, optimizer in enumerate(optimizers):
+    for index, (optimizer, whole) in enumerate(zip(optimizers, outer or optimizers, strict=True)):
         states: dict[str, dict[str, Any]] = {}
         for name, parameter in named_parameters_of(optimizer, model):
             prefix = f"optimizer{index}/{name}/"
@@ -93,6 +96,7 @@ def take_inventory(
                 "groups": groups,
                 "states": states,
                 "counts": counts,
+                "whole": [] if whole is optimizer else names_by_group(whole, model),
                 "attributes": kept.attributes_of(optimizer),
                 "ties": kept.ties_of(optimizer, named_parameters_of(optimizer, model), model),
                 "others": kept.describe_others(optimizer, f"optimizer{index}/", entries),
@@ -158,6 +162,12 @@ def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
         for parameter in group["params"]:
             yield names.get(id(parameter), f"#{index}"), parameter
             index += 1
+
+
+def names_by_group(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names of the parameters of each group, as `named_parameters_of` gives them."""
+    names = (name for name, _ in named_parameters_of(optimizer, model))
+    return [list(islice(names, len(group["params"]))) for group in optimizer.param_groups]
 
 
 def names_of(model: nn.Module) -> int:

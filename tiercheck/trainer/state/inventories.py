@@ -24,7 +24,7 @@ from tiercheck.trainer.state.live import refuse_copies
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
 _hooks, _pre_hooks = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")
-_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _left_out = attrgetter("_non_persistent_buffers_set")
 _children, _parameters, _buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
 _look, _where = attrgetter("device", "dtype", "shape"), attrgetter("device", "shape")
@@ -45,10 +45,12 @@ class Inventories:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         beside: Mapping[str, nn.Module] | None = None,
+        outer: Sequence[Optimizer] = (),
         more: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`beside`: other modules whose tensors are stored too. `more`: gives facts beside theirs."""
-        self._more = more
+        """`beside`: other modules whose tensors are stored too. `outer`: as `take_inventory`. `more`: gives
+        facts beside theirs."""
+        self._outer, self._more = outer, more
         self._model = model
         self._beside = beside or {}
         self.passing = Passing(
@@ -91,7 +93,13 @@ class Inventories:
         passing = self.passing.looked_for()
         cleared = self.passing.cleared()
         inventory = take_inventory(
-            self._model, self._optimizers, self._beside, passing, cleared=cleared, evaluating=self.evaluating
+            self._model,
+            self._optimizers,
+            self._beside,
+            passing,
+            cleared=cleared,
+            evaluating=self.evaluating,
+            outer=self._outer,
         )
         looks = self._looks(inventory)
         if not looks or looks != self._believed:
@@ -159,7 +167,7 @@ class Inventories:
             raise _NotRemembered
         for module in modules:
             for hook in _pre_hooks(module).values():
-                if getattr(hook, "__module__", "") != _FSDP2:
+                if getattr(hook, "__module__", "") != FSDP2:
                     raise _NotRemembered
                 hook(module, "", False)  # the parameters are the shards again, and not what was gathered
         classes = list(map(type, modules))

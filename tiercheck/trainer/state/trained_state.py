@@ -25,6 +25,8 @@ class TrainedState:
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: user_state.State | None
     ) -> None:
         """As `Checkpointer` is given them. Raises NotCapturable and TypeError if they can never be saved."""
+        self.given_model = model
+        """As the script has it, wrapped."""
         wrapped = Wrapped.look(model)
         self.model = wrapped.model
         refuse_fsdp1(self.model)
@@ -33,15 +35,16 @@ class TrainedState:
         self.optimizers = self.partitions.inner
         refuse_inner(self.optimizers)
         given = state or {}
-        self.beside = {
-            name: Wrapped.look(each).model for name, each in given.items() if isinstance(each, nn.Module)
-        }
+        self.given_modules = {name: each for name, each in given.items() if isinstance(each, nn.Module)}
+        self.beside = {name: Wrapped.look(each).model for name, each in self.given_modules.items()}
         """Modules in the script's `state`: their tensors are stored like the model's."""
         self.state: user_state.State = {name: each for name, each in given.items() if name not in self.beside}
         """The rest of it."""
         self.rank, self.world_size = rank_and_world()
         self.arithmetic = Arithmetic(wrapped, given.values())
-        self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
+        self.inventories = Inventories(
+            self.model, self.optimizers, self.beside, self.partitions.outer, self.arithmetic.facts
+        )
         self.shares = Shares(wrapped, self.partitions)
 
     @property

@@ -1,0 +1,142 @@
+"""Makes again what a script has added on its way, which a new start of it does not have yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tiercheck.trainer.backends.backend import log
+from tiercheck.trainer.state.capture import named_parameters_of, names_by_group
+
+_MASK, _MASKED = "_mask", "_orig"
+"""Ends of the names that torch.nn.utils.prune gives to a mask, and to the parameter under it."""
+
+
+def add_tensors(
+    model: nn.Module, prefix: str, stored: Mapping[str, Tensor], buffers: Collection[str]
+) -> None:
+    """Add the pruning masks and the buffers that are `stored`, and that the model does not have yet.
+
+    `prefix` begins the names of its tensors. `buffers`: which of the stored tensors are no parameters.
+    """
+    owners = {f"{prefix}{name}{'.' if name else ''}": module for name, module in model.named_modules()}
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    for name in sorted(stored):
+        path = name[: name.rfind(".") + 1] or prefix
+        key, owner = name.removeprefix(path), owners.get(path)
+        if owner is None or not name.startswith(prefix):
+            continue
+        masked = key.removesuffix(_MASK)
+        if owner._parameters.get(masked) is not None and f"{path}{masked}{_MASKED}" in stored:
+            from torch.nn.utils import prune
+
+            prune.identity(owner, masked)
+            log.warning(
+                "%s%s is pruned, as when it was saved: a script that prunes it once more at this step prunes "
+                "further; ask torch.nn.utils.prune.is_pruned before",
+                path.removeprefix(prefix),
+                masked,
+            )
+        elif owner._buffers.get(key, owner) is None or (name in buffers and not hasattr(owner, key)):
+            owner.register_buffer(key, torch.empty_like(stored[name], device=device))
+
+
+def describe_difference(stored: Collection[str], here: Collection[str]) -> str:
+    """Names the tensors that only a checkpoint has, or only the script, and what to do; empty: there are
+    none."""
+    more, fewer = sorted({*stored} - {*here}), sorted({*here} - {*stored})
+    if not more:
+        return f"{_some(fewer)} only in the model" if fewer else ""
+    place = f", which has {_some(fewer).rpartition(' ')[0]} instead" if fewer else ""
+    return (
+        f"{_some(more)} only in the checkpoint, and not in the model{place}: {_origin(more[0])} before "
+        "`restore`, as it had done when the version was saved; tiercheck.trainer.checkpointer.find() gives "
+        "its step"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{rest} {'is' if len(names) == 1 else 'are'}"
+
+
+def _origin(name: str) -> str:
+    """What a script must do to have a tensor of that name."""
+    for mark, call in (
+        ("parametrizations.", "the script must register the parametrization (torch.nn.utils.parametrize)"),
+        ("_orig", "the script must prune or normalise that parameter (torch.nn.utils)"),
+        ("lora_", "the script must add the adapter"),
+    ):
+        if mark in name:
+            return call
+    return "the script must add it"
+
+
+def add_groups(outer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Add the parameter groups that the script has added on its way, as when layers are thawed.
+
+    `outer`: the optimizer that the script adds groups to, which for ZeRO is not the one that was saved.
+    """
+    known = dict(model.named_parameters())
+    here = names_by_group(outer, model)
+    names = iter(saved["states"])
+    there = saved.get("whole") or [list(islice(names, count)) for count in saved.get("counts", ())]
+    added = there[len(here) :]
+    if there[: len(here)] != here or not known.keys() >= {*chain.from_iterable(added)}:
+        return  # `_check_optimizer` says what does not fit
+    for group, its in zip(saved["groups"][len(here) :], added, strict=True):
+        outer.add_param_group({**group, "params": [known[name] for name in its]})
+    if added:
+        _accept_again(outer, len(here))
+
+
+def _accept_again(optimizer: Optimizer, first: int) -> None:
+    """A script that adds the groups from number `first` on itself, later than it did, gets the restored ones
+    once each; torch would raise ValueError."""
+    waiting = list(range(first, len(optimizer.param_groups)))
+    add = optimizer.add_param_group
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        params = param_group.get("params")
+        if isinstance(params, Iterator):  # it can be read once
+            params = param_group["params"] = list(params)
+        listed = [params] if isinstance(params, Tensor) else params or ()
+        given = {id(each[1] if isinstance(each, tuple) else each) for each in listed}
+        for number in waiting:
+            restored = optimizer.param_groups[number]
+            if given and {*map(id, restored["params"])} == given:
+                param_group.update(restored)
+                optimizer.param_groups[number] = param_group  # the script may hold on to it
+                waiting.remove(number)
+                log.warning("parameter group %d was restored already: its state and rates stay", number)
+                break
+        else:
+            add(param_group)
+        if not waiting:
+            vars(optimizer).pop("add_param_group", None)
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def group_as_saved(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Put parameters that the script moved from one group to the next on its way where they were: their
+    order is the same, the rates are others."""
+    counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
+    if counts == here or len(counts) != len(here):
+        return
+    if [name for name, _ in named_parameters_of(optimizer, model)] == list(saved["states"]):
+        parameters = chain.from_iterable([group["params"] for group in optimizer.param_groups])
+        for group, count in zip(optimizer.param_groups, counts, strict=True):
+            group["params"] = list(islice(parameters, count))
+
+
+def more_groups(optimizer: Optimizer, saved: Mapping[str, Any]) -> Sequence[int]:
+    """How many parameters each group has that was saved after those that the optimizer has here, which are
+    the same."""
+    counts, here = saved.get("counts", []), [len(group["params"]) for group in optimizer.param_groups]
+    return counts[len(here) :] if counts[: len(here)] == here else []
