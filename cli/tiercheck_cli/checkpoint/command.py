@@ -127,6 +127,12 @@ def export_checkpoint(
     progress.end()
     print(to)
     remark(f"{saved.version}, saved by {len(saved.slots)} ranks")
+    if saved.unequal:
+        some = ", ".join(saved.unequal[:3]) + ("" if len(saved.unequal) < 4 else ", ...")
+        remark(
+            f"each rank has its own of {len(saved.unequal)} tensors under one name ({some}), and only the "
+            "lowest rank's are exported: parameters need names by their number in the whole model"
+        )
 
 
 class Progress:

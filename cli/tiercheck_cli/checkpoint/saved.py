@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiercheck.protocol.artifacts.contents import DCP, FORMAT, WholeTensor, check_complete, contents
+from tiercheck.protocol.artifacts.contents import (
+    DCP,
+    FORMAT,
+    WholeTensor,
+    check_complete,
+    contents,
+    read_proof,
+    unequal_names,
+)
 from tiercheck.protocol.artifacts.pieces import Box, Part, Piece, read_pieces
-from tiercheck.protocol.artifacts.slot import PIECES, SlotHeader, beginning, read_header
+from tiercheck.protocol.artifacts.slot import PIECES, PROOF, SlotHeader, beginning, read_header
 from tiercheck.protocol.manifest import parse_version_name, version_name
 from tiercheck.protocol.plain_json import MOST_BYTES, parse_json
 from tiercheck.protocol.version import Kind, Version
@@ -74,6 +83,8 @@ class Saved:
     notes: tuple[Mapping[str, Any], ...]
     """Of each rank, of a version that torch.distributed.checkpoint saved (`tiercheck.trainer.dcp.note`), else
     empty."""
+    unequal: tuple[str, ...] = ()
+    """Names of tensors that ranks hold differently; here they are the lowest rank's."""
 
     @property
     def writer(self) -> str:
@@ -96,6 +107,7 @@ class Saved:
         headers: list[SlotHeader] = []
         pieces: list[Mapping[str, Piece]] = []
         notes: list[Mapping[str, Any]] = []
+        proofs: list[Mapping[str, int]] = []
         for rank, slot in enumerate(slots):
             try:
                 end = beginning(slot.read(0, min(slot.size, slot.chunk)), slot.size)
@@ -103,7 +115,9 @@ class Saved:
                 header = read_header(bytes(slot.read(0, end)), slot.size)
                 place = header.tensor(PIECES)
                 table = read_pieces(bytes(slot.read(place.begin, place.end))) if place is not None else {}
-            except ValueError as error:
+                place = header.tensor(PROOF)
+                sums = read_proof(bytes(slot.read(place.begin, place.end))) if place is not None else []
+            except (ValueError, struct.error) as error:
                 raise CannotDo(f"{slot.place} cannot be read: {error}") from error
             if (header.rank, header.version, header.world_size, header.kind) != (
                 rank,
@@ -116,6 +130,8 @@ class Saved:
                 )
             headers.append(header)
             pieces.append(table)
+            named = (each.name for each in header.tensors if each.name not in (PIECES, PROOF, "user"))
+            proofs.append(dict(zip(named, sums, strict=False)))
         found = Saved(version, slots, tuple(headers), {}, ())
         names: list[Mapping[str, str]] = []
         if found.writer == DCP:
@@ -134,7 +150,8 @@ class Saved:
             check_complete(tensors)
         except ValueError as error:
             raise CannotDo(f"{version} is not whole: {error}") from error
-        return Saved(version, slots, tuple(headers), tensors, tuple(notes))
+        unequal = tuple(unequal_names(zip(pieces, proofs, strict=True)))
+        return Saved(version, slots, tuple(headers), tensors, tuple(notes), unequal)
 
 
 def _note(place: str, text: bytes) -> Mapping[str, Any]:

@@ -7,7 +7,8 @@ read, or held, before it is wanted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Part, Piece, cover
@@ -126,6 +127,24 @@ def contents(
             more = tuple(chunk for chunk in chunks if chunk.box not in known)
             found[name] = WholeTensor(before.dtype, before.shape, before.chunks + more)
     return found
+
+
+def read_proof(written: bytes) -> list[int]:
+    """The checksums of a slot's tensors, in their order, out of its entry PROOF. Raises struct.error."""
+    return [entry[0] for entry in struct.iter_unpack("<I", written)]
+
+
+def unequal_names(ranks: Iterable[tuple[Mapping[str, Piece], Mapping[str, int]]]) -> list[str]:
+    """The names of tensors of which ranks hold other bits where they should hold the same: the same part of a
+    whole, or each its own under one name. `ranks`: the pieces and checksums of each."""
+    seen: dict[tuple[str, Box | None], int] = {}
+    found: dict[str, None] = {}
+    for pieces, proof in ranks:
+        for name, checksum in proof.items():
+            piece = pieces.get(name)
+            if seen.setdefault((name, None if piece is None else piece.box), checksum) != checksum:
+                found[name] = None
+    return list(found)
 
 
 def check_complete(tensors: Mapping[str, WholeTensor]) -> None:

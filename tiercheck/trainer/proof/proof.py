@@ -62,11 +62,6 @@ class StateProof:
         ]
 
 
-def read_proof(written: bytes) -> list[int]:
-    """What `Proof.written` gave."""
-    return [entry[0] for entry in struct.iter_unpack("<I", written)]
-
-
 def first_difference(names: Sequence[str], sums: Sequence[int], now: Mapping[str, Tensor]) -> str:
     """Name of the first tensor that is not what the proof says; empty: all are."""
     if missing := [name for name in names if name not in now]:

@@ -11,35 +11,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import log
-from tiercheck.trainer.state.capture import named_parameters_of, names_by_group
+from tiercheck.trainer.state.capture import BESIDE, named_parameters_of, names_by_group
 
 _MASK, _MASKED = "_mask", "_orig"
 """Ends of the names that torch.nn.utils.prune gives to a mask, and to the parameter under it."""
+_CALLS = {
+    ".parametrizations.": "the script must call torch.nn.utils.parametrize.register_parametrization",
+    "lora_": "the script must add the adapter",
+}
+"""By a part of a tensor's name: how a script comes to have it."""
 
 
 def add_tensors(
-    model: nn.Module, prefix: str, stored: Mapping[str, Tensor], buffers: Collection[str]
+    model: nn.Module, beside: Mapping[str, nn.Module], stored: Mapping[str, Tensor], buffers: Collection[str]
 ) -> None:
-    """Add the pruning masks and the buffers that are `stored`, and that the model does not have yet.
-
-    `prefix` begins the names of its tensors. `buffers`: which of the stored tensors are no parameters.
-    """
-    owners = {f"{prefix}{name}{'.' if name else ''}": module for name, module in model.named_modules()}
+    """Add the pruning masks and the buffers that are `stored`, and that the model and the modules `beside` it
+    do not have yet. `buffers`: which of the stored tensors are no parameters."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    owners = {
+        f"{begin}{name}{'.' if name else ''}": module
+        for begin, each in (("model/", model), *((f"{BESIDE}{key}/", each) for key, each in beside.items()))
+        for name, module in each.named_modules()
+    }
     for name in sorted(stored):
-        path = name[: name.rfind(".") + 1] or prefix
+        path = name[: max(name.rfind("."), name.rfind("/")) + 1]
         key, owner = name.removeprefix(path), owners.get(path)
-        if owner is None or not name.startswith(prefix):
+        if owner is None:
             continue
         masked = key.removesuffix(_MASK)
         if owner._parameters.get(masked) is not None and f"{path}{masked}{_MASKED}" in stored:
             from torch.nn.utils import prune
 
-            prune.identity(owner, masked)
+            prune.identity(owner, masked)  # type: ignore[no-untyped-call]
             log.warning(
                 "%s%s is pruned, as when it was saved: a script that prunes it once more at this step prunes "
                 "further; ask torch.nn.utils.prune.is_pruned before",
-                path.removeprefix(prefix),
+                path,
                 masked,
             )
         elif owner._buffers.get(key, owner) is None or (name in buffers and not hasattr(owner, key)):
@@ -51,30 +58,13 @@ def describe_difference(stored: Collection[str], here: Collection[str]) -> str:
     none."""
     more, fewer = sorted({*stored} - {*here}), sorted({*here} - {*stored})
     if not more:
-        return f"{_some(fewer)} only in the model" if fewer else ""
-    place = f", which has {_some(fewer).rpartition(' ')[0]} instead" if fewer else ""
+        return f"{fewer[0]} is only in the model" if fewer else ""
+    instead = f", which has {', '.join(fewer[:3])} instead" if fewer else ""
+    call = next((call for mark, call in _CALLS.items() if mark in more[0]), "the script must add it")
     return (
-        f"{_some(more)} only in the checkpoint, and not in the model{place}: {_origin(more[0])} before "
-        "`restore`, as it had done when the version was saved; tiercheck.trainer.checkpointer.find() gives "
-        "its step"
+        f"{more[0]} is only in the checkpoint, like {len(more) - 1} more, and not in the model{instead}: "
+        f"{call} before `restore`, as it had done at that step (`tiercheck.trainer.checkpointer.find().step`)"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{rest} {'is' if len(names) == 1 else 'are'}"
-
-
-def _origin(name: str) -> str:
-    """What a script must do to have a tensor of that name."""
-    for mark, call in (
-        ("parametrizations.", "the script must register the parametrization (torch.nn.utils.parametrize)"),
-        ("_orig", "the script must prune or normalise that parameter (torch.nn.utils)"),
-        ("lora_", "the script must add the adapter"),
-    ):
-        if mark in name:
-            return call
-    return "the script must add it"
 
 
 def add_groups(outer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:

@@ -82,8 +82,8 @@ def refuse_lost(own: Sequence[Entry], held: Callable[[Tensor], bool], stored: Co
 
 
 def fits(slot: SlotReader, entries: Sequence[Entry]) -> bool:
-    """Whether the model's tensors lie in the slot, each as the part of the whole that it is here. A buffer may
-    have another shape by now."""
+    """Whether the model's tensors lie in the slot, each as the part of the whole that it is here; a buffer
+    may have another shape."""
     pieces = slot.pieces
     names = {name for name in slot.tensors() if name.startswith("model/")}
     return names == {entry.name for entry in entries if entry.name.startswith("model/")} and all(
@@ -143,7 +143,12 @@ def _model_targets(
         stored, piece = tensors[name], pieces.get(name)
         shape = tuple(stored.shape) if piece is None else piece.box.shape
         buffer = buffers.get(name)
-        if type(buffer) in PLAIN and shape != tuple(local.shape) and stored.dtype == local.dtype:
+        if (
+            buffer is not None
+            and type(buffer) in PLAIN
+            and shape != tuple(local.shape)
+            and stored.dtype == value.dtype
+        ):
             targets[name] = buffer, torch.empty(shape, dtype=local.dtype, device=local.device)
             continue
         if shape != tuple(local.shape) or stored.dtype != local.dtype:

@@ -7,7 +7,7 @@ shard needs is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.protocol.artifacts.contents import FORMAT, IMPORT
+from tiercheck.protocol.artifacts.contents import FORMAT, IMPORT, unequal_names
 from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, Take, cover
+from tiercheck.protocol.artifacts.slot import PROOF
 from tiercheck.trainer.backends.backend import Ranges
 from tiercheck.trainer.deltas.buffers import take_shape
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
@@ -106,6 +107,13 @@ class OtherRanks:
                     found.setdefault(name, []).append(rank)
         return found
 
+    @cached_property
+    def unequal(self) -> set[str]:
+        """Names of tensors that ranks hold differently (`unequal_names`)."""
+        proven = [rank for rank, slot in enumerate(self.beginnings) if slot.header.tensor(PROOF) is not None]
+        opened = (self.open(rank, [self.place(rank, PROOF)]) for rank in proven)
+        return {*unequal_names((slot.pieces, slot.proof()) for slot in opened)}
+
     def blob(self, rank: int) -> dict[str, Any]:
         """The user blob of one of them."""
         if rank not in self._blobs:
@@ -163,11 +171,7 @@ def load_resharded(
     facts = blobs[namesake]["facts"]
     imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
     for slot in others.beginnings:
-        for module, prefix in (
-            (model, "model/"),
-            *((m, p) for m, p, _ in modules_beside(beside or {}, facts)),
-        ):
-            add_tensors(module, prefix, slot.tensors(), facts.get("buffers", ()))
+        add_tensors(model, beside or {}, slot.tensors(), facts.get("buffers", ()))
     if not imported:
         _refuse_left_over(model, others)
     targets = list(_model(here, others, facts["model_extra"], model))
@@ -183,6 +187,7 @@ def load_resharded(
             blobs[source] = others.blob(source)
         more = _optimizer(index, optimizer, model, shares, others, blobs=blobs, namesake=namesake, held=held)
         takes += _plan(more, others, rank)
+    _refuse_rank_own((each for each, _ in takes), others, here.world_size)
     _read(takes, others)
     filled = {each.name: each.local for each, _ in takes}
     proof = dict(zip(filled, Sampler().take([*filled.values()]).sums, strict=True))
@@ -191,6 +196,20 @@ def load_resharded(
     if facts.get("parameters") == names_of(model):
         evaluate_as_saved(model, facts)
     return {**content, "random": content["random"] if rank < others.world_size else None}, proof
+
+
+def _refuse_rank_own(wanted: Iterable[_Wanted], others: OtherRanks, world_size: int) -> None:
+    """Raises DifferentState for a parameter of which each rank has its own under one name: another number of
+    ranks would have some of them twice, or not at all."""
+    if world_size == others.world_size:
+        return
+    for each in wanted:
+        if each.trained and each.name in others.unequal:
+            raise DifferentState(
+                f"{each.name} is each rank's own: the {others.world_size} ranks that saved it hold other "
+                f"values under this name, which {world_size} ranks cannot take over. Start the script on "
+                f"{others.world_size} ranks, or name such parameters by their number in the whole model"
+            )
 
 
 def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
@@ -218,8 +237,9 @@ def _model(
             name, local = f"{prefix}{key}", local_shard(value)
             stored = others.sources(name, here.rank)
             if key in buffers and type(value) in PLAIN and stored and stored[0][1].shape != local.shape:
-                value = local = take_shape(buffers[key], stored[0][1].shape)
-            yield _Wanted(name, local, here.shares.shard(name, value), trained)
+                local = take_shape(buffers[key], stored[0][1].shape)
+            piece = here.shares.shard(name, local if type(value) in PLAIN else value)
+            yield _Wanted(name, local, piece, trained)
         elif key not in extra:
             raise DifferentState(f"{prefix}{key} is only in the model")
 
@@ -254,7 +274,7 @@ def _optimizer(
         raise DifferentState(
             f"optimizer {index} is {own['class']} in the checkpoint, here {type(optimizer).__name__}"
         )
-    add_groups(optimizer, model, own)
+    add_groups(shares.outer[index], model, own)
     if len(own["groups"]) != len(optimizer.param_groups):
         raise DifferentState(
             f"optimizer {index} has another number of parameter groups than in the checkpoint"
@@ -275,7 +295,8 @@ def _optimizer(
         stored_ones = [entry for entry in mine if others.sources(entry.name, namesake)]
         refuse_lost(mine, held, [entry.name for entry in stored_ones])
         wanted += (
-            _Wanted(entry.name, entry.tensor, shares.shard(entry.name, parameter)) for entry in stored_ones
+            _Wanted(entry.name, entry.tensor, shares.shard(entry.name, parameter), True)
+            for entry in stored_ones
         )
         states: Mapping[str, Any] = next(
             (entry["states"][name] for entry in saved if entry["states"].get(name)), {}
@@ -291,7 +312,7 @@ def _optimizer(
                     f"{stored} is made of several tensors and cannot come back on another mesh"
                 )
             local, state[key] = _room(others.shape(stored), others.dtype(stored), described, parameter)
-            wanted.append(_Wanted(stored, local, shares.shard(stored, state[key])))
+            wanted.append(_Wanted(stored, local, shares.shard(stored, state[key]), True))
         if state:
             optimizer.state[parameter] = state
 

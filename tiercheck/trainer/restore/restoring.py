@@ -31,7 +31,7 @@ from tiercheck.trainer.restore.load_hooks import run_load_hooks
 from tiercheck.trainer.restore.replay import Mismatch, Replay
 from tiercheck.trainer.restore.resharding import Here, OtherRanks, load_resharded
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.capture import BESIDE, named_parameters_of
+from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.modes import put_back_modes
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
@@ -117,11 +117,12 @@ def _reported(version: Version) -> Iterator[None]:
     """Makes a RestoreError of what torch, or the script's own objects, raise."""
     try:
         yield
-    except (RestoreError, DifferentState, TypeError):
+    except (RestoreError, DifferentState, NotCapturable):
         raise
     except Exception as error:
         raise RestoreError(
-            f"{version} was found, but putting it back raises {type(error).__name__}: {error}"
+            f"{version} was found, but putting it back raises {type(error).__name__}: {error} (it goes through "
+            "load_state_dict of the script's objects, and their load hooks)"
         ) from error
 
 
@@ -262,9 +263,7 @@ class Restoring:
             buffers = {*opened.content["facts"].get("buffers", ())}
         except (KeyError, NotCapturable):
             return  # the load will say what is wrong with it
-        add_tensors(self._trained.model, "model/", opened.slot.tensors(), buffers)
-        for name, module in self._trained.beside.items():
-            add_tensors(module, f"{BESIDE}{name}/", opened.slot.tensors(), buffers)
+        add_tensors(self._trained.model, self._trained.beside, opened.slot.tensors(), buffers)
 
     def _is_kept_here(self, opened: _OpenSlot) -> bool:
         """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its

@@ -45,12 +45,10 @@ class Inventories:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         beside: Mapping[str, nn.Module] | None = None,
-        outer: Sequence[Optimizer] = (),
         more: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`beside`: other modules whose tensors are stored too. `outer`: as `take_inventory`. `more`: gives
-        facts beside theirs."""
-        self._outer, self._more = outer, more
+        """`beside`: other modules whose tensors are stored too. `more`: gives facts beside theirs."""
+        self._more = more
         self._model = model
         self._beside = beside or {}
         self.passing = Passing(
@@ -59,7 +57,8 @@ class Inventories:
         """Whoever restores says when that begins."""
         self.evaluating = False
         """Whether the model did as a whole when the last update was made."""
-        self._optimizers = optimizers
+        self._optimizers = self.outer = optimizers
+        """`outer`: as `take_inventory` asks it."""
         self._modules: list[nn.Module] = []
         self._marks: list[Any] | None = None
         self._names: list[str] = []
@@ -99,7 +98,7 @@ class Inventories:
             passing,
             cleared=cleared,
             evaluating=self.evaluating,
-            outer=self._outer,
+            outer=self.outer,
         )
         looks = self._looks(inventory)
         if not looks or looks != self._believed:

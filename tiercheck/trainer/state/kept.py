@@ -5,9 +5,11 @@ Tensors, quantised ones (`__tensor_flatten__`, torch.utils._python_dispatch), an
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -273,6 +275,17 @@ def put_attributes(optimizer: Optimizer, attributes: Mapping[str, Any]) -> None:
             present.copy_(value)
         else:  # some are made at the first step only
             setattr(optimizer, name, value)
+
+
+@contextmanager
+def unchanged(optimizer: Optimizer) -> Iterator[None]:
+    """Leaves state, groups and attributes the same objects, whatever is loaded meanwhile: torch would cast
+    the state to the parameter's dtype."""
+    state, groups = optimizer.state, optimizer.param_groups
+    attributes = copy.deepcopy(attributes_of(optimizer))
+    yield
+    optimizer.state, optimizer.param_groups = state, groups
+    put_attributes(optimizer, attributes)
 
 
 def refuse_inner(optimizers: Sequence[Optimizer]) -> None:

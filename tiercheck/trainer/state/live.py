@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from tiercheck.trainer.backends.backend import log
+from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.capture import BESIDE, is_extra
 from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, memory, parts
 
@@ -119,11 +121,50 @@ class Wrapped:
         return Wrapped(inner, tuple(around))
 
 
-def unwrap(optimizer: Any) -> Optimizer:
-    """The optimizer that does the work, without what Accelerate or Lightning have put around it: only that
-    one calls its hooks."""
+def unwrap(optimizer: Any) -> tuple[Optimizer, Optimizer | None]:
+    """The optimizer that does the work, and a class of somebody's own around it that skips
+    `Optimizer.__init__`: only the former calls its hooks. Raises TypeError, NotCapturable."""
     while type(optimizer).__name__ in _FRAMEWORKS:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer")
-    return optimizer
+        raise TypeError(
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer: give the Checkpointer the one inside"
+        )
+    outer = None
+    while "_optimizer_step_pre_hooks" not in vars(optimizer):
+        outer, kind = outer or optimizer, type(optimizer).__name__
+        inner = [each for each in vars(optimizer).items() if isinstance(each[1], Optimizer)]
+        shown = [each for _, each in inner if getattr(optimizer, "state", each.state) is each.state]
+        if not shown:
+            line = f"give the Checkpointer [optimizer.{inner[0][0]}]" if inner else "call it with its params"
+            raise NotCapturable(
+                f"{kind} does not call Optimizer.__init__, so that its updates cannot be seen: {line}"
+            )
+        optimizer = shown[0]
+    return optimizer, outer
+
+
+class WrapperState:
+    """Keeps what such a class has beside the optimizer inside, as its state_dict and attributes tell."""
+
+    def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
+        self._outer, self._inner = outer, inner
+        if not self.state_dict()["shown"]:
+            for name, value in kept.odd_attributes(outer):
+                if not isinstance(value, Optimizer):
+                    log.warning(
+                        "%s.%s (%s) is in no version: if it changes in training, give the Checkpointer "
+                        "state={%r: an object with state_dict and load_state_dict of it}",
+                        *(type(outer).__name__, name, type(value).__name__, name),
+                    )
+
+    def state_dict(self) -> dict[str, Any]:
+        shown = self._outer.state_dict()
+        more = {key: value for key, value in shown.items() if key not in ("state", "param_groups")}
+        return {"shown": more, "attributes": kept.attributes_of(self._outer)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        if saved["shown"]:
+            with kept.unchanged(self._inner):
+                self._outer.load_state_dict({**self._outer.state_dict(), **saved["shown"]})
+        kept.put_attributes(self._outer, saved["attributes"])

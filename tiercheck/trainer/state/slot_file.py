@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from tiercheck.failpoints import failpoint
+from tiercheck.protocol.artifacts.contents import read_proof
 from tiercheck.protocol.artifacts.mapping import map_aligned
 from tiercheck.protocol.artifacts.pieces import Piece, read_pieces
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF, SlotHeader, SlotLayout, read_header
 from tiercheck.protocol.artifacts.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Kind, Version
-from tiercheck.trainer.proof.proof import read_proof
 from tiercheck.trainer.save.accelerator import page_lock, release
 from tiercheck.trainer.state.leaves import dtype_of
 from tiercheck.trainer.state.stored import StoredTensors

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +16,8 @@ from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.arithmetic import Arithmetic
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.kept import refuse_inner
-from tiercheck.trainer.state.live import Wrapped, is_final, refuse_fsdp1, unwrap
+from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.live import Wrapped, WrapperState, is_final, refuse_fsdp1, unwrap
 
 
 class TrainedState:
@@ -25,26 +27,34 @@ class TrainedState:
         self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: user_state.State | None
     ) -> None:
         """As `Checkpointer` is given them. Raises NotCapturable and TypeError if they can never be saved."""
+        if not isinstance(model, nn.Module) or not isinstance(state or {}, Mapping):
+            raise TypeError(
+                f"Checkpointer needs a torch.nn.Module and a dict as state, not {type(model).__name__} and "
+                f"{type(state).__name__}"
+            )
         self.given_model = model
         """As the script has it, wrapped."""
         wrapped = Wrapped.look(model)
         self.model = wrapped.model
         refuse_fsdp1(self.model)
         listed = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-        self.partitions = Partitions([unwrap(each) for each in listed])
+        unwrapped = [unwrap(each) for each in listed]
+        self.partitions = Partitions([inner for inner, _ in unwrapped])
         self.optimizers = self.partitions.inner
         refuse_inner(self.optimizers)
         given = state or {}
         self.given_modules = {name: each for name, each in given.items() if isinstance(each, nn.Module)}
         self.beside = {name: Wrapped.look(each).model for name, each in self.given_modules.items()}
         """Modules in the script's `state`: their tensors are stored like the model's."""
-        self.state: user_state.State = {name: each for name, each in given.items() if name not in self.beside}
+        self.state: dict[str, Any] = {name: each for name, each in given.items() if name not in self.beside}
         """The rest of it."""
+        for index, (inner, outer) in enumerate(unwrapped):
+            if outer is not None:
+                self.state[f"tiercheck.optimizer{index}"] = WrapperState(outer, inner)
         self.rank, self.world_size = rank_and_world()
         self.arithmetic = Arithmetic(wrapped, given.values())
-        self.inventories = Inventories(
-            self.model, self.optimizers, self.beside, self.partitions.outer, self.arithmetic.facts
-        )
+        self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
+        self.inventories.outer = self.partitions.outer
         self.shares = Shares(wrapped, self.partitions)
 
     @property
@@ -55,5 +65,11 @@ class TrainedState:
     def check(self) -> None:
         """Raises NotCapturable if it cannot be saved, as far as that can be seen: better now than after an
         hour."""
-        if all(map(is_final, self.modules)):
+        if not all(map(is_final, self.modules)):
+            return
+        try:
             accelerator_of(entry.tensor for entry in self.inventories.take().entries)
+        except TypeError:
+            raise
+        except Exception as error:  # of the script's own state_dict
+            raise NotCapturable(f"the state cannot be listed: {type(error).__name__}: {error}") from error
