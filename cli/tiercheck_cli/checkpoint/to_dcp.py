@@ -129,6 +129,6 @@ def _checkpointer_state(saved: Saved) -> _State:
 
 def _plain(content: bytes, what: str) -> Any:
     try:
-        return user_state.unpack(content)
+        return user_state.unpack(content, lenient=True)  # the script's classes are not here
     except TypeError as error:
         raise CannotDo(f"{what} cannot be read: {error}") from error

@@ -111,7 +111,7 @@ def test_what_would_run_code_never_reaches_the_planner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as careless:  # somebody else wrote the slot
-        careless.setattr(writer, "check_readable", lambda fqn, content: content)
+        careless.setattr(writer, "readable", lambda fqn, content, value: content)
         with alone(tmp_path / "checkpoints") as storage:
             assert storage.save({"weight": torch.ones(3), "bad": Malicious(tmp_path / "hacked")}, 1)
     state = {"weight": torch.zeros(3), "bad": None}

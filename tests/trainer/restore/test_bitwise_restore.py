@@ -170,10 +170,8 @@ def test_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 def test_state_that_would_need_code_to_read_is_refused_before_training(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    checkpointer = Checkpointer(model, adamw(model), state={"data": {"object": Path("x")}}, folder=tmp_path)
-    with pytest.raises(
-        TypeError, match=r"state\['data'\]/object: a pathlib\.PosixPath could not be read back"
-    ):
+    checkpointer = Checkpointer(model, adamw(model), state={"data": {"object": object()}}, folder=tmp_path)
+    with pytest.raises(TypeError, match=r"state\['data'\]/object: a builtins\.object could not be read back"):
         checkpointer.restore()
 
 

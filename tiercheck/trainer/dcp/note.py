@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from tiercheck.protocol.artifacts.contents import DCP, DCP_BYTES, DCP_PREFIX
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.readable import must_come_back, read_plain, write_plain
 
 Path = tuple[str | int, ...]
 
@@ -87,9 +88,16 @@ def planner_paths(data: Any) -> dict[str, Path] | None:
     return {fqn: tuple(path) for fqn, path in data.items()}
 
 
-def check_readable(fqn: str, content: bytes) -> bytes:
-    """`content` if it can be read without running code. Raises NotCapturable."""
-    _read(fqn, content)
+def readable(fqn: str, content: bytes, value: Callable[[], Any] | None) -> bytes:
+    """`content` if it can be read without running code; otherwise `value`, if a planner shows it, written so
+    that it can. Raises NotCapturable."""
+    try:
+        read_plain(content, fqn)
+    except NotCapturable:
+        if value is None:
+            raise
+        must_come_back(found := value(), fqn)
+        return write_plain(found, fqn)
     return content
 
 
@@ -99,15 +107,6 @@ def rewrite_for_planner(fqn: str, content: bytes) -> io.BytesIO:
     What was stored never reaches that unpickler itself.
     """
     buffer = io.BytesIO()
-    torch.save(_read(fqn, content), buffer)
+    torch.save(read_plain(content, fqn), buffer)
     buffer.seek(0)
     return buffer
-
-
-def _read(fqn: str, content: bytes) -> Any:
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle raises many kinds, all meaning the same here
-        raise NotCapturable(
-            f"{fqn} is more than tensors and plain values, so reading it back could run code: {error}"
-        ) from error

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tiercheck.protocol.artifacts.slot import PIECES, SlotLayout
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Backend
 from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.dcp.note import LENGTHS, Note, check_readable, planner_paths
+from tiercheck.trainer.dcp.note import LENGTHS, Note, planner_paths, readable
 from tiercheck.trainer.state.leaves import NotCapturable, dtype_name
 from tiercheck.trainer.state.slot_file import OpenSlots, bytes_into
 from tiercheck.trainer.state.user_state import capacity_for
@@ -146,8 +147,10 @@ class _Save:
                 # Now, not when the slot is there: its size depends on them. They are small.
                 written = planner.resolve_data(item)
                 assert not isinstance(written, torch.Tensor)
-                places[fqn] = (len(content), len(content) + len(written.getbuffer()))
-                content += check_readable(fqn, written.getvalue())
+                look_up = getattr(planner, "lookup_object", None)  # somebody's own may have none
+                found = readable(fqn, written.getvalue(), look_up and partial(look_up, item.index))
+                places[fqn] = (len(content), len(content) + len(found))
+                content += found
                 continue
             entry = DCP_PREFIX + fqn
             while entry in self._tensors:

@@ -13,6 +13,7 @@ Whether a gradient is worth a closer look is told by a sample of it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.trainer.state.leaves import NotCapturable, dtype_name, dtype_of, local_shard
+from tiercheck.trainer.state.readable import is_record
 
 SAMPLE = 1024
 """Elements looked at first."""
@@ -206,6 +208,8 @@ def are_equal_by_bits(one: Any, other: Any) -> bool:
             and one.keys() == other.keys()
             and all(are_equal_by_bits(one[k], other[k]) for k in one)
         )
-    if isinstance(one, (list, tuple)):
+    if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(map(are_equal_by_bits, one, other))
+    if type(one) is type(other) and is_record(type(one)) and hasattr(one, "__dict__"):
+        return are_equal_by_bits(vars(one), vars(other))
     return bool(one == other)

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiercheck.trainer.deltas.gradients import SCALING
-from tiercheck.trainer.state.readable import as_plain
+from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.readable import taken_apart
 
 _NAMES = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
@@ -133,7 +134,13 @@ def is_value(value: Any) -> bool:
         return all(map(is_value, value)) and all(map(is_value, value.values()))
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(is_value, value))
-    return isinstance(value, _UNCHANGEABLE) or as_plain(value) is not None
+    if isinstance(value, _UNCHANGEABLE):
+        return True
+    try:
+        apart = taken_apart(value)
+    except NotCapturable:
+        return False
+    return apart is not None and all(map(is_value, apart[1]))
 
 
 def is_function(value: Any, deep: int = 3) -> bool:

@@ -21,6 +21,7 @@ from tiercheck.trainer.deltas.buffers import PASSING
 from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, is_wrapper, list_tensor, local_shard
 from tiercheck.trainer.state.modes import modes_of
+from tiercheck.trainer.state.readable import in_words
 
 OWN = "param"
 """Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
@@ -82,7 +83,7 @@ def take_inventory(
             if not all(held(entry.tensor) for entry in own):  # no module has it
                 entries += own
             states[name] = {
-                key: kept.describe(value, parameter, f"{prefix}{key}", entries)
+                key: kept.describe(value, parameter, f"{prefix}{in_words(key)}", entries, optimizer)
                 for key, value in optimizer.state.get(parameter, {}).items()
             }
         groups = [

@@ -6,10 +6,10 @@ Tensors, quantised ones (`__tensor_flatten__`, torch.utils._python_dispatch), an
 from __future__ import annotations
 
 import copy
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +19,18 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.proof.replayable import closed_over, is_function, is_value, own_attributes
 from tiercheck.trainer.state.leaves import PLAIN, Entry, NotCapturable, held_by, is_wrapper, list_tensor
-from tiercheck.trainer.state.readable import comes_back, must_come_back
+from tiercheck.trainer.state.readable import (
+    UNCHANGEABLE,
+    Apart,
+    comes_back,
+    find_class,
+    in_words,
+    is_record,
+    must_come_back,
+    object_apart,
+    rebuilt,
+    taken_apart,
+)
 from tiercheck.trainer.state.user_state import generator_state, set_generator
 
 _ATTRIBUTE, _GENERATOR = "tiercheck.attribute", "tiercheck.generator"
@@ -31,24 +42,50 @@ Make = Callable[[str, Mapping[str, Any]], Tensor]
 """Gives an empty tensor for a stored name and its description, to be filled later."""
 
 
-def describe(value: Any, parameter: Tensor, name: str, entries: list[Entry]) -> dict[str, Any]:
-    """How to put `value` together again; its tensors are added to `entries`, under `name`. Raises
-    NotCapturable."""
+def describe(
+    value: Any, parameter: Tensor, name: str, entries: list[Entry], owner: Optimizer | None = None
+) -> dict[str, Any]:
+    """How to put `value` together again; its tensors are added to `entries`, under `name`. Of classes of the
+    `owner`'s own package objects are described, too. Raises NotCapturable."""
     if isinstance(value, Tensor):
         return _describe_tensor(value, parameter, name, entries)
-    if isinstance(value, (list, tuple)) and _has_tensors(value):
-        members = [
-            describe(each, parameter, f"{name}/{number}", entries) for number, each in enumerate(value)
+    if comes_back(value) and not _has_tensors(value):
+        return {"value": value}
+
+    def members(of: Iterable[Any]) -> list[dict[str, Any]]:
+        return [
+            describe(each, parameter, f"{name}/{path}", entries, owner)
+            for path, each in (of.items() if isinstance(of, dict) else enumerate(of))
         ]
-        return {"tuple" if isinstance(value, tuple) else "list": members}
-    if isinstance(value, dict) and _has_tensors(value):
-        return {
-            "dict": [
-                [key, describe(each, parameter, f"{name}/{key}", entries)] for key, each in value.items()
-            ]
-        }
-    must_come_back(value, name)
-    return {"value": value}
+
+    if type(value) in (list, tuple):
+        return {type(value).__name__: members(value)}
+    if type(value) is dict and _taken_apart(value) is None and all(map(comes_back, value)):
+        return {"dict": [[*pair] for pair in zip(value, members(value), strict=True)]}
+    if (apart := _object_apart(value, owner) or _taken_apart(value)) is None:
+        must_come_back(value, name)
+        raise NotCapturable(f"{name}: a {type(value).__name__} cannot be taken apart")
+    # As pairs, because a record is made into what it was as soon as it is read.
+    return {"record": [*apart[0].items()], "of": members(apart[1])}
+
+
+def _taken_apart(value: Any) -> Apart | None:
+    try:
+        return taken_apart(value)
+    except NotCapturable:
+        return None
+
+
+def _object_apart(value: Any, owner: Optimizer | None) -> Apart | None:
+    """Of an object that is its attributes, such as a projector, if its class comes with the optimizer's."""
+    kind, packages = type(value), [type(each).__module__.partition(".")[0] for each in (value, owner)]
+    plain = (
+        owner is not None and packages[0] == packages[1] and is_record(kind) and hasattr(value, "__dict__")
+    )
+    try:
+        return object_apart(value) if plain and not isinstance(value, (type, FunctionType)) else None
+    except NotCapturable:
+        return None
 
 
 def stored_names(described: Mapping[str, Any], name: str) -> Iterator[str]:
@@ -68,8 +105,13 @@ def put_together(described: Mapping[str, Any], name: str, make: Make) -> Any:
         return (list if "list" in described else tuple)(each for _, each in members)
     if "dict" in described:
         return {key: each for (key, _), (_, each) in zip(described["dict"], members, strict=True)}
+    if "record" in described:
+        try:
+            return rebuilt(dict(described["record"]), [each for _, each in members], any_class=True)
+        except NotCapturable as error:
+            raise NotCapturable(f"{name}: {error}") from None
     if "parts" in described:
-        kind = _class(described["class"], name)
+        kind = _wrapper_class(described["class"], name)
         shape, stride = torch.Size(described["shape"]), tuple(described["stride"])
         return kind.__tensor_unflatten__(dict(members), described["context"], shape, stride)
     return make(name, described)
@@ -87,8 +129,8 @@ def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> 
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):
             _refuse_identity(key, optimizer, prefix)
-            must_come_back(key, f"{prefix}{key}")
-            found.append((key, describe(value, NOBODYS, _place(prefix, len(found)), entries)))
+            must_come_back(key, f"{prefix}{in_words(key)}")
+            found.append((key, describe(value, NOBODYS, _place(prefix, len(found)), entries, optimizer)))
     listed = len(entries)
     for place, value in attributes:
         # Where a generator is must be known at once, and not when tensors are filled.
@@ -96,7 +138,9 @@ def describe_others(optimizer: Optimizer, prefix: str, entries: list[Entry]) -> 
         found.append(
             (
                 place,
-                {"value": value} if drawn else describe(value, NOBODYS, _place(prefix, len(found)), entries),
+                {"value": value}
+                if drawn
+                else describe(value, NOBODYS, _place(prefix, len(found)), entries, optimizer),
             )
         )
     entries[listed:] = [entry._replace(must_be_finite=False) for entry in entries[listed:]]
@@ -110,7 +154,7 @@ def odd_attributes(optimizer: Optimizer) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in own_attributes(optimizer)
-        if not (_is_plain_value(value) or is_function(value))
+        if not (_is_plain_value(value) or is_function(value)) or _by_parameter(optimizer, value)
     ]
 
 
@@ -122,19 +166,23 @@ def _attributes_to_describe(
     """
     held = held_by([entry.tensor for entry in entries])
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, value in own_attributes(optimizer):
-        for key in value if type(value) is dict else ():
-            _refuse_identity(key, optimizer, f"{prefix}{name}/")
     for name, value in odd_attributes(optimizer):
+        if (placed := _by_parameter(optimizer, value)) and _is_tree(placed[1], optimizer):
+            if not all(
+                isinstance(each, Tensor) and _is_dense(each) and held(each) for each in placed[1].values()
+            ):
+                yield (placed[0], name), placed[1]
+            continue
         found = list(_found_in(value, _DEEP))
         data = is_value(value) or isinstance(value, deque)
+        data = data or (_object_apart(value, optimizer) is not None and _is_tree(value, optimizer))
         if not data and all(
             id(each) in trained or (_is_dense(each) and held(each.detach())) for each in found
         ):
             continue  # a logger, the script's model
         if (state := generator_state(value)) is not None:
             yield (_GENERATOR, name), state
-        elif _is_tree(value) and not any(isinstance(each, nn.Parameter) for each in found):
+        elif _is_tree(value, optimizer) and not any(isinstance(each, nn.Parameter) for each in found):
             yield (_ATTRIBUTE, name), value
         else:
             raise NotCapturable(
@@ -166,15 +214,39 @@ def _found_in(value: Any, deep: int) -> Iterator[Any]:
             yield from _found_in(each, deep - 1)
 
 
-def _is_tree(value: Any) -> bool:
+def _is_tree(value: Any, owner: Optimizer) -> bool:
     """Whether `describe` can take it apart."""
+    if isinstance(value, Tensor) or comes_back(value):
+        return not isinstance(value, nn.Parameter)
+    if (apart := _object_apart(value, owner) or _taken_apart(value)) is not None:
+        return all(_is_tree(each, owner) for each in apart[1])
     if type(value) is dict:
-        return all(map(comes_back, value)) and all(map(_is_tree, value.values()))
-    return (
-        all(map(_is_tree, value))
-        if type(value) in (list, tuple)
-        else isinstance(value, Tensor) or comes_back(value)
-    )
+        return all(map(comes_back, value)) and all(_is_tree(each, owner) for each in value.values())
+    return type(value) in (list, tuple) and all(_is_tree(each, owner) for each in value)
+
+
+_BY_PARAMETER, _BY_IDENTITY = "tiercheck.parameter", "tiercheck.identity"
+"""Beginnings of the keys of what is kept under parameters, or under their id()."""
+
+
+def _by_parameter(optimizer: Optimizer, value: Any) -> tuple[str, dict[int, Any]] | None:
+    """What a dict has under parameters, or under where these lie in memory, by their number: in another
+    process both are others. None: it is no such dict."""
+    if (
+        not isinstance(value, dict)
+        or not value
+        or not all(type(key) is int or isinstance(key, Tensor) for key in value)
+    ):
+        return None
+    numbers = {
+        id(each): number
+        for number, each in enumerate(
+            chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        )
+    }
+    placed = {numbers.get(key if type(key) is int else id(key)): each for key, each in value.items()}
+    kind = _BY_IDENTITY if type(next(iter(value))) is int else _BY_PARAMETER
+    return None if None in placed or len(placed) < len(value) else (kind, placed)  # type: ignore[return-value]
 
 
 def _refuse_identity(key: Any, optimizer: Optimizer, prefix: str) -> None:
@@ -197,12 +269,24 @@ def put_back_others(optimizer: Optimizer, others: Others, prefix: str, make: Mak
     """Inverse of `describe_others`. Raises NotCapturable."""
     for number, (key, described) in enumerate(others):
         value = put_together(described, _place(prefix, number), make)
-        if type(key) is tuple and key[:1] == (_ATTRIBUTE,):
-            setattr(optimizer, key[1], value)
-        elif type(key) is not tuple or key[:1] != (_GENERATOR,):
+        kind, name = key if type(key) is tuple and len(key) == 2 else ("", "")
+        if kind in (_BY_PARAMETER, _BY_IDENTITY):
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            keys = (parameters[at] if kind == _BY_PARAMETER else id(parameters[at]) for at in value)
+            present = vars(optimizer).setdefault(name, {})  # may be a defaultdict with a factory of its own
+            present.clear()
+            present.update(zip(keys, value.values(), strict=True))
+        elif kind == _ATTRIBUTE:
+            present = vars(optimizer).get(name)
+            if type(present) is type(value) and is_record(type(value)) and hasattr(value, "__dict__"):
+                vars(present).clear()  # others may know the object, such as a hook
+                vars(present).update(vars(value))
+            else:
+                setattr(optimizer, name, value)
+        elif kind != _GENERATOR:
             optimizer.state[key] = value
-        elif not set_generator(vars(optimizer).get(key[1]), value):
-            raise NotCapturable(f"{prefix}{key[1]} was a generator of random numbers, and is none here")
+        elif not set_generator(vars(optimizer).get(name), value):
+            raise NotCapturable(f"{prefix}{name} was a generator of random numbers, and is none here")
 
 
 def _place(prefix: str, number: int) -> str:
@@ -256,7 +340,11 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """Plain values that a class of somebody's own keeps beside its state, such as a count of its steps."""
     if _is_torchs(optimizer):
         return {}  # what they keep beside it, they make anew
-    return {name: value for name, value in own_attributes(optimizer) if _is_plain_value(value)}
+    return {
+        name: value
+        for name, value in own_attributes(optimizer)
+        if _is_plain_value(value) and not _by_parameter(optimizer, value)
+    }
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
@@ -288,30 +376,34 @@ def unchanged(optimizer: Optimizer) -> Iterator[None]:
     put_attributes(optimizer, attributes)
 
 
-def refuse_inner(optimizers: Sequence[Optimizer]) -> None:
+def refuse_inner(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """Raises NotCapturable for an optimizer with another one inside, whose state is not its own and would be
     lost."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
-        for name, inner in _inner(optimizer):
+        for path, all_of_them, inner in _inner(optimizer, names):
             if inner.state is not optimizer.state and not any(inner is given for given in optimizers):
                 kind = type(optimizer).__name__
                 raise NotCapturable(
-                    f"{kind}.{name} is a {type(inner).__name__} with a state that {kind} does not show: "
-                    "give the Checkpointer "
-                    f"that one, as [optimizer.{name}] or beside it"
+                    f"{kind}.{path} is a {type(inner).__name__} with a state that {kind} does not show: "
+                    f"give the Checkpointer that one, as [{all_of_them}] or beside it"
                 )
 
 
-def _inner(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
-    """Optimizers that it keeps, with how to reach them: as attributes, or in a list or dict that is one."""
+def _inner(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, str, Optimizer]]:
+    """Optimizers that it keeps, with how to reach each, and all like it: as attributes, or in a list or dict
+    that is one."""
     for name, value in vars(optimizer).items():
         if isinstance(value, Mapping):
-            members = [(f"{name}[{key!r}]", each) for key, each in value.items()]
+            words = (names.get(id(key), in_words(key)) for key in value)
+            members = [(f"{name}[{word!r}]", each) for word, each in zip(words, value.values(), strict=True)]
+            reached = f"*optimizer.{name}.values()"
         elif isinstance(value, (list, tuple)):
             members = [(f"{name}[{number}]", each) for number, each in enumerate(value)]
+            reached = f"*optimizer.{name}"
         else:
-            members = [(name, value)]
-        yield from ((path, each) for path, each in members if isinstance(each, Optimizer))
+            members, reached = [(name, value)], f"optimizer.{name}"
+        yield from ((path, reached, each) for path, each in members if isinstance(each, Optimizer))
 
 
 def is_plain(described: Mapping[str, Any]) -> bool:
@@ -323,6 +415,7 @@ def _members(described: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
     for kind in ("list", "tuple"):
         yield from ((str(number), member) for number, member in enumerate(described.get(kind, ())))
     yield from ((str(key), member) for key, member in described.get("dict", ()))
+    yield from ((str(number), member) for number, member in enumerate(described.get("of", ())))
     yield from described.get("parts", {}).items()
 
 
@@ -356,19 +449,16 @@ def _describe_tensor(value: Tensor, parameter: Tensor, name: str, entries: list[
 
 
 def _has_tensors(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(map(_has_tensors, members))
+    """Of what comes back."""
+    if isinstance(value, Tensor) or type(value) in UNCHANGEABLE:
+        return isinstance(value, Tensor)
+    if type(value) in (list, tuple, dict):
+        return any(map(_has_tensors, value.values() if type(value) is dict else value))
+    return any(map(_has_tensors, (_taken_apart(value) or (None, ()))[1]))
 
 
-def _class(path: str, name: str) -> Any:
-    """Of a wrapper. Only what the script has imported: to read a checkpoint never imports, and so never runs,
-    anything."""
-    module, _, qualified = path.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
-        raise NotCapturable(f"{name} is a {path.replace(':', '.')}; import {module} before `restore`")
+def _wrapper_class(path: str, name: str) -> Any:
+    found = find_class(path, name)
+    if not (issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
+        raise NotCapturable(f"{name} is a {path.replace(':', '.')}, which is no wrapper of tensors here")
     return found

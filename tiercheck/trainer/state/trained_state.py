@@ -41,7 +41,7 @@ class TrainedState:
         unwrapped = [unwrap(each) for each in listed]
         self.partitions = Partitions([inner for inner, _ in unwrapped])
         self.optimizers = self.partitions.inner
-        refuse_inner(self.optimizers)
+        refuse_inner(self.optimizers, self.model)
         given = state or {}
         self.given_modules = {name: each for name, each in given.items() if isinstance(each, nn.Module)}
         self.beside = {name: Wrapped.look(each).model for name, each in self.given_modules.items()}

@@ -12,14 +12,13 @@ import io
 import random
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, memory
-from tiercheck.trainer.state.readable import as_plain, must_come_back, with_numpy, without_numpy
+from tiercheck.trainer.state.readable import encoded, must_come_back, read_plain, write_plain
 
 _SMALLEST = 64 * 1024
 
@@ -57,8 +56,8 @@ class Packed:
             content["state"][name] = _state_of(name, holder)
         try:
             # What `random_state` gave belongs to nobody else.
-            self._content: dict[str, Any] = _copied(
-                {**content, "random": None}, {id(part): part for part in fixed}
+            self._content: dict[str, Any] = encoded(
+                {**content, "random": None}, {id(part): part for part in fixed}, _cloned
             )
             self._content["random"] = content["random"]
         except Exception:  # writing it at once tells what is wrong with it, if anything is
@@ -69,7 +68,9 @@ class Packed:
         """The bytes. One thread at a time may ask; of what lies on a device it waits for what it gave that
         before."""
         if self._written is None:
-            self._written = _write(self._content)
+            buffer = io.BytesIO()
+            torch.save(self._content, buffer)
+            self._written = buffer.getvalue()
             self._content = {}
         return self._written
 
@@ -83,36 +84,12 @@ class _NotPlain(Exception):
     """Something whose copy would have to be made by its own code."""
 
 
-_UNCHANGEABLE = {int, float, complex, str, bytes, bool, type(None)}
-
-
-def _copied(value: Any, known: dict[int, Any]) -> Any:
-    """A copy of plain containers and tensors that nothing done to the original can change. Raises _NotPlain.
-
-    What is contained twice is copied once, so that it is written as the original would be. `known`: copies by
-    identity, and by the negative address of a tensor's memory.
-    """
-    kind = type(value)
-    if kind in _UNCHANGEABLE:
-        return value
-    if (found := known.get(id(value))) is not None:
-        return found
-    copy: Any
-    if kind is dict or (kind is OrderedDict and not value.__dict__):
-        copy = known[id(value)] = kind()
-        for key, item in value.items():
-            copy[_copied(key, known)] = _copied(item, known)
-    elif kind is list:
-        copy = known[id(value)] = []
-        copy += [_copied(item, known) for item in value]
-    elif kind is tuple:
-        copy = known[id(value)] = tuple([_copied(item, known) for item in value])
-    elif kind is torch.Tensor and _is_plain(value) and (memory := -value.data_ptr()) not in known:
-        copy = known[id(value)] = known[memory] = value.clone()
-    elif (number := as_plain(value)) is not None:
-        copy = known[id(value)] = number
-    else:
+def _cloned(value: Any, known: dict[int, Any]) -> torch.Tensor:
+    """A tensor that nothing done to the original can change. Raises _NotPlain. `known` has its memory by the
+    negative address: what shares it must be written as the original would be."""
+    if type(value) is not torch.Tensor or not _is_plain(value) or (memory := -value.data_ptr()) in known:
         raise _NotPlain
+    copy = known[id(value)] = known[memory] = value.clone()
     return copy
 
 
@@ -133,29 +110,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _write_readable(content: Mapping[str, Any]) -> bytes:
     """Raises NotCapturable, too, for what could be written, but not read back."""
-    plain = {**content, "facts": without_numpy(content["facts"]), "state": without_numpy(content["state"])}
-    written = _write(plain)  # first, because what it says of what it cannot write is of more help
-    for name, part in (*plain["state"].items(), *plain["facts"].items()):
-        must_come_back(part, f"state[{name!r}]" if name in plain["state"] else name)
-    return written
+    for name, part in (*content["state"].items(), *content["facts"].items()):
+        must_come_back(part, f"state[{name!r}]" if name in content["state"] else name)
+    return write_plain(dict(content), "the user state")
 
 
-def _write(content: Mapping[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        torch.save(dict(content), buffer)
-    except Exception as error:  # whatever pickle meets in the user's objects
-        raise NotCapturable(f"the user state cannot be written: {error}") from error
-    return buffer.getvalue()
-
-
-def unpack(blob: bytes) -> dict[str, Any]:
-    """What `pack` was given. Raises NotCapturable if the blob holds more than tensors and plain values."""
-    try:
-        content: dict[str, Any] = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle raises many kinds, all meaning the same here
-        raise NotCapturable(f"the user state cannot be read back: {error}") from error
-    with_numpy(content)
+def unpack(blob: bytes, *, lenient: bool = False) -> dict[str, Any]:
+    """What `pack` was given. Raises NotCapturable if the blob holds more than tensors, plain values and
+    records of what is here; `lenient`: leaves the others as they are."""
+    content: dict[str, Any] = read_plain(blob, "the user state", lenient=lenient)
     return content
 
 

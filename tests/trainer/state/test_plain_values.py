@@ -1,0 +1,229 @@
+"""Promise: values of the standard library, numpy and a script's own data classes come back as they were.
+
+What they are read from never runs code of anybody.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import fractions
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from tiercheck import Checkpointer
+from tiercheck.dcp import Storage
+from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.readable import MARK
+from tiercheck.trainer.state.user_state import Packed, unpack
+
+
+class Phase(enum.Enum):
+    WARM_UP = "warm up"
+    DECAY = 2
+
+
+class Parts(enum.IntFlag):
+    HEAD = 1
+    BODY = 2
+
+
+class Best(NamedTuple):
+    step: int
+    of: Any
+
+
+@dataclass
+class Place:
+    epoch: int
+    phase: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    rate: float
+    phase: Phase
+
+
+PLUS_ONE = datetime.timezone(datetime.timedelta(hours=1), "plus one")
+VALUES: dict[str, Any] = {
+    "enum": [Phase.WARM_UP, Parts.HEAD | Parts.BODY, Parts(0)],
+    "deque": [deque([1, 2], maxlen=3), deque()],
+    "named tuple": Best(3, [Phase.DECAY]),
+    "dataclass": [Place(1, {"a": Place(2, Phase.DECAY)}), Fixed(0.5, Phase.DECAY)],
+    "time": [
+        datetime.date(2026, 1, 2),
+        datetime.datetime(2026, 1, 2, 3, 4, 5, 6, PLUS_ONE, fold=1),
+        datetime.time(1, 2, 3),
+        datetime.timedelta(1, 2, 3),
+    ],
+    "path": [Path("/a/b"), PurePosixPath("c")],
+    "set": [frozenset({1, Phase.DECAY}), {1, "a", Phase.DECAY}],
+    "range and slice": [range(1, 9, 2), slice(None, 3), ...],
+    "dict": [
+        defaultdict(list, {"a": [1]}),
+        Counter("aab"),
+        OrderedDict({Phase.DECAY: 1}),
+        {(1, Phase.DECAY): 2, numpy.int64(3): 4},
+    ],
+    "namespace": SimpleNamespace(a=1, b=[Phase.DECAY]),
+    "number": [fractions.Fraction(1, 3), bytearray(b"ab"), 1j, torch.float16, torch.Size([1])],
+    "numpy": [numpy.float32(0.1), numpy.datetime64("2026-01-02"), numpy.dtype("f2"), numpy.bool_(True)],
+}
+ARRAYS = [
+    numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
+    numpy.random.default_rng(0).random((3, 1)),
+    numpy.array(["a", "bc"]),
+    numpy.zeros((0, 2)),
+]
+
+
+def _round(value: Any, *, at_once: bool = False) -> Any:
+    odd = {"odd": torch.ones(4)[::2]} if at_once else {}
+    packed = Packed({"data": {"value": value, **odd}}, {})
+    return unpack(packed.written())["state"]["data"]["value"]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("name", VALUES)
+def test_value_comes_back_as_it_was(name: str, at_once: bool) -> None:
+    value, found = VALUES[name], _round(VALUES[name], at_once=at_once)
+    assert found == value
+    assert repr(found) == repr(value) or name == "set"
+
+
+def test_arrays_come_back_in_their_order_in_memory() -> None:
+    for found, array in zip(_round(ARRAYS), ARRAYS, strict=True):
+        numpy.testing.assert_array_equal(found, array)
+        assert (found.dtype, found.flags.fnc, found.flags.writeable) == (array.dtype, array.flags.fnc, True)
+
+
+def test_what_is_shared_or_contains_itself_is_so_again() -> None:
+    shared, place = deque([1], maxlen=2), Place(1)
+    place.phase = [place, shared]
+    found = _round([shared, place])
+    assert found[1].phase[0] is found[1]
+    assert found[1].phase[1] is found[0]
+
+
+def test_copy_is_that_of_the_step() -> None:
+    place, last = Place(1), deque([1])
+    packed = Packed({"data": {"place": place, "last": last}}, {})
+    place.epoch = 2
+    last.append(3)
+    assert unpack(packed.written())["state"]["data"] == {"place": Place(1), "last": deque([1])}
+
+
+class Handled:
+    def __del__(self) -> None: ...
+
+
+@dataclass
+class Reduced:
+    size: int
+
+    def __reduce__(self) -> Any:
+        return Reduced, (1,)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Reduced(1), "Reduced has code of its own"),
+        (make_dataclass("Inside", ["a"])(1), "has no class Inside"),
+        (defaultdict(lambda: 1), "default_factory"),
+        (Handled(), r"Handled could not be read back"),
+        ({nn.Parameter(torch.full((500,), 0.123)): 1}, r"<Parameter of shape \(500,\)> is a key"),
+        ({torch.full((3,), 0.123)}, r"<Tensor of shape \(3,\)> is a key"),
+    ],
+    ids=[
+        "own reduce",
+        "local class",
+        "factory",
+        "destructor",
+        "parameter as a key",
+        "set of tensors",
+    ],
+)
+def test_what_would_not_come_back_is_refused_with_its_place_and_without_its_content(
+    value: Any, words: str
+) -> None:
+    with pytest.raises(NotCapturable, match=rf"state\['data'\]/value.*{words}") as refused:
+        _round(value)
+    assert "0.123" not in str(refused.value)
+
+
+def _forged(record: dict[str, Any]) -> Any:
+    return unpack(Packed({"data": {"value": {"it": record}}}, {}).written())
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({MARK: "object", "class": f"{__name__}:Gone", "fields": []}, f"Gone.*import {__name__} before"),
+        ({MARK: "object", "class": "antigravity:Any", "fields": []}, "import antigravity before"),
+        ({MARK: "object", "class": f"{__name__}:Handled", "fields": []}, "no dataclass"),
+        ({MARK: "object", "class": "torch.nn:Linear", "fields": []}, "no dataclass"),
+        (
+            {MARK: "object", "class": f"{__name__}:Place", "fields": ["epoch"]},
+            "fields epoch in the checkpoint",
+        ),
+        ({MARK: "enum", "class": f"{__name__}:Phase", "member": "GONE"}, "no member GONE"),
+        ({MARK: "enum", "class": "subprocess:Popen", "member": "true"}, "no Enum"),
+        ({MARK: "namedtuple", "class": "os:PathLike", "fields": []}, "no named tuple"),
+        ({MARK: "os.system", "of": ["true"]}, "os.system"),
+    ],
+)
+def test_forged_or_outdated_record_is_refused_and_imports_nothing(record: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotCapturable, match=words):
+        _forged(record)
+    assert "antigravity" not in sys.modules
+
+
+def test_dcp_storage_takes_the_same_values(tmp_path: Path) -> None:
+    with Storage(tmp_path) as storage:
+        assert storage.save(
+            {"weight": torch.ones(2), "values": Place(1, VALUES), "arrays": Place(2, ARRAYS)}, 1
+        )
+    state: dict[str, Any] = {"weight": torch.zeros(2), "values": None, "arrays": None}
+    with Storage(tmp_path) as storage:
+        assert storage.load(state) == 1
+    assert state["values"] == Place(1, VALUES)
+    for found, array in zip(state["arrays"].phase, ARRAYS, strict=True):
+        numpy.testing.assert_array_equal(found, array)
+
+
+def test_what_dcp_storage_cannot_take_is_named_in_plain_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Storage(tmp_path) as storage:
+        assert not storage.save({"weight": torch.ones(2), "logger": Handled()}, 1)
+    assert f"logger: a {__name__}.Handled could not be read back" in caplog.text
+    assert "weights_only" not in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+def test_checkpointer_restores_such_values_in_its_state(tmp_path: Path) -> None:
+    def start(data: dict[str, Any]) -> Checkpointer:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        return Checkpointer(model, optimizer, state={"data": data}, folder=tmp_path, every=1)
+
+    with start({"values": VALUES}) as checkpointer:
+        checkpointer.restore()
+        checkpointer.step()
+        assert checkpointer.wait(30)
+        assert checkpointer.skipped == 0
+    found: dict[str, Any] = {}
+    with start(found) as checkpointer:
+        assert checkpointer.restore() == 1
+    assert found == {"values": VALUES}
