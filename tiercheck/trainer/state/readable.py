@@ -142,23 +142,28 @@ def encoded(value: Any, known: dict[int, Any], leaf: Leaf) -> Any:
     if (found := known.get(id(value))) is not None:
         return found
     copy: Any
-    if kind is list:
+    # Most members are plain, and calls would take longest.
+    if kind is dict and UNCHANGEABLE.issuperset(map(type, value)):
+        copy = known[id(value)] = {}
+        for key, each in value.items():
+            copy[key] = each if type(each) in UNCHANGEABLE else encoded(each, known, leaf)
+    elif kind is list:
         copy = known[id(value)] = []
-        copy += [encoded(each, known, leaf) for each in value]
+        copy += [each if type(each) in UNCHANGEABLE else encoded(each, known, leaf) for each in value]
     elif kind is tuple:
         copy = known[id(value)] = tuple([encoded(each, known, leaf) for each in value])
-    elif kind in (dict, OrderedDict) and (
-        UNCHANGEABLE.issuperset(map(type, value)) or not any(map(_is_odd, value))
-    ):
+    elif kind is torch.Tensor:
+        copy = leaf(value, known)
+    elif (apart := taken_apart(value)) is not None:
+        copy = known[id(value)] = apart[0]
+        if apart[1]:
+            copy["of"] = [encoded(each, known, leaf) for each in apart[1]]
+    elif kind is dict or kind is OrderedDict:
         copy = known[id(value)] = kind()
         for key, each in value.items():
             copy[encoded(key, known, leaf)] = encoded(each, known, leaf)
         if kind is OrderedDict and value.__dict__:
-            vars(copy).update({key: encoded(each, known, leaf) for key, each in vars(value).items()})
-    elif kind is not torch.Tensor and (apart := taken_apart(value)) is not None:
-        copy = known[id(value)] = apart[0]
-        if apart[1]:
-            copy["of"] = [encoded(each, known, leaf) for each in apart[1]]
+            vars(copy).update(encoded(value.__dict__, known, leaf))
     else:
         copy = leaf(value, known)
     return copy
