@@ -52,23 +52,22 @@ class Found:
         return 0 if self.offer is None else self.offer.version.step
 
     @functools.cached_property
-    def _content(self) -> Mapping[str, Any]:
-        if self.offer is None:
-            return {}
-        path = self.offer.deltas[-1] if self.offer.deltas else self.offer.path
-        if not path and self.offer.borrow is not None:
-            path = self.offer.borrow(0, ())
-        try:
-            return _OpenSlot.open(path).content if path else {}
-        except (OSError, ValueError, KeyError, NotCapturable):
-            return {}  # the restore will say what is wrong with it
-
-    @property
     def state(self) -> Mapping[str, Any]:
-        """What the version has of the script's `state`, by its names; of ranks on another mesh, that of rank
-        0. Empty: there is none, or it cannot be read."""
-        found: Mapping[str, Any] = self._content.get("state", {})
-        return found
+        """The script's `state` in that version, by name, read before there is anything to load it into; that of
+        rank 0 if others saved it. Empty: nothing is found, or it cannot be read, and `restore` says why."""
+        offer = self.offer
+        if offer is None:
+            return {}
+        try:
+            if offer.path:
+                content = _OpenSlot.open(offer.deltas[-1] if offer.deltas else offer.path).content
+            else:
+                assert offer.borrow is not None
+                content = OtherRanks(offer.world_size, offer.borrow).blob(0)
+            state: Mapping[str, Any] = content["state"]
+        except (OSError, NotASlot, KeyError, ValueError, NotCapturable, RestoreError):
+            return {}
+        return state
 
 
 def find(folder: Path | str | None = None, keep: int = 2, run: str | None = None) -> Found:
