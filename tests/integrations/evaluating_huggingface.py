@@ -26,7 +26,7 @@ from tiercheck.integrations.huggingface import Resumable
 
 
 class MyTrainer(Resumable, Trainer):
-    keeps_own_checkpoints = True
+    pass
 
 
 class Say(TrainerCallback):

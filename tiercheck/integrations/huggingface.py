@@ -3,21 +3,26 @@
     from tiercheck.integrations.huggingface import Resumable
 
     class MyTrainer(Resumable, Trainer):  # or any subclass of it
-        pass
+        checkpointing = {"folder": "checkpoints", "every": 50}
 
     MyTrainer(model, TrainingArguments(...)).train()
 
 It is no TrainerCallback, because none is called before the Trainer has decided in which epoch and at which
 batch it begins, nor after the evaluation of a step, whose random numbers belong to the step too. Needs
-transformers 5 (its methods `_init_training_state`, `_prepare_for_training`, `_run_epoch` and
-`_maybe_log_save_evaluate`).
+transformers 5 (the methods in `_NEEDED`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils.data import IterableDataset
+
+from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find
 from tiercheck.trainer.state import user_state
 
@@ -26,10 +31,20 @@ _NEEDED = (
     "_prepare_for_training",
     "_run_epoch",
     "_maybe_log_save_evaluate",
+    "_finalize_training",
     "_load_rng_state",
+    "get_batch_samples",
+    "get_eval_dataloader",
+    "get_total_train_batch_size",
 )
 _RESUMED = "tiercheck"
 """Stands for the folder that the Trainer would have loaded a checkpoint from."""
+_COMPARED = (
+    "learning_rate", "weight_decay", "adam_", "max_grad_norm", "lr_scheduler_type", "warmup_", "optim",
+    "label_smoothing", "neftune", "num_train_epochs", "max_steps", "seed", "data_seed", "bf16", "fp16",
+    "gradient_accumulation_steps", "dataloader_drop_last", "train_sampling_strategy",
+)  # fmt: skip
+"""How the names of arguments begin whose change is told."""
 
 if TYPE_CHECKING:
     from typing import Any as _Trainer  # transformers.Trainer, or a subclass of it
@@ -38,15 +53,18 @@ else:
 
 
 class Resumable(_Trainer):  # type: ignore[misc]
-    """Put before the Trainer class among the bases. What the Trainer would save at a step itself is left out:
-    set `keeps_own_checkpoints` to have that too. `save_model` works as ever.
+    """Put before the Trainer class among the bases.
 
-    `checkpointing`: arguments of Checkpointer (`every`, `folder`, `keep`, `sanity_gate`; more for `state`).
+    `checkpointing`: arguments of Checkpointer (`every`, `folder`, `keep`, `run`, `sanity_gate`; more for
+    `state`). `keeps_own_checkpoints`: False leaves out what `save_strategy` asks for; `save_model` still
+    works.
     """
 
     checkpointing: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
-    keeps_own_checkpoints = False
+    keeps_own_checkpoints = True
     checkpointer: Checkpointer | None = None
+    _found: Found | None = None
+    _run: str | None = None
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -56,11 +74,31 @@ class Resumable(_Trainer):  # type: ignore[misc]
             )
 
     def train(self, *arguments: Any, **named: Any) -> Any:
+        if self.args.load_best_model_at_end and not self.keeps_own_checkpoints:
+            raise ValueError(
+                "load_best_model_at_end=True needs the Trainer's own checkpoints, which "
+                "keeps_own_checkpoints = False leaves out: remove one of them"
+            )
+        self._run = self.checkpointing.get("run")
+        self._found = self._find()
+        size = self._found.state.get("trainer", {}).get("batch_size")
+        if self.args.auto_find_batch_size and size:
+            self._train_batch_size = size  # where the search begins: a larger one did not fit
         try:
             return super().train(*arguments, **named)
         finally:
             if self.checkpointer is not None:
                 self.checkpointer.close()
+
+    def _find(self) -> Found:
+        """The version that this `train` continues from: after a batch size that did not fit, its own last."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+        options = self.checkpointing
+        named = {} if self._run is None else {"run": self._run}
+        found = find(options.get("folder"), options.get("keep", 2), **named)
+        self._run = getattr(found, "run", self._run)
+        return found
 
     def _init_training_state(
         self,
@@ -73,28 +111,61 @@ class Resumable(_Trainer):  # type: ignore[misc]
         begun: tuple[int, int] = super()._init_training_state(
             max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial
         )
-        options = self.checkpointing
-        self._found: Found | None = find(options.get("folder"), options.get("keep", 2))
+        found = self._found = self._found or self._find()
         self._steps_per_epoch = steps_per_epoch
         self._drawn: dict[str, Any] | None = None
-        self._resumed = self._found.step > 0
+        self._losses: list[Any] | None = None
+        self._seconds, self._started, self._steps_in_epoch = 0.0, time.time(), 1
+        self._epoch, self._short = begun[0], 0
+        self._began: dict[str, Any] | None = None
+        self._has_workers = self._stopped = False
+        self._kept: dict[str, Any] = dict(found.state.get("trainer", {}))
+        self._facts = _describe_arguments(self, steps_per_epoch)
+        self._resumed = found.step > 0
         if not self._resumed:
             return begun
-        step = self.state.global_step = self._found.step
-        rest = 0 if self.args.ignore_data_skip else step % steps_per_epoch
-        return step // steps_per_epoch, rest * self.args.gradient_accumulation_steps
+        self.state.global_step = found.step
+        self._epoch, batches = self._find_position(max_steps, steps_per_epoch)
+        self._kept["batches"] = 0 if self.args.ignore_data_skip else batches
+        return self._epoch, self._kept["batches"]
+
+    def _find_position(self, max_steps: int, steps_per_epoch: int) -> tuple[int, int]:
+        """The epoch, and the batches of it that are done, told if they are of other sizes than today's."""
+        kept, step, accumulation = self._kept, self.state.global_step, self.args.gradient_accumulation_steps
+        if "epoch" not in kept:
+            log.warning("the version of step %d has no position in the data: it is taken from the step", step)
+            return step // steps_per_epoch, step % steps_per_epoch * accumulation
+        epoch, batches, samples = kept["epoch"], kept["batches"], kept["batches"] * kept["samples"]
+        facts = self._facts
+        changed = [
+            f"{name} {old} -> {facts[name]}"
+            for name, old in kept["facts"].items()
+            if name in facts and facts[name] != old
+        ]
+        if not changed:
+            return epoch, batches
+        batches = samples // _samples_per_batch(self)
+        done = epoch * steps_per_epoch + batches // accumulation
+        if self.args.max_steps <= 0 and steps_per_epoch != kept["facts"]["steps per epoch"]:
+            self.state.max_steps = step + max(0, max_steps - done)  # as many epochs as were asked for
+        log.warning(
+            "not as when step %d was saved: %s. Data go on at batch %d of epoch %d (%d samples of it are "
+            "done); what optimizer and schedule hold (rates, betas, weight decay) stays as saved: to train "
+            "with other values, set them in on_train_begin",
+            *(step, ", ".join(changed), batches, epoch, samples),
+        )
+        return epoch, batches
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        model, loader = super()._prepare_for_training(
+            self.state.max_steps, train_dataloader, resume_from_checkpoint
+        )
         options = {**self.checkpointing}
         state = {"trainer": _TrainerState(self), "scheduler": self.lr_scheduler, **options.pop("state", {})}
         if (scaler := getattr(self.accelerator, "scaler", None)) is not None:
             state["scaler"] = scaler
-        if self.checkpointer is not None:
-            self.checkpointer.close()
-        self._tr_loss_kept: tuple[float, int] | None = None
         self.checkpointer = Checkpointer(model, self.optimizer, state=state, found=self._found, **options)
         self._found = None
         if not self.checkpointer.restore():  # a checkpoint of the Trainer's own may be where it begins
@@ -102,15 +173,83 @@ class Resumable(_Trainer):  # type: ignore[misc]
         self._drawn = user_state.random_state() if self._resumed else None
         return model, loader
 
-    def _run_epoch(self, *arguments: Any, **named: Any) -> Any:
-        if (
-            self._resumed
-        ):  # so that batches are skipped and random numbers put back where the Trainer does that
-            named["resume_from_checkpoint"] = _RESUMED
+    def _run_epoch(self, *, train_dataloader: Any, epoch: int, steps_in_epoch: int, **named: Any) -> Any:
+        resumed, self._resumed = self._resumed, False
+        self._loader, self._epoch, self._steps_in_epoch = train_dataloader, epoch, steps_in_epoch
+        self._started = named["start_time"]
+        if resumed:
             self._put_back_losses()
-        result = super()._run_epoch(*arguments, **named)
+            if self._has_ended():
+                self.control.should_training_stop = True
+                return None
+            # so that batches are skipped and random numbers put back where the Trainer does that
+            named["resume_from_checkpoint"] = _RESUMED
+            self._begin_again()
+        else:
+            self._began = self._describe_begin()
+        result = super()._run_epoch(
+            train_dataloader=train_dataloader, epoch=epoch, steps_in_epoch=steps_in_epoch, **named
+        )
+        if _base(train_dataloader).persistent_workers:
+            if resumed and self._kept["batches"]:
+                _draw_no_seed(train_dataloader)  # this epoch had a loader of its own
+            self._has_workers = True
+        if self.control.should_epoch_stop or self._batches == steps_in_epoch:
+            self._epoch += 1
         self._end_step()  # the last of the epoch: what its end draws and evaluates is behind it
         return result
+
+    @property
+    def _batches(self) -> int:
+        """Batches of the epoch that are done, as the Trainer counts them."""
+        return max(0, round((self.state.epoch - self._epoch) * self._steps_in_epoch))
+
+    def _has_ended(self) -> bool:
+        step, most = self.state.global_step, self.state.max_steps
+        self._stopped = self._kept.get("stopped", False) and most == self._kept["max_steps"]
+        if self._stopped:
+            log.warning("an evaluation ended this training at step %d: it makes no further step", step)
+        return self._stopped or step >= most
+
+    def _describe_begin(self) -> dict[str, Any]:
+        """What the order of an epoch's samples follows from, before it is decided."""
+        drawn = {name: user_state.generator_state(each) for name, each in _generators(self._loader).items()}
+        return {"random": user_state.random_state(), "generators": drawn, "workers": self._has_workers}
+
+    def _begin_again(self) -> None:
+        """The epoch begins as it once did; what was drawn since, `_load_rng_state` puts back after it."""
+        if (began := self._kept.get("began")) is None:
+            self._began = self._describe_begin()
+            return
+        loader, base = self._loader, _base(self._loader)
+        if base.persistent_workers and (
+            isinstance(base.dataset, IterableDataset) or hasattr(base.dataset, "set_epoch")
+        ):
+            log.warning(
+                "persistent workers are new after a restore: samples are the same only if the %s in them "
+                "keeps nothing from epoch to epoch; dataloader_persistent_workers=False is exact",
+                type(base.dataset).__name__,
+            )
+        if began["workers"]:
+            _draw_no_seed(loader)
+        for name, generator in _generators(loader).items():
+            if name in began["generators"]:
+                user_state.set_generator(generator, began["generators"][name])
+        user_state.set_random_state(began["random"])
+        self._began, self._has_workers = began, began["workers"]
+        self._short = self._kept["batches"] % self.args.gradient_accumulation_steps
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *more: Any, **named: Any) -> Any:
+        # The first step after another accumulation may have some of its batches behind it.
+        short, self._short = self._short, 0
+        return super().get_batch_samples(epoch_iterator, num_batches - short, *more, **named)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        loader = super().get_eval_dataloader(eval_dataset)
+        name = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        if name in getattr(self, "_kept", {}).get("evaluated", ()):
+            _draw_no_seed(loader)  # its workers were there already
+        return loader
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint != _RESUMED:
@@ -122,25 +261,32 @@ class Resumable(_Trainer):  # type: ignore[misc]
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> Any:
         if not self.keeps_own_checkpoints:
             self.control.should_save = False
+        ends = self.control.should_training_stop
         result = super()._maybe_log_save_evaluate(*arguments, **named)
-        if self.state.global_step % self._steps_per_epoch:
+        self._stopped |= self.control.should_training_stop and not ends
+        last = self._batches == self._steps_in_epoch or self.control.should_epoch_stop
+        if not last and not self.control.should_training_stop:
             self._end_step()
         return result
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        self._put_back_losses()  # of a training that has no epoch left
+        # Loss, time and speed are those of the whole training, and not of its last life.
+        return super()._finalize_training(trial, num_train_samples, start_time - self._seconds)
 
     def _end_step(self) -> None:
         if self.checkpointer is not None and self.state.global_step > self.checkpointer.step_number:
             self.checkpointer.step()
 
     def _put_back_losses(self) -> None:
-        if self._tr_loss_kept is not None:
-            total, logged = self._tr_loss_kept
-            self._tr_loss_kept = None
-            self._tr_loss.fill_(total)
-            self._globalstep_last_logged = logged
+        if self._losses is not None:
+            waiting, self._globalstep_last_logged, self._total_loss_scalar, first, seconds = self._losses
+            self._tr_loss.copy_(waiting)
+            self._initial_global_step, self._seconds, self._losses = first, seconds, None
 
 
 class _TrainerState:
-    """What a Trainer knows of its own progress: history, best metric, counters, losses not yet logged."""
+    """What a Trainer knows of its own progress: position, history, best metric, losses not yet logged."""
 
     def __init__(self, trainer: Resumable) -> None:
         self._trainer = trainer
@@ -154,11 +300,28 @@ class _TrainerState:
         }
         callbacks = [(name, each.state()["attributes"]) for name, each in self._stateful()]
         losses = getattr(trainer, "_tr_loss", None)
-        waiting = None if losses is None else [float(losses), trainer._globalstep_last_logged]
+        batches = trainer._batches
         return {
             "state": plain,
-            "losses": waiting,
+            "losses": None
+            if losses is None
+            else [
+                losses.detach(),
+                trainer._globalstep_last_logged,
+                trainer._total_loss_scalar,
+                trainer._initial_global_step,
+                time.time() - trainer._started + trainer._seconds,
+            ],
             "callbacks": [each for each in callbacks if _is_plain(each)],
+            "epoch": trainer._epoch,
+            "batches": batches,
+            "samples": _samples_per_batch(trainer),
+            "began": trainer._began if batches or trainer._began is None else trainer._describe_begin(),
+            "batch_size": trainer._train_batch_size,
+            "evaluated": list(getattr(trainer, "_eval_dataloaders", ())),
+            "stopped": trainer._stopped,
+            "max_steps": trainer.state.max_steps,
+            "facts": trainer._facts,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,6 +329,14 @@ class _TrainerState:
             # How long this training is, its arguments say: they may be others than before.
             if name not in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps"):
                 setattr(self._trainer.state, name, value)
+        best = self._trainer.state.best_model_checkpoint
+        if best is not None and not os.path.isdir(best):
+            self._trainer.state.best_model_checkpoint = None
+            log.warning(
+                "the best checkpoint %s is gone: put output_dir on a volume that outlives the pod. Without a "
+                "better one, load_best_model_at_end leaves the last model",
+                best,
+            )
         kept = list(state["callbacks"])
         for name, callback in self._stateful():
             same = next((each for each in kept if each[0] == name), None)
@@ -173,8 +344,7 @@ class _TrainerState:
                 kept.remove(same)
                 for attribute, value in same[1].items():
                     setattr(callback, attribute, value)
-        if state["losses"] is not None:
-            self._trainer._tr_loss_kept = tuple(state["losses"])
+        self._trainer._losses = state["losses"]
 
     def _stateful(self) -> list[tuple[str, Any]]:
         """Callbacks with a state of their own (`ExportableState`), such as EarlyStoppingCallback, by the
@@ -183,6 +353,51 @@ class _TrainerState:
         return [
             (name, each) for name, each in known if hasattr(each, "state") and hasattr(each, "from_state")
         ]
+
+
+def _describe_arguments(trainer: Any, steps_per_epoch: int) -> dict[str, Any]:
+    """What position and hyper-parameters follow from, by the names that their change is told by."""
+    length = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
+    named = {
+        name: getattr(value, "value", value)
+        for name, value in vars(trainer.args).items()
+        if name.startswith(_COMPARED)
+    }
+    return {
+        "per_device_train_batch_size": trainer._train_batch_size,
+        "ranks": trainer.args.world_size,
+        "length of train_dataset": length,
+        "steps per epoch": None if length is None else steps_per_epoch,
+        **{name: value for name, value in named.items() if _is_plain(value)},
+    }
+
+
+def _samples_per_batch(trainer: Any) -> int:
+    """Of all ranks."""
+    total: int = trainer.get_total_train_batch_size(trainer.args)
+    return max(1, total // trainer.args.gradient_accumulation_steps)
+
+
+def _base(loader: Any) -> Any:
+    """The DataLoader itself: Accelerate has an object around it."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+def _draw_no_seed(loader: Any) -> None:
+    """Its next iterator makes workers, where an undisturbed run had them: their seed is drawn elsewhere."""
+    _base(loader).generator = torch.Generator()
+
+
+def _generators(holder: Any, name: str = "") -> dict[str, Any]:
+    """Generators of random numbers that a loader, its samplers and its dataset keep, by their paths."""
+    found: dict[str, Any] = {}
+    for attribute, value in vars(_base(holder)).items():
+        path = f"{name}.{attribute}"
+        if attribute in ("batch_sampler", "sampler", "dataset") and hasattr(value, "__dict__"):
+            found |= _generators(value, path)
+        elif user_state.generator_state(value) is not None:
+            found[path] = value
+    return found
 
 
 def _is_plain(value: Any) -> bool:
