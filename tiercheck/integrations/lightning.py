@@ -12,23 +12,27 @@ that schedules and other callbacks look at. Needs lightning (or pytorch_lightnin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils import prune
 
-from tiercheck.trainer.backends.backend import RestoreError
-from tiercheck.trainer.checkpointer import Checkpointer
+from tiercheck.trainer.backends.backend import RestoreError, log
+from tiercheck.trainer.checkpointer import Checkpointer, find
 from tiercheck.trainer.state import user_state
 
 try:
-    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch import callbacks
 except ModuleNotFoundError:  # the same under its other name
-    from pytorch_lightning.callbacks import Callback
+    from pytorch_lightning import callbacks
+
+Callback = callbacks.Callback
 
 
 class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
-    """`every`, `folder`, `keep`, `sanity_gate`, `state`: as for Checkpointer."""
+    """`every`, `folder`, `keep`, `run`, `sanity_gate`, `state`: as for Checkpointer."""
 
     def __init__(
         self,
@@ -36,15 +40,14 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         every: int | None = None,
         folder: Path | str | None = None,
         keep: int = 2,
+        run: str | None = None,
         sanity_gate: bool | None = None,
         state: user_state.State | None = None,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "every": every,
-            "folder": folder,
-            "keep": keep,
-            "sanity_gate": sanity_gate,
-        }
+        self._options: dict[str, Any] = {"every": every, "sanity_gate": sanity_gate}
+        self._place: dict[str, Any] = {"folder": folder, "keep": keep}
+        if run is not None:
+            self._place["run"] = run
         self._more = state or {}
         self._drawn: dict[str, Any] | None = None
         self._validates = False
@@ -53,6 +56,8 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         """What was logged until the last validation or epoch, for schedules and callbacks that monitor it."""
         self.between_epochs = False
         """Whether a step is kept of which Lightning's loops have yet to begin their epoch."""
+        self.logged: dict[str, list[Any]] = {}
+        """What was logged of the epoch before the restore, and not since: sum, and number of samples."""
         self.checkpointer: Checkpointer | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -64,12 +69,21 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         trainer.callbacks = [_EpochStart(self), *others, self]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        state = {"lightning": _Progress(trainer, self), **self._more}
+        found = find(**self._place)
+        progress = _Progress(trainer, pl_module, self)
+        progress.prune(found.state.get("lightning", {}).get("pruned", ()))
+        state = {"lightning": progress, **self._more}
         model = trainer.strategy.model
         # A strategy wraps the module for DistributedDataParallel; without one it is the module itself.
         self.checkpointer = Checkpointer(
-            pl_module if model is None else model, trainer.optimizers, state=state, **self._options
+            pl_module if model is None else model,
+            trainer.optimizers,
+            state=state,
+            found=found,
+            **self._options,
+            **self._place,
         )
+        self._drawn, self.between_epochs, self.logged = None, False, {}
         if self.checkpointer.restore():
             # The loaders' iterators draw seeds before the first batch, which they would not have done in
             # mid-epoch.
@@ -92,12 +106,35 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             and len(trainer.optimizers) == 1
         ):
             self.checkpointer.step_number = trainer.global_step  # `ckpt_path` is where it begins
+        fetcher = trainer.fit_loop._data_fetcher
+        if self._drawn is not None and not self.between_epochs:
+            loaders = fetcher.combined_loader.flattened
+            if fetcher.length is None or not all(hasattr(each, "state_dict") for each in loaders):
+                log.warning(
+                    "restored in mid-epoch, and its data begin anew or miss a batch: only a loader "
+                    "with state_dict and a length (torchdata's StatefulDataLoader) goes on where it was"
+                )
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self.between_epochs:
             # The loaders came back at the end of their epoch, not yet aware of it: let them find out, and
-            # begin the next.
+            # begin the next, which draws what it would have drawn.
+            self.between_epochs = False
             fetcher = trainer.fit_loop._data_fetcher
-            next(fetcher.iterator, None)
+            if all(hasattr(each, "state_dict") for each in fetcher.combined_loader.flattened):
+                next(fetcher.iterator, None)
+            if self._drawn is not None:
+                user_state.set_random_state(self._drawn)
+                self._drawn = None
             iter(fetcher)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.logged:
+            log.warning(
+                "%s of this epoch are of its batches since the restore: log them at each batch to keep them",
+                ", ".join(sorted(self.logged)),
+            )
+            self.logged = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._drawn is not None:
@@ -108,6 +145,7 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         epoch = trainer.fit_loop.epoch_loop
+        self._add_logged(epoch._results)
         if epoch.batch_progress.is_last_batch:
             return  # kept by `begin_epoch`
         self._validates = (
@@ -127,7 +165,6 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         if (
             self.between_epochs
         ):  # restored: the loop begins its epoch like any other, and takes up nothing of the one before
-            self.between_epochs = False
             trainer.fit_loop.epoch_loop.restarting = False
             return
         self._keep_metrics(trainer)
@@ -148,6 +185,18 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             name: torch.as_tensor(each).to("cpu", copy=True)
             for name, each in trainer.callback_metrics.items()
         }
+
+    def _add_logged(self, results: Any) -> None:
+        """Metrics are there again once they are logged again: what was logged before is added then."""
+        for name in self.logged.keys() & results.keys():
+            (value, size), metric = self.logged.pop(name), results[name]
+            value, extreme = value.to(metric.value.device), metric.meta
+            if extreme.is_max_reduction or extreme.is_min_reduction:
+                metric.value = extreme.reduce_fx(metric.value, value)
+            else:
+                metric.value = metric.value + value
+            if size is not None:
+                metric.cumulated_batch_size = metric.cumulated_batch_size + size.to(metric.value.device)
 
     def _end_step(self, trainer: Any) -> None:
         # In the middle of accumulated gradients there is no step to keep.
@@ -176,10 +225,11 @@ class _EpochStart(Callback):  # type: ignore[misc, unused-ignore]
 
 
 class _Progress:
-    """What Lightning's own checkpoint holds beside the weights and the optimizers."""
+    """What Lightning's own checkpoint holds beside weights and optimizers, and metrics of the epoch."""
 
-    def __init__(self, trainer: Any, own: TierCheck) -> None:
-        self._trainer, self._own = trainer, own
+    def __init__(self, trainer: Any, module: Any, own: TierCheck) -> None:
+        self._trainer, self._module, self._own = trainer, module, own
+        self._metrics = {name: each for name, each in module.named_modules() if hasattr(each, "metric_state")}
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -187,27 +237,86 @@ class _Progress:
             "fit_loop": trainer.fit_loop.state_dict(),
             "between_epochs": self._own.between_epochs,
             "metrics": self._own.metrics,
-            "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "logged": {**self._own.logged, **_list_logged(trainer.fit_loop.epoch_loop._results)},
+            "metric_states": {
+                name: [each.metric_state, each._update_count] for name, each in self._metrics.items()
+            },
+            "schedulers": [
+                (type(config.scheduler).__name__, config.scheduler.state_dict())
+                for config in trainer.lr_scheduler_configs
+            ],
             "precision": trainer.precision_plugin.state_dict(),
             "callbacks": {callback.state_key: callback.state_dict() for callback in self._others()},
             "datamodule": None if trainer.datamodule is None else trainer.datamodule.state_dict(),
+            "pruned": self._list_pruned(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(state["fit_loop"])
         self._own.between_epochs = state["between_epochs"]
-        self._own.metrics = state["metrics"]
+        self._own.metrics, self._own.logged = state["metrics"], state["logged"]
         trainer._logger_connector._callback_metrics.update(self._own.metrics)
-        for config, kept in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
-            config.scheduler.load_state_dict(kept)
+        for name, (values, count) in state["metric_states"].items():
+            if (metric := self._metrics.get(name)) is not None:
+                for attribute, value in values.items():
+                    setattr(metric, attribute, _to(value, metric.device))
+                metric._update_count, metric._computed = count, None
         if state["precision"]:
             trainer.precision_plugin.load_state_dict(state["precision"])
         for callback in self._others():
-            if state["callbacks"].get(callback.state_key):
-                callback.load_state_dict(state["callbacks"][callback.state_key])
+            if kept := state["callbacks"].get(callback.state_key):
+                callback.load_state_dict(kept)
+            self._begin_again(callback)
+        self._load_schedulers(state["schedulers"])
         if trainer.datamodule is not None and state["datamodule"]:
             trainer.datamodule.load_state_dict(state["datamodule"])
+
+    def _begin_again(self, callback: Any) -> None:
+        """What Lightning's own callbacks did at the start of an epoch that is behind, and keep nowhere."""
+        trainer = self._trainer
+        if isinstance(callback, callbacks.GradientAccumulationScheduler):
+            callback.on_train_epoch_start(trainer, self._module)
+        elif isinstance(callback, callbacks.StochasticWeightAveraging) and callback._scheduler_state:
+            (optimizer,), progress = trainer.optimizers, trainer.fit_loop.epoch_progress.current
+            values = [{**group} for group in optimizer.param_groups]
+            now, progress.completed = progress.completed, callback._latest_update_epoch
+            callback.on_train_epoch_start(trainer, self._module)
+            progress.completed = now
+            for group, value in zip(optimizer.param_groups, values, strict=True):
+                group.update(value)  # a new scheduler begins with a rate of its own
+
+    def _load_schedulers(self, kept: list[Any]) -> None:
+        here = self._trainer.lr_scheduler_configs
+        if [name for name, _ in kept] != [type(config.scheduler).__name__ for config in here]:
+            log.warning(
+                "the version has the schedulers %s, here are %s: those of the same class in the same place "
+                "are loaded",
+                [name for name, _ in kept],
+                [type(config.scheduler).__name__ for config in here],
+            )
+        for config, (name, state) in zip(here, kept, strict=False):
+            if type(config.scheduler).__name__ == name:
+                config.scheduler.load_state_dict(state)
+
+    def _list_pruned(self) -> list[str]:
+        """Parameters that ModelPruning has given masks."""
+        if not any(isinstance(each, callbacks.ModelPruning) for each in self._trainer.callbacks):
+            return []
+        return [
+            f"{name}.{hook._tensor_name}"
+            for name, module in self._module.named_modules()
+            for hook in module._forward_pre_hooks.values()
+            if isinstance(hook, prune.BasePruningMethod)
+        ]
+
+    def prune(self, names: Sequence[str]) -> None:
+        """Give these parameters masks, for the version's to be loaded into."""
+        for path in names:
+            owner, _, name = path.rpartition(".")
+            module = self._module.get_submodule(owner)
+            if not hasattr(module, f"{name}_mask"):
+                prune.identity(module, name)
 
     def _others(self) -> list[Any]:
         return [
@@ -215,3 +324,16 @@ class _Progress:
             for each in self._trainer.callbacks
             if each is not self._own and not isinstance(each, _EpochStart)
         ]
+
+
+def _list_logged(results: Any) -> dict[str, list[Any]]:
+    """What `self.log` has added up since the epoch began."""
+    return {
+        name: [metric.value.detach(), getattr(metric, "cumulated_batch_size", None)]
+        for name, metric in results.items()
+        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
+    }
+
+
+def _to(value: Any, device: Any) -> Any:
+    return [each.to(device) for each in value] if isinstance(value, list) else value.to(device)
