@@ -53,8 +53,8 @@ class Found:
 
     @functools.cached_property
     def state(self) -> Mapping[str, Any]:
-        """The script's `state` in that version, by name, read before there is anything to load it into; that of
-        rank 0 if others saved it. Empty: nothing is found, or it cannot be read, and `restore` says why."""
+        """The script's `state` in that version, by name, read before there is anything to load it into; that
+        of rank 0 if others saved it. Empty: nothing is found, or it cannot be read: `restore` says why."""
         offer = self.offer
         if offer is None:
             return {}
@@ -120,8 +120,8 @@ def _reported(version: Version) -> Iterator[None]:
         raise
     except Exception as error:
         raise RestoreError(
-            f"{version} was found, but putting it back raises {type(error).__name__}: {error} (it goes through "
-            "load_state_dict of the script's objects, and their load hooks)"
+            f"{version} was found, but putting it back raises {type(error).__name__}: {error} (it goes "
+            "through load_state_dict of the script's objects, and their load hooks)"
         ) from error
 
 
