@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sized
@@ -128,8 +129,10 @@ class Arithmetic:
 
                 def look(_: Tensor, name: str = name, before: list[nn.Parameter] = before) -> None:
                     kept = before.pop().grad if before else None
-                    if kept is not None and not torch.cuda.is_current_stream_capturing():
-                        self._kept = name if local_shard(kept).count_nonzero() else ""
+                    with contextlib.suppress(Exception):  # invariant: no failure of ours ends a backward pass
+                        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+                        if kept is not None and not capturing and local_shard(kept).count_nonzero():
+                            self._kept = name
 
                 return parameter.register_hook(look)
         return None
