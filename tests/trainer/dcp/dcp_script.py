@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -122,6 +121,8 @@ def main(folder: Path, actions: list[str]) -> dict[str, Any]:
                 run.train(1)  # while it is saved
                 storage.wait()
             elif action == "process":
+                from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
                 storage.async_save(run.state(), step, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
                 storage.wait()
             elif action == "fail-on-1":
