@@ -48,7 +48,5 @@ else:  # a type checker would take every name for Any
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            hint = "run: pip install 'tiercheck[trainer]'"
-            raise ModuleNotFoundError(
-                f"tiercheck.{name} needs torch, which is not installed; {hint}", name="torch"
-            ) from None
+            message = f"tiercheck.{name} needs torch, which is not installed; run: pip install torch"
+            raise ModuleNotFoundError(message, name="torch") from None
