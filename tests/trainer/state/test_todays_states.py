@@ -310,6 +310,10 @@ def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
         model.register_buffer("scales", values.view(dtype))
         return Run(model, [torch.optim.SGD(model.parameters(), lr=1e-2)])
 
+    try:
+        torch.zeros(64, dtype=torch.uint8).view(dtype).clone()
+    except NotImplementedError:
+        pytest.skip("this torch cannot copy such a tensor itself")
     wanted = torch.arange(64, dtype=torch.uint8) % (2 if dtype is torch.bool else 64)
     run = script(wanted.clone())
     with Checkpointer(run.model, run.optimizers, folder=tmp_path, every=1) as checkpointer:

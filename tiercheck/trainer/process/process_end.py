@@ -160,7 +160,7 @@ def _some_busy() -> bool:
 def _gloo_threads() -> dict[str, str]:
     """Returns id and state of every thread that may be gloo's.
 
-    Before torch 2.11 they have no name of their own, as other native threads: they inherit the process's.
+    Older torch (2.8 for one) does not name them: as other native threads they inherit the process's name.
     """
     known = {str(thread.native_id) for thread in threading.enumerate()}
     found = {}
