@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,6 +62,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
     "hook before": lambda wrapped: wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "PowerSGD": lambda wrapped: wrapped.register_comm_hook(
+        powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
+    ),
     "built-in hook": lambda wrapped: wrapped._register_builtin_comm_hook(
         dist.BuiltinCommHookType.FP16_COMPRESS
     ),
@@ -75,6 +78,8 @@ class Training:
         self.way = way
         torch.manual_seed(0)
         options = {"bucket_cap_mb": 0.004, **OPTIONS.get(way, {})}
+        if way == "other buckets" and folder.exists():
+            options["bucket_cap_mb"] = 0.01
         self.parts = [
             DistributedDataParallel(Net(way), **options) for _ in range(2 if way == "two parts" else 1)
         ]
