@@ -35,8 +35,8 @@ STEPS, EVERY = 8, 2
 LAST = 6
 """Newest version where nobody is killed: the run ended in step 7."""
 BEGIN = (
-    "ddp:2",
-    "zero:2",
+    "ddp:4",
+    "zero:4",
     "fsdp:4",
     "hybrid:4",
     "tensor:2",
@@ -44,9 +44,10 @@ BEGIN = (
     "pipeline:2",
     "pipeline-fsdp-tensor:8",
 )
-"""Parallelism and number of ranks. No layer can be divided evenly by three or four, few by two."""
+"""Parallelism and number of ranks; of DDP more than two, which sum in an order that its buckets decide. No
+layer can be divided evenly by three or four, few by two."""
 MESHES = (
-    *BEGIN, "ddp:1", "fsdp:2", "fsdp:3", "zero:3", "ddp:4", "zero:4", "fsdp:5", "ddp:6", "hybrid:6",
+    *BEGIN, "ddp:1", "ddp:2", "zero:2", "fsdp:2", "fsdp:3", "zero:3", "fsdp:5", "ddp:6", "hybrid:6",
     "fsdp-tensor:6", "fsdp:8",
 )  # fmt: skip
 """Those that a run can go on with."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sized
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tiercheck.trainer.replicas.bucket_layout import bucket_layouts
-from tiercheck.trainer.state.leaves import local_shard
+from tiercheck.trainer.state.leaves import NotCapturable, local_shard
 from tiercheck.trainer.state.live import Wrapped
 
 log = logging.getLogger("tiercheck")
@@ -129,10 +128,12 @@ class Arithmetic:
 
                 def look(_: Tensor, name: str = name, before: list[nn.Parameter] = before) -> None:
                     kept = before.pop().grad if before else None
-                    with contextlib.suppress(Exception):  # invariant: no failure of ours ends a backward pass
-                        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-                        if kept is not None and not capturing and local_shard(kept).count_nonzero():
-                            self._kept = name
+                    if kept is None or (kept.is_cuda and torch.cuda.is_current_stream_capturing()):
+                        return
+                    try:
+                        self._kept = name if local_shard(kept).count_nonzero() else ""
+                    except (NotCapturable, RuntimeError):
+                        pass  # of a kind that cannot be counted
 
                 return parameter.register_hook(look)
         return None
