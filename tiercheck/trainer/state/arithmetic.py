@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sized
@@ -130,10 +131,8 @@ class Arithmetic:
                     kept = before.pop().grad if before else None
                     if kept is None or (kept.is_cuda and torch.cuda.is_current_stream_capturing()):
                         return
-                    try:
+                    with contextlib.suppress(NotCapturable, RuntimeError):  # of a kind that cannot be counted
                         self._kept = name if local_shard(kept).count_nonzero() else ""
-                    except (NotCapturable, RuntimeError):
-                        pass  # of a kind that cannot be counted
 
                 return parameter.register_hook(look)
         return None
