@@ -81,7 +81,11 @@ class Checkpointer:
         verify_all: Compare every byte of a snapshot with the state before the next update, which waits for
             it. None: as the job says.
         found: What `tiercheck.find` returned, for frameworks that must know the step before they make model
-            and optimizer. `folder` and `keep` are then those given to `find`.
+            and optimizer. `folder`, `keep` and `run` are then those given to `find`.
+        run: Name of the training. A folder keeps the versions of each apart, and a start takes up only its own.
+            None: the file name of the script.
+        leave_out: Patterns (fnmatch) of names of frozen parameters and buffers that the script loads itself at
+            each start, before `restore`, such as quantised base weights.
 
     Raises:
         NotCapturable: A TypeError. The model, an optimizer or `state` holds what can never be saved; the
@@ -103,10 +107,11 @@ class Checkpointer:
         verify_all: bool | None = None,
         found: Found | None = None,
         run: str | None = None,
+        leave_out: Sequence[str] = (),
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
-        trained = self._trained = TrainedState(model, optimizer, state)
+        trained = self._trained = TrainedState(model, optimizer, state, leave_out)
         self._every, self._sanity_gate, self._found, self._run = every, sanity_gate, found, run
         self.rank, self.world_size = trained.rank, trained.world_size
         """This process among the ranks of the job."""
