@@ -82,10 +82,10 @@ class Checkpointer:
             it. None: as the job says.
         found: What `tiercheck.find` returned, for frameworks that must know the step before they make model
             and optimizer. `folder`, `keep` and `run` are then those given to `find`.
-        run: Name of the training. A folder keeps the versions of each apart, and a start takes up only its own.
-            None: the file name of the script.
-        leave_out: Patterns (fnmatch) of names of frozen parameters and buffers that the script loads itself at
-            each start, before `restore`, such as quantised base weights.
+        run: Name of the training. A folder keeps the versions of each apart, and a start takes up only its
+            own. None: the file name of the script.
+        leave_out: Patterns (fnmatch) of names of frozen parameters and buffers that the script loads itself
+            at each start, before `restore`, such as quantised base weights.
 
     Raises:
         NotCapturable: A TypeError. The model, an optimizer or `state` holds what can never be saved; the

@@ -19,7 +19,17 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.deltas.buffers import PASSING
 from tiercheck.trainer.state import kept
-from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, is_wrapper, list_tensor, local_shard
+from tiercheck.trainer.state.leaves import (
+    Entry,
+    NotCapturable,
+    held_by,
+    is_wrapper,
+    list_tensor,
+    local_shard,
+    named,
+)
+from tiercheck.trainer.state.left_out import is_left_out
+from tiercheck.trainer.state.metrics import keys_of_metrics
 from tiercheck.trainer.state.modes import modes_of
 from tiercheck.trainer.state.readable import in_words
 
@@ -135,8 +145,11 @@ def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
     once.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    metrics = keys_of_metrics(model)
     seen: set[tuple[Any, ...]] = set()
     for key, value in model.state_dict().items():
+        if key in metrics or is_left_out(model, key):
+            continue
         if is_lazy(value):
             raise NotCapturable(f"{key} has no shape yet: give the model a batch before `restore`")
         if isinstance(value, Tensor) and not is_extra(key) and value.numel() and not is_wrapper(value):
@@ -149,10 +162,8 @@ def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _shard(key: str, value: Tensor) -> Tensor:
-    try:
+    with named(f"model/{key}"):
         return local_shard(value)
-    except NotCapturable as error:
-        raise NotCapturable(f"model/{key}: {error}") from None
 
 
 def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

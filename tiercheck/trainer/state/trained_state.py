@@ -17,16 +17,25 @@ from tiercheck.trainer.state.arithmetic import Arithmetic
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.kept import refuse_inner
 from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.left_out import STATE as LEFT_OUT
+from tiercheck.trainer.state.left_out import LeftOut
 from tiercheck.trainer.state.live import Wrapped, WrapperState, is_final, refuse_fsdp1, unwrap
+from tiercheck.trainer.state.metrics import STATE as METRICS
+from tiercheck.trainer.state.metrics import Metrics, is_all_metrics, warn_of_empty
 
 
 class TrainedState:
     """Of one rank. Saving and restoring mean the same by it."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: user_state.State | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        state: user_state.State | None,
+        leave_out: Sequence[str] = (),
     ) -> None:
-        """As `Checkpointer` is given them. Raises NotCapturable and TypeError if they can never be saved."""
+        """As `Checkpointer` is given them. Raises NotCapturable and TypeError if they can never be saved,
+        ValueError for a pattern of `leave_out` that nothing matches."""
         if not isinstance(model, nn.Module) or not isinstance(state or {}, Mapping):
             raise TypeError(
                 f"Checkpointer needs a torch.nn.Module and a dict as state, not {type(model).__name__} and "
@@ -43,19 +52,28 @@ class TrainedState:
         self.optimizers = self.partitions.inner
         refuse_inner(self.optimizers, self.model)
         given = state or {}
-        self.given_modules = {name: each for name, each in given.items() if isinstance(each, nn.Module)}
-        self.beside = {name: Wrapped.look(each).model for name, each in self.given_modules.items()}
+        modules = {name: each for name, each in given.items() if isinstance(each, nn.Module)}
+        inner = {name: Wrapped.look(each).model for name, each in modules.items()}
+        self.beside = {name: each for name, each in inner.items() if not is_all_metrics(each)}
         """Modules in the script's `state`: their tensors are stored like the model's."""
-        self.state: dict[str, Any] = {name: each for name, each in given.items() if name not in self.beside}
+        self.given_modules = {name: modules[name] for name in self.beside}
+        self.state: dict[str, Any] = {name: each for name, each in given.items() if name not in modules}
         """The rest of it."""
-        for index, (inner, outer) in enumerate(unwrapped):
+        for index, (wrapped_one, outer) in enumerate(unwrapped):
             if outer is not None:
-                self.state[f"tiercheck.optimizer{index}"] = WrapperState(outer, inner)
+                self.state[f"tiercheck.optimizer{index}"] = WrapperState(outer, wrapped_one)
+        metrics = Metrics({"model": self.model, **{f"state[{name!r}]": each for name, each in inner.items()}})
+        if any(True for _ in metrics.found()):
+            self.state[METRICS] = metrics
+        if leave_out:
+            self.state[LEFT_OUT] = LeftOut(self.model, leave_out, self.optimizers)
         self.rank, self.world_size = rank_and_world()
         self.arithmetic = Arithmetic(wrapped, given.values())
         self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
         self.inventories.outer = self.partitions.outer
         self.shares = Shares(wrapped, self.partitions)
+        for name, module in self.beside.items():
+            warn_of_empty(name, module)
 
     @property
     def modules(self) -> list[nn.Module]:
