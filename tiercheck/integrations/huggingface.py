@@ -271,6 +271,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         self._put_back_losses()  # of a training that has no epoch left
+        if self.checkpointer is not None:
+            self.checkpointer.wait()  # before the best model takes the place of the last
         # Loss, time and speed are those of the whole training, and not of its last life.
         return super()._finalize_training(trial, num_train_samples, start_time - self._seconds)
 

@@ -108,6 +108,9 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             self.checkpointer.step_number = trainer.global_step  # `ckpt_path` is where it begins
         fetcher = trainer.fit_loop._data_fetcher
         if self._drawn is not None and not self.between_epochs:
+            for each in trainer.callbacks:
+                if isinstance(each, callbacks.GradientAccumulationScheduler):
+                    each.on_train_epoch_start(trainer)  # what it set when the epoch began
             loaders = fetcher.combined_loader.flattened
             if fetcher.length is None or not all(hasattr(each, "state_dict") for each in loaders):
                 log.warning(
@@ -137,6 +140,7 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             self.logged = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.fit_loop._restarting = False  # or schedules of epoch metrics would miss the end of this epoch
         if self._drawn is not None:
             user_state.set_random_state(self._drawn)
             self._drawn = None
@@ -275,9 +279,7 @@ class _Progress:
     def _begin_again(self, callback: Any) -> None:
         """What Lightning's own callbacks did at the start of an epoch that is behind, and keep nowhere."""
         trainer = self._trainer
-        if isinstance(callback, callbacks.GradientAccumulationScheduler):
-            callback.on_train_epoch_start(trainer, self._module)
-        elif isinstance(callback, callbacks.StochasticWeightAveraging) and callback._scheduler_state:
+        if isinstance(callback, callbacks.StochasticWeightAveraging) and callback._scheduler_state:
             (optimizer,), progress = trainer.optimizers, trainer.fit_loop.epoch_progress.current
             values = [{**group} for group in optimizer.param_groups]
             now, progress.completed = progress.completed, callback._latest_update_epoch
@@ -312,6 +314,11 @@ class _Progress:
 
     def prune(self, names: Sequence[str]) -> None:
         """Give these parameters masks, for the version's to be loaded into."""
+        if names and any(getattr(each, "_original_layers", None) for each in self._trainer.callbacks):
+            log.warning(
+                "ModelPruning keeps the first weights nowhere: those that it goes back to after this restore "
+                "(use_lottery_ticket_hypothesis) are those of this start"
+            )
         for path in names:
             owner, _, name = path.rpartition(".")
             module = self._module.get_submodule(owner)
