@@ -1,4 +1,4 @@
-"""Trains with DistributedDataParallel in many ways, whole and begun again, and prints where the two differ.
+"""Trains DDP in many ways, whole and begun again, and prints where the two differ.
 
 `python bucket_runs.py NUMBER FOLDER WAY:RANKS...`, NUMBER the rank. "Begun again" is with a new model,
 wrapper, optimizer and Checkpointer.

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from tiercheck.trainer.replicas.arithmetic import Arithmetic
 from tiercheck.trainer.replicas.partitioned import Partitions
 from tiercheck.trainer.replicas.ranks import rank_and_world
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.save.accelerator import accelerator_of
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.arithmetic import Arithmetic
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.kept import refuse_inner
 from tiercheck.trainer.state.leaves import NotCapturable

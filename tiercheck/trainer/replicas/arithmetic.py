@@ -134,7 +134,7 @@ class Arithmetic:
                     with contextlib.suppress(NotCapturable, RuntimeError):  # of a kind that cannot be counted
                         self._kept = name if local_shard(kept).count_nonzero() else ""
 
-                return parameter.register_hook(look)
+                return parameter.register_hook(look)  # type: ignore[no-untyped-call,unused-ignore]
         return None
 
 
