@@ -23,10 +23,10 @@ _CALLS = {
 
 
 def add_tensors(
-    model: nn.Module, beside: Mapping[str, nn.Module], stored: Mapping[str, Tensor], buffers: Collection[str]
+    model: nn.Module, beside: Mapping[str, nn.Module], stored: Mapping[str, Tensor], grown: Collection[str]
 ) -> None:
     """Add the pruning masks and the buffers that are `stored`, and that the model and the modules `beside` it
-    do not have yet. `buffers`: which of the stored tensors are no parameters."""
+    do not have yet. `grown`: names of buffers that were registered in training."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     owners = {
         f"{begin}{name}{'.' if name else ''}": module
@@ -49,7 +49,7 @@ def add_tensors(
                 path,
                 masked,
             )
-        elif owner._buffers.get(key, owner) is None or (name in buffers and not hasattr(owner, key)):
+        elif owner._buffers.get(key, owner) is None or (name in grown and not hasattr(owner, key)):
             owner.register_buffer(key, torch.empty_like(stored[name], device=device))
 
 

@@ -195,5 +195,5 @@ def _list_shapes(entries: Iterable[Entry]) -> set[tuple[str, torch.Size, torch.d
     return {
         (entry.name, entry.tensor.shape, entry.tensor.dtype)
         for entry in entries
-        if entry.name.startswith("model/")
+        if entry.name.startswith("model/") and entry.lazy  # buffers come back as they are
     }

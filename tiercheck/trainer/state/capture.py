@@ -82,7 +82,6 @@ def take_inventory(
     for module, prefix, extra in modules_beside(beside, facts):
         _list_module(module, prefix, entries, extra)
     _list_module(model, "model/", entries, facts["model_extra"])
-    facts["buffers"] = [entry.name for entry in entries if not entry.lazy]
     entries += (Entry(f"{PASSING}{name}", buffer, lazy=False) for name, buffer in passing)
     held = held_by(entry.tensor for entry in entries)
     for index, (optimizer, whole) in enumerate(zip(optimizers, outer or optimizers, strict=True)):

@@ -86,7 +86,9 @@ class TrainedState:
         if not all(map(is_final, self.modules)):
             return
         try:
-            accelerator_of(entry.tensor for entry in self.inventories.take().entries)
+            entries = self.inventories.take().entries
+            accelerator_of(entry.tensor for entry in entries)
+            self.inventories.first = {entry.name for entry in entries}
         except TypeError:
             raise
         except Exception as error:  # of the script's own state_dict
