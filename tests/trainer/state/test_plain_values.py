@@ -1,4 +1,4 @@
-"""Promise: values of the standard library, numpy and a script's own data classes come back as they were.
+"""Promise: values of the standard library, numpy and data classes come back as they were.
 
 What they are read from never runs code of anybody.
 """

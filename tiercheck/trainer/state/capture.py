@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.deltas.buffers import PASSING
+from tiercheck.trainer.proof.omitted_weights import is_omitted
 from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.leaves import (
     Entry,
@@ -28,10 +29,9 @@ from tiercheck.trainer.state.leaves import (
     local_shard,
     named,
 )
-from tiercheck.trainer.state.left_out import is_left_out
-from tiercheck.trainer.state.metrics import keys_of_metrics
 from tiercheck.trainer.state.modes import modes_of
 from tiercheck.trainer.state.readable import in_words
+from tiercheck.trainer.state.user_state import keys_of_metrics
 
 OWN = "param"
 """Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
@@ -147,7 +147,7 @@ def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
     metrics = keys_of_metrics(model)
     seen: set[tuple[Any, ...]] = set()
     for key, value in model.state_dict().items():
-        if key in metrics or is_left_out(model, key):
+        if key in metrics or is_omitted(model, key):
             continue
         if is_lazy(value):
             raise NotCapturable(f"{key} has no shape yet: give the model a batch before `restore`")

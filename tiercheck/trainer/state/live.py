@@ -20,10 +20,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import log
+from tiercheck.trainer.proof.omitted_weights import is_omitted
 from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.capture import BESIDE, is_extra
 from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, memory, named, parts
-from tiercheck.trainer.state.left_out import is_left_out
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
@@ -64,7 +64,7 @@ def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Se
         }
         # A module may well keep tensors that it has not registered. What is kept lies where it lay.
         for key, value in module.state_dict().items() if doubted else ():
-            if not isinstance(value, Tensor) or is_extra(key) or is_left_out(module, key):
+            if not isinstance(value, Tensor) or is_extra(key) or is_omitted(module, key):
                 continue
             for path, leaf in parts(value):
                 if memory(leaf) != doubted.get(f"{key}{path}", memory(leaf)):
@@ -88,10 +88,10 @@ def _modules(model: nn.Module, beside: Mapping[str, nn.Module]) -> Iterator[tupl
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """(name, tensor, whether it is trained) of every parameter and buffer."""
     for name, parameter in module.named_parameters():
-        if not is_left_out(module, name):
+        if not is_omitted(module, name):
             yield name, parameter, parameter.requires_grad
     for name, buffer in module.named_buffers():
-        if not is_left_out(module, name):
+        if not is_omitted(module, name):
             yield name, buffer, False
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from tiercheck.trainer.backends.backend import log
+from tiercheck.trainer.proof.omitted_weights import OmittedWeights
 from tiercheck.trainer.replicas.arithmetic import Arithmetic
 from tiercheck.trainer.replicas.partitioned import Partitions
 from tiercheck.trainer.replicas.ranks import rank_and_world
@@ -17,11 +19,7 @@ from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.kept import refuse_inner
 from tiercheck.trainer.state.leaves import NotCapturable
-from tiercheck.trainer.state.left_out import STATE as LEFT_OUT
-from tiercheck.trainer.state.left_out import LeftOut
 from tiercheck.trainer.state.live import Wrapped, WrapperState, is_final, refuse_fsdp1, unwrap
-from tiercheck.trainer.state.metrics import STATE as METRICS
-from tiercheck.trainer.state.metrics import Metrics, is_all_metrics, warn_of_empty
 
 
 class TrainedState:
@@ -54,7 +52,7 @@ class TrainedState:
         given = state or {}
         modules = {name: each for name, each in given.items() if isinstance(each, nn.Module)}
         inner = {name: Wrapped.look(each).model for name, each in modules.items()}
-        self.beside = {name: each for name, each in inner.items() if not is_all_metrics(each)}
+        self.beside = {name: each for name, each in inner.items() if _has_tensors(name, each)}
         """Modules in the script's `state`: their tensors are stored like the model's."""
         self.given_modules = {name: modules[name] for name in self.beside}
         self.state: dict[str, Any] = {name: each for name, each in given.items() if name not in modules}
@@ -62,18 +60,18 @@ class TrainedState:
         for index, (wrapped_one, outer) in enumerate(unwrapped):
             if outer is not None:
                 self.state[f"tiercheck.optimizer{index}"] = WrapperState(outer, wrapped_one)
-        metrics = Metrics({"model": self.model, **{f"state[{name!r}]": each for name, each in inner.items()}})
-        if any(True for _ in metrics.found()):
-            self.state[METRICS] = metrics
+        metrics = user_state.MetricStates(
+            {"model": self.model, **{f"state[{name!r}]": each for name, each in inner.items()}}
+        )
+        if metrics.found():
+            self.state["tiercheck.metrics"] = metrics
         if leave_out:
-            self.state[LEFT_OUT] = LeftOut(self.model, leave_out, self.optimizers)
+            self.state["tiercheck.leave_out"] = OmittedWeights(self.model, leave_out, self.optimizers)
         self.rank, self.world_size = rank_and_world()
         self.arithmetic = Arithmetic(wrapped, given.values())
         self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
         self.inventories.outer = self.partitions.outer
         self.shares = Shares(wrapped, self.partitions)
-        for name, module in self.beside.items():
-            warn_of_empty(name, module)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -93,3 +91,20 @@ class TrainedState:
             raise
         except Exception as error:  # of the script's own state_dict
             raise NotCapturable(f"the state cannot be listed: {type(error).__name__}: {error}") from error
+
+
+def _has_tensors(name: str, module: nn.Module) -> bool:
+    """Of a module in the script's state, beside metrics."""
+    try:
+        shown = module.state_dict().keys() - user_state.keys_of_metrics(module)
+    except Exception:  # of the script's own, which the inventory names
+        return True
+    if shown or any(True for _ in module.buffers()):
+        return True
+    if not any(map(user_state.is_metric, module.modules())):
+        log.warning(
+            "state[%r] is a module whose state_dict is empty: nothing of it is saved; register its tensors as"
+            " buffers, or give an object with state_dict and load_state_dict",
+            name,
+        )
+    return False

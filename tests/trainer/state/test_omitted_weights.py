@@ -1,4 +1,4 @@
-"""Promise: frozen weights that a script loads itself may be left out by name, and other ones are refused."""
+"""Promise: frozen weights that a script loads itself may be left out by name, and no others."""
 
 from __future__ import annotations
 
