@@ -130,14 +130,7 @@ class Checkpointer:
             gate=lambda: self.sanity_gate,
             verify_all=lambda: backend.verify_all if verify_all is None else verify_all,
         )
-        self._deltas = Deltas(
-            trained.model,
-            trained.partitions,
-            trained.shares,
-            backend,
-            self._saver,
-            facts=trained.arithmetic.facts,
-        )
+        self._deltas = Deltas(trained, backend, self._saver)
         self._capturing = Capturing(trained, self._saver, self._deltas)
         self._progress = StepProgress(backend, self._saver)
         self._announced = Announcements(backend, self.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sized
@@ -78,10 +79,14 @@ class Arithmetic:
                 log.warning("Arithmetic: a resume may round otherwise: %r", error)
             self._failed = True
 
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        kinds = {parameter.device.type for parameter in self._model.parameters()}
+        return [name for kind in ("", *sorted(kinds)) for name in _SHOWN.get(kind, ())]
+
     def _computed(self) -> dict[str, str]:
-        kinds = {"", *(parameter.device.type for parameter in self._model.parameters())}
         found = {}
-        for name in (name for kind in sorted(kinds) for name in _SHOWN.get(kind, ())):
+        for name in self._names:
             try:
                 value = attrgetter(name)(torch)
                 found[name] = str(value() if callable(value) else value)
@@ -114,7 +119,8 @@ class Arithmetic:
         if self._hook_states.setdefault(id(state), seen) in (None, seen):
             return
         self._hook_states[id(state)] = None
-        if not any(each is state or state in getattr(each, "__dict__", {}).values() for each in self._stored):
+        stored = (part for each in self._stored for part in (each, *getattr(each, "__dict__", {}).values()))
+        if not any(part is state for part in stored):
             log.warning(
                 "CommHook: the state of %s changes, and is in no version. Give `state` an object with "
                 "state_dict and load_state_dict that has it",
