@@ -230,7 +230,7 @@ def main() -> int:
             continue
         (folder, why), (deltas, no_deltas) = from_a_folder(name), from_deltas(name)
         words = (no_deltas if folder.startswith("equal") else why).replace("|", "/").strip()
-        rows.setdefault((folder, deltas, words.replace(kind.__name__, "it")), []).append(kind.__name__)
+        rows.setdefault((folder, deltas, words.replace(f"{kind.__name__} ", "it ")), []).append(kind.__name__)
         print(kind.__name__, folder, deltas, words, sep=" | ", flush=True)
     count = sum(map(len, rows.values()))
     equal = sum(

@@ -86,9 +86,7 @@ class OmittedWeights:
 def _plain_parts(tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     if is_wrapper(tensor):
         return parts(tensor)
-    rank, world = rank_and_world()
-    path, local = (
-        (f"@{rank}/{world}", tensor._local_tensor) if hasattr(tensor, "placements") else ("", tensor)
-    )
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    path = "" if local is tensor else "@{}/{}".format(*rank_and_world())  # other ranks have other parts
     with torch._C.DisableTorchFunctionSubclass():  # of a class whose bytes mean nothing without it
         return [(path, local.detach().as_subclass(Tensor))]
