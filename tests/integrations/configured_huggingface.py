@@ -151,7 +151,11 @@ def main(case: str, folder: str, arguments: str = "{}") -> None:
         "report_to": [], "disable_tqdm": True, "use_cpu": True, **of_case, **json.loads(arguments),
     }  # fmt: skip
     trainer = callback.trainer = MyTrainer(
-        model(), TrainingArguments(**settings), train_dataset=data, eval_dataset=ALIKE[:8], callbacks=[callback]
+        model(),
+        TrainingArguments(**settings),
+        train_dataset=data,
+        eval_dataset=ALIKE[:8],
+        callbacks=[callback],
     )
     loss = trainer.train().training_loss
     say(step=1000, loss=loss.hex(), evaluated=trainer.evaluate()["eval_loss"], best=trainer.state.best_metric)

@@ -80,7 +80,11 @@ CASES = {
         lambda: [C.ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)],
         StatefulDataLoader,
     ),
-    "accumulation": (Small, lambda: [C.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})], StatefulDataLoader),
+    "accumulation": (
+        Small,
+        lambda: [C.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})],
+        StatefulDataLoader,
+    ),
     "metrics": (Plateau, lambda: [C.EarlyStopping("error", patience=2, min_delta=1.0)], StatefulDataLoader),
     "plain-loader": (Scheduled, list, DataLoader),
 }
@@ -99,7 +103,9 @@ class Say(C.Callback):
         say(step=step, loss=outputs["loss"].item().hex(), rate=rate)
 
     def on_train_epoch_end(self, trainer, module) -> None:
-        epoch = {name: value.item().hex() for name, value in trainer.callback_metrics.items() if "step" not in name}
+        epoch = {
+            name: value.item().hex() for name, value in trainer.callback_metrics.items() if "step" not in name
+        }
         say(step=trainer.fit_loop.epoch_loop.total_batch_idx + 1.5, **epoch)
 
 

@@ -112,7 +112,9 @@ def test_best_model_without_own_checkpoints_is_refused_at_the_start() -> None:
         keeps_own_checkpoints = False
 
         def __init__(self) -> None:
-            self.args = TrainingArguments(load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch")
+            self.args = TrainingArguments(
+                load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch"
+            )
 
     with pytest.raises(ValueError, match="load_best_model_at_end=True needs the Trainer's own checkpoints"):
         MyTrainer().train()
