@@ -188,7 +188,7 @@ def _python_state() -> Callable[[], bytes]:
 def _numpy_state() -> Callable[[], bytes]:
     """Reads the state of numpy's global generator, if numpy is there."""
     numpy = sys.modules.get("numpy")
-    bits = getattr(getattr(numpy, "random", None), "get_bit_generator", lambda: None)()
+    bits: Any = getattr(getattr(numpy, "random", None), "get_bit_generator", lambda: None)()
     if type(bits).__name__ != "MT19937":
         return lambda: b""
     address, length = bits.ctypes.state_address, 4 * (_WORDS + 1)
