@@ -111,9 +111,9 @@ def test_buffer_that_changed_its_shape_is_the_same_object(tmp_path: Path) -> Non
 
 def test_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:
     saved(script, tmp_path)
-    wider = lambda: script(make=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH + 1, WIDTH)))  # noqa: E731
-    _, checkpointer = started(wider, folder=tmp_path)
-    with checkpointer, pytest.raises(DifferentState, match=r"model/0.bias is|model/0.weight is|model/1.weight is"):
+    wider = nn.Sequential(nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH + 1, WIDTH))
+    _, checkpointer = started(lambda: script(make=lambda: wider), folder=tmp_path)
+    with checkpointer, pytest.raises(DifferentState, match=r"model/\d\.(weight|bias) is \("):
         checkpointer.restore()
 
 

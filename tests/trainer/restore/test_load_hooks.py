@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 from tests.scripted_sidecar import ScriptedSidecar
 from tests.trainer.deltas.replaying import EQUAL, Script, outcome, started, survives_from_a_snapshot, train
@@ -132,7 +132,9 @@ class WritesItsState(Derives):
 KINDS = [ByPostHook, ByMethod, ByPreHook, ByWholeLoad, ByExtraState, UnderOtherNames, WritesItsState]
 
 
-def script(kind: Callable[[], nn.Module], wrap: Callable[[nn.Module], nn.Module] = lambda each: each) -> Script:
+def script(
+    kind: Callable[[], nn.Module], wrap: Callable[[nn.Module], nn.Module] = lambda each: each
+) -> Script:
     model = wrap(kind())
     optimizer = AdamW(model.parameters(), lr=1e-2)
 

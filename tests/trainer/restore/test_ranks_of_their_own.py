@@ -1,4 +1,4 @@
-"""What only some ranks have is never dropped in silence, and what was added to a spread optimizer comes back."""
+"""What only some ranks have is never dropped in silence, nor a group of an optimizer that is spread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ def run(folder: Path, kind: str, ranks: int, steps: int) -> list[dict[str, Any]]
 
 
 def exported(folder: Path) -> str:
-    arguments = ["--folder", str(folder / "checkpoints"), "--format", "safetensors", "--to", str(folder / "to")]
+    arguments = [
+        "--folder",
+        str(folder / "checkpoints"),
+        "--format",
+        "safetensors",
+        "--to",
+        str(folder / "to"),
+    ]
     done = CliRunner().invoke(app, ["export", *arguments])
     assert done.exit_code == 0, done.output
     return done.output

@@ -60,9 +60,10 @@ def describe_difference(stored: Collection[str], here: Collection[str]) -> str:
     if not more:
         return f"{fewer[0]} is only in the model" if fewer else ""
     instead = f", which has {', '.join(fewer[:3])} instead" if fewer else ""
+    others = f", like {len(more) - 1} more" if more[1:] else ""
     call = next((call for mark, call in _CALLS.items() if mark in more[0]), "the script must add it")
     return (
-        f"{more[0]} is only in the checkpoint, like {len(more) - 1} more, and not in the model{instead}: "
+        f"{more[0]} is only in the checkpoint{others}, and not in the model{instead}: "
         f"{call} before `restore`, as it had done at that step (`tiercheck.trainer.checkpointer.find().step`)"
     )
 

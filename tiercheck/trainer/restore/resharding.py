@@ -206,9 +206,9 @@ def _refuse_rank_own(wanted: Iterable[_Wanted], others: OtherRanks, world_size: 
     for each in wanted:
         if each.trained and each.name in others.unequal:
             raise DifferentState(
-                f"{each.name} is each rank's own: the {others.world_size} ranks that saved it hold other "
-                f"values under this name, which {world_size} ranks cannot take over. Start the script on "
-                f"{others.world_size} ranks, or name such parameters by their number in the whole model"
+                f"{each.name} is each rank's own: the {others.world_size} ranks that saved it hold different "
+                "values under this name, so that another number of ranks would lose some. Start the script "
+                f"on {others.world_size} ranks, or name such parameters by their number in the whole model"
             )
 
 

@@ -141,7 +141,7 @@ def unwrap(optimizer: Any) -> tuple[Optimizer, Optimizer | None]:
         inner = [each for each in vars(optimizer).items() if isinstance(each[1], Optimizer)]
         shown = [each for _, each in inner if getattr(optimizer, "state", each.state) is each.state]
         if not shown:
-            line = f"give the Checkpointer [optimizer.{inner[0][0]}]" if inner else "call it with its params"
+            line = f"give the Checkpointer [optimizer.{inner[0][0]}]" if inner else "have it call that one"
             raise NotCapturable(
                 f"{kind} does not call Optimizer.__init__, so that its updates cannot be seen: {line}"
             )
