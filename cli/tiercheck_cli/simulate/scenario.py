@@ -1,15 +1,10 @@
-"""Holds what a simulation assumes of places, protection, failures and the time of the way back.
-
-Everything is given in seconds, hours and steps; nothing is measured here. The figures of a real job are in
-its status.
-"""
+"""Holds what a simulation is played with: places, protection, failures and the time of the way back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, place
@@ -17,7 +12,8 @@ from tiercheck_operator.planning.placement.problem import WorkerSite
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.topology import Topology
 
-__all__ = ["FailureRates", "Held", "RecoveryTimes", "Saving", "Scenario"]
+PROCESS, POD = "process", "pod"
+"""Kinds of failure beside the topology levels: the first costs no memory, the second that of one worker."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +58,13 @@ class RecoveryTimes:
         return change(replace(self, kinds={kind: change(times) for kind, times in self.kinds.items()}))
 
     @staticmethod
-    def of_sizes(
-        worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float, **others: Any
-    ) -> RecoveryTimes:
+    def of_sizes(worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float) -> RecoveryTimes:
         """With restore and protection times from the bytes of one worker's snapshots and bytes per second per
         worker."""
         peer, remote = worker_bytes / peer_bandwidth, worker_bytes / remote_bandwidth
         usual = RestoreSeconds()
         restore = RestoreSeconds(usual.local, usual.local + peer, usual.local + remote)
-        return RecoveryTimes(**({"protect": peer} | others), restore=restore)
+        return RecoveryTimes(protect=peer, restore=restore)
 
 
 @dataclass(frozen=True)
@@ -139,22 +133,19 @@ class Scenario:
     """Of a job that runs; None: it is made."""
 
     @cached_property
-    def placement(self) -> Placement | Unplaceable:
+    def placed(self) -> Placement:
         """As the operator would place the job. Raises ValueError for a policy that does not fit the
-        topology.
-        """
+        topology, and if the required spread cannot be had; the message names the bound."""
+        found: Placement | Unplaceable
         if self.existing is not None:
             return self.existing
         if isinstance(self.policy, ParityPolicy):
-            return place_parity(self.sites, self.topology, self.policy)
-        return place(self.sites, self.topology, self.policy)
-
-    @cached_property
-    def placed(self) -> Placement:
-        """Raises ValueError if the required spread cannot be had; the message names the bound."""
-        if isinstance(self.placement, Unplaceable):
-            raise ValueError(self.placement.reason)
-        return self.placement
+            found = place_parity(self.sites, self.topology, self.policy)
+        else:
+            found = place(self.sites, self.topology, self.policy)
+        if isinstance(found, Unplaceable):
+            raise ValueError(found.reason)
+        return found
 
     def domains(self, level: str) -> dict[str, tuple[int, ...]]:
         """By domain of that level, in order: the workers in it. Workers whose domain is unknown are in

@@ -2,56 +2,24 @@
 
 It tells how much of the time is training. Failures of each kind arrive independently (Poisson); what a
 failure costs is what `place` and `decide_recovery` make of it. A replacement is taken to stand where the lost
-worker stood. Chance is the caller's, so the same seed gives the same lives. Published formulas check it.
+worker stood. The same seed gives the same lives. Published formulas check it.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, expm1
-from typing import Protocol, TypeVar
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_operator.planning.recovery.what_if import Consequence, domain_losses, what_if
-from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes, Saving, Scenario
-from tiercheck_operator.planning.simulation.survival import Survival, find_fallback
+from tiercheck_cli.simulate.scenario import POD, PROCESS, RecoveryTimes, Scenario
+from tiercheck_cli.simulate.survival import Survival, find_fallback
 
-__all__ = [
-    "Chance",
-    "Consequence",
-    "FailureRates",
-    "KnownFailure",
-    "RecoveryTimes",
-    "Run",
-    "Saving",
-    "Scenario",
-    "Simulation",
-    "domain_losses",
-    "replay",
-    "simulate",
-    "what_if",
-]
-
-PROCESS, POD = "process", "pod"
-"""Kinds of failure beside the topology levels: the first costs no memory, the second that of one worker."""
 SCRATCH = "scratch"
 """In place of a tier: nothing was left, training began anew."""
-
-
-_T = TypeVar("_T")
-
-
-class Chance(Protocol):
-    """What is used of `random.Random`."""
-
-    def expovariate(self, lambd: float, /) -> float: ...
-
-    def choices(self, population: Sequence[_T], weights: Sequence[float], /) -> list[_T]: ...
-
-    def choice(self, seq: Sequence[_T], /) -> _T: ...
 
 
 @dataclass(frozen=True)
@@ -114,10 +82,12 @@ class Simulation:
         return {name: count / len(self.runs) for name, count in sorted(total.items())}
 
 
-def simulate(scenario: Scenario, *, days: float, runs: int, chance: Callable[[int], Chance]) -> Simulation:
-    """`runs` lives of `days` each; `chance` gives each its own, as `lambda run:
-    random.Random(f"{seed}/{run}")`. Raises ValueError for a level that the topology has not, for rates, times
-    or counts that make no sense, and as `Scenario.placed` does.
+def play(
+    scenario: Scenario, *, days: float, runs: int, seed: int = 0, tick: Callable[[], object] = lambda: None
+) -> Simulation:
+    """`runs` lives of `days` each, each with a chance of its own: scenarios with the same failures meet the
+    same. `tick` is called after each. Raises ValueError for a level that the topology has not, for rates,
+    times or counts that make no sense, and as `Scenario.placed` does.
     """
     if days <= 0 or runs < 1 or scenario.step_seconds <= 0:
         raise ValueError("days, runs and step_seconds must be positive")
@@ -127,12 +97,13 @@ def simulate(scenario: Scenario, *, days: float, runs: int, chance: Callable[[in
             raise ValueError(f"no topology level {level!r}; there are {', '.join(known)}")
         if rate < 0:
             raise ValueError(f"the failure rate of a {level} must not be negative")
-    sources = _sources(scenario)
-    survival = Survival(scenario.placed)
-    end = days * 86400.0
-    return Simulation(
-        days, tuple(_live(_Life(scenario, survival), sources, chance(index), end) for index in range(runs))
-    )
+    sources, survival = _sources(scenario), Survival(scenario.placed)
+    played = []
+    for run in range(runs):
+        chance = random.Random(f"{seed}/{run}")
+        played.append(_live(_Life(scenario, survival), sources, chance, days * 86400.0))
+        tick()
+    return Simulation(days, tuple(played))
 
 
 @dataclass(frozen=True)
@@ -178,7 +149,7 @@ def _sources(scenario: Scenario) -> tuple[_Source, ...]:
     return tuple(source for source in found if source.rate > 0)
 
 
-def _live(life: _Life, sources: Sequence[_Source], chance: Chance, end: float) -> Run:
+def _live(life: _Life, sources: Sequence[_Source], chance: random.Random, end: float) -> Run:
     weights = [source.rate for source in sources]
     rate = sum(weights)
     at = chance.expovariate(rate) if rate else end

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 
-from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, WatermarkSample
+from tiercheck_local.demo.result import FaultRecord, RunRecord
+from tiercheck_local.demo.training_log import Digest, RunVerdict, Step
 
 _FAULTS = [
     # name, what, target, at step, lost, detect, restore, start, tiers, sources
@@ -28,23 +29,22 @@ def loss_of(step: int) -> float:
     return 2.2 + 3.4 * math.exp(-step / 38) + random.Random(step).uniform(-0.06, 0.06)
 
 
+def made_up_step(step: int, attempt: int, time: float) -> Step:
+    return Step(step, attempt, loss_of(step), loss_of(step).hex(), time)
+
+
 def made_up_run(total: int = 150, step_seconds: float = 0.45) -> RunRecord:
     """150 steps in about two minutes."""
     started = now = 1_790_000_000.0
     attempt, step = 1, 0
-    steps: list[StepRecord] = []
+    steps: list[Step] = []
     faults: list[FaultRecord] = []
-    samples: list[WatermarkSample] = []
     now += 9.0
     pending = list(_FAULTS)
     while step < total:
         step += 1
         now += step_seconds
-        steps.append(StepRecord(now, attempt, step, loss_of(step)))
-        if step % 5 == 0:
-            samples += [WatermarkSample(now + 0.1, "local", step), WatermarkSample(now + 0.3, "peer", step)]
-        if step % 20 == 0:
-            samples.append(WatermarkSample(now + 0.9, "remote", step))
+        steps.append(made_up_step(step, attempt, now))
         if pending and step == pending[0][3]:
             name, what, target, _, lost, detect, restore, start, tiers, sources = pending.pop(0)
             injected = now + 0.1
@@ -60,20 +60,15 @@ def made_up_run(total: int = 150, step_seconds: float = 0.45) -> RunRecord:
                     exact="NotComparable" if "remote" in tiers else "Proven",
                 )
             )  # fmt: skip
-    losses = {number: loss_of(number).hex() for number in range(1, total + 1)}
     return RunRecord(
-        title="TierCheck: five faults, one loss curve",
         machine="2 cores, 24 GB, Linux",
         started=started,
         ended=now + 2.5,
-        workers=4,
-        procs_per_worker=1,
         nodes={"a-1": "rack a", "a-2": "rack a", "b-1": "rack b", "b-2": "rack b"},
         steps=steps,
         faults=faults,
-        reference_losses=losses,
-        run_losses=dict(losses),
-        digests={"run": "9f2c" * 16, "reference": "9f2c" * 16},
-        bitwise_equal=True,
-        samples=samples,
+        reference=[made_up_step(number, 1, 0.0) for number in range(1, total + 1)],
+        digest=Digest(total, "9f2c" * 16),
+        reference_digest=Digest(total, "9f2c" * 16),
+        verdict=RunVerdict(True, "all losses are bitwise equal", trained_again=len(steps) - total),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
+from tiercheck_cli.simulate.scenario import Scenario
 from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import (
     Recover,
@@ -14,9 +15,8 @@ from tiercheck_operator.planning.recovery.recovery import (
     StartFresh,
     decide_recovery,
 )
-from tiercheck_operator.planning.simulation.scenario import Scenario
 
-HISTORY = History((Branch(1, 0),))
+_HISTORY = History((Branch(1, 0),))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def what_if(scenario: Scenario, lost: Collection[int] = (), step: int | None = N
     `step` is the newest one trained; default: one from which half a remote interval would be lost. Raises
     ValueError as `Scenario.placed` does.
     """
-    at = typical_step(scenario) if step is None else step
+    at = _typical_step(scenario) if step is None else step
     gone = frozenset(lost)
     placement, saving = scenario.placed, scenario.saving
     own = _artifacts(saving.local(at), saving.peer(at))
@@ -66,13 +66,13 @@ def what_if(scenario: Scenario, lost: Collection[int] = (), step: int | None = N
     situation = RecoveryProblem(
         ranks=len(scenario.sites),
         ranks_per_worker=1,  # the ranks of a worker share its fate and its holders
-        history=HISTORY,
+        history=_HISTORY,
         inventories=[
             JobInventory(worker, {worker: own}, hosted.get(worker, {}), blocks.get(worker, {}))
             for worker in range(len(scenario.sites))
             if worker not in gone
         ],
-        remote=remote_inventory(scenario, at),
+        remote=_remote_inventory(scenario, at),
         step_seconds=scenario.step_seconds,
         last_step=at,
         restore_seconds=scenario.times.restore,
@@ -110,12 +110,7 @@ def what_if(scenario: Scenario, lost: Collection[int] = (), step: int | None = N
     )
 
 
-def domain_losses(scenario: Scenario, level: str, step: int | None = None) -> dict[str, Consequence]:
-    """By domain of that level: what its loss would cost. Raises KeyError if there is no such level."""
-    return {domain: what_if(scenario, workers, step) for domain, workers in scenario.domains(level).items()}
-
-
-def typical_step(scenario: Scenario) -> int:
+def _typical_step(scenario: Scenario) -> int:
     """Half-way between two versions of the slowest tier, long after the start."""
     saving = scenario.saving
     if saving.remote_every is not None:
@@ -123,7 +118,7 @@ def typical_step(scenario: Scenario) -> int:
     return 100 * saving.snapshot_every + saving.snapshot_every // 2 + saving.peer_lag
 
 
-def remote_inventory(scenario: Scenario, step: int) -> RemoteInventory:
+def _remote_inventory(scenario: Scenario, step: int) -> RemoteInventory:
     stored = scenario.saving.remote(step)
     return RemoteInventory(
         configured=scenario.saving.remote_every is not None,

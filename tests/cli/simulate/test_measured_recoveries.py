@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tiercheck.protocol.directive import Tier
+from tiercheck_cli.simulate.measured import CAUSES, KINDS, measure, measured_recoveries
+from tiercheck_cli.simulate.scenario import RecoveryTimes
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.planning.simulation.measured import CAUSES, KINDS, measure, measured_recoveries
-from tiercheck_operator.planning.simulation.scenario import RecoveryTimes
 
 USUAL = RecoveryTimes()
 LEVELS = ("zone", "rack", "host")

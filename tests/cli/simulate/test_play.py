@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -12,20 +11,13 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.operator.planning.clusters import example, racks
 from tiercheck.protocol.directive import Tier
+from tiercheck_cli.explain.what_if import Consequence, what_if
+from tiercheck_cli.simulate.play import SCRATCH, KnownFailure, Simulation, exact_ettr, play, replay
+from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario
+from tiercheck_cli.simulate.survival import Survival
 from tiercheck_operator.planning.parity.parity import ParityPolicy
 from tiercheck_operator.planning.placement.placement import PlacementPolicy
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
-from tiercheck_operator.planning.recovery.what_if import domain_losses, what_if
-from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes, Saving, Scenario
-from tiercheck_operator.planning.simulation.simulation import (
-    SCRATCH,
-    KnownFailure,
-    Simulation,
-    exact_ettr,
-    replay,
-)
-from tiercheck_operator.planning.simulation.simulation import simulate as simulate_with
-from tiercheck_operator.planning.simulation.survival import Survival
 
 RACK_COPY = PlacementPolicy(1, "rack", required=False)
 DAY = 86400.0
@@ -37,7 +29,12 @@ def job(*sizes: int, policy=RACK_COPY, **settings) -> Scenario:  # type: ignore[
 
 
 def simulate(scenario: Scenario, *, days: float, runs: int = 20, seed: int = 0) -> Simulation:
-    return simulate_with(scenario, days=days, runs=runs, chance=lambda run: random.Random(f"{seed}/{run}"))
+    return play(scenario, days=days, runs=runs, seed=seed)
+
+
+def losses_of(scenario: Scenario, level: str) -> dict[str, Consequence]:
+    """What the loss of each domain of that level would cost."""
+    return {domain: what_if(scenario, workers) for domain, workers in scenario.domains(level).items()}
 
 
 # What if
@@ -81,7 +78,7 @@ def test_without_a_remote_tier_that_loss_is_the_end() -> None:
 
 def test_parity_brings_back_one_lost_rack() -> None:
     scenario = job(2, 2, 2, policy=ParityPolicy(2, 1, "rack", required=True), saving=Saving(remote_every=50))
-    assert {found.farthest for found in domain_losses(scenario, "rack").values()} == {Tier.PEER}
+    assert {found.farthest for found in losses_of(scenario, "rack").values()} == {Tier.PEER}
     assert what_if(scenario, lost=range(4)).farthest is Tier.REMOTE
 
 
@@ -94,7 +91,7 @@ def test_a_spare_shortens_the_way_back() -> None:
 def test_what_one_level_would_cost_is_told_by_domain() -> None:
     cluster = example("uneven-racks.yaml", "generic")
     scenario = Scenario(cluster.sites, cluster.topology, RACK_COPY, saving=Saving(remote_every=100))
-    found = domain_losses(scenario, "rack")
+    found = losses_of(scenario, "rack")
     assert {name: each.farthest for name, each in found.items()} == {
         "zone-a/rack-0": Tier.REMOTE,
         "zone-a/rack-1": Tier.PEER,
