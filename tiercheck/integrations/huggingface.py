@@ -100,19 +100,9 @@ class Resumable(_Trainer):  # type: ignore[misc]
         self._run = getattr(found, "run", self._run)
         return found
 
-    def _init_training_state(
-        self,
-        max_steps: int,
-        steps_per_epoch: int,
-        epochs: int,
-        resume_from_checkpoint: str | None,
-        trial: Any,
-    ) -> tuple[int, int]:
-        begun: tuple[int, int] = super()._init_training_state(
-            max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial
-        )
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *more: Any) -> tuple[int, int]:
+        begun: tuple[int, int] = super()._init_training_state(max_steps, steps_per_epoch, *more)
         found = self._found = self._found or self._find()
-        self._steps_per_epoch = steps_per_epoch
         self._drawn: dict[str, Any] | None = None
         self._losses: list[Any] | None = None
         self._seconds, self._started, self._steps_in_epoch = 0.0, time.time(), 1
@@ -136,12 +126,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
             log.warning("the version of step %d has no position in the data: it is taken from the step", step)
             return step // steps_per_epoch, step % steps_per_epoch * accumulation
         epoch, batches, samples = kept["epoch"], kept["batches"], kept["batches"] * kept["samples"]
-        facts = self._facts
-        changed = [
-            f"{name} {old} -> {facts[name]}"
-            for name, old in kept["facts"].items()
-            if name in facts and facts[name] != old
-        ]
+        pairs = ((name, old, self._facts.get(name, old)) for name, old in kept["facts"].items())
+        changed = [f"{name} {old} -> {new}" for name, old, new in pairs if new != old]
         if not changed:
             return epoch, batches
         batches = samples // _samples_per_batch(self)
@@ -156,12 +142,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
         )
         return epoch, batches
 
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> Any:
-        model, loader = super()._prepare_for_training(
-            self.state.max_steps, train_dataloader, resume_from_checkpoint
-        )
+    def _prepare_for_training(self, max_steps: int, *more: Any) -> Any:
+        model, loader = super()._prepare_for_training(self.state.max_steps, *more)
         options = {**self.checkpointing}
         state = {"trainer": _TrainerState(self), "scheduler": self.lr_scheduler, **options.pop("state", {})}
         if (scaler := getattr(self.accelerator, "scaler", None)) is not None:
@@ -190,7 +172,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
         result = super()._run_epoch(
             train_dataloader=train_dataloader, epoch=epoch, steps_in_epoch=steps_in_epoch, **named
         )
-        if _base(train_dataloader).persistent_workers:
+        if getattr(_base(train_dataloader), "persistent_workers", False):
             if resumed and self._kept["batches"]:
                 _draw_no_seed(train_dataloader)  # this epoch had a loader of its own
             self._has_workers = True
@@ -222,13 +204,14 @@ class Resumable(_Trainer):  # type: ignore[misc]
             self._began = self._describe_begin()
             return
         loader, base = self._loader, _base(self._loader)
-        if base.persistent_workers and (
-            isinstance(base.dataset, IterableDataset) or hasattr(base.dataset, "set_epoch")
+        data = getattr(base, "dataset", None)
+        if getattr(base, "persistent_workers", False) and (
+            isinstance(data, IterableDataset) or hasattr(data, "set_epoch")
         ):
             log.warning(
                 "persistent workers are new after a restore: samples are the same only if the %s in them "
                 "keeps nothing from epoch to epoch; dataloader_persistent_workers=False is exact",
-                type(base.dataset).__name__,
+                type(data).__name__,
             )
         if began["workers"]:
             _draw_no_seed(loader)
@@ -301,19 +284,14 @@ class _TrainerState:
             if field.name != "stateful_callbacks" and _is_plain(getattr(trainer.state, field.name))
         }
         callbacks = [(name, each.state()["attributes"]) for name, each in self._stateful()]
-        losses = getattr(trainer, "_tr_loss", None)
+        losses = None
+        if getattr(trainer, "_tr_loss", None) is not None:
+            sums = (trainer._globalstep_last_logged, trainer._total_loss_scalar, trainer._initial_global_step)
+            losses = [trainer._tr_loss.detach(), *sums, time.time() - trainer._started + trainer._seconds]
         batches = trainer._batches
         return {
             "state": plain,
-            "losses": None
-            if losses is None
-            else [
-                losses.detach(),
-                trainer._globalstep_last_logged,
-                trainer._total_loss_scalar,
-                trainer._initial_global_step,
-                time.time() - trainer._started + trainer._seconds,
-            ],
+            "losses": losses,
             "callbacks": [each for each in callbacks if _is_plain(each)],
             "epoch": trainer._epoch,
             "batches": batches,
@@ -352,25 +330,19 @@ class _TrainerState:
         """Callbacks with a state of their own (`ExportableState`), such as EarlyStoppingCallback, by the
         names of their classes."""
         known = ((type(each).__name__, each) for each in self._trainer.callback_handler.callbacks)
-        return [
-            (name, each) for name, each in known if hasattr(each, "state") and hasattr(each, "from_state")
-        ]
+        return [pair for pair in known if hasattr(pair[1], "state") and hasattr(pair[1], "from_state")]
 
 
 def _describe_arguments(trainer: Any, steps_per_epoch: int) -> dict[str, Any]:
     """What position and hyper-parameters follow from, by the names that their change is told by."""
     length = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
-    named = {
-        name: getattr(value, "value", value)
-        for name, value in vars(trainer.args).items()
-        if name.startswith(_COMPARED)
-    }
+    known = ((name, getattr(value, "value", value)) for name, value in vars(trainer.args).items())
     return {
         "per_device_train_batch_size": trainer._train_batch_size,
         "ranks": trainer.args.world_size,
         "length of train_dataset": length,
         "steps per epoch": None if length is None else steps_per_epoch,
-        **{name: value for name, value in named.items() if _is_plain(value)},
+        **{name: value for name, value in known if name.startswith(_COMPARED) and _is_plain(value)},
     }
 
 
@@ -393,9 +365,9 @@ def _draw_no_seed(loader: Any) -> None:
 def _generators(holder: Any, name: str = "") -> dict[str, Any]:
     """Generators of random numbers that a loader, its samplers and its dataset keep, by their paths."""
     found: dict[str, Any] = {}
-    for attribute, value in vars(_base(holder)).items():
+    for attribute, value in getattr(_base(holder), "__dict__", {}).items():
         path = f"{name}.{attribute}"
-        if attribute in ("batch_sampler", "sampler", "dataset") and hasattr(value, "__dict__"):
+        if attribute in ("batch_sampler", "sampler", "dataset") and value is not None:
             found |= _generators(value, path)
         elif user_state.generator_state(value) is not None:
             found[path] = value

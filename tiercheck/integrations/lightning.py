@@ -108,9 +108,9 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             self.checkpointer.step_number = trainer.global_step  # `ckpt_path` is where it begins
         fetcher = trainer.fit_loop._data_fetcher
         if self._drawn is not None and not self.between_epochs:
-            for each in trainer.callbacks:
+            for each in trainer.callbacks:  # what this one set when the epoch began
                 if isinstance(each, callbacks.GradientAccumulationScheduler):
-                    each.on_train_epoch_start(trainer)  # what it set when the epoch began
+                    each.on_train_epoch_start(trainer)
             loaders = fetcher.combined_loader.flattened
             if fetcher.length is None or not all(hasattr(each, "state_dict") for each in loaders):
                 log.warning(
@@ -242,12 +242,10 @@ class _Progress:
             "between_epochs": self._own.between_epochs,
             "metrics": self._own.metrics,
             "logged": {**self._own.logged, **_list_logged(trainer.fit_loop.epoch_loop._results)},
-            "metric_states": {
-                name: [each.metric_state, each._update_count] for name, each in self._metrics.items()
-            },
+            "metric_states": {k: (v.metric_state, v._update_count) for k, v in self._metrics.items()},
             "schedulers": [
-                (type(config.scheduler).__name__, config.scheduler.state_dict())
-                for config in trainer.lr_scheduler_configs
+                (type(each.scheduler).__name__, each.scheduler.state_dict())
+                for each in trainer.lr_scheduler_configs
             ],
             "precision": trainer.precision_plugin.state_dict(),
             "callbacks": {callback.state_key: callback.state_dict() for callback in self._others()},
@@ -289,17 +287,13 @@ class _Progress:
                 group.update(value)  # a new scheduler begins with a rate of its own
 
     def _load_schedulers(self, kept: list[Any]) -> None:
-        here = self._trainer.lr_scheduler_configs
-        if [name for name, _ in kept] != [type(config.scheduler).__name__ for config in here]:
-            log.warning(
-                "the version has the schedulers %s, here are %s: those of the same class in the same place "
-                "are loaded",
-                [name for name, _ in kept],
-                [type(config.scheduler).__name__ for config in here],
-            )
-        for config, (name, state) in zip(here, kept, strict=False):
-            if type(config.scheduler).__name__ == name:
-                config.scheduler.load_state_dict(state)
+        here = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        then, now = [name for name, _ in kept], [type(each).__name__ for each in here]
+        if then != now:
+            log.warning("schedulers %s were saved, here are %s: only equal ones are loaded", then, now)
+        for scheduler, name, (old, state) in zip(here, now, kept, strict=False):
+            if name == old:
+                scheduler.load_state_dict(state)
 
     def _list_pruned(self) -> list[str]:
         """Parameters that ModelPruning has given masks."""
@@ -326,11 +320,7 @@ class _Progress:
                 prune.identity(module, name)
 
     def _others(self) -> list[Any]:
-        return [
-            each
-            for each in self._trainer.callbacks
-            if each is not self._own and not isinstance(each, _EpochStart)
-        ]
+        return [each for each in self._trainer.callbacks if not isinstance(each, (TierCheck, _EpochStart))]
 
 
 def _list_logged(results: Any) -> dict[str, list[Any]]:
