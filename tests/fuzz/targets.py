@@ -33,6 +33,7 @@ from tiercheck.protocol.plain_json import decode_with, parse_json
 from tiercheck.protocol.report import Exact
 from tiercheck.protocol.requests import BeginSlot, BorrowArtifact, ReportResume, Request, ReserveSlots
 from tiercheck.protocol.version import Share, Version
+from tiercheck.redaction import LONGEST_LINE, redacted
 from tiercheck_cli.checkpoint.saved import open_folder
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.simulate.assumptions import read_assumed
@@ -236,6 +237,11 @@ def _remote_settings(text: bytes) -> None:
         parse_remote(text.decode(errors="replace"))
 
 
+def _redaction(text: bytes) -> None:
+    shown = redacted(text.decode("utf-8", "replace"))
+    assert all(len(line) <= 4 * LONGEST_LINE for line in shown.split("\n"))
+
+
 def _plain(text: bytes) -> None:
     with contextlib.suppress(Malformed):
         parse_json(text)
@@ -354,5 +360,6 @@ TARGETS: dict[str, Target] = {
             _json({"size": _LAYOUT.size, "chunk": 4096, "crc32": [0, 0]})),
         "remote settings": Target(_remote_settings,
             _json({"s3": {"bucket": "b", "prefix": "p", "endpoint": "https://e"}})),
+        "text for people": Target(_redaction, (b"password=a", b"://a:b@c", b'"Cookie": "a"', b"--token a")),
         "plain JSON": Target(_plain, (b'{"a":[1,2.5,"\\u00e9\\"[",null]}',)),
 }  # fmt: skip
