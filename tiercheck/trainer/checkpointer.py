@@ -43,7 +43,7 @@ from tiercheck.trainer.save.staging import Pending
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.trained_state import TrainedState
-from tiercheck.trainer.state.training import TRAINING, Training, fingerprint, name_of
+from tiercheck.trainer.state.training import TRAINING, TrainingIdentity, fingerprint, name_of
 
 __all__ = ["Checkpointer", "Found", "find"]
 
@@ -209,7 +209,7 @@ class Checkpointer:
         if (node := self._capturing.begin()) is not None:
             self._backend.numa = node
         trained, backend, capturing = self._trained, self._backend, self._capturing
-        training = Training.look(self._run, trained.optimizers, trained.state)
+        training = TrainingIdentity.look(self._run, trained.optimizers, trained.state)
         capturing.training = training.facts()
         found, self._found = self._found, None
         offer = backend.find() if found is None else found.offer

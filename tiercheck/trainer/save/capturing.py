@@ -43,7 +43,7 @@ class Capturing:
         self.refused = ""
         """Why nothing of this training is saved; empty: it is."""
         self.training: Mapping[str, Any] = {}
-        """`Training.facts` of this life, of which each snapshot has a copy."""
+        """`TrainingIdentity.facts` of this life, of which each snapshot has a copy."""
 
     def begin(self) -> int | None:
         """Before there is anything to load: the NUMA node of the model's device, if it has one. Raises
