@@ -1,4 +1,4 @@
-"""Proves that frozen weights which checkpoints leave out, as of QLoRA's base, are the same at a restore."""
+"""Proves that frozen weights that checkpoints leave out, as QLoRA's base, are the same at a restore."""
 
 from __future__ import annotations
 
