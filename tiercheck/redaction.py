@@ -49,7 +49,8 @@ _NAMED = re.compile(
 )
 _OPTION = re.compile(
     rf"(?i)(?P<before>(?:(?<![\w-])--?[\w.-]*?{_NAMES}(?:{_QUOTE})?,?"
-    rf"|\bwandb login(?:[ \t]+--[\w=./:-]{{1,80}}){{0,4}})[ \t]+(?!-)){_VALUE}"
+    rf"|\bwandb login(?:[ \t]+--[\w-]{{1,20}}+(?:[= ]\w{{1,8}}://[^\s\"']{{1,200}}+)?+){{0,4}}+)"
+    rf"[ \t]+(?!-)){_VALUE}"
 )
 _PROSE = "(?:is|was|has|not|and|or|must|needs|required|invalid|missing|expired|unexpected|unknown|failed)"
 """What is said about a value in place of it."""
@@ -60,7 +61,7 @@ _LINE_OF_YAML = re.compile(
 """Its value may hold blanks."""
 _HEADER = re.compile(
     r"(?i)(?P<before>(?P<outer>\\{0,8}[\"'])?(?:(?:proxy-)?authorization|(?:set-)?cookie)"
-    rf"(?:{_QUOTE})?{_BLANKS}[:=]{_BLANKS})"
+    rf"(?:{_QUOTE})?{_BLANKS}(?:[:=]?[=>]|:){_BLANKS})"
     rf"(?:{_TO_QUOTE}|(?P<word>(?(outer)(?:(?!(?P=outer))[^\n])|[^\n])*+))"
 )
 """Its value goes to the end of the line, or of the quotes around the header."""
