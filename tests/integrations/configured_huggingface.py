@@ -2,8 +2,8 @@
 
     python configured_huggingface.py CASE FOLDER [ARGUMENTS]
 
-ARGUMENTS: of TrainingArguments, as JSON, over those of the case. It says each step, each warning, and at the end
-what `train` gave.
+ARGUMENTS: of TrainingArguments, as JSON, over those of the case. It says each step, each warning, and at the
+end what `train` gave. Steps of a second `train` have numbers from 11 on.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Sampled(Trainer):
 
 WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 BEST = {
-    "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2,
-    "load_best_model_at_end": True, "greater_is_better": True, "logging_steps": 2,
+    "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3,
+    "save_total_limit": 2, "load_best_model_at_end": True, "greater_is_better": True, "logging_steps": 2,
 }  # fmt: skip
 CASES = {
     # case: (base, model, dataset, arguments)
@@ -107,10 +107,12 @@ CASES = {
     "persistent-workers": (Trainer, Small, ALIKE, {**WORKERS, "eval_strategy": "epoch"}),
     "own-generator": (Sampled, Small, ALIKE, {}),
     "by-length": (
-        Trainer, Small, ALIKE, {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 8},
+        Trainer, Small, ALIKE,
+        {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 8},
     ),
     "drop-last": (Trainer, Small, ALIKE[:46], {"dataloader_drop_last": True}),
     "best": (Trainer, Small, ALIKE, BEST),
+    "twice": (Trainer, Small, ALIKE, {"num_train_epochs": 1}),
 }  # fmt: skip
 
 
@@ -118,13 +120,14 @@ class Say(TrainerCallback):
     """The step before is on disk when the next one is said."""
 
     trainer: Trainer
+    number = 0
 
     def on_step_begin(self, args, state, control, **named) -> None:
         self.trainer.checkpointer.wait()
 
     def on_step_end(self, args, state, control, **named) -> None:
         total = sum(each.detach().double().sum() for each in self.trainer.model.parameters())
-        say(step=state.global_step, weights=total.item().hex(), epoch=state.epoch)
+        say(step=state.global_step + 10 * self.number, weights=total.item().hex(), epoch=state.epoch)
 
 
 class Told(logging.Handler):
@@ -146,9 +149,10 @@ def main(case: str, folder: str, arguments: str = "{}") -> None:
 
     callback = Say()
     settings = {
-        "output_dir": f"{folder}/trainer", "num_train_epochs": 3, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no",
-        "report_to": [], "disable_tqdm": True, "use_cpu": True, **of_case, **json.loads(arguments),
+        "output_dir": f"{folder}/trainer", "num_train_epochs": 3, "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 3, "learning_rate": 1e-2,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True,
+        **of_case, **json.loads(arguments),
     }  # fmt: skip
     trainer = callback.trainer = MyTrainer(
         model(),
@@ -157,8 +161,9 @@ def main(case: str, folder: str, arguments: str = "{}") -> None:
         eval_dataset=ALIKE[:8],
         callbacks=[callback],
     )
-    loss = trainer.train().training_loss
-    say(step=1000, loss=loss.hex(), evaluated=trainer.evaluate()["eval_loss"], best=trainer.state.best_metric)
+    for callback.number in range(1 + (case == "twice")):
+        loss = trainer.train().training_loss.hex()
+        say(step=1000, loss=loss, evaluated=trainer.evaluate()["eval_loss"], best=trainer.state.best_metric)
 
 
 if __name__ == "__main__":

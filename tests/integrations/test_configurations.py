@@ -1,4 +1,4 @@
-"""Promise: what a framework's user configured goes on after a kill as it would have, or the log says what not."""
+"""Promise: what a framework's user configured goes on after a kill as it would have, or the log says it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_changed_batch_size_takes_each_sample_once_and_is_told(lives: Lives, tmp
     for change in (
         "per_device_train_batch_size 4 -> 8",
         "gradient_accumulation_steps 3 -> 2",
-        "learning_rate 0.01 -> 0.5",
+        "lr is 0.5 here, it was 0.01",
     ):
         assert told(after).count(change) == 1
     assert steps(after)[-2]["epoch"] == 1.0
@@ -101,6 +101,14 @@ def test_finished_trainer_makes_no_step_again(lives: Lives, tmp_path: Path) -> N
     first = steps(live(lives, "huggingface", "plain", tmp_path, arguments))
     again = steps(live(lives, "huggingface", "plain", tmp_path, arguments))
     assert again == first[-1:], "also the loss of the whole training"
+
+
+def test_second_training_of_a_process_is_one_of_its_own(lives: Lives, tmp_path: Path) -> None:
+    """Killed in the second, the script makes no step of the first again, and goes on in the second."""
+    whole = steps(live(lives, "huggingface", "twice", tmp_path / "whole"))
+    assert [line["step"] for line in whole] == [1, 2, 3, 4, 1000, 11, 12, 13, 14, 1000]
+    assert steps(live(lives, "huggingface", "twice", tmp_path / "cut", kill_at=13)) == whole[:8]
+    assert steps(live(lives, "huggingface", "twice", tmp_path / "cut")) == [whole[4], *whole[7:]]
 
 
 def test_best_model_without_own_checkpoints_is_refused_at_the_start() -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from tiercheck.integrations.runs import end_run, name_run
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find
 from tiercheck.trainer.state import user_state
@@ -40,11 +41,11 @@ _NEEDED = (
 _RESUMED = "tiercheck"
 """Stands for the folder that the Trainer would have loaded a checkpoint from."""
 _COMPARED = (
-    "learning_rate", "weight_decay", "adam_", "max_grad_norm", "lr_scheduler_type", "warmup_", "optim",
-    "label_smoothing", "neftune", "num_train_epochs", "max_steps", "seed", "data_seed", "bf16", "fp16",
-    "gradient_accumulation_steps", "dataloader_drop_last", "train_sampling_strategy",
+    "max_grad_norm", "lr_scheduler_type", "warmup_", "optim", "label_smoothing", "neftune", "max_steps",
+    "num_train_epochs", "seed", "data_seed", "bf16", "fp16", "gradient_accumulation_steps",
+    "dataloader_drop_last", "train_sampling_strategy",
 )  # fmt: skip
-"""How the names of arguments begin whose change is told."""
+"""How the names of arguments begin whose change is told here. Checkpointer tells those of the optimizer."""
 
 if TYPE_CHECKING:
     from typing import Any as _Trainer  # transformers.Trainer, or a subclass of it
@@ -79,26 +80,25 @@ class Resumable(_Trainer):  # type: ignore[misc]
                 "load_best_model_at_end=True needs the Trainer's own checkpoints, which "
                 "keeps_own_checkpoints = False leaves out: remove one of them"
             )
-        self._run = self.checkpointing.get("run")
+        place = self.checkpointing.get("folder"), self.checkpointing.get("run")
+        self._run = name_run(*place)
         self._found = self._find()
         size = self._found.state.get("trainer", {}).get("batch_size")
         if self.args.auto_find_batch_size and size:
             self._train_batch_size = size  # where the search begins: a larger one did not fit
         try:
-            return super().train(*arguments, **named)
+            result = super().train(*arguments, **named)
         finally:
             if self.checkpointer is not None:
                 self.checkpointer.close()
+        end_run(*place)
+        return result
 
     def _find(self) -> Found:
         """The version that this `train` continues from: after a batch size that did not fit, its own last."""
         if self.checkpointer is not None:
             self.checkpointer.close()
-        options = self.checkpointing
-        named = {} if self._run is None else {"run": self._run}
-        found = find(options.get("folder"), options.get("keep", 2), **named)
-        self._run = getattr(found, "run", self._run)
-        return found
+        return find(self.checkpointing.get("folder"), self.checkpointing.get("keep", 2), self._run)
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *more: Any) -> tuple[int, int]:
         begun: tuple[int, int] = super()._init_training_state(max_steps, steps_per_epoch, *more)
@@ -135,16 +135,14 @@ class Resumable(_Trainer):  # type: ignore[misc]
         if self.args.max_steps <= 0 and steps_per_epoch != kept["facts"]["steps per epoch"]:
             self.state.max_steps = step + max(0, max_steps - done)  # as many epochs as were asked for
         log.warning(
-            "not as when step %d was saved: %s. Data go on at batch %d of epoch %d (%d samples of it are "
-            "done); what optimizer and schedule hold (rates, betas, weight decay) stays as saved: to train "
-            "with other values, set them in on_train_begin",
+            "not as when step %d was saved: %s. Data go on at batch %d of epoch %d (%d samples of it are done)",
             *(step, ", ".join(changed), batches, epoch, samples),
         )
         return epoch, batches
 
     def _prepare_for_training(self, max_steps: int, *more: Any) -> Any:
         model, loader = super()._prepare_for_training(self.state.max_steps, *more)
-        options = {**self.checkpointing}
+        options = {**self.checkpointing, "run": self._run}
         state = {"trainer": _TrainerState(self), "scheduler": self.lr_scheduler, **options.pop("state", {})}
         if (scaler := getattr(self.accelerator, "scaler", None)) is not None:
             state["scaler"] = scaler
@@ -184,7 +182,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
     @property
     def _batches(self) -> int:
         """Batches of the epoch that are done, as the Trainer counts them."""
-        return max(0, round((self.state.epoch - self._epoch) * self._steps_in_epoch))
+        done: int = round((self.state.epoch - self._epoch) * self._steps_in_epoch)
+        return max(0, done)
 
     def _has_ended(self) -> bool:
         step, most = self.state.global_step, self.state.max_steps
@@ -349,7 +348,8 @@ def _describe_arguments(trainer: Any, steps_per_epoch: int) -> dict[str, Any]:
 def _samples_per_batch(trainer: Any) -> int:
     """Of all ranks."""
     total: int = trainer.get_total_train_batch_size(trainer.args)
-    return max(1, total // trainer.args.gradient_accumulation_steps)
+    accumulation: int = trainer.args.gradient_accumulation_steps
+    return max(1, total // accumulation)
 
 
 def _base(loader: Any) -> Any:

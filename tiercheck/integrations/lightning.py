@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.utils import prune
 
+from tiercheck.integrations.runs import end_run, name_run
 from tiercheck.trainer.backends.backend import RestoreError, log
 from tiercheck.trainer.checkpointer import Checkpointer, find
 from tiercheck.trainer.state import user_state
@@ -28,10 +29,8 @@ try:
 except ModuleNotFoundError:  # the same under its other name
     from pytorch_lightning import callbacks
 
-Callback = callbacks.Callback
 
-
-class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
+class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
     """`every`, `folder`, `keep`, `run`, `sanity_gate`, `state`: as for Checkpointer."""
 
     def __init__(
@@ -45,9 +44,7 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         state: user_state.State | None = None,
     ) -> None:
         self._options: dict[str, Any] = {"every": every, "sanity_gate": sanity_gate}
-        self._place: dict[str, Any] = {"folder": folder, "keep": keep}
-        if run is not None:
-            self._place["run"] = run
+        self._folder, self._keep, self._run = folder, keep, run
         self._more = state or {}
         self._drawn: dict[str, Any] | None = None
         self._validates = False
@@ -69,7 +66,8 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         trainer.callbacks = [_EpochStart(self), *others, self]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        found = find(**self._place)
+        run = name_run(self._folder, self._run)
+        found = find(self._folder, self._keep, run)
         progress = _Progress(trainer, pl_module, self)
         progress.prune(found.state.get("lightning", {}).get("pruned", ()))
         state = {"lightning": progress, **self._more}
@@ -80,8 +78,8 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             trainer.optimizers,
             state=state,
             found=found,
+            run=run,
             **self._options,
-            **self._place,
         )
         self._drawn, self.between_epochs, self.logged = None, False, {}
         if self.checkpointer.restore():
@@ -178,7 +176,10 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end_step(trainer)
-        self._close()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close()  # also of a training that had no epoch left
+        end_run(self._folder, self._run)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
@@ -218,7 +219,7 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             self.checkpointer.close()
 
 
-class _EpochStart(Callback):  # type: ignore[misc, unused-ignore]
+class _EpochStart(callbacks.Callback):  # type: ignore[misc, unused-ignore]
     """Stands before all other callbacks."""
 
     def __init__(self, own: TierCheck) -> None:
@@ -317,7 +318,7 @@ class _Progress:
             owner, _, name = path.rpartition(".")
             module = self._module.get_submodule(owner)
             if not hasattr(module, f"{name}_mask"):
-                prune.identity(module, name)
+                prune.identity(module, name)  # type: ignore[no-untyped-call]
 
     def _others(self) -> list[Any]:
         return [each for each in self._trainer.callbacks if not isinstance(each, (TierCheck, _EpochStart))]
