@@ -1,4 +1,4 @@
-"""What a script adds on its way is there again after a restore, or it is told what to do."""
+"""Promise: what a script adds on its way is there again, or it is told what to do."""
 
 from __future__ import annotations
 

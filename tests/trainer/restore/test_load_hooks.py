@@ -1,5 +1,4 @@
-"""What a module or optimizer does when torch loads it is done after a restore too, once, and changes nothing
-of what was saved."""
+"""Promise: what a load does to modules and optimizers is done after a restore too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer around another one, which skips `Optimizer.__init__`, comes back with what it keeps."""
+"""Promise: an optimizer around another one comes back with what it keeps beside it."""
 
 from __future__ import annotations
 

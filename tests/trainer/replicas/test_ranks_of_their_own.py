@@ -1,4 +1,4 @@
-"""What only some ranks have is never dropped in silence, nor a group of an optimizer that is spread."""
+"""Promise: nothing that only some ranks have is dropped in silence."""
 
 from __future__ import annotations
 
