@@ -95,6 +95,10 @@ def trains(mesh: str, optimizer: str, quirk: str) -> bool:
     """Whether there is such a run at all, without us."""
     if not runs_here(mesh):
         return False
+    if not FSDP2_ON_CPUS and (kind(mesh), quirk) in (("tensor", "frozen"), ("pipeline", "bf16")):
+        return (
+            False  # in torch 2.6 `parallelize_module` thaws parameters, and such stages wait for each other
+        )
     if optimizer == "Adafactor" and kind(mesh) not in ("ddp", "zero", "pipeline"):
         # torch 2.13's makes no step with DTensors: "aten.pow_.Scalar: in-place operations that require
         # placement changes are not supported". Muon takes its place there.
