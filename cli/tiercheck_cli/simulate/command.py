@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -88,7 +89,7 @@ def simulate(
             task = progress.add_task(row.name, total=runs)
             try:
                 simulation = play(
-                    described, days=days, runs=runs, seed=seed, tick=lambda task=task: progress.advance(task)
+                    described, days=days, runs=runs, seed=seed, tick=partial(progress.advance, task)
                 )
             except ValueError as error:
                 raise CannotDo(f"{row.name} cannot be simulated: {error}") from error

@@ -101,7 +101,7 @@ def jobs_in(paths: Sequence[str]) -> list[Mapping[str, Any]]:
 
 
 def times_of(
-    jobs: Sequence[Mapping[str, Any]], usual: RecoveryTimes, said: Mapping[str, float], topology: Topology
+    jobs: Sequence[Mapping[str, Any]], usual: RecoveryTimes, said: Mapping[str, Any], topology: Topology
 ) -> tuple[RecoveryTimes, tuple[str, ...]]:
     """(the times, where they are from, as sentences). No sentence: no job tells of a recovery, and they are
     the usual ones. `said`: parts that are the same for every kind of failure, whatever was measured.

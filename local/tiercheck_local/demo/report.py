@@ -46,8 +46,8 @@ _GUIDE = {
     "Bitwise equal": "Every loss has the same bits as in the uninterrupted run, and so have all parameters "
     "at the end. One lost or repeated batch would show.",
     "Back from": "How many ranks came back from which tier: local (own memory) survives a crashed process; "
-    "peer, and parity rebuilt from what peers hold, the loss of pods, nodes and racks; remote (the store) the "
-    "loss of everything.",
+    "peer, and parity rebuilt from what peers hold, the loss of pods, nodes and racks; remote (the store) "
+    "the loss of everything.",
     "Steps lost": "Steps that were done before the failure and had to be done again.",
     "Resume": "Proven: the steps trained again gave bit for bit what the ranks had written down before.",
     "Detect, restore, next step": "From the failure until the operator acted; until every rank held the same "
@@ -173,7 +173,7 @@ def _draw_loss(axes: Any, record: RunRecord) -> None:
     axes.margins(x=0.01)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.legend(loc="upper right", frameon=False)
+    axes.legend(loc="lower left", framealpha=1.0, edgecolor="0.9")
     remove_frame(axes, "y")
 
 
