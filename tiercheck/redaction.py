@@ -37,7 +37,7 @@ _TO_QUOTE = rf"b?(?P<mark>{_QUOTE})(?P<quoted>(?:(?!(?<!\\)(?P=mark))[^\n])*+)"
 _VALUE = (
     rf"(?:{_TO_QUOTE}"
     r"|(?P<list>[\w.]{0,40}(?:\[\]\w{0,8})?[(\[][^)\]\n]*+[)\]]?)"  # [a, b]  Secret('a')  []byte("a")
-    r"|(?P<word>(?:[^\s\"'`,;&<>{\\]|,(?!\s|\Z)|\\(?!\\{0,8}[\"'`])|(?<=[\w$])\{)++))"
+    r"|(?!\{)(?P<word>(?:[^\s\"'`,;&<>\\]|,(?!\s|\Z)|\\(?!\\{0,8}[\"'`]))++))"
 )
 _BLANKS = r"[ \t]{0,4}"
 _NAMED = re.compile(
@@ -84,7 +84,7 @@ _TOKEN = re.compile(
 )
 _HARMLESS = re.compile(
     rf"(?i)(?:{GONE}|null|none|nil|true|false|unset|empty|\*+|</?\w*>?|{_PROSE}"
-    r"|\$[({]{0,2}(?-i:[A-Z][A-Z0-9_]*)[)}]{0,2})?[\])},.:]*\Z"
+    r"|\$[({]{0,2}(?-i:[A-Z][A-Z0-9_]*)[)}]{0,2})?[\[(]?[\])},.:]*\Z"
 )
 _OF_TOKEN = re.compile(r"(?i)token(?:[-_]?id)?[^a-z]*+\Z")
 _NUMBER = re.compile(r"(?i)[-+~]?\d[\d.,_]*(?:e[-+]?\d+)?[\])},]*\Z")
