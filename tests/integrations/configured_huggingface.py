@@ -1,4 +1,4 @@
-"""Trainers whose place in the data, batch size or best model do not follow from the number of the step.
+"""Trainers whose place in the data, batch size or best model do not follow from the step's number.
 
     python configured_huggingface.py CASE FOLDER [ARGUMENTS]
 

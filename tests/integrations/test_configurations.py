@@ -1,4 +1,4 @@
-"""Promise: what a framework's user configured goes on after a kill as it would have, or the log says it."""
+"""Promise: what a framework's user configured goes on after a kill as it would have, or it is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: whatever feeds a training, its resume is equal, refused or told, and never silently different.
+"""Promise: whatever feeds a training, its resume is equal, refused or told, and never silently other.
 
 A stop leaves one step to be trained again, which is what tells of data that nobody keeps the position of.
 """

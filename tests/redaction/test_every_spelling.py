@@ -82,7 +82,8 @@ def test_any_mixture_of_what_it_looks_for_can_be_redacted_and_keeps_its_lines(pa
         "a", "a.", "a-", "-", " --a", "token", "-token", "password ", "secret=", '"', "\\", '\\"', "= ",
         "://a@", "://a:", "login ", "wandb login --a ", "cookie:", "'cookie: ", "bearer a.", "eyJ", "gh",
         "sk-", "eyJaaaaaaaa.", "-----BEGIN PRIVATE KEY-----", "-----BEGIN ", "token=(", "token=a.",
-        "token=[]", "token=\\", 'token="', 'token=\\"', "token value", "token: is ", "pwd=/", "token12", "a: ",
+        "token=[]", "token=\\", 'token="', 'token=\\"', "token value", "token: is ", "pwd=/", "token12",
+        "a: ",
         "- ", "\x1b", "\x1b[", "\x1b[3", "\0", "\r", "\t", "(", "\u200b", "é",
     ],
 )  # fmt: skip

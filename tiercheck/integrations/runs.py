@@ -1,4 +1,4 @@
-"""Keeps the trainings apart that one process makes one after the other, so that each has its own versions."""
+"""Keeps the trainings of one process apart, so that each finds its own versions and no other's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists what a simulation assumes unless a file says otherwise: failure rates, with sources, and times."""
+"""Lists what a simulation assumes unless a file says otherwise: failure rates with sources, and times."""
 
 from __future__ import annotations
 

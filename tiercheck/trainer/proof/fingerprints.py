@@ -1,4 +1,4 @@
-"""Takes the fingerprints of a step for the journal, in some 15 microseconds and without a wait for a device.
+"""Takes a step's fingerprints for the journal, in some 15 microseconds, without a wait for a device.
 
 Nothing here calls into the script's objects. Of a device the sample of the parameters arrives later, when the
 device has passed the step.

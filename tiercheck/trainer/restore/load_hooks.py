@@ -1,4 +1,4 @@
-"""Runs what torch's own load would run, once after a restore: hooks and methods of modules and optimizers.
+"""Runs what torch's own load would run, after a restore: hooks and methods of modules and optimizers.
 
 A restore fills memory, and so goes past them, but a module may derive something from its tensors when it is
 loaded. They get copies of what was restored. Whatever they write to the state itself is undone.

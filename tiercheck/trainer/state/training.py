@@ -1,5 +1,4 @@
-"""Names a training, and remembers what its script was given, so that a resume is nobody else's, and says what
-has changed."""
+"""Names a training and remembers what its script was given, so that a resume says what has changed."""
 
 from __future__ import annotations
 
