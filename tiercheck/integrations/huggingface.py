@@ -135,8 +135,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
         if self.args.max_steps <= 0 and steps_per_epoch != kept["facts"]["steps per epoch"]:
             self.state.max_steps = step + max(0, max_steps - done)  # as many epochs as were asked for
         log.warning(
-            "not as when step %d was saved: %s. Data go on at batch %d of epoch %d (%d samples of it are "
-            "done)",
+            "not as when step %d was saved: %s. Data go on at batch %d of epoch %d (%d samples are done)",
             *(step, ", ".join(changed), batches, epoch, samples),
         )
         return epoch, batches
