@@ -88,6 +88,8 @@ def kind(mesh: str) -> str:
 def runs_here(mesh: str) -> bool:
     if "fsdp-tensor" in mesh:
         return FSDP2_WITH_TENSOR_PARALLEL
+    if kind(mesh) == "pipeline":
+        return FSDP2_ON_CPUS  # in torch 2.6 its stages wait for each other for ever
     return FSDP2_ON_CPUS or not shards_by_fsdp2(kind(mesh))
 
 
@@ -95,10 +97,8 @@ def trains(mesh: str, optimizer: str, quirk: str) -> bool:
     """Whether there is such a run at all, without us."""
     if not runs_here(mesh):
         return False
-    if not FSDP2_ON_CPUS and (kind(mesh), quirk) in (("tensor", "frozen"), ("pipeline", "bf16")):
-        return (
-            False  # in torch 2.6 `parallelize_module` thaws parameters, and such stages wait for each other
-        )
+    if (kind(mesh), quirk) == ("tensor", "frozen") and not FSDP2_ON_CPUS:
+        return False  # `parallelize_module` of torch 2.6 thaws parameters
     if optimizer == "Adafactor" and kind(mesh) not in ("ddp", "zero", "pipeline"):
         # torch 2.13's makes no step with DTensors: "aten.pow_.Scalar: in-place operations that require
         # placement changes are not supported". Muon takes its place there.
