@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib import resources
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from tiercheck.protocol.encoding import Malformed, from_builtins
@@ -40,10 +40,8 @@ class CountedFailures:
 @functools.cache
 def published_failures() -> Mapping[str, CountedFailures]:
     """The records of records.yaml, by name."""
-    import yaml
-
-    text = resources.files("tiercheck_cli.simulate").joinpath("records.yaml").read_text()
-    return {name: CountedFailures(**each) for name, each in yaml.safe_load(text).items()}
+    (contents,) = documents(str(Path(__file__).with_name("records.yaml")))
+    return {name: CountedFailures(**each) for name, each in contents.items()}
 
 
 @dataclass(frozen=True)
