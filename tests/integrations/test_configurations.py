@@ -90,7 +90,7 @@ def test_changed_batch_size_takes_each_sample_once_and_is_told(lives: Lives, tmp
     for change in (
         "per_device_train_batch_size 4 -> 8",
         "gradient_accumulation_steps 3 -> 2",
-        "lr is 0.5 here, it was 0.01",
+        "optimizer 0, group 0: lr is 0.5 here, it was 0.01",
     ):
         assert told(after).count(change) == 1
     assert steps(after)[-2]["epoch"] == 1.0
