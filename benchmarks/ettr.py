@@ -1,28 +1,26 @@
 """States ETTR from 64 to 12,500 nodes, beside what peers have published.
 
 Recoveries take what they took on real kubelets, and besides: a state of 24 GiB for each node has its way to
-go, and collectives start as slowly as published for that many GPUs. Which second saved would buy most, too.
+go, and collectives start as slowly as published for that many GPUs.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from benchmarks.figure import Figure, Outcome
 from benchmarks.scale import Scale
 from benchmarks.simulate_validation import PAGE, page_times, real_rows
-from tiercheck_cli.simulate.assumptions import RECORDS, CountedFailures
-from tiercheck_cli.simulate.sensitivity import find_gains
+from tiercheck_cli.simulate.assumptions import CountedFailures, published_failures
+from tiercheck_cli.simulate.play import exact_ettr, play
+from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
-from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes, Saving, Scenario
-from tiercheck_operator.planning.simulation.simulation import exact_ettr, simulate
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
+RECORDS = published_failures()
 NODES = (64, 512, 1_250, 4_000, 12_500)
 GPUS, RACK = 8, 16
 """GPUs of a node, nodes of a rack."""
@@ -85,10 +83,6 @@ def run(scale: Scale) -> Outcome:
     figures += [_size_row(sizes, name, curves[name]) for name in ("llama-3", "ft-hsdp-100k")]
     if not scale.quick:
         figures.append(_gke_row(measured, runs))
-    last = sizes[-1]
-    base = described(clusters[last], RECORDS["ft-hsdp-100k"], at_size(measured, last))
-    gains = find_gains(simulate(base, days=30, runs=runs, chance=_chance), base, seed=0)
-    figures.append(_second_row(gains, last))
     return Outcome(
         figures,
         {
@@ -98,8 +92,6 @@ def run(scale: Scale) -> Outcome:
                 {"name": peer.name, "nodes": peer.nodes, "theirs": peer.ettr, "ours": each}
                 for peer, each in zip(PEERS, peers, strict=False)
             ],
-            "sensitivity": [[each.part, each.by, each.gain] for each in gains],
-            "sensitivity at": last,
         },
     )
 
@@ -170,7 +162,7 @@ def ettr(
     runs: int, moves: float = 0.0,
 ) -> float:  # fmt: skip
     """Mean over the lives of a month."""
-    return simulate(described(where, counted, times, moves), days=30, runs=runs, chance=_chance).ettr
+    return play(described(where, counted, times, moves), days=30, runs=runs).ettr
 
 
 def store_only(counted: CountedFailures, nodes: int) -> float:
@@ -182,10 +174,6 @@ def store_only(counted: CountedFailures, nodes: int) -> float:
 def beside(peer: Peer, measured: RecoveryTimes, runs: int) -> float:
     """Ours at a peer's size, with its failures."""
     return ettr(cluster(peer.nodes), peer.failures, at_size(measured, peer.nodes), runs, peer.moves)
-
-
-def _chance(run: int) -> random.Random:
-    return random.Random(f"0/{run}")
 
 
 def _peer_row(peer: Peer, ours: float) -> Figure:
@@ -212,9 +200,3 @@ def _gke_row(measured: RecoveryTimes, runs: int) -> Figure:
         f"gain of memory tiers, {GKE_NODES:,} hosts", f"{gain:+.2%}", f"GKE {GKE_GAIN:+.2%}",
         note="failures of TPU v4 machines (Zu et al., NSDI 2024); GKE's are not told",
     )  # fmt: skip
-
-
-def _second_row(gains: Any, nodes: int) -> Figure:
-    best = [each for each in gains if each.by == "1 s less"][:3]
-    told = "; ".join(f"{each.part} {each.gain * 86_400:.0f} s" for each in best)
-    return Figure(f"gained per day by a second less, {nodes:,} nodes", told)

@@ -82,7 +82,7 @@ def draw(data: dict[str, Data], figures: list[Figure], folder: Path) -> dict[str
         ),
         (
             "ettr",
-            "Simulated ETTR, and what would change it.",
+            "Simulated ETTR.",
             lambda: ettr(data.get("ettr", {})),
         ),
         (
@@ -412,11 +412,11 @@ def reconcile(data: Data) -> Sheet | None:
 
 
 def ettr(data: Data) -> Sheet | None:
-    """By nodes and whose failures, peers as stars; and what a second or a tenth less is worth."""
+    """By nodes and whose failures, peers as stars."""
     curves, nodes = data.get("curves"), data.get("nodes")
     if not curves or not nodes:
         return None
-    sheet, (sizes, worth) = plt.subplots(1, 2, figsize=(13, 5.2), width_ratios=(1.25, 1))
+    sheet, sizes = plt.subplots(figsize=(8, 5.2))
     for (name, each), colour in zip(curves.items(), (OURS, SECOND, THIRD, MISSED), strict=True):
         sizes.semilogx(nodes, each["at this size"], marker="o", color=colour, label=f"failures as {name}")
         sizes.semilogx(nodes, each["measured"], linestyle="--", color=colour, linewidth=1)
@@ -438,18 +438,6 @@ def ettr(data: Data) -> Sheet | None:
     )
     sizes.set_title("ETTR, simulated with recoveries measured on real kubelets")
     sizes.legend(loc="lower left", fontsize=9)
-    gains = [each for each in data["sensitivity"] if each[2] * 86_400 >= 1][:14]
-    rows = range(len(gains))
-    minutes = [gain * 1440 for _, _, gain in gains]
-    worth.barh(rows, minutes, color=[OURS if by == "1 s less" else SECOND for _, by, _ in gains], height=0.65)
-    for row, value in enumerate(minutes):
-        worth.annotate(
-            f"{value:.2g}", (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8.5
-        )
-    worth.set_yticks(rows, [f"{part}, {by}" for part, by, _ in gains], fontsize=9)
-    worth.invert_yaxis()
-    worth.set_xlabel("minutes of training gained per day")
-    worth.set_title(f"What buys most at {data['sensitivity at']:,} nodes")
     return sheet
 
 

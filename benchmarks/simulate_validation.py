@@ -20,11 +20,11 @@ from typing import Any
 
 from benchmarks.figure import Figure, Outcome
 from benchmarks.scale import ROOT, Scale
+from tiercheck_cli.simulate.measured import ALL, DOMAIN, NODE, measure, measured_recoveries
+from tiercheck_cli.simulate.play import KnownFailure, replay
+from tiercheck_cli.simulate.scenario import POD, PROCESS, RecoveryTimes, Saving, Scenario
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.planning.placement.placement import PlacementPolicy, WorkerSite
-from tiercheck_operator.planning.simulation.measured import ALL, DOMAIN, NODE, measure, measured_recoveries
-from tiercheck_operator.planning.simulation.scenario import RecoveryTimes, Saving, Scenario
-from tiercheck_operator.planning.simulation.simulation import POD, PROCESS, KnownFailure, replay
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 WITHIN = 0.2

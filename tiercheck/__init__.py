@@ -30,25 +30,21 @@ if TYPE_CHECKING:
     from tiercheck.trainer.state.user_state import State
 else:  # a type checker would take every name for Any
     _MODULES = {
-        "Checkpointer": "checkpointer",
         "DifferentState": "restore.load",
-        "Found": "checkpointer",
         "NotCapturable": "state.leaves",
         "RestoreError": "backends.backend",
         "ResumableSampler": "resumable_sampler",
         "State": "state.user_state",
-        "find": "checkpointer",
     }
 
     def __getattr__(name: str) -> Any:
-        if (module := _MODULES.get(name)) is None:
+        if name not in __all__:
             raise AttributeError(f"module 'tiercheck' has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module(f"tiercheck.trainer.{module}"), name)
+            module = importlib.import_module(f"tiercheck.trainer.{_MODULES.get(name, 'checkpointer')}")
+            return getattr(module, name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            hint = "run: pip install 'tiercheck[trainer]'"
-            raise ModuleNotFoundError(
-                f"tiercheck.{name} needs torch, which is not installed; {hint}", name="torch"
-            ) from None
+            message = f"tiercheck.{name} needs torch, which is not installed; run: pip install torch"
+            raise ModuleNotFoundError(message, name="torch") from None

@@ -42,7 +42,7 @@ from tiercheck.trainer.backends.backend import Backend, Offer, RestoreError, War
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.dcp.reader import TierCheckReader
-from tiercheck.trainer.dcp.writer import Slots, TierCheckWriter
+from tiercheck.trainer.dcp.writer import Slots, StagingWriter, TierCheckWriter
 from tiercheck.trainer.process import process_end
 from tiercheck.trainer.process.process_end import LastWords
 from tiercheck.trainer.replicas.ranks import is_distributed, rank_and_world
@@ -127,7 +127,7 @@ class Storage:
         """For `dcp.save` or `dcp.async_save` of the state after `step`; None: its `checkpoint_id` ends in
         that number."""
         self._begin()
-        return TierCheckWriter(self._slots, step)
+        return (StagingWriter if StagingWriter.NEEDED else TierCheckWriter)(self._slots, step)
 
     def planner(self) -> DefaultSavePlanner:
         """Torch's own; from the second save on it only compares plans instead of exchanging them, where this

@@ -19,7 +19,6 @@ from urllib3.exceptions import HTTPError
 
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck.redaction import redacted
 
 Object = dict[str, Any]
 P = ParamSpec("P")
@@ -304,10 +303,10 @@ class ApiServer:
             code, data, said = int(error.status or 0), error.body, str(error.reason)
         except (HTTPError, OSError) as error:
             raise self._no_answer(error) from error
-        except ValueError as error:  # a header that cannot be sent, and the error quotes it
-            said = redacted(first_line(error))
+        except ValueError:  # the error quotes the header that cannot be sent
+            why = "its address or your token has characters that HTTP refuses"
             raise RequestFailed(
-                0, "BadRequest", f"the API server {self.url} cannot be asked: {said}"
+                0, "BadRequest", f"the API server {self.url} cannot be asked: {why}"
             ) from None
         reason, message = _status(data)
         if not code:

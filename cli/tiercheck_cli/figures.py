@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
-_DPI = 150
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tiercheck",
@@ -29,19 +27,11 @@ def new_figure(width: float, height: float, layout: Any = "constrained") -> Iter
         yield Figure(figsize=(width, height), layout=layout)
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """In the format that the name ends with, without a date. Raises OSError."""
-    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    figure.savefig(path, dpi=_DPI, facecolor="white", metadata=undated.get(path.suffix, {}))
-
-
-def svg_of(figure: Any, description: str, paper: str = "none") -> str:
+def svg_of(figure: Any, description: str) -> str:
     """The element alone, for a page; `description` is for those who cannot see it."""
-    for axes in figure.axes:
-        axes.set_facecolor("none")
     sink = StringIO()
     figure.savefig(
-        sink, format="svg", facecolor=paper, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        sink, format="svg", facecolor="white", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
     )
     content = sink.getvalue()
     return f'<svg role="img" aria-label="{escape(description)}"{content[content.index("<svg") + 4 :]}'

@@ -37,6 +37,12 @@ Kubeconfig = Annotated[
 OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="How to write the answer.")]
 
 
+# Okabe and Ito's colours, which colour-blind people can tell apart: one for each meaning, in pictures too.
+TIER_COLOURS = {"local": "#009E73", "peer": "#0072B2", "remote": "#CC79A7"}
+PHASES = (("detect", "#999999"), ("restore", "#E69F00"), ("start", "#56B4E9"))
+"""The parts of a recovery, in order of time."""
+PHASE_WORDS = {"detect": "noticed", "restore": "state restored", "start": "first new step"}
+
 _PIPE_WIDTH = 120
 """Columns where there is no terminal, unless $COLUMNS says."""
 
@@ -50,6 +56,11 @@ def console() -> Console:
     if not made.is_terminal and "COLUMNS" not in made._environ:
         return Console(highlight=False, width=_PIPE_WIDTH)
     return made
+
+
+def plural(count: int, noun: str) -> str:
+    """`3 steps`, `1 step`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def to_plain_text(shown: RenderableType, width: int) -> str:

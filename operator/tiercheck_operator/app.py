@@ -27,7 +27,7 @@ from typing import Any
 import kopf
 
 from tiercheck.protocol import names
-from tiercheck.redaction import log_redacted
+from tiercheck.redaction import known_secrets, log_redacted
 from tiercheck_operator.attach.service import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
@@ -473,7 +473,7 @@ def prepare_process() -> None:
 async def main() -> None:
     """Run until SIGTERM or SIGINT. Raises ValueError on a setting that cannot be understood."""
     config = Config.from_env(os.environ)
-    log_redacted(config.log_level)
+    log_redacted(config.log_level, known_secrets(os.environ))
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelName(config.log_level)))
     prepare_process()
     stop = asyncio.Event()

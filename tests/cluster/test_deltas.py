@@ -74,6 +74,24 @@ def test_killed_process_costs_no_step_that_its_memory_holds(
     assert_same_as_undisturbed(job)
 
 
+def test_resume_after_a_step_that_was_given_up_for_it_is_proven_bit_for_bit(
+    jobs: Jobs, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    job = jobs.start(
+        workers=2, env={"GATE": str(gate)}, checkpoint=ROOMY, remote_every=None, restore={"proveSteps": 1}
+    )
+    attempt, step = standing_still(job, gate, after=13)
+    cluster.faults.kill_container_process(job.stage.pod_of(1))
+    recovery = job.wait_recovered(attempt)
+    assert (recovery["step"], recovery["lostSteps"]) == (step - 1, 1)
+    job.wait_condition("Exact", reason="Proven")
+    recovery = job.status["lastRecovery"]
+    assert recovery["exact"] == "Proven"
+    assert "1 step trained again, bitwise equal" in recovery["exactMessage"]
+    assert_same_as_undisturbed(job)
+
+
 @pytest.mark.extended
 def test_deltas_go_on_after_everything_was_lost(jobs: Jobs, cluster: LocalCluster) -> None:
     job = jobs.start(workers=2, env={"TAIL": "400"})

@@ -35,9 +35,10 @@ from tiercheck.protocol.plain_json import decode_with, parse_json
 from tiercheck.protocol.report import Exact, Report
 from tiercheck.protocol.requests import BeginSlot, BorrowArtifact, ReportResume, Request, ReserveSlots
 from tiercheck.protocol.version import Share, Version
+from tiercheck.redaction import LONGEST_LINE, redacted
 from tiercheck_cli.checkpoint.saved import open_folder
 from tiercheck_cli.failure import CannotDo
-from tiercheck_cli.report.record import RecordError, RunRecord
+from tiercheck_cli.simulate.assumptions import read_assumed
 from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.model.parsing import parse_job
@@ -217,11 +218,11 @@ def _attachment(text: bytes) -> None:
         Attachment.from_json(text.decode(errors="replace")).to_json()
 
 
-def _run_record(text: bytes) -> None:
-    path = _folder() / "run.json"
+def _assumptions(text: bytes) -> None:
+    path = _folder() / "assume.yaml"
     path.write_bytes(text)
-    with contextlib.suppress(RecordError):
-        str((RunRecord.read(path).sentence, RunRecord.read(path).trained_again))
+    with contextlib.suppress(CannotDo):
+        read_assumed(str(path)).bytes_of("peer_bandwidth", "2Gi")
 
 
 def _folder_record(text: bytes) -> None:
@@ -236,6 +237,11 @@ def _folder_record(text: bytes) -> None:
 def _remote_settings(text: bytes) -> None:
     with contextlib.suppress(RemoteConfigError):
         parse_remote(text.decode(errors="replace"))
+
+
+def _redaction(text: bytes) -> None:
+    shown = redacted(text.decode("utf-8", "replace"))
+    assert all(len(line) <= 4 * LONGEST_LINE for line in shown.split("\n"))
 
 
 def _plain(text: bytes) -> None:
@@ -264,14 +270,6 @@ _POD = {
         }
     },
     "terminationGracePeriodSeconds": 30, "hostNetwork": True, "topologySpreadConstraints": [],
-}  # fmt: skip
-_RUN = {
-    "title": "t", "machine": "m", "started": 1.0, "ended": 2.0, "workers": 1, "procs_per_worker": 1,
-    "nodes": {"n": "r"},
-    "steps": [{"time": 1.0, "attempt": 1, "step": 1, "loss": 0.5}], "faults": [],
-    "reference_losses": {"1": "0x1p-1"}, "run_losses": {"1": "0x1p-1"},
-    "digests": {"run": "a"}, "bitwise_equal": False, "first_difference": 1,
-    "samples": [{"time": 1.0, "tier": "peer", "step": 1}],
 }  # fmt: skip
 _PLACEMENT = {
     "attempt": "1", "workers": '[0,"p","u",0,"n",[1]]\n[1,"q","v",0,"m",[0]]', "groups": "[[0],[1]]",
@@ -372,10 +370,11 @@ TARGETS: dict[str, Target] = {
         "template": Target(_template, _json(_POD)),
         "placement": Target(_placement, _json(_PLACEMENT)),
         "attachment": Target(_attachment, _json(_ATTACHED)),
-        "run record": Target(_run_record, _json(_RUN)),
+        "assumptions": Target(_assumptions, _json({"failures": "rsc-1", "domainFailures": {"rack": 1}})),
         "folder record": Target(_folder_record,
             _json({"size": _LAYOUT.size, "chunk": 4096, "crc32": [0, 0]})),
         "remote settings": Target(_remote_settings,
             _json({"s3": {"bucket": "b", "prefix": "p", "endpoint": "https://e"}})),
+        "text for people": Target(_redaction, (b"password=a", b"://a:b@c", b'"Cookie": "a"', b"--token a")),
         "plain JSON": Target(_plain, (b'{"a":[1,2.5,"\\u00e9\\"[",null]}',)),
 }  # fmt: skip

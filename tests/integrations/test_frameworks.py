@@ -19,6 +19,7 @@ import pytest
 
 from tests.lives import Lives, Said
 from tests.scripted_sidecar import ScriptedSidecar
+from tests.trainer.torch_limits import needs_fsdp2_on_cpus
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
 from tiercheck.protocol.version import Kind
@@ -101,7 +102,10 @@ def test_killed_example_goes_on_with_equal_losses(
     assert_continues(whole, [(steps(lives, modules, cut, kill_at=kill), kill) for kill in (*kills, None)])
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=needs_fsdp2_on_cpus) if name == "plain-loop" else name for name in NEEDS],
+)
 def test_killed_ranks_go_on_with_equal_losses(name: str, lives: Lives, tmp_path: Path) -> None:
     modules, argv = needed(name), command(name, "torchrun --nproc-per-node 2")
     *_, last, kill = KILLS[name]

@@ -34,6 +34,7 @@ ROOMS_OF_THEIR_OWN = {
     "local/cluster": "the laptop cluster, whole",
     "packaging": "what is shipped, and this house",
     "real_cluster": "kubelets, on this machine",
+    "redaction": "tiercheck/redaction.py",
     "sidecar/journeys": "what passes through several rooms of a sidecar",
     "simulation": "operator and sidecars in one thread",
 }

@@ -75,7 +75,7 @@ def wrap(kind: str, model: nn.Sequential) -> nn.Module:
     if kind == "pipeline":
         layers, half = list(model.named_children()), len(model) // 2
         return nn.Sequential(OrderedDict(layers[:half] if dist.get_rank() == 0 else layers[half:]))
-    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.01)
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""A start says where it goes on, takes up no other training's versions, and an end leaves some to take up."""
+"""A start says where it goes on and takes up no other training; an end leaves something to take up."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from tiercheck.integrations.runs import end_run, name_run
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find
 from tiercheck.trainer.state import user_state
@@ -40,11 +41,11 @@ _NEEDED = (
 _RESUMED = "tiercheck"
 """Stands for the folder that the Trainer would have loaded a checkpoint from."""
 _COMPARED = (
-    "learning_rate", "weight_decay", "adam_", "max_grad_norm", "lr_scheduler_type", "warmup_", "optim",
-    "label_smoothing", "neftune", "num_train_epochs", "max_steps", "seed", "data_seed", "bf16", "fp16",
-    "gradient_accumulation_steps", "dataloader_drop_last", "train_sampling_strategy",
+    "max_grad_norm", "lr_scheduler_type", "warmup_", "optim", "label_smoothing", "neftune", "max_steps",
+    "num_train_epochs", "seed", "data_seed", "bf16", "fp16", "gradient_accumulation_steps",
+    "dataloader_drop_last", "train_sampling_strategy",
 )  # fmt: skip
-"""How the names of arguments begin whose change is told."""
+"""How the names of arguments begin whose change is told here. Checkpointer tells those of the optimizer."""
 
 if TYPE_CHECKING:
     from typing import Any as _Trainer  # transformers.Trainer, or a subclass of it
@@ -79,40 +80,29 @@ class Resumable(_Trainer):  # type: ignore[misc]
                 "load_best_model_at_end=True needs the Trainer's own checkpoints, which "
                 "keeps_own_checkpoints = False leaves out: remove one of them"
             )
-        self._run = self.checkpointing.get("run")
+        place = self.checkpointing.get("folder"), self.checkpointing.get("run")
+        self._run = name_run(*place)
         self._found = self._find()
         size = self._found.state.get("trainer", {}).get("batch_size")
         if self.args.auto_find_batch_size and size:
             self._train_batch_size = size  # where the search begins: a larger one did not fit
         try:
-            return super().train(*arguments, **named)
+            result = super().train(*arguments, **named)
         finally:
             if self.checkpointer is not None:
                 self.checkpointer.close()
+        end_run(*place)
+        return result
 
     def _find(self) -> Found:
         """The version that this `train` continues from: after a batch size that did not fit, its own last."""
         if self.checkpointer is not None:
             self.checkpointer.close()
-        options = self.checkpointing
-        named = {} if self._run is None else {"run": self._run}
-        found = find(options.get("folder"), options.get("keep", 2), **named)
-        self._run = getattr(found, "run", self._run)
-        return found
+        return find(self.checkpointing.get("folder"), self.checkpointing.get("keep", 2), self._run)
 
-    def _init_training_state(
-        self,
-        max_steps: int,
-        steps_per_epoch: int,
-        epochs: int,
-        resume_from_checkpoint: str | None,
-        trial: Any,
-    ) -> tuple[int, int]:
-        begun: tuple[int, int] = super()._init_training_state(
-            max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial
-        )
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *more: Any) -> tuple[int, int]:
+        begun: tuple[int, int] = super()._init_training_state(max_steps, steps_per_epoch, *more)
         found = self._found = self._found or self._find()
-        self._steps_per_epoch = steps_per_epoch
         self._drawn: dict[str, Any] | None = None
         self._losses: list[Any] | None = None
         self._seconds, self._started, self._steps_in_epoch = 0.0, time.time(), 1
@@ -136,12 +126,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
             log.warning("the version of step %d has no position in the data: it is taken from the step", step)
             return step // steps_per_epoch, step % steps_per_epoch * accumulation
         epoch, batches, samples = kept["epoch"], kept["batches"], kept["batches"] * kept["samples"]
-        facts = self._facts
-        changed = [
-            f"{name} {old} -> {facts[name]}"
-            for name, old in kept["facts"].items()
-            if name in facts and facts[name] != old
-        ]
+        pairs = ((name, old, self._facts.get(name, old)) for name, old in kept["facts"].items())
+        changed = [f"{name} {old} -> {new}" for name, old, new in pairs if new != old]
         if not changed:
             return epoch, batches
         batches = samples // _samples_per_batch(self)
@@ -149,20 +135,14 @@ class Resumable(_Trainer):  # type: ignore[misc]
         if self.args.max_steps <= 0 and steps_per_epoch != kept["facts"]["steps per epoch"]:
             self.state.max_steps = step + max(0, max_steps - done)  # as many epochs as were asked for
         log.warning(
-            "not as when step %d was saved: %s. Data go on at batch %d of epoch %d (%d samples of it are "
-            "done); what optimizer and schedule hold (rates, betas, weight decay) stays as saved: to train "
-            "with other values, set them in on_train_begin",
+            "not as when step %d was saved: %s. Data go on at batch %d of epoch %d (%d samples are done)",
             *(step, ", ".join(changed), batches, epoch, samples),
         )
         return epoch, batches
 
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> Any:
-        model, loader = super()._prepare_for_training(
-            self.state.max_steps, train_dataloader, resume_from_checkpoint
-        )
-        options = {**self.checkpointing}
+    def _prepare_for_training(self, max_steps: int, *more: Any) -> Any:
+        model, loader = super()._prepare_for_training(self.state.max_steps, *more)
+        options = {**self.checkpointing, "run": self._run}
         state = {"trainer": _TrainerState(self), "scheduler": self.lr_scheduler, **options.pop("state", {})}
         if (scaler := getattr(self.accelerator, "scaler", None)) is not None:
             state["scaler"] = scaler
@@ -190,7 +170,7 @@ class Resumable(_Trainer):  # type: ignore[misc]
         result = super()._run_epoch(
             train_dataloader=train_dataloader, epoch=epoch, steps_in_epoch=steps_in_epoch, **named
         )
-        if _base(train_dataloader).persistent_workers:
+        if getattr(_base(train_dataloader), "persistent_workers", False):
             if resumed and self._kept["batches"]:
                 _draw_no_seed(train_dataloader)  # this epoch had a loader of its own
             self._has_workers = True
@@ -202,7 +182,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
     @property
     def _batches(self) -> int:
         """Batches of the epoch that are done, as the Trainer counts them."""
-        return max(0, round((self.state.epoch - self._epoch) * self._steps_in_epoch))
+        done: int = round((self.state.epoch - self._epoch) * self._steps_in_epoch)
+        return max(0, done)
 
     def _has_ended(self) -> bool:
         step, most = self.state.global_step, self.state.max_steps
@@ -222,13 +203,14 @@ class Resumable(_Trainer):  # type: ignore[misc]
             self._began = self._describe_begin()
             return
         loader, base = self._loader, _base(self._loader)
-        if base.persistent_workers and (
-            isinstance(base.dataset, IterableDataset) or hasattr(base.dataset, "set_epoch")
+        data = getattr(base, "dataset", None)
+        if getattr(base, "persistent_workers", False) and (
+            isinstance(data, IterableDataset) or hasattr(data, "set_epoch")
         ):
             log.warning(
                 "persistent workers are new after a restore: samples are the same only if the %s in them "
                 "keeps nothing from epoch to epoch; dataloader_persistent_workers=False is exact",
-                type(base.dataset).__name__,
+                type(data).__name__,
             )
         if began["workers"]:
             _draw_no_seed(loader)
@@ -271,6 +253,8 @@ class Resumable(_Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         self._put_back_losses()  # of a training that has no epoch left
+        if self.checkpointer is not None:
+            self.checkpointer.wait()  # before the best model takes the place of the last
         # Loss, time and speed are those of the whole training, and not of its last life.
         return super()._finalize_training(trial, num_train_samples, start_time - self._seconds)
 
@@ -299,19 +283,14 @@ class _TrainerState:
             if field.name != "stateful_callbacks" and _is_plain(getattr(trainer.state, field.name))
         }
         callbacks = [(name, each.state()["attributes"]) for name, each in self._stateful()]
-        losses = getattr(trainer, "_tr_loss", None)
+        losses = None
+        if getattr(trainer, "_tr_loss", None) is not None:
+            sums = (trainer._globalstep_last_logged, trainer._total_loss_scalar, trainer._initial_global_step)
+            losses = [trainer._tr_loss.detach(), *sums, time.time() - trainer._started + trainer._seconds]
         batches = trainer._batches
         return {
             "state": plain,
-            "losses": None
-            if losses is None
-            else [
-                losses.detach(),
-                trainer._globalstep_last_logged,
-                trainer._total_loss_scalar,
-                trainer._initial_global_step,
-                time.time() - trainer._started + trainer._seconds,
-            ],
+            "losses": losses,
             "callbacks": [each for each in callbacks if _is_plain(each)],
             "epoch": trainer._epoch,
             "batches": batches,
@@ -350,32 +329,27 @@ class _TrainerState:
         """Callbacks with a state of their own (`ExportableState`), such as EarlyStoppingCallback, by the
         names of their classes."""
         known = ((type(each).__name__, each) for each in self._trainer.callback_handler.callbacks)
-        return [
-            (name, each) for name, each in known if hasattr(each, "state") and hasattr(each, "from_state")
-        ]
+        return [pair for pair in known if hasattr(pair[1], "state") and hasattr(pair[1], "from_state")]
 
 
 def _describe_arguments(trainer: Any, steps_per_epoch: int) -> dict[str, Any]:
     """What position and hyper-parameters follow from, by the names that their change is told by."""
     length = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
-    named = {
-        name: getattr(value, "value", value)
-        for name, value in vars(trainer.args).items()
-        if name.startswith(_COMPARED)
-    }
+    known = ((name, getattr(value, "value", value)) for name, value in vars(trainer.args).items())
     return {
         "per_device_train_batch_size": trainer._train_batch_size,
         "ranks": trainer.args.world_size,
         "length of train_dataset": length,
         "steps per epoch": None if length is None else steps_per_epoch,
-        **{name: value for name, value in named.items() if _is_plain(value)},
+        **{name: value for name, value in known if name.startswith(_COMPARED) and _is_plain(value)},
     }
 
 
 def _samples_per_batch(trainer: Any) -> int:
     """Of all ranks."""
     total: int = trainer.get_total_train_batch_size(trainer.args)
-    return max(1, total // trainer.args.gradient_accumulation_steps)
+    accumulation: int = trainer.args.gradient_accumulation_steps
+    return max(1, total // accumulation)
 
 
 def _base(loader: Any) -> Any:
@@ -391,9 +365,9 @@ def _draw_no_seed(loader: Any) -> None:
 def _generators(holder: Any, name: str = "") -> dict[str, Any]:
     """Generators of random numbers that a loader, its samplers and its dataset keep, by their paths."""
     found: dict[str, Any] = {}
-    for attribute, value in vars(_base(holder)).items():
+    for attribute, value in getattr(_base(holder), "__dict__", {}).items():
         path = f"{name}.{attribute}"
-        if attribute in ("batch_sampler", "sampler", "dataset") and hasattr(value, "__dict__"):
+        if attribute in ("batch_sampler", "sampler", "dataset") and value is not None:
             found |= _generators(value, path)
         elif user_state.generator_state(value) is not None:
             found[path] = value

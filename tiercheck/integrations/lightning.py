@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.utils import prune
 
+from tiercheck.integrations.runs import end_run, name_run
 from tiercheck.trainer.backends.backend import RestoreError, log
 from tiercheck.trainer.checkpointer import Checkpointer, find
 from tiercheck.trainer.state import user_state
@@ -28,10 +29,8 @@ try:
 except ModuleNotFoundError:  # the same under its other name
     from pytorch_lightning import callbacks
 
-Callback = callbacks.Callback
 
-
-class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
+class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
     """`every`, `folder`, `keep`, `run`, `sanity_gate`, `state`: as for Checkpointer."""
 
     def __init__(
@@ -45,9 +44,7 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         state: user_state.State | None = None,
     ) -> None:
         self._options: dict[str, Any] = {"every": every, "sanity_gate": sanity_gate}
-        self._place: dict[str, Any] = {"folder": folder, "keep": keep}
-        if run is not None:
-            self._place["run"] = run
+        self._folder, self._keep, self._run = folder, keep, run
         self._more = state or {}
         self._drawn: dict[str, Any] | None = None
         self._validates = False
@@ -69,7 +66,8 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
         trainer.callbacks = [_EpochStart(self), *others, self]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        found = find(**self._place)
+        run = name_run(self._folder, self._run)
+        found = find(self._folder, self._keep, run)
         progress = _Progress(trainer, pl_module, self)
         progress.prune(found.state.get("lightning", {}).get("pruned", ()))
         state = {"lightning": progress, **self._more}
@@ -80,8 +78,8 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             trainer.optimizers,
             state=state,
             found=found,
+            run=run,
             **self._options,
-            **self._place,
         )
         self._drawn, self.between_epochs, self.logged = None, False, {}
         if self.checkpointer.restore():
@@ -108,6 +106,9 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             self.checkpointer.step_number = trainer.global_step  # `ckpt_path` is where it begins
         fetcher = trainer.fit_loop._data_fetcher
         if self._drawn is not None and not self.between_epochs:
+            for each in trainer.callbacks:  # what this one set when the epoch began
+                if isinstance(each, callbacks.GradientAccumulationScheduler):
+                    each.on_train_epoch_start(trainer)
             loaders = fetcher.combined_loader.flattened
             if fetcher.length is None or not all(hasattr(each, "state_dict") for each in loaders):
                 log.warning(
@@ -137,6 +138,7 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             self.logged = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.fit_loop._restarting = False  # or schedules of epoch metrics would miss the end of this epoch
         if self._drawn is not None:
             user_state.set_random_state(self._drawn)
             self._drawn = None
@@ -174,7 +176,10 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end_step(trainer)
-        self._close()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close()  # also of a training that had no epoch left
+        end_run(self._folder, self._run)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
@@ -214,7 +219,7 @@ class TierCheck(Callback):  # type: ignore[misc, unused-ignore]
             self.checkpointer.close()
 
 
-class _EpochStart(Callback):  # type: ignore[misc, unused-ignore]
+class _EpochStart(callbacks.Callback):  # type: ignore[misc, unused-ignore]
     """Stands before all other callbacks."""
 
     def __init__(self, own: TierCheck) -> None:
@@ -238,12 +243,10 @@ class _Progress:
             "between_epochs": self._own.between_epochs,
             "metrics": self._own.metrics,
             "logged": {**self._own.logged, **_list_logged(trainer.fit_loop.epoch_loop._results)},
-            "metric_states": {
-                name: [each.metric_state, each._update_count] for name, each in self._metrics.items()
-            },
+            "metric_states": {k: (v.metric_state, v._update_count) for k, v in self._metrics.items()},
             "schedulers": [
-                (type(config.scheduler).__name__, config.scheduler.state_dict())
-                for config in trainer.lr_scheduler_configs
+                (type(each.scheduler).__name__, each.scheduler.state_dict())
+                for each in trainer.lr_scheduler_configs
             ],
             "precision": trainer.precision_plugin.state_dict(),
             "callbacks": {callback.state_key: callback.state_dict() for callback in self._others()},
@@ -275,9 +278,7 @@ class _Progress:
     def _begin_again(self, callback: Any) -> None:
         """What Lightning's own callbacks did at the start of an epoch that is behind, and keep nowhere."""
         trainer = self._trainer
-        if isinstance(callback, callbacks.GradientAccumulationScheduler):
-            callback.on_train_epoch_start(trainer, self._module)
-        elif isinstance(callback, callbacks.StochasticWeightAveraging) and callback._scheduler_state:
+        if isinstance(callback, callbacks.StochasticWeightAveraging) and callback._scheduler_state:
             (optimizer,), progress = trainer.optimizers, trainer.fit_loop.epoch_progress.current
             values = [{**group} for group in optimizer.param_groups]
             now, progress.completed = progress.completed, callback._latest_update_epoch
@@ -287,17 +288,13 @@ class _Progress:
                 group.update(value)  # a new scheduler begins with a rate of its own
 
     def _load_schedulers(self, kept: list[Any]) -> None:
-        here = self._trainer.lr_scheduler_configs
-        if [name for name, _ in kept] != [type(config.scheduler).__name__ for config in here]:
-            log.warning(
-                "the version has the schedulers %s, here are %s: those of the same class in the same place "
-                "are loaded",
-                [name for name, _ in kept],
-                [type(config.scheduler).__name__ for config in here],
-            )
-        for config, (name, state) in zip(here, kept, strict=False):
-            if type(config.scheduler).__name__ == name:
-                config.scheduler.load_state_dict(state)
+        here = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        then, now = [name for name, _ in kept], [type(each).__name__ for each in here]
+        if then != now:
+            log.warning("schedulers %s were saved, here are %s: only equal ones are loaded", then, now)
+        for scheduler, name, (old, state) in zip(here, now, kept, strict=False):
+            if name == old:
+                scheduler.load_state_dict(state)
 
     def _list_pruned(self) -> list[str]:
         """Parameters that ModelPruning has given masks."""
@@ -312,18 +309,19 @@ class _Progress:
 
     def prune(self, names: Sequence[str]) -> None:
         """Give these parameters masks, for the version's to be loaded into."""
+        if names and any(getattr(each, "_original_layers", None) for each in self._trainer.callbacks):
+            log.warning(
+                "ModelPruning keeps the first weights nowhere: those that it goes back to after this restore "
+                "(use_lottery_ticket_hypothesis) are those of this start"
+            )
         for path in names:
             owner, _, name = path.rpartition(".")
             module = self._module.get_submodule(owner)
             if not hasattr(module, f"{name}_mask"):
-                prune.identity(module, name)
+                prune.identity(module, name)  # type: ignore[no-untyped-call]
 
     def _others(self) -> list[Any]:
-        return [
-            each
-            for each in self._trainer.callbacks
-            if each is not self._own and not isinstance(each, _EpochStart)
-        ]
+        return [each for each in self._trainer.callbacks if not isinstance(each, (TierCheck, _EpochStart))]
 
 
 def _list_logged(results: Any) -> dict[str, list[Any]]:

@@ -1,5 +1,4 @@
-"""Prints what a person wants to know at each start: where the training goes on, from what, and whether it is
-the same training."""
+"""Prints what a person wants to know at each start: where the training goes on, and from what."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from tiercheck.trainer.save.staging import Pending
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.trained_state import TrainedState
-from tiercheck.trainer.state.training import TRAINING, Training, fingerprint, name_of
+from tiercheck.trainer.state.training import TRAINING, TrainingIdentity, fingerprint, name_of
 
 __all__ = ["Checkpointer", "Found", "find"]
 
@@ -81,7 +81,11 @@ class Checkpointer:
         verify_all: Compare every byte of a snapshot with the state before the next update, which waits for
             it. None: as the job says.
         found: What `tiercheck.find` returned, for frameworks that must know the step before they make model
-            and optimizer. `folder` and `keep` are then those given to `find`.
+            and optimizer. `folder`, `keep` and `run` are then those given to `find`.
+        run: Name of the training. A folder keeps the versions of each apart, and a start takes up only its
+            own. None: the file name of the script.
+        leave_out: Patterns (fnmatch) of names of frozen parameters and buffers that the script loads itself
+            at each start, before `restore`, such as quantised base weights.
 
     Raises:
         NotCapturable: A TypeError. The model, an optimizer or `state` holds what can never be saved; the
@@ -103,10 +107,11 @@ class Checkpointer:
         verify_all: bool | None = None,
         found: Found | None = None,
         run: str | None = None,
+        leave_out: Sequence[str] = (),
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
-        trained = self._trained = TrainedState(model, optimizer, state)
+        trained = self._trained = TrainedState(model, optimizer, state, leave_out)
         self._every, self._sanity_gate, self._found, self._run = every, sanity_gate, found, run
         self.rank, self.world_size = trained.rank, trained.world_size
         """This process among the ranks of the job."""
@@ -125,14 +130,7 @@ class Checkpointer:
             gate=lambda: self.sanity_gate,
             verify_all=lambda: backend.verify_all if verify_all is None else verify_all,
         )
-        self._deltas = Deltas(
-            trained.model,
-            trained.partitions,
-            trained.shares,
-            backend,
-            self._saver,
-            facts=trained.arithmetic.facts,
-        )
+        self._deltas = Deltas(trained, backend, self._saver)
         self._capturing = Capturing(trained, self._saver, self._deltas)
         self._progress = StepProgress(backend, self._saver)
         self._announced = Announcements(backend, self.rank)
@@ -211,7 +209,7 @@ class Checkpointer:
         if (node := self._capturing.begin()) is not None:
             self._backend.numa = node
         trained, backend, capturing = self._trained, self._backend, self._capturing
-        training = Training.look(self._run, trained.optimizers, trained.state)
+        training = TrainingIdentity.look(self._run, trained.optimizers, trained.state)
         capturing.training = training.facts()
         found, self._found = self._found, None
         offer = backend.find() if found is None else found.offer

@@ -10,11 +10,10 @@ from tiercheck.protocol.directive import Tier
 from tiercheck_cli.events.recoveries import PastRecovery
 from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
 from tiercheck_cli.explain.losses import LostMemory
+from tiercheck_cli.explain.what_if import Consequence, what_if
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
-from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
-from tiercheck_operator.planning.recovery.what_if import Consequence, what_if
-from tiercheck_operator.planning.simulation.scenario import Held, RecoveryTimes, Saving, Scenario
+from tiercheck_cli.simulate.scenario import Held, RecoveryTimes, Saving, Scenario
 
 _BANDWIDTH = {Tier.PEER: PEER_BANDWIDTH, Tier.REMOTE: REMOTE_BANDWIDTH}
 """Bytes per second and worker."""
@@ -70,7 +69,7 @@ def scenario_of(layout: JobLayout, job: Mapping[str, Any] | None) -> tuple[Scena
         spares=wanted.spares,
         step_seconds=float(pace or 1.0),
         saving=saving,
-        times=RecoveryTimes(restore=RestoreSeconds()),
+        times=RecoveryTimes(),
         existing=layout.placement,
     )
     return scenario, None if step is None else int(step)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout
-from tiercheck_cli.report.words import plural
+from tiercheck_cli.terminal import plural
 from tiercheck_operator.planning.topology import short_name
 
 

@@ -15,9 +15,7 @@ from tiercheck_cli.events.recoveries import TIERS, PastRecovery
 from tiercheck_cli.explain.answer import WhatIf
 from tiercheck_cli.explain.losses import hit
 from tiercheck_cli.layout import JobLayout
-from tiercheck_cli.report.style import PHASES
-from tiercheck_cli.report.style import TIERS as COLOURS
-from tiercheck_cli.report.words import plural
+from tiercheck_cli.terminal import PHASES, TIER_COLOURS, plural
 from tiercheck_operator.model.status import parse_time
 
 _WHENCE = {
@@ -113,7 +111,7 @@ def _where_from(entry: PastRecovery) -> Table:
         count = entry.tiers.get(tier) or 0
         if count:
             bar = "█" * max(1, round(count / total * _BAR))
-            table.add_row(f"  {plural(count, 'rank')}", Text(bar, style=COLOURS[tier]), _WHENCE[tier])
+            table.add_row(f"  {plural(count, 'rank')}", Text(bar, style=TIER_COLOURS[tier]), _WHENCE[tier])
     return table
 
 
@@ -224,7 +222,9 @@ def _full(entry: WhatIf, layout: JobLayout) -> Group:
             ),
         )
         for tier, count in found.tiers.items():
-            line = Text.assemble((f"{plural(count, 'rank')}", COLOURS[tier.value]), f" {_WHENCE[tier.value]}")
+            line = Text.assemble(
+                (f"{plural(count, 'rank')}", TIER_COLOURS[tier.value]), f" {_WHENCE[tier.value]}"
+            )
             if tier is Tier.PEER:
                 line.append(_peers(entry, layout), style="dim")
             grid.add_row("  from" if tier is next(iter(found.tiers)) else "", line)
@@ -274,4 +274,6 @@ def _back(entry: WhatIf) -> Text:
 
 
 def _tier(tier: Tier | None) -> Text:
-    return Text("none", style="bold red") if tier is None else Text(tier.value, style=COLOURS[tier.value])
+    return (
+        Text("none", style="bold red") if tier is None else Text(tier.value, style=TIER_COLOURS[tier.value])
+    )

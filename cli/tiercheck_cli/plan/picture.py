@@ -14,7 +14,7 @@ from tiercheck_cli.figures import new_figure, svg_of
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.plan.links import Links, links
 from tiercheck_cli.plan.screen import colour
-from tiercheck_cli.report.words import plural
+from tiercheck_cli.terminal import plural
 
 _SIZE, _CENTRE, _RADIUS = 860.0, 430.0, 290.0
 _MIDDLE = (_CENTRE, _CENTRE + 15)
@@ -78,7 +78,7 @@ def svg(layout: JobLayout) -> str:
         else:
             _add_bundles(axes, drawn, spots)
         _add_rim(axes, drawn, spots)
-        content = svg_of(figure, f"{head}; {foot}", paper="white")
+        content = svg_of(figure, f"{head}; {foot}")
     # What a browser shows for the dot under the pointer.
     return re.sub(r'<g id="worker (\d+)">', r"\g<0><title>worker \1</title>", content)
 

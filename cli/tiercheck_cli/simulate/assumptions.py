@@ -1,15 +1,29 @@
-"""Lists what a simulation assumes unless told otherwise: failure rates, with sources, and times."""
+"""Lists what a simulation assumes unless a file says otherwise: failure rates with sources, and times."""
 
 from __future__ import annotations
 
+import functools
+import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
 
+from tiercheck.protocol.encoding import Malformed, from_builtins
 from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_cli.files import documents
+from tiercheck_cli.layout import JobLayout
+from tiercheck_cli.simulate.measured import times_of
+from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes
+from tiercheck_operator.model.quantity import parse_quantity
 from tiercheck_operator.planning.placement.problem import WorkerSite
-from tiercheck_operator.planning.simulation.scenario import FailureRates, RecoveryTimes
 from tiercheck_operator.planning.topology import Topology
-from tiercheck_operator.planning.wanted import Wanted
+
+PEER_BANDWIDTH = 2 * 2**30
+"""Bytes per second and worker, where the job does not limit it."""
+REMOTE_BANDWIDTH = 200 * 2**20
+STEP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -23,48 +37,80 @@ class CountedFailures:
     source: str
 
 
-RECORDS: Mapping[str, CountedFailures] = {
-    "rsc-1": CountedFailures(
-        6.50, 19.5, 0.03,
-        "nodes: 6.50 per 1,000 node-days, Meta's RSC-1 (Kokolis et al. 2024, arXiv:2410.21680); processes: "
-        "three times as many "
-        "(DLRover: three in four faults are cured by restarting processes); domains: 3 in 100 of all, an "
-        "assumption",
-    ),
-    "rsc-2": CountedFailures(
-        2.34, 7.02, 0.03,
-        "nodes: 2.34 per 1,000 node-days, Meta's RSC-2 (Kokolis et al. 2024, arXiv:2410.21680); processes "
-        "and domains as for rsc-1",
-    ),
-    "llama-3": CountedFailures(
-        2.92, 0.55, 0.084,
-        "419 unexpected interruptions in 54 days on 2,048 nodes (Llama 3, arXiv:2407.21783, table 5): 61 of "
-        "them software, 35 network "
-        "switches and cables, each taken to hit a whole domain, and the rest nodes",
-    ),
-    "byterobust": CountedFailures(
-        1.32, 0.30, 0.0,
-        "175 incidents in three months on 1,200 nodes (ByteRobust, arXiv:2509.16293, table 4): 143 ended "
-        "with nodes evicted, 32 with code rolled back or updated; domains are not counted there",
-    ),
-    "ft-hsdp": CountedFailures(
-        1.81, 0.37, 0.053,
-        "2.3 interruptions per 1,000 server-days at 32,000 GPUs (FT-HSDP, arXiv:2602.00277): 16 in 100 "
-        "software and collective timeouts, 5.3 network, taken to hit a whole domain, and the rest nodes",
-    ),
-    "ft-hsdp-100k": CountedFailures(
-        5.12, 1.04, 0.053,
-        "a failure every 18 minutes on 98,304 GPUs (FT-HSDP, arXiv:2602.00277), which is 6.5 per 1,000 "
-        "server-days; shares as for ft-hsdp",
-    ),
-}  # fmt: skip
-"""By name. llama-3: 419 / (54 x 2,048) = 3.79 per 1,000 node-days; software bugs and watchdog
-timeouts are 61 of 419."""
+@functools.cache
+def published_failures() -> Mapping[str, CountedFailures]:
+    """The records of records.yaml, by name."""
+    (contents,) = documents(str(Path(__file__).with_name("records.yaml")))
+    return {name: CountedFailures(**each) for name, each in contents.items()}
 
-PEER_BANDWIDTH = 2 * 2**30
-"""Bytes per second and worker, where the job does not limit it."""
-REMOTE_BANDWIDTH = 200 * 2**20
-STEP_SECONDS = 5.0
+
+@dataclass(frozen=True)
+class AssumedByFile:
+    """The keys of an `--assume` file, there in camel case. None: the file does not say."""
+
+    failures: str = "rsc-1"
+    """Whose published failures."""
+    node_failures: float | None = None
+    """Per 1,000 days of a node, as the next."""
+    process_failures: float | None = None
+    domain_failures: dict[str, float] | None = None
+    """By level: per 1,000 days of a domain."""
+    moves_per_day: float = 0.0
+    """Pods of the job that are moved or evicted."""
+    step_seconds: float | None = None
+    state_size: str | None = None
+    """Of one rank."""
+    peer_bandwidth: str | None = None
+    remote_bandwidth: str | None = None
+    detect_seconds: float | None = None
+    restart_seconds: float | None = None
+    replace_seconds: float | None = None
+
+    def bytes_of(self, key: str, otherwise: object) -> int:
+        """The quantity of that key, or `otherwise`. Raises CannotDo."""
+        try:
+            found = parse_quantity(getattr(self, key) or str(otherwise))
+        except ValueError as error:
+            raise CannotDo(f"{_camel(key)}: {error}; say it as 24Gi or 200Mi", USAGE) from error
+        if found <= 0:
+            raise CannotDo(f"{_camel(key)} must be above zero", USAGE)
+        return found
+
+    @property
+    def of_every_recovery(self) -> dict[str, float]:
+        """The parts of a recovery that the file says, by their names in RecoveryTimes."""
+        said = {name: getattr(self, f"{name}_seconds") for name in ("detect", "restart", "replace")}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+def read_assumed(path: str | None) -> AssumedByFile:
+    """What a YAML or JSON file says; "-" is standard input. Raises CannotDo."""
+    if path is None:
+        return AssumedByFile()
+    contents = list(documents(path))
+    if len(contents) != 1:
+        raise CannotDo(f"{path} is not one list of assumptions, such as stepSeconds: 5", USAGE)
+    kinds = get_type_hints(AssumedByFile)
+    names = {_camel(field.name): field.name for field in fields(AssumedByFile)}
+    said: dict[str, Any] = {}
+    for key, value in contents[0].items():
+        if key not in names:
+            raise CannotDo(f'{path}: "{key}" cannot be assumed; what can be is {", ".join(names)}', USAGE)
+        kind = kinds[names[key]]
+        plain = str(value) if kind == str | None and type(value) is int else value
+        try:
+            found = said[names[key]] = from_builtins(plain, kind)
+        except Malformed as error:
+            raise CannotDo(f"{path}: {key}{str(error).removeprefix('$')}", USAGE) from error
+        numbers = list(found.values()) if isinstance(found, dict) else [found]
+        least = 0.001 if key == "stepSeconds" else 0.0
+        if any(isinstance(each, float) and not least <= each < math.inf for each in numbers):
+            raise CannotDo(f"{path}: {key} must be {least:g} or more, and finite", USAGE)
+    return AssumedByFile(**said)
+
+
+def _camel(name: str) -> str:
+    return re.sub("_(.)", lambda match: match[1].upper(), name)
 
 
 @dataclass(frozen=True)
@@ -103,58 +149,72 @@ class Assumptions:
         return total * 24.0
 
 
-def record(name: str) -> CountedFailures:
-    """Raises CannotDo."""
-    if name not in RECORDS:
-        raise CannotDo(f'no failures are on record as "{name}"; known are {", ".join(RECORDS)}', USAGE)
-    return RECORDS[name]
+def assume(
+    layout: JobLayout, job: Mapping[str, Any], said: AssumedByFile, jobs: Sequence[Mapping[str, Any]]
+) -> Assumptions:
+    """What the file says goes before what the recoveries of `jobs` tell, and that before what `job` says.
+    Raises CannotDo."""
+    counted, wanted = _record(said.failures), layout.wanted
+    node = counted.node if said.node_failures is None else said.node_failures
+    process = counted.process if said.process_failures is None else said.process_failures
+    domains = said.domain_failures
+    if domains is None:
+        shared = shared_domain_rate(replace(counted, node=node, process=process), layout)
+        domains = {wanted.level: shared} if shared else {}
+    levels = layout.topology.level_names[:-1]
+    if unknown := [level for level in domains if level not in levels]:
+        raise CannotDo(
+            f'domainFailures: "{unknown[0]}" is no level of the job, as {", ".join(levels)} are', USAGE
+        )
+    tiers = job["spec"].get("tiers") or {}
+    peer, remote = (
+        said.bytes_of(f"{tier}_bandwidth", (tiers.get(tier) or {}).get("bandwidth") or usual)
+        for tier, usual in (("peer", PEER_BANDWIDTH), ("remote", REMOTE_BANDWIDTH))
+    )
+    usual = RecoveryTimes()
+    if wanted.state_size is not None:
+        usual = RecoveryTimes.of_sizes(wanted.state_size * wanted.procs_per_worker, peer, remote)
+    times, measured = times_of(jobs, usual, said.of_every_recovery, layout.topology)
+    pace = ((job.get("status") or {}).get("progress") or {}).get("stepSeconds")
+    step_seconds = said.step_seconds or pace or STEP_SECONDS
+    rates = {"node": node, "process": process, **domains}
+    return Assumptions(
+        node=node,
+        process=process,
+        domains=domains,
+        times=times,
+        step_seconds=step_seconds,
+        moves=said.moves_per_day,
+        sources=(
+            "failures per 1,000 days of a node or domain: "
+            + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()),
+            *((counted.source,) if said.node_failures is None and said.process_failures is None else ()),
+            *((f"{said.moves_per_day:g} pods a day are moved or evicted",) if said.moves_per_day else ()),
+            f"a step takes {step_seconds:g} s",
+            *(() if measured else _told(times, guessed=not wanted.state_size)),
+        ),
+        measured=measured,
+    )
 
 
-def domain_rates(told: Sequence[str], topology: Topology) -> dict[str, float]:
-    """Of `--domain-failures rack=2`. Raises CannotDo."""
-    found: dict[str, float] = {}
-    for entry in told:
-        level, equals, text = entry.partition("=")
-        if not equals or level not in topology.level_names[:-1]:
-            known = ", ".join(topology.level_names[:-1])
-            raise CannotDo(f'"{entry}" must be LEVEL=RATE, with a level of the job: {known}', USAGE)
-        try:
-            found[level] = float(text)
-        except ValueError as error:
-            raise CannotDo(
-                f'"{entry}" must be LEVEL=RATE, with a number of failures per 1,000 days', USAGE
-            ) from error
-        if not 0 <= found[level] < float("inf"):
-            raise CannotDo(f'"{entry}": a rate must not be negative', USAGE)
-    return found
+def _record(name: str) -> CountedFailures:
+    known = published_failures()
+    if name not in known:
+        raise CannotDo(f'no failures are on record as "{name}"; known are {", ".join(known)}', USAGE)
+    return known[name]
 
 
-def shared_domain_rate(
-    counted: CountedFailures,
-    *,
-    node: float,
-    process: float,
-    sites: Sequence[WorkerSite],
-    topology: Topology,
-    level: str,
-) -> float:
+def shared_domain_rate(counted: CountedFailures, layout: JobLayout) -> float:
     """Per 1,000 days of one domain, such that they are the record's share of all failures."""
+    sites, topology, level = layout.sites, layout.topology, layout.wanted.level
     domains = {topology.domain(site.node, level) for site in sites} - {None}
     if len(domains) < 2 or level == topology.level_names[-1]:
         return 0.0
-    others = (node + process) * len({site.node for site in sites})
+    others = (counted.node + counted.process) * len({site.node for site in sites})
     return others * counted.domain_share / (1.0 - counted.domain_share) / len(domains)
 
 
-def times(wanted: Wanted, *, peer_bandwidth: float, remote_bandwidth: float) -> RecoveryTimes:
-    """By the size of the state, where the job says it."""
-    if wanted.state_size is None:
-        return RecoveryTimes()
-    size = wanted.state_size * wanted.procs_per_worker
-    return RecoveryTimes.of_sizes(size, peer_bandwidth, remote_bandwidth)
-
-
-def times_told(times: RecoveryTimes, *, guessed: bool) -> tuple[str, ...]:
+def _told(times: RecoveryTimes, *, guessed: bool) -> tuple[str, ...]:
     """Of times that nothing has measured, as sentences."""
     restore = times.restore
     return (

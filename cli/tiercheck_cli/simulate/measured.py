@@ -1,32 +1,89 @@
-"""Takes the times of a simulation from recoveries that jobs have been through, and says so."""
+"""Takes the times of a simulation from recoveries that jobs' statuses tell of, by what had failed.
+
+A status tells three spans of each recovery: until it was noticed, from then until every rank held the
+version, and in all up to the end of the first new step. What it does not tell is derived: `restart` is what
+is left of the whole without that step, `replace` what a restore takes longer than one without a lost pod.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from tiercheck.protocol import names
+from tiercheck.protocol.directive import Tier
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.files import documents
-from tiercheck_operator.planning.simulation.measured import measure, measured_recoveries
-from tiercheck_operator.planning.simulation.scenario import RecoveryTimes
-from tiercheck_operator.planning.simulation.simulation import PROCESS
+from tiercheck_cli.simulate.scenario import POD, PROCESS, RecoveryTimes
+from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.topology import Topology
+
+NODE, DOMAIN, ALL = "node", "domain", "all"
+"""Kinds whose name in a simulation is a topology level's; ALL are all pods at once."""
+
+CAUSES: Mapping[str, tuple[str, ...]] = {
+    PROCESS: ("TrainerCrash", "OOMKilled"),
+    POD: (
+        "NodeLeaving", "PodDeleted", "PodFailed", "PodEvicted", "GPUFault", "StartFailed", "Stuck",
+        "HealthCheckFailed",
+    ),
+    NODE: ("SidecarSilent", "NodeSilent", "NodeLost"),
+    DOMAIN: ("DomainLost",),
+    ALL: ("AllPodsLost",),
+}  # fmt: skip
+"""Of a status, by kind."""
+_KINDS = {cause: kind for kind, causes in CAUSES.items() for cause in causes}
+KINDS = tuple(CAUSES)
+"""From the smallest loss to the largest. Hangs, rollbacks and restores that failed on the way are of none:
+how long those take is decided by limits that the job sets."""
+_ALIKE: Mapping[str, tuple[str, ...]] = {
+    PROCESS: (),
+    POD: (NODE, DOMAIN, ALL),
+    NODE: (POD, DOMAIN, ALL),
+    DOMAIN: (NODE, POD, ALL),
+    ALL: (DOMAIN, NODE, POD),
+}
+"""Whose pods come back as those of each kind do, the likest first."""
+_SILENT_LIKE: Mapping[str, str] = {DOMAIN: NODE, NODE: DOMAIN, ALL: DOMAIN}
+"""What is noticed as each kind is."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the command line says of every recovery; None: nothing."""
+class MeasuredRecovery:
+    """One that a status tells of. Seconds."""
 
-    detect: float | None = None
-    restart: float | None = None
-    replace: float | None = None
+    kind: str
+    tier: Tier | None
+    """The farthest that any rank needed; None: from scratch."""
+    detect: float
+    restore: float
+    """With the wait for new pods, where some were lost."""
+    restart: float
+    """Up to the beginning of the first new step."""
+    spared: bool = False
+    """The job keeps spares, so lost pods had a successor at once."""
 
-    def over(self, times: RecoveryTimes) -> RecoveryTimes:
-        """The same of every kind of failure."""
-        said = {key: value for key, value in self.__dict__.items() if value is not None}
-        return times.changed(lambda each: replace(each, **said))
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """What recoveries were like."""
+
+    times: RecoveryTimes
+    """By `KINDS`; `for_levels` gives them a simulation's names."""
+    counts: Mapping[str, int]
+    """Recoveries by kind."""
+    derived: tuple[str, ...]
+    """Where each part is from that none of the recoveries tells, as sentences."""
+
+    def for_levels(self, levels: Sequence[str]) -> RecoveryTimes:
+        """`levels`: names of a topology's, from the widest to the single node."""
+        kinds = self.times.kinds
+        named = {PROCESS: kinds[PROCESS], POD: kinds[POD], ALL: kinds[ALL]}
+        named |= dict.fromkeys(levels[:-1], kinds[DOMAIN])
+        return replace(self.times, kinds=named | {levels[-1]: kinds[NODE]})
 
 
 def jobs_in(paths: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -44,16 +101,16 @@ def jobs_in(paths: Sequence[str]) -> list[Mapping[str, Any]]:
 
 
 def times_of(
-    jobs: Sequence[Mapping[str, Any]], usual: RecoveryTimes, told: Told, topology: Topology
+    jobs: Sequence[Mapping[str, Any]], usual: RecoveryTimes, said: Mapping[str, Any], topology: Topology
 ) -> tuple[RecoveryTimes, tuple[str, ...]]:
     """(the times, where they are from, as sentences). No sentence: no job tells of a recovery, and they are
-    the usual ones.
+    the usual ones. `said`: parts that are the same for every kind of failure, whatever was measured.
     """
     recoveries = measured_recoveries(jobs)
     if not recoveries:
-        return told.over(usual), ()
+        return usual.changed(lambda each: replace(each, **said)), ()
     found = measure(recoveries, usual)
-    times = told.over(found.for_levels(topology.level_names))
+    times = found.for_levels(topology.level_names).changed(lambda each: replace(each, **said))
     whose = ", ".join(dict.fromkeys(str((job.get("metadata") or {}).get("name") or "a job") for job in jobs))
     count = len(recoveries)
     lines = [
@@ -71,5 +128,118 @@ def times_of(
         f"restores take {restore.local:.3g} s from own memory, {restore.peer:.3g} s from a peer, "
         f"{restore.remote:.3g} s from the remote tier"
     )
-    said = [f"{key} {value:g} s" for key, value in told.__dict__.items() if value is not None]
-    return times, (*lines, *found.derived, *([f"as told: {', '.join(said)}"] if said else []))
+    assumed = ", ".join(f"{key} {value:g} s" for key, value in said.items())
+    return times, (*lines, *found.derived, *([f"assumed: {assumed}"] if assumed else []))
+
+
+def measured_recoveries(jobs: Iterable[object]) -> tuple[MeasuredRecovery, ...]:
+    """Of jobs as the API gives them. What makes no sense is left out."""
+    return tuple(found for job in jobs for raw in _told(job) if (found := _read(raw, job)) is not None)
+
+
+def measure(recoveries: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredTimes:
+    """Means over the recoveries of each kind; `usual` where there are none to tell."""
+    by_kind = {kind: [each for each in recoveries if each.kind == kind] for kind in KINDS}
+    derived: list[str] = []
+    in_place = [each.restore for each in by_kind[PROCESS] if each.tier is Tier.LOCAL]
+    local = fmean(in_place) if in_place else usual.restore.local
+    if not in_place:
+        derived.append(f"restore from own memory: {local:.3g} s, assumed")
+    # A peer's copy has a way to go; no longer than the shortest restore from a peer that was seen.
+    carried = max(0.0, usual.restore.peer - usual.restore.local)
+    peer = min([local + carried, *(each.restore for each in recoveries if each.tier is Tier.PEER)])
+    waits = {
+        (kind, spared): fmean(found)
+        for kind in KINDS[1:]
+        for spared in (False, True)
+        if (found := _waits(by_kind[kind], spared, local, peer))
+    }
+    remote = usual.restore.remote
+    far = [
+        max(local, each.restore - _wait(each.kind, each.spared, waits))
+        for each in recoveries
+        if each.tier is Tier.REMOTE
+    ]
+    if far:
+        remote = fmean(far)
+    else:
+        derived.append(f"restore from the remote tier: {remote:.3g} s, assumed")
+    kinds = {}
+    for kind in KINDS:
+        own = by_kind[kind]
+        like = next((each for each in (kind, *_ALIKE[kind]) if by_kind[each]), None)
+        restart = fmean(each.restart for each in by_kind[like]) if like else usual.restart
+        noticed = own or by_kind.get(_SILENT_LIKE.get(kind, ""), [])
+        detect = fmean(each.detect for each in noticed) if noticed else usual.detect
+        successor = _wait(kind, False, waits, usual.replace)
+        kinds[kind] = replace(
+            usual,
+            detect=detect,
+            restart=restart,
+            restore=RestoreSeconds(local, peer, remote),
+            replace=successor,
+            spare=min(successor, _wait(kind, True, waits, usual.spare)),
+            kinds={},
+        )
+        if not own:
+            first = f"noticed after {detect:.3g} s, {'as there' if noticed else 'assumed'}"
+            derived.append(f"{kind}: as for {like}; {first}" if like else f"{kind}: assumed")
+    if not any((kind, False) in waits for kind in KINDS):
+        derived.append(f"a lost pod's successor: {usual.replace:.3g} s, assumed")
+    if waits:
+        derived.append(
+            f"of a restore with a lost pod, {peer:.3g} s are taken for the state, the rest for its successor"
+        )
+    times = replace(kinds[NODE], kinds=kinds)
+    return MeasuredTimes(
+        times, {kind: len(found) for kind, found in by_kind.items() if found}, tuple(derived)
+    )
+
+
+def _waits(found: Sequence[MeasuredRecovery], spared: bool, local: float, peer: float) -> list[float]:
+    """For successors, as far as a restore from memory tells."""
+    taken = {Tier.LOCAL: local, Tier.PEER: peer}
+    return [
+        max(0.0, each.restore - taken[each.tier])
+        for each in found
+        if each.spared is spared and each.tier in taken and each.tier is not None
+    ]
+
+
+def _wait(kind: str, spared: bool, waits: Mapping[tuple[str, bool], float], otherwise: float = 0.0) -> float:
+    return next((waits[each, spared] for each in (kind, *_ALIKE[kind]) if (each, spared) in waits), otherwise)
+
+
+def _told(job: object) -> list[Mapping[str, Any]]:
+    status = _mapping(_mapping(job).get("status"))
+    raw = status.get("recoveries")
+    told = [each for each in raw if isinstance(each, Mapping)] if isinstance(raw, list | tuple) else []
+    last = status.get("lastRecovery")
+    if isinstance(last, Mapping) and last.get("attempt") not in [each.get("attempt") for each in told]:
+        told.append(last)
+    return told
+
+
+def _read(raw: Mapping[str, Any], job: object) -> MeasuredRecovery | None:
+    kind = _KINDS.get(str(raw.get("cause")))
+    spans = [_seconds(raw.get(f"{name}Seconds")) for name in ("detect", "restore", "total")]
+    if kind is None or None in spans:
+        return None
+    detect, restore, total = (span or 0.0 for span in spans)
+    tiers = _mapping(raw.get("tiers"))
+    tier = next((each for each in reversed(Tier) if _seconds(tiers.get(each.value))), None)
+    status, spec = _mapping(_mapping(job).get("status")), _mapping(_mapping(job).get("spec"))
+    step = _seconds(_mapping(status.get("progress")).get("stepSeconds")) or 0.0
+    spared = bool(_seconds(_mapping(status.get("spares")).get("wanted")) or _seconds(spec.get("spares")))
+    return MeasuredRecovery(kind, tier, detect, restore, max(0.0, total - detect - restore - step), spared)
+
+
+def _mapping(raw: object) -> Mapping[str, Any]:
+    return raw if isinstance(raw, Mapping) else {}
+
+
+def _seconds(raw: object) -> float | None:
+    """A number that can be a span or a count; None if it is none."""
+    if isinstance(raw, bool) or not isinstance(raw, int | float):
+        return None
+    return float(raw) if abs(raw) < 1e9 and math.isfinite(raw) and raw >= 0 else None

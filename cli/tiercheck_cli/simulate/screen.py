@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,15 +12,21 @@ from rich.text import Text
 
 from tiercheck_cli.durations import short
 from tiercheck_cli.layout import JobLayout
-from tiercheck_cli.report.style import TIERS as COLOURS
-from tiercheck_cli.report.words import plural
 from tiercheck_cli.simulate.assumptions import Assumptions
-from tiercheck_cli.simulate.lives import Result
-from tiercheck_cli.simulate.sensitivity import Gain
-from tiercheck_cli.simulate.sensitivity import table as sensitivity_table
-from tiercheck_operator.planning.simulation.simulation import Simulation
+from tiercheck_cli.simulate.play import Simulation
+from tiercheck_cli.terminal import TIER_COLOURS, plural
+from tiercheck_operator.planning.placement.placement import Placement
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one setting."""
+
+    setting: str
+    placement: Placement
+    simulation: Simulation
 
 
 def screen(
@@ -29,9 +36,8 @@ def screen(
     width: int,
     *,
     formula: tuple[int, float] | None,
-    gains: tuple[Gain, ...] = (),
 ) -> Group:
-    """`formula`: (steps between versions, ETTR) of a store alone. `gains`: of a question for sensitivity."""
+    """`formula`: (steps between versions, ETTR) of a store alone."""
     nodes = len({site.node for site in layout.sites})
     days = results[0].simulation.days
     runs = len(results[0].simulation.runs)
@@ -49,8 +55,9 @@ def screen(
         Text("how the runs are spread (ETTR)", style="dim"),
         _spread(results, width),
         Text(),
-        *_section("what would change ETTR as it is", [sensitivity_table(gains)] if gains else []),
-        *_section("measured", [_item(sentence) for sentence in assumed.measured]),
+        *([Text("measured", style="dim")] if assumed.measured else []),
+        *(_item(sentence) for sentence in assumed.measured),
+        *([Text()] if assumed.measured else []),
         Text("assumed", style="dim"),
         *(_item(sentence) for sentence in assumed.sources),
         *(
@@ -68,10 +75,6 @@ def screen(
     return Group(*parts)
 
 
-def _section(title: str, content: Sequence[RenderableType]) -> list[RenderableType]:
-    return [Text(title, style="dim"), *content, Text()] if content else []
-
-
 def _item(sentence: str, style: str = "dim") -> Padding:
     return Padding(Text(sentence, style=style), (0, 0, 0, 2))
 
@@ -83,7 +86,7 @@ def _table(results: Sequence[Result], formula: tuple[int, float] | None, width: 
     table.add_column("5-95 %", justify="right", no_wrap=True)
     scratch = any(result.simulation.recoveries.get("scratch") for result in results)
     for tier in ("local", "peer", "remote"):
-        table.add_column(tier.upper(), justify="right", header_style=COLOURS[tier])
+        table.add_column(tier.upper(), justify="right", header_style=TIER_COLOURS[tier])
     if scratch:
         table.add_column("SCRATCH", justify="right", header_style="bold red")
     table.add_column("LOST", justify="right")
@@ -96,7 +99,7 @@ def _table(results: Sequence[Result], formula: tuple[int, float] | None, width: 
         if scratch:
             cells.append(_rate(found.recoveries.get("scratch", 0.0) / days))
         table.add_row(
-            Text(result.setting.name),
+            Text(result.setting),
             Text(f"{found.ettr:.4f}", style="bold"),
             Text(f"{found.ettr_quantile(0.05):.4f}-{found.ettr_quantile(0.95):.4f}", style="dim"),
             *(Text(cell) for cell in cells),
@@ -122,13 +125,13 @@ def _spread(results: Sequence[Result], width: int) -> Table:
     # One life in a hundred that ends in disaster must not squeeze the others into one column.
     low = min(result.simulation.ettr_quantile(0.02) for result in results)
     high = max(result.simulation.ettr_quantile(1.0) for result in results)
-    columns = max(16, min(56, width - max(len(result.setting.name) for result in results) - 8))
+    columns = max(16, min(56, width - max(len(result.setting) for result in results) - 8))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(no_wrap=True)
     for result in results:
         table.add_row(
-            Text(f"  {result.setting.name}"),
+            Text(f"  {result.setting}"),
             Text(_histogram(result.simulation, low, high, columns), style="#0072B2"),
         )
     gap = columns - len(f"{low:.4f}") - len(f"{high:.4f}")

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from tiercheck_cli.durations import age, short
 from tiercheck_cli.events.recoveries import EXACT_WORDS, PastRecovery
-from tiercheck_cli.report.style import PHASE_WORDS, PHASES
-from tiercheck_cli.report.style import TIERS as COLOURS
 from tiercheck_cli.status.view import Attention, RestoreView, StatusView, TierView, WorkerView
+from tiercheck_cli.terminal import PHASE_WORDS, PHASES, TIER_COLOURS
 
 _PHASES = {
     "Running": "bold green", "Completed": "bold green", "Failed": "bold red", "Pending": "bold yellow",
@@ -174,7 +173,7 @@ def _tiers(view: StatusView) -> Table:
     for heading in ("STEP", "BEHIND", "LOST IF USED", "COMPLETE", "PROVED"):
         table.add_column(heading, justify="right")
     for tier in view.tiers:
-        table.add_row(Text(f"● {tier.name}", style=COLOURS[tier.name]), *_tier_cells(tier))
+        table.add_row(Text(f"● {tier.name}", style=TIER_COLOURS[tier.name]), *_tier_cells(tier))
     return table
 
 

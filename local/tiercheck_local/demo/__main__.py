@@ -17,14 +17,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tiercheck_cli.report import RunRecord, faults_table, render, verdict_line
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo import job as demo_job
 from tiercheck_local.demo.failures import failures
 from tiercheck_local.demo.live import Live
 from tiercheck_local.demo.object_store import ObjectStore
 from tiercheck_local.demo.reference import ReferenceFailed, run_uninterrupted
-from tiercheck_local.demo.result import add_resumes, fault_record, run_record, with_resumes
+from tiercheck_local.demo.report import faults_table, verdict_line, write_report
+from tiercheck_local.demo.result import RunRecord, add_resumes, with_resumes
 from tiercheck_local.demo.scenario import Story, StoryFailed
 from tiercheck_local.demo.stage import LaptopStage
 from tiercheck_local.demo.training_log import TrainingLog, compare
@@ -86,7 +86,7 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
         console.print(f"logs: {cluster.logs}", highlight=False, soft_wrap=True)
         if keep:
             _explore(console, cluster)
-    return 0 if record.bitwise_equal else 1
+    return 0 if record.verdict.equal else 1
 
 
 def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, command: list[str]) -> RunRecord:
@@ -96,8 +96,7 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
     story.tick = live.follow
     faults = []
     for number, failure in enumerate(failures()):
-        outcome = story.play(failure, at_step=FIRST_FAILURE + number * BETWEEN)
-        fault = fault_record(outcome, stage.worker_racks(workers))
+        fault = story.play(failure, at_step=FIRST_FAILURE + number * BETWEEN)
         faults.append(fault)
         live.say(
             f"  ✓ back at step {fault.restored_step} after {fault.total_seconds:.1f} s, {fault.lost_steps} "
@@ -110,30 +109,28 @@ def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, comm
     reference, digest = run_uninterrupted(
         command, workers, deadline=120.0, on_step=lambda step: live.count("reference", step.step)
     )
-    return run_record(
+    return RunRecord(
         machine=(
             f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python "
             f"{platform.python_version()}"
         ),
         started=started,
         ended=time.time(),
-        workers=workers,
         nodes=stage.racks(),
-        run=log.steps,
-        run_digest=log.digest,
-        reference=reference,
-        reference_digest=digest,
+        steps=log.steps,
         faults=faults,
+        reference=reference,
+        digest=log.digest,
+        reference_digest=digest,
         verdict=add_resumes(compare(log.steps, log.digest, reference, digest), faults),
-        samples=story.samples,
     )
 
 
 def _show(console: Console, record: RunRecord, folder: Path) -> None:
-    rendered = render(record, folder)
+    written = write_report(record, folder)
     console.print(faults_table(record))
     console.print(verdict_line(record))
-    console.print(f"report: {rendered.page}", highlight=False, soft_wrap=True)
+    console.print(f"report: {written}", highlight=False, soft_wrap=True)
     console.print(f"took {record.ended - record.started:.0f} s", highlight=False)
 
 

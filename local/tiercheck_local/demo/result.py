@@ -1,16 +1,95 @@
-"""Turns the story into the record that the table, the page and the pictures are drawn from. Pure."""
+"""Records what a run went through, from which the table and the page are made. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Exact, RankRestore
-from tiercheck_cli.report import FaultRecord, RunRecord, StepRecord, WatermarkSample
-from tiercheck_local.demo.scenario import Outcome
 from tiercheck_local.demo.training_log import Digest, RunVerdict, Step
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """One failure and the way back from it. Times are Unix seconds."""
+
+    name: str
+    """One or two words: process, pod, node, rack, all pods."""
+    what: str
+    """A sentence for people: "a node dies"."""
+    target: str
+    """What was hit."""
+    injected_at: float
+    detected_at: float
+    restored_at: float
+    """When every rank held the version that was decided on."""
+    resumed_at: float
+    """When the first step of the new attempt ended."""
+    attempt: int
+    """The attempt that this recovery led to."""
+    restored_step: int
+    lost_steps: int
+    tiers: Mapping[str, int]
+    """How many ranks came back from "local", "peer", "parity" (rebuilt from what peers hold) and "remote"."""
+    rank_sources: Sequence[str] = ()
+    """For each rank, in order, where it came back from: "own memory", "worker 2 (rack b)", "S3"."""
+    reason: str = ""
+    """Why this version was chosen, as the controller said it."""
+    cause: str = ""
+    exact: str = ""
+    """What the comparison of the steps trained again found, as in status.lastRecovery; empty: not known."""
+    exact_message: str = ""
+
+    @property
+    def detect_seconds(self) -> float:
+        """From the fault until the controller noticed it; never negative, although two clocks are
+        compared."""
+        return max(0.0, self.detected_at - self.injected_at)
+
+    @property
+    def restore_seconds(self) -> float:
+        """From then until every rank held the version."""
+        return max(0.0, self.restored_at - max(self.detected_at, self.injected_at))
+
+    @property
+    def start_seconds(self) -> float:
+        """From then until the first new step: starting processes, rendezvous, loading, one step."""
+        return max(0.0, self.resumed_at - max(self.restored_at, self.detected_at, self.injected_at))
+
+    @property
+    def total_seconds(self) -> float:
+        """The sum of the three: from the fault until the first new step."""
+        return self.detect_seconds + self.restore_seconds + self.start_seconds
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A whole run and the uninterrupted run that it is compared with."""
+
+    machine: str
+    """What it ran on, in words."""
+    started: float
+    """Unix seconds."""
+    ended: float
+    nodes: Mapping[str, str]
+    """Node name to rack name."""
+    steps: Sequence[Step]
+    """In the order in which they were trained."""
+    faults: Sequence[FaultRecord]
+    """In the order in which they were injected."""
+    reference: Sequence[Step]
+    digest: Digest | None
+    reference_digest: Digest | None
+    verdict: RunVerdict
+
+
+def count_tiers(ranks: Mapping[int, RankRestore]) -> dict[str, int]:
+    """How many ranks came back from where."""
+    known = [rank for rank in ranks.values() if rank.rebuilt or rank.tier is not None]
+    return dict(Counter("parity" if rank.rebuilt else str(rank.tier and rank.tier.value) for rank in known))
 
 
 def rank_source(restore: RankRestore, rank: int, racks: Mapping[int, str]) -> str:
@@ -24,25 +103,6 @@ def rank_source(restore: RankRestore, rank: int, racks: Mapping[int, str]) -> st
     if restore.tier is Tier.REMOTE:
         return "S3"
     return f"rank {rank}: from scratch"
-
-
-def fault_record(outcome: Outcome, racks: Mapping[int, str]) -> FaultRecord:
-    return FaultRecord(
-        name=outcome.failure.name,
-        what=outcome.failure.what,
-        target=outcome.target,
-        injected_at=outcome.injected_at,
-        detected_at=outcome.detected_at,
-        restored_at=outcome.restored_at,
-        resumed_at=outcome.resumed_at,
-        attempt=outcome.attempt,
-        restored_step=outcome.restored_step,
-        lost_steps=outcome.lost_steps,
-        tiers=outcome.tiers,
-        rank_sources=[rank_source(restore, rank, racks) for rank, restore in sorted(outcome.ranks.items())],
-        reason=outcome.reason,
-        cause=outcome.cause,
-    )
 
 
 def with_resumes(faults: Sequence[FaultRecord], ended: Mapping[int, Mapping[str, Any]]) -> list[FaultRecord]:
@@ -63,39 +123,3 @@ def add_resumes(verdict: RunVerdict, faults: Sequence[FaultRecord]) -> RunVerdic
         if fault.exact == Exact.DIFFERS.value:
             return replace(verdict, equal=False, sentence=f"a resume differs: {fault.exact_message}")
     return verdict
-
-
-def run_record(
-    *,
-    machine: str,
-    started: float,
-    ended: float,
-    workers: int,
-    nodes: Mapping[str, str],
-    run: Sequence[Step],
-    run_digest: Digest | None,
-    reference: Sequence[Step],
-    reference_digest: Digest | None,
-    faults: Sequence[FaultRecord],
-    verdict: RunVerdict,
-    samples: Sequence[WatermarkSample] = (),
-) -> RunRecord:
-    digests = {"run": run_digest, "reference": reference_digest}
-    return RunRecord(
-        title="TierCheck demo: one job, six failures",
-        machine=machine,
-        started=started,
-        ended=ended,
-        workers=workers,
-        procs_per_worker=1,
-        nodes=dict(nodes),
-        steps=[StepRecord(step.time, step.attempt, step.step, step.loss) for step in run],
-        faults=list(faults),
-        reference_losses={step.step: step.loss_hex for step in reference},
-        run_losses={step.step: step.loss_hex for step in sorted(run, key=lambda step: step.attempt)},
-        digests={name: digest.value for name, digest in digests.items() if digest is not None},
-        bitwise_equal=verdict.equal,
-        first_difference=verdict.first_difference,
-        verdict=verdict.sentence,
-        samples=list(samples),
-    )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.report import RankRestore
-from tiercheck_cli.report import WatermarkSample
 from tiercheck_local import clock
 from tiercheck_local.demo.failures import Failure, Stage
 from tiercheck_local.demo.recovery_watch import RecoveryWatch
+from tiercheck_local.demo.result import FaultRecord, count_tiers, rank_source
 from tiercheck_local.demo.training_log import TrainingLog
 
 Narrate = Callable[[str], None]
@@ -20,35 +18,6 @@ Narrate = Callable[[str], None]
 
 class StoryFailed(RuntimeError):
     """The job did not do what it promised within the time allowed; the message says what was awaited."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one failure cost. Times are Unix seconds, except where a name says otherwise."""
-
-    failure: Failure
-    target: str
-    injected_at: float
-    detected_at: float
-    restored_at: float
-    resumed_at: float
-    attempt: int
-    step_before: int
-    restored_step: int
-    lost_steps: int
-    ranks: Mapping[int, RankRestore]
-    cause: str
-    reason: str
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        counts = {tier.value: 0 for tier in Tier}
-        for rank in self.ranks.values():
-            if rank.rebuilt:
-                counts["parity"] = counts.get("parity", 0) + 1
-            elif rank.tier is not None:
-                counts[rank.tier.value] += 1
-        return counts
 
 
 @dataclass
@@ -66,8 +35,6 @@ class Story:
     tick: Callable[[Mapping[str, Any]], None] = lambda status: None
     patience: float = 90.0
     """Seconds before one wait is given up."""
-    samples: list[WatermarkSample] = field(default_factory=list)
-    """How the watermark of each tier moved."""
 
     def wait_for(self, what: str, condition: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
         """Look at the job until `condition` of its status holds. Raises StoryFailed."""
@@ -75,7 +42,6 @@ class Story:
         while True:
             status = self.watch.look()
             self.log.poll()
-            self._sample(status)
             self.tick(status)
             if condition(status):
                 return status
@@ -87,14 +53,13 @@ class Story:
                 )
             time.sleep(0.1)
 
-    def play(self, failure: Failure, at_step: int) -> Outcome:
+    def play(self, failure: Failure, at_step: int) -> FaultRecord:
         """Wait for `at_step`, inflict the failure, and follow the job until it trains again."""
         status = self.wait_for(
             f"step {at_step}, protected", lambda status: self._ready_for(failure, at_step, status)
         )
         if failure.prepare is not None:
             self.announce(failure.prepare(self.stage))
-        before = self.step
         attempt_before = int(status.get("attempt", 0))
         injected_at = time.time()
         target = failure.inflict(self.stage)
@@ -106,9 +71,9 @@ class Story:
                 and self._trains_in(int(status["attempt"]))
             ),
         )
-        outcome = self._outcome(failure, target, injected_at, before)
+        record = self._record(failure, target, injected_at)
         failure.repair(self.stage)
-        return outcome
+        return record
 
     def finish(self) -> Mapping[str, Any]:
         """Wait for the job to complete, and for rank 0's last words."""
@@ -135,16 +100,10 @@ class Story:
         whole = condition_is(status, "Running") and self._trains_in(attempt)
         return self.step >= at_step and whole and copied and (durable or not failure.needs_remote)
 
-    def _sample(self, status: Mapping[str, Any]) -> None:
-        known = {sample.tier: sample.step for sample in self.samples}
-        for tier, state in (status.get("tiers") or {}).items():
-            if "step" in state and state["step"] != known.get(tier):
-                self.samples.append(WatermarkSample(time.time(), tier, int(state["step"])))
-
     def _trains_in(self, attempt: int) -> bool:
         return self.log.last is not None and self.log.last.attempt == attempt
 
-    def _outcome(self, failure: Failure, target: str, injected_at: float, before: int) -> Outcome:
+    def _record(self, failure: Failure, target: str, injected_at: float) -> FaultRecord:
         attempt = max(self.watch.attempts)
         recovery = self.watch.attempts[attempt]
         ranks = self.watch.ask_sidecars(attempt)
@@ -153,20 +112,22 @@ class Story:
         finished = recovery.finished or {}
         resumed_at = min(step.time for step in self.log.steps if step.attempt == attempt)
         restored_step = int(finished["step"])
-        return Outcome(
-            failure=failure,
+        racks = self.stage.worker_racks(self.ranks)
+        return FaultRecord(
+            name=failure.name,
+            what=failure.what,
             target=target,
             injected_at=injected_at,
             detected_at=_moment(recovery.in_flight.get("detectedAt"), injected_at),
             restored_at=_moment(recovery.in_flight.get("restoredAt"), resumed_at),
             resumed_at=resumed_at,
             attempt=attempt,
-            step_before=before,
             restored_step=restored_step,
             lost_steps=max(
                 0, max(step.step for step in self.log.steps if step.attempt < attempt) - restored_step
             ),
-            ranks=ranks,
+            tiers=count_tiers(ranks),
+            rank_sources=[rank_source(restore, rank, racks) for rank, restore in sorted(ranks.items())],
             cause=str(finished.get("cause", "")),
             reason=str(finished.get("reason", "")),
         )

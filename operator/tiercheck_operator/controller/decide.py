@@ -21,7 +21,6 @@ from tiercheck_operator.controller.attempt.barrier import (
 )
 from tiercheck_operator.controller.attempt.directives import due_directives, wanted_phase
 from tiercheck_operator.controller.attempt.readiness import waiting_for_pods
-from tiercheck_operator.controller.attempt.resume_proof import add_resume_proof
 from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset_restart_count
 from tiercheck_operator.controller.failures.standstill import stalled_restore_message
 from tiercheck_operator.controller.failures.trigger import find_trigger, update_recovery
@@ -247,7 +246,6 @@ def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     status, until_reset = draft.status, None
     if status.recovery is not None:
         status = advance(situation, status, reports)
-    status = add_resume_proof(status, reports, situation.size)
     if status.counted:
         status, until_reset = reset_restart_count(situation, status, reports)
     return replace(draft, status=status, reports=reports).with_wake(until_reset)

@@ -23,7 +23,6 @@ from urllib3.exceptions import HTTPError
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck.redaction import redacted
 from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.watches import version_of
 
@@ -260,8 +259,10 @@ class Kube:
             data = response.data
         except (HTTPError, OSError) as error:
             raise ApiFailure(0, f"the API server does not answer: {error}") from error
-        except ValueError as error:  # a header that cannot be sent, and the error quotes it
-            raise ApiFailure(0, f"the API server cannot be asked: {redacted(str(error))}") from None
+        except ValueError:  # the error quotes the header that cannot be sent
+            raise ApiFailure(
+                0, "the API server cannot be asked: its address or our token has characters that HTTP refuses"
+            ) from None
         if not 200 <= response.status < 300:
             raise ApiFailure(
                 int(response.status), _sentence(data) or str(response.reason), _retry_after(response.headers)

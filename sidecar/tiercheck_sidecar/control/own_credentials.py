@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
@@ -14,24 +13,16 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.encoding import field_names
 from tiercheck.protocol.report import Report
-from tiercheck.redaction import is_secret_name, redacted
+from tiercheck.redaction import known_secrets, redacted
 
 _TOLD = ("restore", "trainer", "remote", "quarantined", "problems")
 """Parts of a report that hold what libraries, scripts and servers said."""
 
-_SHORTEST = 8
-"""Characters; what is shorter is a word, like `none`."""
-
 
 def own_credentials(env: Mapping[str, str] = os.environ) -> frozenset[str]:
     """The job's token, and the values of variables that are named like credentials."""
-    found = {
-        value.strip() for name, value in env.items() if is_secret_name(name) and not value.startswith("/")
-    }
     folder = Path(env.get(names.ENV_CREDENTIALS_DIR) or names.CREDENTIALS_DIR)
-    with contextlib.suppress(OSError, ValueError):  # the configuration complains of it
-        found.add((folder / "token").read_text().strip())
-    return frozenset(value for value in found if len(value) >= _SHORTEST)
+    return known_secrets(env, folder / "token")
 
 
 class Discretion:

@@ -66,7 +66,8 @@ def restored(
     """The same version, as one rank restores it."""
     model = model_of_the_run()
     optimizer = optimizer_of_the_run(model)
-    with Checkpointer(model, optimizer, folder=sharded, state={"position": {"samples": 0}}) as checkpointer:
+    state = {"position": {"samples": 0}}
+    with Checkpointer(model, optimizer, folder=sharded, state=state, run=RANKS.name) as checkpointer:
         assert checkpointer.restore() == 4
     return model, optimizer
 

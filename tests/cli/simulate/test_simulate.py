@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.commands_run import run
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
 from tiercheck_cli.layout import plan_layout, wanted_of
-from tiercheck_cli.simulate.assumptions import RECORDS, shared_domain_rate
+from tiercheck_cli.simulate.assumptions import published_failures, shared_domain_rate
 from tiercheck_cli.simulate.settings import settings
 from tiercheck_operator.planning.wanted import Wanted
 
@@ -24,8 +25,14 @@ def base() -> Wanted:
     return wanted_of(read_job(str(EXAMPLES / "realistic.yaml"))["spec"])
 
 
-def answers(*words: str) -> dict:  # type: ignore[type-arg]
-    ran = run(*SMALL, *words, "-o", "json")
+NO_FAILURES = {"nodeFailures": 0, "processFailures": 0, "domainFailures": {}}
+CRASHES_ALONE = NO_FAILURES | {"processFailures": 500}
+
+
+def answers(*words: str, assume: dict[str, object] | None = None) -> dict:  # type: ignore[type-arg]
+    """`assume`: the content of the file of assumptions."""
+    read = () if assume is None else ("--assume", "-")
+    ran = run(*SMALL, *words, *read, "-o", "json", stdin=yaml.safe_dump(assume))
     assert ran.status == 0, ran.err
     return dict(json.loads(ran.out))
 
@@ -38,6 +45,13 @@ def test_ten_thousand_nodes_are_simulated_and_the_same_seed_gives_the_same_answe
     told = json.loads(first.out)
     assert (told["workers"], told["nodes"]) == (10_000, 10_000)
     assert 0 < told["settings"][0]["ettr"] < 1
+
+
+def test_a_file_chooses_the_record_and_says_sizes_and_times() -> None:
+    assume = {"failures": "llama-3", "stepSeconds": 2, "stateSize": "64Gi", "peerBandwidth": 2**30}
+    words = " ".join(answers(*QUICK, assume=assume)["assumed"])
+    for expected in ("arXiv:2407.21783", "a step takes 2 s", "s from a peer"):
+        assert expected in words
 
 
 def test_another_seed_gives_other_lives() -> None:
@@ -57,37 +71,29 @@ def test_settings_meet_the_same_failures_so_that_only_the_setting_makes_the_diff
 
 
 def test_without_failures_a_job_trains_all_the_time() -> None:
-    told = answers(*QUICK, "--node-failures", "0", "--process-failures", "0")
+    told = answers(*QUICK, assume={"nodeFailures": 0, "processFailures": 0})
     assert told["failuresPerDay"] == 0
     assert [row["ettr"] for row in told["settings"]] == [1.0]
     assert told["storeOnly"]["ettr"] == 1.0
 
 
 def test_failures_a_day_are_the_sum_of_what_is_told() -> None:
-    told = answers(
-        *QUICK, "--node-failures", "10", "--process-failures", "30", "--domain-failures", "rack=100"
-    )
+    rates = {"nodeFailures": 10, "processFailures": 30, "domainFailures": {"rack": 100}}
+    told = answers(*QUICK, assume=rates)
     assert told["failuresPerDay"] == pytest.approx((64 * 10 + 64 * 30 + 8 * 100) / 1000)
 
 
-@pytest.mark.parametrize("name", sorted(RECORDS))
+@pytest.mark.parametrize("name", sorted(published_failures()))
 def test_domains_have_the_share_of_all_failures_that_the_record_says(name: str) -> None:
     layout = plan_layout(read_job(str(EXAMPLES / "realistic.yaml")), made_up_nodes("2x2"))
-    counted = RECORDS[name]
-    rate = shared_domain_rate(
-        counted,
-        node=counted.node,
-        process=counted.process,
-        sites=layout.sites,
-        topology=layout.topology,
-        level="rack",
-    )
+    counted = published_failures()[name]
+    rate = shared_domain_rate(counted, layout)
     of_domains, of_nodes = 2 * rate, 4 * (counted.node + counted.process)
     assert of_domains / (of_domains + of_nodes) == pytest.approx(counted.domain_share)
 
 
 def test_the_record_of_llama_3_adds_up_to_its_419_interruptions() -> None:
-    counted = RECORDS["llama-3"]
+    counted = published_failures()["llama-3"]
     others = counted.node + counted.process
     assert others / (1 - counted.domain_share) * 54 * 2048 / 1000 == pytest.approx(419, rel=0.01)
 
@@ -98,7 +104,7 @@ def test_the_record_of_llama_3_adds_up_to_its_419_interruptions() -> None:
 def test_records_add_up_to_the_failures_that_were_counted(
     name: str, count: int, nodes: int, days: int
 ) -> None:
-    counted = RECORDS[name]
+    counted = published_failures()[name]
     others = counted.node + counted.process
     found = others / (1 - counted.domain_share) * days * nodes / 1000
     assert found == pytest.approx(count, rel=0.01)
@@ -108,7 +114,7 @@ def test_records_add_up_to_the_failures_that_were_counted(
 def test_the_table_fits_the_terminal_and_says_what_was_assumed(width: int, tmp_path: Path) -> None:
     lost = told_recovery("NodeSilent", 8.0, 12.0, 30.0, "peer")
     ran = run(
-        *SMALL, *QUICK, "--compare", "copies=0,1,2 parity=4+1 spares=2 deltas=off", "--sensitivity",
+        *SMALL, *QUICK, "--compare", "copies=0,1,2 parity=4+1 spares=2 deltas=off",
         "--measured", str(measured_file(tmp_path, lost)), columns=width,
     )  # fmt: skip
     assert ran.status == 0
@@ -116,16 +122,6 @@ def test_the_table_fits_the_terminal_and_says_what_was_assumed(width: int, tmp_p
     words = " ".join(ran.out.split())
     for expected in ("as it is: copies=1", "parity=4+1", "ETTR", "arXiv:2410.21680", "Daly's formula"):
         assert expected in words
-
-
-def test_a_picture_is_drawn_and_is_the_same_again(tmp_path: Path) -> None:
-    paths = [tmp_path / "one.svg", tmp_path / "two.svg"]
-    for path in paths:
-        ran = run(*SMALL, "--runs", "2", "--days", "2", "--sensitivity", "--picture", str(path))
-        assert ran.status == 0, ran.err
-        assert f"drawn: {path}" in ran.err
-    assert paths[0].read_text().startswith("<?xml")
-    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def told_recovery(cause: str, detect: float, restore: float, total: float, tier: str) -> dict[str, object]:
@@ -154,8 +150,7 @@ def test_the_times_of_recoveries_that_happened_are_used_and_said(tmp_path: Path)
     crash = told_recovery("TrainerCrash", 0.5, 2.5, 10.0, "local")
     lost = told_recovery("NodeSilent", 8.0, 12.0, 30.0, "peer")
     path = measured_file(tmp_path, crash, lost)
-    rates = ("--node-failures", "0", "--process-failures", "500", "--domain-failures", "rack=0")
-    told = answers(*QUICK, *rates, "--measured", str(path))
+    told = answers(*QUICK, "--measured", str(path), assume=CRASHES_ALONE)
     words = " ".join(told["measured"])
     assert "2 recoveries of job-0, job-1" in words
     assert "1 x process: noticed after 0.5 s" in words
@@ -164,13 +159,12 @@ def test_the_times_of_recoveries_that_happened_are_used_and_said(tmp_path: Path)
     assert row["downSecondsPerLife"] / row["failuresPerLife"]["process"] == pytest.approx(9.0, rel=0.01)
 
 
-def test_what_the_command_line_says_of_a_part_goes_before_what_was_measured(tmp_path: Path) -> None:
+def test_what_the_file_says_of_a_part_goes_before_what_was_measured(tmp_path: Path) -> None:
     path = measured_file(tmp_path, told_recovery("TrainerCrash", 0.5, 2.5, 10.0, "local"))
-    rates = ("--node-failures", "0", "--process-failures", "500", "--domain-failures", "rack=0")
-    told = answers(*QUICK, *rates, "--measured", str(path), "--restart-seconds", "20")
+    told = answers(*QUICK, "--measured", str(path), assume=CRASHES_ALONE | {"restartSeconds": 20})
     row = told["settings"][0]
     assert row["downSecondsPerLife"] / row["failuresPerLife"]["process"] == pytest.approx(23.0, rel=0.01)
-    assert "as told: restart 20 s" in told["measured"]
+    assert "assumed: restart 20 s" in told["measured"]
 
 
 def test_without_a_recovery_everything_is_assumed_and_nothing_is_called_measured(tmp_path: Path) -> None:
@@ -179,19 +173,8 @@ def test_without_a_recovery_everything_is_assumed_and_nothing_is_called_measured
     assert told["settings"] == answers(*QUICK)["settings"]
 
 
-def test_the_second_that_buys_most_comes_first() -> None:
-    told = answers(*QUICK, "--sensitivity")["sensitivity"]
-    gains = [each["gain"] for each in told]
-    assert gains == sorted(gains, reverse=True)
-    by_part = {(each["part"], each["by"]): each["gain"] for each in told}
-    # A restart follows every failure, a restore from a peer only some, and a store's is hardly ever needed.
-    assert by_part["restart", "1 s less"] > by_part["restore, peer", "1 s less"]
-    assert by_part["restore, peer", "1 s less"] > by_part["restore, remote", "1 s less"] >= 0
-
-
 def test_moves_of_pods_are_failures_of_one_pod_each() -> None:
-    rates = ("--node-failures", "0", "--process-failures", "0", "--domain-failures", "rack=0")
-    told = answers("--runs", "10", "--days", "10", *rates, "--moves", "24")
+    told = answers("--runs", "10", "--days", "10", assume=NO_FAILURES | {"movesPerDay": 24})
     assert told["failuresPerDay"] == pytest.approx(24)
     assert told["settings"][0]["failuresPerLife"]["pod"] == pytest.approx(240, rel=0.1)
 
@@ -234,20 +217,38 @@ def test_what_cannot_be_compared_is_refused_with_what_can(asked: str, complaint:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("--failures", "mars"), "known are rsc-1, rsc-2, llama-3, byterobust"),
-        (("--domain-failures", "moon=1"), "must be LEVEL=RATE, with a level of the job: zone, rack"),
-        (("--domain-failures", "rack=often"), "with a number"),
-        (("--domain-failures", "rack=-1"), "must not be negative"),
-        (("--state-size", "big"), "--state-size: not a quantity: 'big'; say it as 24Gi"),
         (("--measured", "/nonexistent.json"), "/nonexistent.json"),
         (("--measured", str(EXAMPLES / "clusters" / "uneven-racks.yaml")), "kubectl get tcj -o json"),
-        (("--picture", "sim.gif"), "must end with .svg, .png or .pdf"),
-        (("--picture", "/nonexistent/sim.svg"), "cannot be written"),
+        (("--assume", "/nonexistent.yaml"), "/nonexistent.yaml"),
         (("--compare", "parity=4+1", "--workers", "4"), "spec.tiers.peer"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_line(words: tuple[str, ...], complaint: str) -> None:
-    ran = run(*SMALL, "--runs", "1", "--days", "1", *words)
+    is_refused(words, "", complaint)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("failures: mars", "known are rsc-1, rsc-2, llama-3, byterobust"),
+        ("domainFailures: {moon: 1}", '"moon" is no level of the job, as zone, rack are'),
+        ("domainFailures: {rack: often}", "domainFailures.rack: expected float, found str"),
+        ("domainFailures: {rack: -1}", "domainFailures must be 0 or more"),
+        ("nodeFailures: .inf", "nodeFailures must be 0 or more, and finite"),
+        ("stepSeconds: 0", "stepSeconds must be 0.001 or more"),
+        ("stateSize: big", "stateSize: not a quantity: 'big'; say it as 24Gi"),
+        ("peerBandwidth: 0", "peerBandwidth must be above zero"),
+        ("nodefailures: 3", '"nodefailures" cannot be assumed; what can be is failures, nodeFailures'),
+        ("- rsc-1", "is not one list of assumptions"),
+        ("", "is not one list of assumptions"),
+    ],
+)
+def test_assumptions_that_make_no_sense_are_refused_in_one_line(content: str, complaint: str) -> None:
+    is_refused(("--assume", "-"), content, complaint)
+
+
+def is_refused(words: tuple[str, ...], typed: str, complaint: str) -> None:
+    ran = run(*SMALL, "--runs", "1", "--days", "1", *words, stdin=typed)
     assert ran.status in (1, 2)
     assert ran.out == ""
     assert ran.err.startswith("error: ")

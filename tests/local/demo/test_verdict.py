@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiercheck_cli.report import FaultRecord
-from tiercheck_local.demo.result import add_resumes, with_resumes
+from tiercheck_local.demo.result import FaultRecord, add_resumes, with_resumes
 from tiercheck_local.demo.training_log import Digest, Step, TrainingLog, compare, parse
 
 
@@ -77,7 +76,9 @@ def test_only_our_lines_are_read() -> None:
 
 def test_one_resume_that_differs_is_no_equality_and_the_verdict_says_which() -> None:
     verdict = compare(REFERENCE, DIGEST, REFERENCE, DIGEST)
-    faults = [FaultRecord("node", "a node dies", "n", 1.0, 2.0, 3.0, 4.0, number, 5, 1) for number in (2, 3)]
+    faults = [
+        FaultRecord("node", "a node dies", "n", 1.0, 2.0, 3.0, 4.0, number, 5, 1, {}) for number in (2, 3)
+    ]
     proven = {"exact": "Proven", "exactMessage": "1 step"}
     told = with_resumes(faults, {2: proven, 3: {}})
     assert [fault.exact for fault in told] == ["Proven", ""]

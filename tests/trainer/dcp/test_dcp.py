@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.lives import Lives
 from tests.scripted_sidecar import ScriptedSidecar, until
+from tests.trainer.torch_limits import FSDP2_ON_CPUS
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage, TierCheckReader
 from tiercheck.protocol.local import Reply, Welcome
@@ -37,6 +38,8 @@ Launch = Callable[..., list[dict[str, Any]]]
 @pytest.fixture
 def launch(lives: Lives, tmp_path: Path) -> Launch:
     """Runs the script on so many ranks, and answers with what each of them found."""
+    if not FSDP2_ON_CPUS:
+        pytest.skip("FSDP2 of this torch needs an accelerator")
 
     def launch(world: int, *actions: str) -> list[dict[str, Any]]:
         return [said[-1] for said in lives.run(MODULES, [SCRIPT, tmp_path, *actions], ranks=world)]

@@ -732,7 +732,11 @@ IDIOMS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "weights swapped by pointer": (simple(adam, swap_pointers), {EQUAL, TOLD}),
     "average as a module beside": (averaged_beside, {EQUAL, TOLD}),
     "average in a dict": (averaged_in_a_dict, {EQUAL}),
-    "stochastic weight average": (stochastic_weight_average, {EQUAL, TOLD}),
+    # In the state of torch's older schedule is a function, which it could not load safely itself.
+    "stochastic weight average": (
+        stochastic_weight_average,
+        {EQUAL, TOLD} if hasattr(SWALR, "_set_anneal_func") else {REFUSED},
+    ),
     "lookahead": (simple(momentum, lookahead), {EQUAL, TOLD}),
     "decay in place": (simple(momentum, decay(data=False)), {EQUAL, TOLD}),
     "decay by data": (simple(momentum, decay(data=True)), {EQUAL, TOLD}),

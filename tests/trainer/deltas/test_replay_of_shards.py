@@ -14,6 +14,7 @@ import pytest
 
 from tests.lives import Lives
 from tests.scripted_sidecar import ScriptedSidecar
+from tests.trainer.torch_limits import FSDP2_ON_CPUS, shards_by_fsdp2
 from tiercheck.protocol.artifacts.pieces import Box, Piece, cover
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
@@ -21,7 +22,8 @@ from tiercheck.protocol.version import Kind
 from tiercheck.trainer.state.slot_file import SlotReader
 
 SCRIPT = Path(__file__).parents[1] / "sharded_script.py"
-KINDS = {"ddp": 2, "zero": 2, "fsdp": 2, "hybrid": 4, "tensor": 2, "fsdp-tensor": 4, "pipeline": 2}
+KINDS = {"ddp": 4, "zero": 4, "fsdp": 2, "hybrid": 4, "tensor": 2, "fsdp-tensor": 4, "pipeline": 2}
+KINDS = {kind: ranks for kind, ranks in KINDS.items() if FSDP2_ON_CPUS or not shards_by_fsdp2(kind)}
 """Ways to be parallel, and how many ranks each is run on."""
 pytestmark = pytest.mark.timeout(600)  # whichever test comes first trains for all of them
 

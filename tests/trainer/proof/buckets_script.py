@@ -1,4 +1,4 @@
-"""Trains DistributedDataParallel with several buckets; rank 0 says each step, and what its resume proved.
+"""Trains DDP with several buckets; rank 0 says each step, each rank what its resume has proved.
 
     buckets_script.py FOLDER STEPS [forget]
 

@@ -227,7 +227,7 @@ def probed(optimizer: Optimizer, probe_: Probe, recorder: Recorder) -> None:
 def test_large_parameter_is_looked_at_part_by_part_within_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     room = 64 * 1024
     weight, bias = nn.Parameter(torch.zeros(20_000)), nn.Parameter(torch.zeros(7))
-    optimizer = torch.optim.AdamW([weight, bias], lr=0.1)
+    optimizer = torch.optim.Adam([weight, bias], lr=0.1)
     module = importlib.import_module("torch.optim.adam")
     kernel = module.adam
     cloned: list[int] = []
@@ -279,7 +279,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("name", ["SGD", "Muon"])
+@pytest.mark.parametrize("name", ["SGD", *(["Muon"] if hasattr(torch.optim, "Muon") else [])])
 def test_clones_of_shards_never_begin_a_collective(name: str, looked: list[int]) -> None:
     """Another rank may have given up, and would not come. Where elements are not alone, shards cannot be
     probed without one."""

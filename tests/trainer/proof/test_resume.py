@@ -18,7 +18,7 @@ from tests.trainer.small_runs import Run
 from tiercheck import Checkpointer
 from tiercheck.protocol.report import Exact
 from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.proof.journal import CAPACITY, Journal, Record
+from tiercheck.trainer.proof.journal import CAPACITY, Journal, StepRecord
 from tiercheck.trainer.proof.resume import first_difference
 
 EVERY, KILLED = 4, 7
@@ -177,7 +177,7 @@ def test_journal_that_cannot_be_kept_costs_the_proof_and_nothing_else(
 
 numbers = st.integers(0, 2**32 - 1)
 records = st.builds(
-    Record,
+    StepRecord,
     st.integers(1, 3 * CAPACITY),
     st.none() | st.floats(),
     st.none() | numbers,
@@ -188,11 +188,11 @@ records = st.builds(
 @settings(max_examples=30, deadline=None)
 @given(st.lists(records, max_size=8), st.integers(0, 3 * CAPACITY))
 def test_journal_gives_the_newest_record_of_a_step_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, written: list[Record], asked: int
+    tmp_path_factory: pytest.TempPathFactory, written: list[StepRecord], asked: int
 ) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal-0"
     journal = Journal(path, 7, 2)
-    newest: dict[int, Record] = {}
+    newest: dict[int, StepRecord] = {}
     for record in written:
         journal.write(record)
         newest[record.step % CAPACITY] = record
@@ -210,7 +210,9 @@ def test_journal_gives_the_newest_record_of_a_step_bit_for_bit(
 
 
 @given(records, records)
-def test_a_difference_is_symmetric_and_no_record_differs_from_itself(one: Record, two: Record) -> None:
+def test_a_difference_is_symmetric_and_no_record_differs_from_itself(
+    one: StepRecord, two: StepRecord
+) -> None:
     assert bool(first_difference(one, two)) == bool(first_difference(two, one))
     assert first_difference(one, one) == 0
 

@@ -18,9 +18,10 @@ SCRIPT = Path(__file__).parent / "bucket_runs.py"
 RUNS = (
     "plain:4", "plain:3", "plain:5", "static_graph:4", "gradient_as_bucket_view:4",
     "find_unused_parameters:4",
-    "frozen on the way:4", "frozen before restore:4", "few buckets:4", "two parts:4", "dtypes:4", "sparse:4",
+    "frozen on the way:4", "frozen before restore:4", "two parts:4", "dtypes:4", "sparse:4",
     "ZeRO:4", "hook before:4", "built-in hook:4", "hook after restore:4", "accumulated:4",
 )  # fmt: skip
+TOLD = ("counting hook:4", "other buckets:4")
 pytestmark = pytest.mark.timeout(600)  # whichever test comes first trains for all of them
 
 
@@ -36,6 +37,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
                 str(number),
                 str(folder),
                 *RUNS,
+                *TOLD,
             ],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -53,3 +55,17 @@ def test_every_step_after_a_restart_is_bitwise_the_same(said: list[dict[str, Any
     found = [rank[run] for rank in said if run in rank]
     assert [each["differing"] for each in found] == [{"1": [], "2": [], "4": []}] * len(found)
     assert not any("BucketLayout" in text for each in found for text in each["warnings"])
+
+
+def test_a_hook_with_a_state_that_no_version_holds_is_told(said: list[dict[str, Any]]) -> None:
+    for rank in said[:4]:
+        texts = [text for text in rank["counting hook:4"]["warnings"] if text.startswith("CommHook")]
+        assert texts, "said nothing"
+        assert "changes, and is in no version" in texts[0]
+
+
+def test_a_layout_that_cannot_be_had_again_is_told_by_every_rank(said: list[dict[str, Any]]) -> None:
+    for rank in said[:4]:
+        texts = [text for text in rank["other buckets:4"]["warnings"] if text.startswith("BucketLayout")]
+        assert len(texts) == 3
+        assert "had other gradient buckets" in texts[0]

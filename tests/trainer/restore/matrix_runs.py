@@ -116,7 +116,9 @@ class Run:
         mesh = self.mesh
         if mesh is None:
             self._tie(model)
-            return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            return nn.parallel.DistributedDataParallel(
+                model, gradient_as_bucket_view=True, bucket_cap_mb=0.01
+            )
         axes = AXES[self.kind]
         named = list(model.named_children())
         if "pipe" in axes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.lives import Lives, Said
+from tests.trainer.torch_limits import needs_fsdp2_on_cpus
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt.py"
 STEPS, EVERY = 40, 4
@@ -31,6 +32,7 @@ def run(lives: Lives, folder: Path, kill_at: int | None = None) -> Said:
     return said
 
 
+@needs_fsdp2_on_cpus
 def test_killed_sharded_run_ends_with_the_same_losses_and_parameters(lives: Lives, tmp_path: Path) -> None:
     whole = run(lives, tmp_path / "whole")
     run(lives, tmp_path / "cut", kill_at=10)

@@ -23,14 +23,19 @@ import pytest
 import torch
 
 from tests.trainer.restore.covering import covering, pairs
+from tests.trainer.torch_limits import (
+    FSDP2_ON_CPUS,
+    FSDP2_WITH_TENSOR_PARALLEL,
+    shards_by_fsdp2,
+)
 
 SCRIPT = Path(__file__).parent / "matrix_runs.py"
 STEPS, EVERY = 8, 2
 LAST = 6
 """Newest version where nobody is killed: the run ended in step 7."""
 BEGIN = (
-    "ddp:2",
-    "zero:2",
+    "ddp:4",
+    "zero:4",
     "fsdp:4",
     "hybrid:4",
     "tensor:2",
@@ -38,9 +43,10 @@ BEGIN = (
     "pipeline:2",
     "pipeline-fsdp-tensor:8",
 )
-"""Parallelism and number of ranks. No layer can be divided evenly by three or four, few by two."""
+"""Parallelism and number of ranks; of DDP more than two, which sum in an order that its buckets decide. No
+layer can be divided evenly by three or four, few by two."""
 MESHES = (
-    *BEGIN, "ddp:1", "fsdp:2", "fsdp:3", "zero:3", "ddp:4", "zero:4", "fsdp:5", "ddp:6", "hybrid:6",
+    *BEGIN, "ddp:1", "ddp:2", "zero:2", "fsdp:2", "fsdp:3", "zero:3", "fsdp:5", "ddp:6", "hybrid:6",
     "fsdp-tensor:6", "fsdp:8",
 )  # fmt: skip
 """Those that a run can go on with."""
@@ -79,8 +85,20 @@ def kind(mesh: str) -> str:
     return mesh.rpartition(":")[0]
 
 
+def runs_here(mesh: str) -> bool:
+    if "fsdp-tensor" in mesh:
+        return FSDP2_WITH_TENSOR_PARALLEL
+    if kind(mesh) == "pipeline":
+        return FSDP2_ON_CPUS  # in torch 2.6 its stages wait for each other for ever
+    return FSDP2_ON_CPUS or not shards_by_fsdp2(kind(mesh))
+
+
 def trains(mesh: str, optimizer: str, quirk: str) -> bool:
     """Whether there is such a run at all, without us."""
+    if not runs_here(mesh):
+        return False
+    if (kind(mesh), quirk) == ("tensor", "frozen") and not FSDP2_ON_CPUS:
+        return False  # `parallelize_module` of torch 2.6 thaws parameters
     if optimizer == "Adafactor" and kind(mesh) not in ("ddp", "zero", "pipeline"):
         # torch 2.13's makes no step with DTensors: "aten.pow_.Scalar: in-place operations that require
         # placement changes are not supported". Muon takes its place there.
@@ -115,8 +133,13 @@ AXES = (BEGIN[:-1], OPTIMIZERS, QUIRKS, FAILURES, AFTER)
 CASES = [
     *(Case(*values) for values in covering(AXES, possible, [(axis,) for axis in range(5)])),
     # Eight ranks take as long as all of four others: the other cases are extended ones.
-    Case(BEGIN[-1], "foreach AdamW", "averaged", "killed", "the same"),
-    Case(BEGIN[-1], "SGD", "bf16", "newest lost", "fewer ranks"),
+    *filter(
+        possible,
+        (
+            Case(BEGIN[-1], "foreach AdamW", "averaged", "killed", "the same"),
+            Case(BEGIN[-1], "SGD", "bf16", "newest lost", "fewer ranks"),
+        ),
+    ),
 ]
 MORE_AXES = (BEGIN, OPTIMIZERS, QUIRKS, (*(f"killed {moment}" for moment in MOMENTS), *FAILURES[1:]), MESHES)
 NAMED = ("fsdp:4", "fsdp:2", "fsdp-tensor:4", "fsdp:4", "fsdp:2", "fsdp:4")
@@ -203,7 +226,7 @@ def carried_out(cases: Sequence[Case], plan: Plan, folder: Path) -> tuple[dict[C
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Case, Found], list[list[Any]]]:
     """Every case, and the stages of the run that changes its mesh as NAMED."""
     plan = Plan()
-    for number, mesh in enumerate(NAMED):
+    for number, mesh in enumerate(NAMED if all(map(runs_here, NAMED)) else ()):
         steps = 4 + EVERY * number
         run = {
             "kind": kind(mesh),
@@ -223,6 +246,7 @@ def test_every_bit_comes_back(case: Case, found: tuple[dict[Case, Found], list[l
     comes_back(case, found[0][case])
 
 
+@pytest.mark.skipif(not all(map(runs_here, NAMED)), reason="torch's own limits")
 @pytest.mark.timeout(900)
 def test_fsdp_on_4_ranks_goes_on_with_2_then_with_tensor_parallelism_and_back(
     found: tuple[dict[Case, Found], list[list[Any]]],
@@ -294,4 +318,4 @@ def same(restored: dict[str, str], ended: dict[str, str]) -> None:
 
 def test_every_value_is_in_some_case() -> None:
     for axis, values in enumerate((BEGIN, *AXES[1:])):
-        assert {case[axis] for case in CASES} == {*values}
+        assert {case[axis] for case in CASES} == {each for each in values if axis or runs_here(each)}

@@ -1,4 +1,4 @@
-"""Promise: values of the standard library, numpy and a script's own data classes come back as they were.
+"""Promise: values of the standard library, numpy and data classes come back as they were.
 
 What they are read from never runs code of anybody.
 """
@@ -143,7 +143,8 @@ class Reduced:
         (defaultdict(lambda: 1), "default_factory"),
         (Handled(), r"Handled could not be read back"),
         ({nn.Parameter(torch.full((500,), 0.123)): 1}, r"<Parameter of shape \(500,\)> is a key"),
-        ({torch.full((3,), 0.123)}, r"<Tensor of shape \(3,\)> is a key"),
+        ({Phase.DECAY, torch.full((3,), 0.123)}, r"<Tensor of shape \(3,\)> is a key"),
+        ({Phase.DECAY: 1, torch.full((3,), 0.123): 2}, r"<Tensor of shape \(3,\)> is a key"),
     ],
     ids=[
         "own reduce",
@@ -152,6 +153,7 @@ class Reduced:
         "destructor",
         "parameter as a key",
         "set of tensors",
+        "tensor as a key",
     ],
 )
 def test_what_would_not_come_back_is_refused_with_its_place_and_without_its_content(

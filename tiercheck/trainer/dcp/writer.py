@@ -10,8 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -228,3 +231,15 @@ class _Save:
             for item in self._tensors.values()
             if item.tensor_data is not None and getattr(item.tensor_data.properties, flag)
         )
+
+
+class StagingWriter(TierCheckWriter, BlockingAsyncStager):
+    """Copies the state itself, as `dcp.async_save` of torch 2.6 leaves tensors that are on CPUs, such as the
+    step counts of AdamW, where training changes them."""
+
+    NEEDED = not hasattr(state_dict_saver, "_copy_state_dict")
+    cache_staged_state_dict = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        staged = _state_dict_utils._create_cpu_state_dict(state_dict)
+        return _state_dict_utils._copy_state_dict(state_dict, staged)

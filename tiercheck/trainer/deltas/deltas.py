@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.trainer.backends.backend import Backend
@@ -23,8 +23,6 @@ from tiercheck.trainer.deltas.gradients import Event, Recorder, hyper_parameters
 from tiercheck.trainer.deltas.watch import Tree, Watch, trained_parameters
 from tiercheck.trainer.proof.probe import ProbeRefused, Probes
 from tiercheck.trainer.proof.replayable import hindrance, is_known
-from tiercheck.trainer.replicas.partitioned import Partitions
-from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.save.accelerator import accelerator_of
 from tiercheck.trainer.save.chain import ASKED_AGAIN
 from tiercheck.trainer.save.delta import Script
@@ -34,6 +32,7 @@ from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.live import is_final
 from tiercheck.trainer.state.modes import Modes
+from tiercheck.trainer.state.trained_state import TrainedState
 
 log = logging.getLogger("tiercheck")
 
@@ -47,21 +46,11 @@ model may be another one."""
 class Deltas:
     """Hooks of the optimizers report here; `end_step` makes a delta of what they said."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        partitions: Partitions,
-        shares: Shares,
-        backend: Backend,
-        saver: Saver,
-        *,
-        facts: Callable[[], dict[str, Any]],
-    ) -> None:
-        """`facts`: gives what versions hold beside what is listed here."""
-        optimizers = partitions.inner
+    def __init__(self, trained: TrainedState, backend: Backend, saver: Saver) -> None:
+        model, optimizers = trained.model, trained.optimizers
         self._model = model
-        self._shares, self._more = shares, facts
-        self._partitions, self._optimizers = partitions, optimizers
+        self._shares, self._more_facts = trained.shares, trained.arithmetic.facts
+        self._partitions, self._optimizers = trained.partitions, optimizers
         self._backend = backend
         self._saver = saver
         self._recorder = Recorder(optimizers)
@@ -264,7 +253,7 @@ class Deltas:
             "extra": self._extra(),
             "cleared": self._buffers.cleared(),
             **modes,
-            **self._more(),
+            **self._more_facts(),
         }
         blob = user_state.Packed(state, facts, tuple(modes.values()))
         buffers = [(name, buffer.clone()) for name, buffer in changed]

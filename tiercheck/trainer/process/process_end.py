@@ -19,6 +19,7 @@ import functools
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -153,11 +154,22 @@ def wait_until_idle() -> None:
 
 
 def _some_busy() -> bool:
+    return any(state.startswith(("R", "D")) for state in _gloo_threads().values())
+
+
+def _gloo_threads() -> dict[str, str]:
+    """Returns id and state of every thread that may be gloo's.
+
+    Older torch (2.8 for one) does not name them: as other native threads they inherit the process's name.
+    """
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    found = {}
     for status in Path("/proc/self/task").glob("*/stat"):
-        try:
-            text = status.read_text()
-        except OSError:
-            continue  # it has just ended
-        if f"({_NAME})" in text and text.rpartition(") ")[2].startswith(("R", "D")):  # "id (name) state ..."
-            return True
-    return False
+        with contextlib.suppress(OSError):  # it has just ended, or there is no /proc
+            name, _, state = status.read_text().partition("(")[2].rpartition(") ")  # "id (name) state ..."
+            inherited = (
+                name == Path("/proc/self/comm").read_text().strip() and status.parent.name not in known
+            )
+            if name == _NAME or inherited:
+                found[status.parent.name] = state
+    return found

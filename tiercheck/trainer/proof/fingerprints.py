@@ -1,4 +1,4 @@
-"""Takes the fingerprints of a step for the journal, in some 15 microseconds and without a wait for a device.
+"""Takes a step's fingerprints for the journal, in some 15 microseconds, without a wait for a device.
 
 Nothing here calls into the script's objects. Of a device the sample of the parameters arrives later, when the
 device has passed the step.
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tiercheck.trainer.proof.journal import Record
+from tiercheck.trainer.proof.journal import StepRecord
 from tiercheck.trainer.save.accelerator import Accelerator, Mark, accelerator_of
 from tiercheck.trainer.state.leaves import PLAIN, NotCapturable
 
@@ -56,16 +56,16 @@ class Fingerprints:
         self._runs: list[tuple[int, int]] = []
         self._places: list[tuple[int, int]] = []
         self._device: Accelerator | None = None
-        self._pending: deque[tuple[Record, Tensor, Mark]] = deque()
+        self._pending: deque[tuple[StepRecord, Tensor, Mark]] = deque()
 
     @property
     def late(self) -> bool:
         """Whether the update has to be fetched from a device."""
         return self._device is not None
 
-    def take(self, step: int, loss: float | None) -> Record:
+    def take(self, step: int, loss: float | None) -> StepRecord:
         """The record of the step that ends now, without `update` where that lies on a device."""
-        return Record(
+        return StepRecord(
             step,
             loss,
             self._update_on_host(),
@@ -75,7 +75,7 @@ class Fingerprints:
             _numbers(*[group for each in self._optimizers for group in each.param_groups[:_GROUPS]]),
         )
 
-    def fetch_update(self, record: Record) -> None:
+    def fetch_update(self, record: StepRecord) -> None:
         """Begin to fetch the sample of what lies on a device, as it is when the device comes to this."""
         if self._device is None:
             return
@@ -87,9 +87,9 @@ class Fingerprints:
             begin += length
         self._pending.append((record, room, self._device.final()))
 
-    def arrived(self, *, wait: bool = False) -> list[Record]:
+    def arrived(self, *, wait: bool = False) -> list[StepRecord]:
         """Records whose update is known by now. `wait`: for all of them, and so for the device."""
-        found: list[Record] = []
+        found: list[StepRecord] = []
         while self._pending and (self._pending[0][2].query() or wait):
             record, room, mark = self._pending.popleft()
             if wait:
@@ -188,7 +188,7 @@ def _python_state() -> Callable[[], bytes]:
 def _numpy_state() -> Callable[[], bytes]:
     """Reads the state of numpy's global generator, if numpy is there."""
     numpy = sys.modules.get("numpy")
-    bits = getattr(getattr(numpy, "random", None), "get_bit_generator", lambda: None)()
+    bits: Any = getattr(getattr(numpy, "random", None), "get_bit_generator", lambda: None)()
     if type(bits).__name__ != "MT19937":
         return lambda: b""
     address, length = bits.ctypes.state_address, 4 * (_WORDS + 1)

@@ -27,7 +27,7 @@ _BYTES = _PLACE * (1 + CAPACITY)
 _HAS_LOSS, _HAS_UPDATE = 1, 2
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """One step. Fingerprints are CRC-32 checksums of 32 bits; equal ones say that the bytes were equal."""
 
     step: int
@@ -100,7 +100,7 @@ class Journal:
             )
         )
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         """Replace what is known of its step."""
         flags = _HAS_LOSS * (record.loss is not None) | _HAS_UPDATE * (record.update is not None)
         loss = 0.0 if record.loss is None else record.loss
@@ -108,7 +108,7 @@ class Journal:
         begin = _place_of(record.step)
         self._memory[begin : begin + _RECORD.size + _CHECKED.size] = packed + _checksum(packed)
 
-    def read(self, step: int) -> Record | None:
+    def read(self, step: int) -> StepRecord | None:
         """What is known of a step; None: nothing, or a process was killed while it wrote it."""
         begin = _place_of(step)
         packed = self._memory[begin : begin + _RECORD.size]
@@ -117,11 +117,11 @@ class Journal:
         found, loss, flags, update, *rest = _RECORD.unpack(packed)
         if found != step:
             return None
-        return Record(
+        return StepRecord(
             step, loss if flags & _HAS_LOSS else None, update if flags & _HAS_UPDATE else None, *rest
         )
 
-    def after(self, step: int) -> Iterator[Record]:
+    def after(self, step: int) -> Iterator[StepRecord]:
         """The records of the steps that follow `step` without a gap."""
         while (record := self.read(step := step + 1)) is not None:
             yield record

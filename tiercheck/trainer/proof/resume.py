@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from tiercheck.protocol.report import Exact
 from tiercheck.trainer.proof.fingerprints import Fingerprints
-from tiercheck.trainer.proof.journal import Journal, Record
+from tiercheck.trainer.proof.journal import Journal, StepRecord
 
 PAGE = "docs/use/resume-proof.md"
 SOON = 10
@@ -48,7 +48,7 @@ class Verdict:
     """What differs first, or why nothing could be compared."""
 
 
-def first_difference(then: Record, now: Record) -> int:
+def first_difference(then: StepRecord, now: StepRecord) -> int:
     """The number in `FIELDS` of what differs first between two runs of one step; 0 if they are equal.
 
     They differ if torch's generators, the loss or the update do. The rest only says where it begins: other
@@ -67,7 +67,7 @@ def first_difference(then: Record, now: Record) -> int:
     return next(field for field, other in differs.items() if other)
 
 
-def describe(then: Record, now: Record, first: int) -> str:
+def describe(then: StepRecord, now: StepRecord, first: int) -> str:
     """The difference in words."""
     same = _bits(then.loss) == _bits(now.loss)
     loss = "its loss is the same" if same else f"its loss is {now.loss!r}, it was {then.loss!r}"
@@ -88,7 +88,7 @@ class Resume:
         self._fingerprints = Fingerprints(optimizers, state)
         self._report, self._warn = report, warn
         self._journal: Journal | None = None
-        self._before: dict[int, Record] = {}
+        self._before: dict[int, StepRecord] = {}
         """What the life before gave, of the steps that are still to be compared."""
         self._step = self._newest = self._equal = 0
 
@@ -161,7 +161,7 @@ class Resume:
             journal.write(record)
             self._compare(journal, record)
 
-    def _compare(self, journal: Journal, now: Record) -> None:
+    def _compare(self, journal: Journal, now: StepRecord) -> None:
         then = self._before.pop(now.step, None) if self._before else None
         if then is None:
             return

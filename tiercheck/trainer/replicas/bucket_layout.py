@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 log = logging.getLogger("tiercheck")
 
+c10d: Any = dist
+"""With what is private in it."""
+
 _BEGUN = "begun"
 """Saved of a static graph that has made its first backward pass, and chooses after the second."""
 
@@ -120,9 +123,9 @@ class BucketLayout:
         if module.mixed_precision is not None:
             reducer._set_mixed_precision_param_dtype(module.mixed_precision.param_dtype)
         for function, state in module._comm_hooks:
-            dist._register_comm_hook(reducer, state, function)
+            c10d._register_comm_hook(reducer, state, function)
         if (builtin := hook.removeprefix("BuiltinCommHookType.")) != hook:
-            dist._register_builtin_comm_hook(reducer, getattr(dist.BuiltinCommHookType, builtin))
+            c10d._register_builtin_comm_hook(reducer, getattr(c10d.BuiltinCommHookType, builtin))
         module.logger._set_comm_hook_name(hook)
         reducer._push_all_rebuilt_params()
         module._has_rebuilt_buckets = reducer._rebuild_buckets()

@@ -23,10 +23,10 @@ _CALLS = {
 
 
 def add_tensors(
-    model: nn.Module, beside: Mapping[str, nn.Module], stored: Mapping[str, Tensor], buffers: Collection[str]
+    model: nn.Module, beside: Mapping[str, nn.Module], stored: Mapping[str, Tensor], grown: Collection[str]
 ) -> None:
     """Add the pruning masks and the buffers that are `stored`, and that the model and the modules `beside` it
-    do not have yet. `buffers`: which of the stored tensors are no parameters."""
+    do not have yet. `grown`: names of buffers that were registered in training."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     owners = {
         f"{begin}{name}{'.' if name else ''}": module
@@ -49,7 +49,7 @@ def add_tensors(
                 path,
                 masked,
             )
-        elif owner._buffers.get(key, owner) is None or (name in buffers and not hasattr(owner, key)):
+        elif owner._buffers.get(key, owner) is None or (name in grown and not hasattr(owner, key)):
             owner.register_buffer(key, torch.empty_like(stored[name], device=device))
 
 
@@ -60,9 +60,10 @@ def describe_difference(stored: Collection[str], here: Collection[str]) -> str:
     if not more:
         return f"{fewer[0]} is only in the model" if fewer else ""
     instead = f", which has {', '.join(fewer[:3])} instead" if fewer else ""
+    others = f", like {len(more) - 1} more" if more[1:] else ""
     call = next((call for mark, call in _CALLS.items() if mark in more[0]), "the script must add it")
     return (
-        f"{more[0]} is only in the checkpoint, like {len(more) - 1} more, and not in the model{instead}: "
+        f"{more[0]} is only in the checkpoint{others}, and not in the model{instead}: "
         f"{call} before `restore`, as it had done at that step (`tiercheck.trainer.checkpointer.find().step`)"
     )
 

@@ -1,4 +1,4 @@
-"""Runs what torch's own load would run, once after a restore: hooks and methods of modules and optimizers.
+"""Runs what torch's own load would run, after a restore: hooks and methods of modules and optimizers.
 
 A restore fills memory, and so goes past them, but a module may derive something from its tensors when it is
 loaded. They get copies of what was restored. Whatever they write to the state itself is undone.
@@ -90,6 +90,8 @@ def has_own_load(optimizer: Optimizer) -> bool:
 def _load(given: nn.Module, extra: Mapping[str, Any], copies: Mapping[str, Tensor]) -> None:
     """Have a module, as the script made it, load its own state, with the `copies` that hooks may write."""
     inner = Wrapped.look(given).model
+    if type(inner).load_state_dict is not nn.Module.load_state_dict:
+        given = inner  # no wrapper calls it, but a script does
     path = next(f"{name}." if name else "" for name, module in given.named_modules() if module is inner)
     state = given.state_dict()
     for key, value in state.items():

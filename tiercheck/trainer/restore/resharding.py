@@ -25,7 +25,7 @@ from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.proof.samples import Sampler
 from tiercheck.trainer.replicas.ranks import gather_from_all
 from tiercheck.trainer.replicas.replicas import Shares
-from tiercheck.trainer.restore.grown import add_groups, add_tensors, group_as_saved
+from tiercheck.trainer.restore.grown import add_groups, add_tensors, describe_difference, group_as_saved
 from tiercheck.trainer.restore.load import DifferentState, refuse_lost, sharded_like
 from tiercheck.trainer.state import kept, user_state
 from tiercheck.trainer.state.capture import (
@@ -171,7 +171,7 @@ def load_resharded(
     facts = blobs[namesake]["facts"]
     imported = others.beginnings[namesake].header.metadata.get(FORMAT) == IMPORT
     for slot in others.beginnings:
-        add_tensors(model, beside or {}, slot.tensors(), facts.get("buffers", ()))
+        add_tensors(model, beside or {}, slot.tensors(), facts.get("grown", ()))
     if not imported:
         _refuse_left_over(model, others)
     targets = list(_model(here, others, facts["model_extra"], model))
@@ -206,9 +206,9 @@ def _refuse_rank_own(wanted: Iterable[_Wanted], others: OtherRanks, world_size: 
     for each in wanted:
         if each.trained and each.name in others.unequal:
             raise DifferentState(
-                f"{each.name} is each rank's own: the {others.world_size} ranks that saved it hold other "
-                f"values under this name, which {world_size} ranks cannot take over. Start the script on "
-                f"{others.world_size} ranks, or name such parameters by their number in the whole model"
+                f"{each.name} is each rank's own: the {others.world_size} ranks that saved it hold different "
+                "values under this name, so that another number of ranks would lose some. Start the script "
+                f"on {others.world_size} ranks, or name such parameters by their number in the whole model"
             )
 
 
@@ -218,7 +218,7 @@ def _refuse_left_over(model: nn.Module, others: OtherRanks) -> None:
     here = {f"model/{key}" for key, _, _ in model_items(model)}
     saved = {name for name in (*others.holders, *others.private) if name.startswith("model/")}
     if lost := set.intersection(*gather_from_all(saved - here)):
-        raise DifferentState(f"{min(lost)} is only in the checkpoint")
+        raise DifferentState(describe_difference(lost, here - saved))
 
 
 def _was_frozen(name: str, others: OtherRanks, rank: int) -> bool | None:

@@ -156,6 +156,8 @@ class Restoring:
                 f"{offer.version} was saved by torch.distributed.checkpoint: load it with tiercheck.dcp"
             )
         with _reported(offer.version):
+            if offer.path:
+                self._add_tensors(self._open_slot(offer.path))
             if self._is_of_other_mesh(offer, writer):
                 return self._load_parts(offer, imported=writer == IMPORT)
             return self._load_own(offer)
@@ -250,8 +252,6 @@ class Restoring:
         opened = self._open_slot(offer.path) if offer.path else None
         if opened is not None and were_saved_whole(opened.slot.header.metadata.get(REPLICAS, "")):
             shares.keep_whole(f"replicas differed when {opened.slot.header.version} was saved")
-        if opened is not None:
-            self._add_tensors(opened)
         entries = shares.own(self._trained.inventories.take())
         return is_true_anywhere(
             opened is None or not (fits(opened.slot, entries) and self._is_kept_here(opened))
@@ -259,10 +259,10 @@ class Restoring:
 
     def _add_tensors(self, opened: _OpenSlot) -> None:
         try:
-            buffers = {*opened.content["facts"].get("buffers", ())}
+            grown = opened.content["facts"].get("grown", ())
         except (KeyError, NotCapturable):
             return  # the load will say what is wrong with it
-        add_tensors(self._trained.model, self._trained.beside, opened.slot.tensors(), buffers)
+        add_tensors(self._trained.model, self._trained.beside, opened.slot.tensors(), grown)
 
     def _is_kept_here(self, opened: _OpenSlot) -> bool:
         """Whether the slot's optimizers kept state for the same parameters: under ZeRO each rank has its

@@ -43,7 +43,7 @@ class Capturing:
         self.refused = ""
         """Why nothing of this training is saved; empty: it is."""
         self.training: Mapping[str, Any] = {}
-        """`Training.facts` of this life, of which each snapshot has a copy."""
+        """`TrainingIdentity.facts` of this life, of which each snapshot has a copy."""
 
     def begin(self) -> int | None:
         """Before there is anything to load: the NUMA node of the model's device, if it has one. Raises
@@ -195,5 +195,5 @@ def _list_shapes(entries: Iterable[Entry]) -> set[tuple[str, torch.Size, torch.d
     return {
         (entry.name, entry.tensor.shape, entry.tensor.dtype)
         for entry in entries
-        if entry.name.startswith("model/")
+        if entry.name.startswith("model/") and entry.lazy  # buffers come back as they are
     }

@@ -18,10 +18,20 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.deltas.buffers import PASSING
+from tiercheck.trainer.proof.omitted_weights import is_omitted
 from tiercheck.trainer.state import kept
-from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, is_wrapper, list_tensor, local_shard
+from tiercheck.trainer.state.leaves import (
+    Entry,
+    NotCapturable,
+    held_by,
+    is_wrapper,
+    list_tensor,
+    local_shard,
+    named,
+)
 from tiercheck.trainer.state.modes import modes_of
 from tiercheck.trainer.state.readable import in_words
+from tiercheck.trainer.state.user_state import keys_of_metrics
 
 OWN = "param"
 """Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""
@@ -72,7 +82,6 @@ def take_inventory(
     for module, prefix, extra in modules_beside(beside, facts):
         _list_module(module, prefix, entries, extra)
     _list_module(model, "model/", entries, facts["model_extra"])
-    facts["buffers"] = [entry.name for entry in entries if not entry.lazy]
     entries += (Entry(f"{PASSING}{name}", buffer, lazy=False) for name, buffer in passing)
     held = held_by(entry.tensor for entry in entries)
     for index, (optimizer, whole) in enumerate(zip(optimizers, outer or optimizers, strict=True)):
@@ -135,8 +144,11 @@ def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
     once.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    metrics = keys_of_metrics(model)
     seen: set[tuple[Any, ...]] = set()
     for key, value in model.state_dict().items():
+        if key in metrics or is_omitted(model, key):
+            continue
         if is_lazy(value):
             raise NotCapturable(f"{key} has no shape yet: give the model a batch before `restore`")
         if isinstance(value, Tensor) and not is_extra(key) and value.numel() and not is_wrapper(value):
@@ -149,10 +161,8 @@ def model_items(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _shard(key: str, value: Tensor) -> Tensor:
-    try:
+    with named(f"model/{key}"):
         return local_shard(value)
-    except NotCapturable as error:
-        raise NotCapturable(f"model/{key}: {error}") from None
 
 
 def named_parameters_of(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -59,6 +59,9 @@ class Inventories:
         """Whether the model did as a whole when the last update was made."""
         self._optimizers = self.outer = optimizers
         """`outer`: as `take_inventory` asks it."""
+        self.first: set[str] | None = None
+        """Names of all that there was when the script began, so that versions name the buffers that came
+        later."""
         self._modules: list[nn.Module] = []
         self._marks: list[Any] | None = None
         self._names: list[str] = []
@@ -100,6 +103,9 @@ class Inventories:
             evaluating=self.evaluating,
             outer=self.outer,
         )
+        if self.first is not None:
+            held = {entry.name for entry in inventory.entries if not entry.lazy}
+            inventory.facts["grown"] = sorted(held - self.first)
         looks = self._looks(inventory)
         if not looks or looks != self._believed:
             refuse_copies(self._model, self._beside, inventory.entries)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -147,9 +148,22 @@ def write(target: Tensor, value: Tensor) -> None:
     target[once].copy_(value[once])
 
 
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Has what is refused in it named, and a parameter's remedy."""
+    try:
+        yield
+    except NotCapturable as error:
+        remedy = (
+            f"; if it is frozen, and the script loads it itself at each start: "
+            f"Checkpointer(..., leave_out=[{name.removeprefix('model/')!r}])"
+        )
+        raise NotCapturable(f"{name}: {error}{remedy if name.startswith('model/') else ''}") from None
+
+
 def list_tensor(name: str, value: Tensor, lazy: bool, entries: list[Entry]) -> None:
     """Add what has to be stored of a tensor. Raises NotCapturable, with its name."""
-    try:
+    with named(name):
         if value.is_meta:
             raise NotCapturable("it has no memory, it is on the meta device")
         if not is_wrapper(value):
@@ -157,8 +171,6 @@ def list_tensor(name: str, value: Tensor, lazy: bool, entries: list[Entry]) -> N
             return
         for path, leaf in parts(value):
             entries.append(Entry(f"{name}{path}", leaf, lazy, lazy, leaf))
-    except NotCapturable as error:
-        raise NotCapturable(f"{name}: {error}") from None
 
 
 _NAMES = {

@@ -20,9 +20,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import log
+from tiercheck.trainer.proof.omitted_weights import is_omitted
 from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.capture import BESIDE, is_extra
-from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, memory, parts
+from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, memory, named, parts
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
@@ -46,7 +47,9 @@ def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Se
     held: set[tuple[torch.device, int]] = set()
     for prefix, module in _modules(model, beside):
         for name, tensor, trained in _held(module):
-            for path, leaf in parts(tensor):
+            with named(f"{prefix}{name}"):
+                leaves = list(parts(tensor))
+            for path, leaf in leaves:
                 held.add(memory(leaf))
                 if trained and leaf.numel() and not shown(leaf):
                     raise NotCapturable(
@@ -61,7 +64,7 @@ def refuse_copies(model: nn.Module, beside: Mapping[str, nn.Module], entries: Se
         }
         # A module may well keep tensors that it has not registered. What is kept lies where it lay.
         for key, value in module.state_dict().items() if doubted else ():
-            if not isinstance(value, Tensor) or is_extra(key):
+            if not isinstance(value, Tensor) or is_extra(key) or is_omitted(module, key):
                 continue
             for path, leaf in parts(value):
                 if memory(leaf) != doubted.get(f"{key}{path}", memory(leaf)):
@@ -85,9 +88,11 @@ def _modules(model: nn.Module, beside: Mapping[str, nn.Module]) -> Iterator[tupl
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """(name, tensor, whether it is trained) of every parameter and buffer."""
     for name, parameter in module.named_parameters():
-        yield name, parameter, parameter.requires_grad
+        if not is_omitted(module, name):
+            yield name, parameter, parameter.requires_grad
     for name, buffer in module.named_buffers():
-        yield name, buffer, False
+        if not is_omitted(module, name):
+            yield name, buffer, False
 
 
 _FRAMEWORKS = {"AcceleratedOptimizer", "LightningOptimizer"}
@@ -136,7 +141,7 @@ def unwrap(optimizer: Any) -> tuple[Optimizer, Optimizer | None]:
         inner = [each for each in vars(optimizer).items() if isinstance(each[1], Optimizer)]
         shown = [each for _, each in inner if getattr(optimizer, "state", each.state) is each.state]
         if not shown:
-            line = f"give the Checkpointer [optimizer.{inner[0][0]}]" if inner else "call it with its params"
+            line = f"give the Checkpointer [optimizer.{inner[0][0]}]" if inner else "have it call that one"
             raise NotCapturable(
                 f"{kind} does not call Optimizer.__init__, so that its updates cannot be seen: {line}"
             )

@@ -77,6 +77,8 @@ _FILLED: dict[type, Callable[[Any, list[Any]], object]] = {
     **dict.fromkeys((dict, OrderedDict, Counter, defaultdict), lambda new, of: new.update(_paired(of))),
 }
 """What may contain itself: made empty, and then filled."""
+_HASHED = {dict, OrderedDict, Counter, defaultdict, set, frozenset}
+"""Whose keys or members must be no tensors."""
 _NAMED = {kind.__name__: kind for kind in (*_CONSTANTS, *_FILLED)}
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, *_FILLED)}
 
@@ -85,10 +87,10 @@ def taken_apart(value: Any) -> Apart | None:
     """None for what is no record: a plain value, a container of them, or something unknown. Raises
     NotCapturable, without its name, for what is one but for its class."""
     kind = type(value)
+    if kind in _HASHED and not any([*map(_is_odd, value)]) and kind in (dict, OrderedDict):
+        return None
     if kind in _CONSTANTS:
         return {MARK: kind.__name__}, _CONSTANTS[kind][0](value)
-    if kind in (dict, OrderedDict) and not any(map(_is_odd, value)):
-        return None
     if kind in _FILLED:
         record: dict[str, Any] = {MARK: kind.__name__}
         if kind is deque:
@@ -97,8 +99,6 @@ def taken_apart(value: Any) -> Apart | None:
             record["factory"] = getattr(value.default_factory, "__name__", "")
             if _FACTORIES.get(record["factory"]) is not value.default_factory:
                 raise NotCapturable("the default_factory of a defaultdict could not be read back: use a dict")
-        if kind is set:
-            any(map(_is_odd, value))  # refuses tensors
         pairs = vars(value) if kind is SimpleNamespace else value
         return record, _flat(pairs) if isinstance(pairs, Mapping) else list(pairs)
     if isinstance(value, enum.Enum):

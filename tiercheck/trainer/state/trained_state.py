@@ -8,12 +8,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from tiercheck.trainer.backends.backend import log
+from tiercheck.trainer.proof.omitted_weights import OmittedWeights
+from tiercheck.trainer.replicas.arithmetic import Arithmetic
 from tiercheck.trainer.replicas.partitioned import Partitions
 from tiercheck.trainer.replicas.ranks import rank_and_world
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.save.accelerator import accelerator_of
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.arithmetic import Arithmetic
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.kept import refuse_inner
 from tiercheck.trainer.state.leaves import NotCapturable
@@ -24,9 +26,14 @@ class TrainedState:
     """Of one rank. Saving and restoring mean the same by it."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state: user_state.State | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        state: user_state.State | None,
+        leave_out: Sequence[str] = (),
     ) -> None:
-        """As `Checkpointer` is given them. Raises NotCapturable and TypeError if they can never be saved."""
+        """As `Checkpointer` is given them. Raises NotCapturable and TypeError if they can never be saved,
+        ValueError for a pattern of `leave_out` that nothing matches."""
         if not isinstance(model, nn.Module) or not isinstance(state or {}, Mapping):
             raise TypeError(
                 f"Checkpointer needs a torch.nn.Module and a dict as state, not {type(model).__name__} and "
@@ -43,14 +50,23 @@ class TrainedState:
         self.optimizers = self.partitions.inner
         refuse_inner(self.optimizers, self.model)
         given = state or {}
-        self.given_modules = {name: each for name, each in given.items() if isinstance(each, nn.Module)}
-        self.beside = {name: Wrapped.look(each).model for name, each in self.given_modules.items()}
+        modules = {name: each for name, each in given.items() if isinstance(each, nn.Module)}
+        inner = {name: Wrapped.look(each).model for name, each in modules.items()}
+        self.beside = {name: each for name, each in inner.items() if _has_tensors(name, each)}
         """Modules in the script's `state`: their tensors are stored like the model's."""
-        self.state: dict[str, Any] = {name: each for name, each in given.items() if name not in self.beside}
+        self.given_modules = {name: modules[name] for name in self.beside}
+        self.state: dict[str, Any] = {name: each for name, each in given.items() if name not in modules}
         """The rest of it."""
-        for index, (inner, outer) in enumerate(unwrapped):
+        for index, (wrapped_one, outer) in enumerate(unwrapped):
             if outer is not None:
-                self.state[f"tiercheck.optimizer{index}"] = WrapperState(outer, inner)
+                self.state[f"tiercheck.optimizer{index}"] = WrapperState(outer, wrapped_one)
+        metrics = user_state.MetricStates(
+            {"model": self.model, **{f"state[{name!r}]": each for name, each in inner.items()}}
+        )
+        if metrics.found():
+            self.state["tiercheck.metrics"] = metrics
+        if leave_out:
+            self.state["tiercheck.leave_out"] = OmittedWeights(self.model, leave_out, self.optimizers)
         self.rank, self.world_size = rank_and_world()
         self.arithmetic = Arithmetic(wrapped, given.values())
         self.inventories = Inventories(self.model, self.optimizers, self.beside, self.arithmetic.facts)
@@ -68,8 +84,27 @@ class TrainedState:
         if not all(map(is_final, self.modules)):
             return
         try:
-            accelerator_of(entry.tensor for entry in self.inventories.take().entries)
+            entries = self.inventories.take().entries
+            accelerator_of(entry.tensor for entry in entries)
+            self.inventories.first = {entry.name for entry in entries}
         except TypeError:
             raise
         except Exception as error:  # of the script's own state_dict
             raise NotCapturable(f"the state cannot be listed: {type(error).__name__}: {error}") from error
+
+
+def _has_tensors(name: str, module: nn.Module) -> bool:
+    """Of a module in the script's state, beside metrics."""
+    try:
+        shown = module.state_dict().keys() - user_state.keys_of_metrics(module)
+    except Exception:  # of the script's own, which the inventory names
+        return True
+    if shown or any(True for _ in module.buffers()):
+        return True
+    if not any(map(user_state.is_metric, module.modules())):
+        log.warning(
+            "state[%r] is a module whose state_dict is empty: nothing of it is saved; register its tensors as"
+            " buffers, or give an object with state_dict and load_state_dict",
+            name,
+        )
+    return False

@@ -1,5 +1,4 @@
-"""Names a training, and remembers what its script was given, so that a resume is nobody else's, and says what
-has changed."""
+"""Names a training and remembers what its script was given, so that a resume says what has changed."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def fingerprint(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingIdentity:
     """What the script of this life was given, as each snapshot carries it."""
 
     run: str
@@ -45,7 +44,7 @@ class Training:
     """Hyper-parameters and batch sizes before anything was restored, by where they stand."""
 
     @staticmethod
-    def look(run: str | None, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> Training:
+    def look(run: str | None, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> TrainingIdentity:
         """Read it off the script's objects, before they are loaded."""
         given = {
             f"optimizer {index}, group {number}: {key}": value
@@ -56,7 +55,7 @@ class Training:
         for name, each in state.items():
             if type(size := getattr(each, "batch_size", None)) is int:
                 given[f"state[{name!r}]: batch_size"] = size
-        return Training(run or "", zlib.crc32("\0".join(sys.argv[1:]).encode()), given)
+        return TrainingIdentity(run or "", zlib.crc32("\0".join(sys.argv[1:]).encode()), given)
 
     def facts(self) -> dict[str, Any]:
         """What a snapshot keeps of it."""

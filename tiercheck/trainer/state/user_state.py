@@ -12,10 +12,13 @@ import io
 import random
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from operator import methodcaller
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, memory
 from tiercheck.trainer.state.readable import encoded, must_come_back, read_plain, write_plain
@@ -288,3 +291,71 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         numpy.random.set_state(
             (kind, numpy.array([int(key) % 2**32 for key in keys], dtype=numpy.uint32), *rest)
         )
+
+
+_NO_STATE = {"_computed", "_forward_cache", "_cache", "training"}
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Whether it keeps its state as torchmetrics does: in attributes that no state_dict shows."""
+    named = (getattr(module, name, None) for name in ("_defaults", "_persistent"))
+    return all(isinstance(each, dict) for each in named) and hasattr(module, "persistent")
+
+
+def keys_of_metrics(model: nn.Module) -> set[str]:
+    """Keys of its state_dict that `MetricStates` keeps: a metric may show copies."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if is_metric(module)
+        for name in module._defaults
+    }
+
+
+class MetricStates:
+    """All metrics in some modules, as an object of the script's state."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+
+    def found(self) -> dict[str, nn.Module]:
+        """Each, by where it is."""
+        named = ((name, *each) for name, module in self._modules.items() for each in module.named_modules())
+        return {f"{name}.{path}": each for name, path, each in named if is_metric(each)}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Of each its attributes that are numbers and tensors, or lists of them: counts are no states."""
+        return {
+            path: {
+                name: _with_tensors(value, torch.Tensor.detach)
+                for name, value in vars(metric).items()
+                if name in metric._defaults or (name not in _NO_STATE and _is_data(value))  # type: ignore[operator]
+            }
+            for path, metric in self.found().items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        """Raises KeyError for a metric that only one side has."""
+        found = self.found()
+        if different := sorted(found.keys() ^ state.keys()):
+            where = "the checkpoint" if different[0] in state else "the script"
+            raise KeyError(f"metric {different[0]} is only in {where}")
+        for path, metric in found.items():
+            to_device = methodcaller("to", getattr(metric, "device", "cpu"))
+            for name, value in {**state[path], "_computed": None}.items():
+                setattr(metric, name, _with_tensors(value, to_device))
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, (list, tuple, deque)):
+        return all(map(_is_data, value))
+    return isinstance(value, torch.Tensor) or type(value) in (bool, int, float)
+
+
+def _with_tensors(value: Any, of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy with other tensors."""
+    if isinstance(value, deque):
+        return deque((_with_tensors(each, of) for each in value), value.maxlen)
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(each, of) for each in value)
+    return of(value) if isinstance(value, torch.Tensor) else value

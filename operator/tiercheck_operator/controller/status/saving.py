@@ -1,4 +1,4 @@
-"""What sidecars say of what is saved: cadence, deltas, proofs that it comes back, last words."""
+"""What sidecars say of what is saved: cadence, deltas, proofs before and after a restore, last words."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from dataclasses import replace
 
 from tiercheck.protocol.artifacts.sizing import auto_cadence
 from tiercheck.protocol.directive import DeltaMode, Tier
-from tiercheck.protocol.report import Report
+from tiercheck.protocol.report import Exact, Report, ResumeProof
 from tiercheck.protocol.version import Version
+from tiercheck_operator.controller.attempt.barrier import add_summary
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import CheckpointRecord, JobRecord, ProofRecord, TierRecord, rfc3339
 
 EVERY_STEP = "EveryStep"
 OFF = "Off"
 TURNED_OFF = "checkpoint.delta.mode is None"
+_WEIGHTS = {
+    exact.value: weight for weight, exact in enumerate((Exact.NOT_COMPARABLE, Exact.PROVEN, Exact.DIFFERS))
+}
+"""Updates of a step depend on all ranks: one that compared speaks for those that could not, and one that
+differs against all."""
 
 
 def describe_saving(
@@ -91,3 +97,33 @@ def newest_proofs(
             step = min(proof.version.step for proof in shown)
             found[tier.value] = ProofRecord(step, rfc3339(min(proof.at for proof in shown)))
     return found
+
+
+def add_resume_proof(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
+    """Returns `record` with what the workers of its attempt have compared. `reports`: of that attempt.
+
+    What is known stays when a sidecar restarts and has forgotten it; only a heavier verdict replaces it.
+    """
+    last = record.last_recovery
+    if last is None or last.get("attempt") != record.attempt or not last.get("step"):
+        return record
+    proofs = [(worker, found) for worker in sorted(reports) if (found := reports[worker].trainer.resume)]
+    if not proofs:
+        return record
+    worker, proof = max(proofs, key=lambda entry: _WEIGHTS[entry[1].exact.value])  # the first of equals
+    if proof.exact is Exact.NOT_COMPARABLE and len(proofs) < obs.size:
+        return record
+    if _WEIGHTS[proof.exact.value] <= _WEIGHTS.get(str(last.get("exact")), -1):
+        return record
+    told = {**last, "exact": proof.exact.value, "exactMessage": _sentence(record.attempt, worker, proof)}
+    history = record.recoveries
+    if history and history[0].get("attempt") == record.attempt:
+        history = add_summary(history[1:], told)
+    return replace(record, last_recovery=told, recoveries=history)
+
+
+def _sentence(attempt: int, worker: int, proof: ResumeProof) -> str:
+    steps = "1 step" if proof.steps == 1 else f"{proof.steps} steps"
+    found = f"{steps} trained again, bitwise equal" if proof.exact is Exact.PROVEN else proof.message
+    where = f"attempt {attempt}, worker {worker}, rank {proof.rank}, back at step {proof.step}"
+    return f"{where}: {found or 'the rank gives no reason'}"

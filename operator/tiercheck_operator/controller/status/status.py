@@ -27,6 +27,7 @@ from tiercheck_operator.controller.status.saving import (
     EVERY_STEP,
     TURNED_OFF,
     add_last_words,
+    add_resume_proof,
     describe_saving,
     newest_proofs,
 )
@@ -44,7 +45,7 @@ def derive_status(
 ) -> tuple[JobRecord, Budget]:
     """`record` with everything that follows from it, evictions included. `reports`: those of the current
     attempt, by worker."""
-    record = _progress(situation, record, reports)
+    record = add_resume_proof(situation, _progress(situation, record, reports), reports)
     generation = situation.job.generation
     record = replace(
         record,

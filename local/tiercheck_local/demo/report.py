@@ -1,0 +1,212 @@
+"""Shows what a run went through: a table for the terminal, and a page with the table and one figure.
+
+The page loads nothing from anywhere, so it can be mailed and archived.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from tiercheck_cli.events.recoveries import EXACT_WORDS
+from tiercheck_cli.figures import new_figure, remove_frame, svg_of
+from tiercheck_cli.terminal import PHASE_WORDS, PHASES, plural
+from tiercheck_local.demo.result import FaultRecord, RunRecord
+
+HEADINGS = (
+    "#", "What failed", "Back from", "To\nstep", "Steps\nlost", "Resume", "Detect", "Restore", "Next\nstep",
+    "Total",
+)  # fmt: skip
+_TIERS = ("local", "peer", "parity", "remote")
+"""Nearest first. Parity lies in the peer tier."""
+_FAULT, _RUN, _REFERENCE, _AGAIN = "#D55E00", "#1c1f23", "#bfbfbf", "#f8e7c0"
+
+_STYLE = """
+:root { color-scheme: light; }
+body { max-width: 1000px; margin: 0 auto; padding: 32px 20px; font: 16px/1.5 system-ui, sans-serif; }
+.verdict { border-left: 6px solid #0a7a52; padding: 8px 16px; font-size: 1.1rem; }
+.bad { border-color: #b3261e; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { padding: 6px 10px; border-bottom: 1px solid #e2e0db; text-align: left; vertical-align: top; }
+svg { width: 100%; height: auto; }
+dt { font-weight: 650; margin-top: 8px; } dd { margin: 0; color: #5d646d; }
+code { overflow-wrap: anywhere; }
+"""
+_GUIDE = {
+    "Bitwise equal": "Every loss has the same bits as in the uninterrupted run, and so have all parameters "
+    "at the end. One lost or repeated batch would show.",
+    "Back from": "How many ranks came back from which tier: local (own memory) survives a crashed process; "
+    "peer, and parity rebuilt from what peers hold, the loss of pods, nodes and racks; remote (the store) "
+    "the loss of everything.",
+    "Steps lost": "Steps that were done before the failure and had to be done again.",
+    "Resume": "Proven: the steps trained again gave bit for bit what the ranks had written down before.",
+    "Detect, restore, next step": "From the failure until the operator acted; until every rank held the same "
+    "verified version, in new pods where pods were lost; until the first new step had ended.",
+}
+
+
+def write_report(record: RunRecord, folder: Path) -> Path:
+    """Writes run.json and index.html into `folder`, which is made if need be; returns the page's path. Raises
+    OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(
+        json.dumps(dataclasses.asdict(record), indent=1) + "\n", encoding="utf-8"
+    )
+    (folder / "index.html").write_text(page(record), encoding="utf-8")
+    return folder / "index.html"
+
+
+def rows(faults: Sequence[FaultRecord]) -> list[tuple[str, ...]]:
+    """The cells of each fault, as HEADINGS has them."""
+    return [
+        (
+            str(number),
+            f"{fault.what}\n{fault.target}".rstrip(),
+            count_ranks(fault.tiers).replace(", ", "\n"),
+            str(fault.restored_step),
+            str(fault.lost_steps),
+            EXACT_WORDS.get(fault.exact, "-"),
+            *map(seconds, (fault.detect_seconds, fault.restore_seconds)),
+            *map(seconds, (fault.start_seconds, fault.total_seconds)),
+        )
+        for number, fault in enumerate(faults, start=1)
+    ]
+
+
+def faults_table(record: RunRecord) -> Table:
+    """What failed, where the ranks came back from, and what it cost."""
+    # Text, not markup: a name in square brackets must be shown, not interpreted.
+    lines = [[Text(cell) for cell in row] for row in rows(record.faults)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=True)
+    for index, heading in enumerate(HEADINGS):
+        if index == 1:
+            table.add_column(heading, ratio=1, min_width=10)
+        else:
+            width = max((part.cell_len for line in lines for part in line[index].split("\n")), default=0)
+            table.add_column(heading, justify="left" if index == 2 else "right", min_width=width)
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
+def verdict_line(record: RunRecord) -> Text:
+    """The verdict on one line, green or red."""
+    mark, style = ("EQUAL", "bold green") if record.verdict.equal else ("DIFFERENT", "bold red")
+    return Text.assemble((mark, style), "  ", record.verdict.sentence)
+
+
+def page(record: RunRecord) -> str:
+    """The whole page. Every value from the record is escaped."""
+    verdict, kind = ("Bitwise equal", "") if record.verdict.equal else ("Not equal", " bad")
+    title = f"TierCheck demo: one job, {plural(len(record.faults), 'failure')}"
+    racks = len(set(record.nodes.values()))
+    started = datetime.fromtimestamp(record.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    where = (
+        f"{plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}, {record.machine}, {started}, "
+        f"{seconds(record.ended - record.started)} in all"
+    )
+    head = "".join(f"<th>{_html(heading)}</th>" for heading in HEADINGS)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_html(cell)}</td>' for cell in row)}</tr>" for row in rows(record.faults)
+    )
+    digests = "".join(
+        f"<dt>{whose}</dt><dd><code>{escape(found.value if found else 'none')}</code></dd>"
+        for whose, found in (("This run", record.digest), ("Uninterrupted run", record.reference_digest))
+    )
+    guide = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in _GUIDE.items())
+    return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
+<title>{verdict}: {title}</title><style>{_STYLE}</style></head><body>
+<h1>{title}</h1><p>{_html(where)}</p>
+<p class="verdict{kind}"><b>{verdict}</b><br>{_html(record.verdict.sentence)}</p>
+<h2>What failed, and what it cost</h2>
+<p>Each failure was injected into the running job. Nobody helped: the operator brought the job back.</p>
+<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
+<h2>The loss, and how long each recovery took</h2>{figure(record)}
+<h2>How to read this page</h2><dl>{guide}</dl>
+<h2>Digests of the final parameters</h2><dl>{digests}</dl><p>All numbers are in run.json beside this page.</p>
+</body></html>
+"""
+
+
+def _html(text: str) -> str:
+    return escape(text).replace("\n", "<br>")
+
+
+def figure(record: RunRecord) -> str:
+    """The figure, as an SVG element: the loss with the faults on it above, each recovery's parts below."""
+    below = 0.8 + 0.5 * len(record.faults)
+    with new_figure(10.0, 4.0 + below) as drawn:
+        loss, recoveries = drawn.subplots(2, 1, height_ratios=(4.0, below))
+        _draw_loss(loss, record)
+        _draw_recoveries(recoveries, record.faults)
+        return svg_of(drawn, "Loss by step with the faults on it, and how long each recovery took")
+
+
+def _draw_loss(axes: Any, record: RunRecord) -> None:
+    """The run's attempts as thin lines on the wide pale one of the uninterrupted run."""
+    reference = sorted((step.step, step.loss) for step in record.reference)
+    axes.plot(*_columns(reference), color=_REFERENCE, linewidth=6, label="uninterrupted run")
+    attempts: dict[int, list[tuple[int, float]]] = {}
+    for step in record.steps:
+        attempts.setdefault(step.attempt, []).append((step.step, step.loss))
+    for index, points in enumerate(attempts.values()):
+        axes.plot(*_columns(points), color=_RUN, linewidth=1.4, label="_" if index else "this run")
+    for number, fault in enumerate(record.faults, start=1):
+        last = fault.restored_step + fault.lost_steps
+        label = "_" if number > 1 else "trained again"
+        axes.axvspan(fault.restored_step, last, color=_AGAIN, linewidth=0, zorder=0, label=label)
+        axes.axvline(last, color=_FAULT, linewidth=1)
+        axes.annotate(
+            f"{number} {fault.name}", (last, 1.02), xycoords=("data", "axes fraction"), ha="center",
+            color=_FAULT,
+        )  # fmt: skip
+    axes.margins(x=0.01)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend(loc="lower left", framealpha=1.0, edgecolor="0.9")
+    remove_frame(axes, "y")
+
+
+def _draw_recoveries(axes: Any, faults: Sequence[FaultRecord]) -> None:
+    begins = [0.0] * len(faults)
+    for phase, colour in PHASES:
+        lengths = [float(getattr(fault, f"{phase}_seconds")) for fault in faults]
+        axes.barh(range(len(faults)), lengths, 0.6, left=begins, color=colour, label=PHASE_WORDS[phase])
+        begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+    for row, total in enumerate(begins):
+        axes.annotate(seconds(total), (total, row), (4, 0), textcoords="offset points", va="center")
+    names = [f"{number}  {fault.name}" for number, fault in enumerate(faults, 1)]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds since the failure")
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, frameon=False)
+    remove_frame(axes, "x")
+
+
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [loss for _, loss in points]
+
+
+def count_ranks(tiers: Mapping[str, int]) -> str:
+    """How many ranks came back from where, nearest first: "3 local, 1 peer"."""
+    return ", ".join(f"{tiers[tier]} {tier}" for tier in _TIERS if tiers.get(tier)) or "from scratch"
+
+
+def seconds(value: float) -> str:
+    """A duration with as many digits as say something: 40 ms, 1.8 s, 12 s, 3 min 5 s."""
+    if value < 0.0995:
+        return f"{value * 1000:.0f} ms"
+    if value < 9.95:
+        return f"{value:.1f} s"
+    whole = round(value)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"

@@ -1,1 +1,0 @@
-"""Plays jobs' lives with the planner's own decisions."""

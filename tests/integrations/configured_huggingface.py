@@ -1,0 +1,170 @@
+"""Trainers whose place in the data, batch size or best model do not follow from the step's number.
+
+    python configured_huggingface.py CASE FOLDER [ARGUMENTS]
+
+ARGUMENTS: of TrainingArguments, as JSON, over those of the case. It says each step, each warning, and at the
+end what `train` gave. Steps of a second `train` have numbers from 11 on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, Sampler
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from tiercheck.integrations.huggingface import Resumable
+
+DATA = [
+    {"input_ids": (t := (torch.arange(4 + 4 * (i % 3 // 2)) * (i % 5 + 1) + i) % 64), "labels": t}
+    for i in range(48)
+]
+ALIKE = [{name: value[:4] for name, value in each.items()} for each in DATA]
+
+
+def say(**line) -> None:
+    print(json.dumps(line), flush=True)
+
+
+class Small(nn.Module):
+    """Says which samples it gets; batches of more than `most` do not fit."""
+
+    most = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, attention_dropout=0.1))
+
+    def forward(self, input_ids=None, labels=None):
+        if len(input_ids) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. (pretended)")
+        return self.model(input_ids=input_ids, labels=labels)
+
+
+class Fits4(Small):
+    most = 4
+
+
+class Stream(IterableDataset):
+    """24 samples in each pass, in another order by its own generator."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        return (ALIKE[i] for i in torch.randperm(24, generator=self.generator))
+
+
+class Epochs(IterableDataset):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self):
+        return iter(ALIKE[self.epoch : self.epoch + 24])
+
+
+class Drawn(Sampler):
+    """An order by a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.source = torch.Generator().manual_seed(7)
+
+    def __len__(self) -> int:
+        return len(ALIKE)
+
+    def __iter__(self):
+        return iter(torch.randperm(len(ALIKE), generator=self.source).tolist())
+
+
+class Sampled(Trainer):
+    def _get_train_sampler(self, *_):
+        return Drawn()
+
+
+WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+BEST = {
+    "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3,
+    "save_total_limit": 2, "load_best_model_at_end": True, "greater_is_better": True, "logging_steps": 2,
+}  # fmt: skip
+CASES = {
+    # case: (base, model, dataset, arguments)
+    "plain": (Trainer, Small, ALIKE, {}),
+    "batch-size-found": (
+        Trainer, Fits4, ALIKE, {"auto_find_batch_size": True, "per_device_train_batch_size": 5},
+    ),
+    "stream": (Trainer, Small, Stream(), {"max_steps": 8}),
+    "epochs-of-stream": (Trainer, Small, Epochs(), {}),
+    "persistent-workers": (Trainer, Small, ALIKE, {**WORKERS, "eval_strategy": "epoch"}),
+    "own-generator": (Sampled, Small, ALIKE, {}),
+    "by-length": (
+        Trainer, Small, ALIKE,
+        {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 8},
+    ),
+    "drop-last": (Trainer, Small, ALIKE[:46], {"dataloader_drop_last": True}),
+    "best": (Trainer, Small, ALIKE, BEST),
+    "twice": (Trainer, Small, ALIKE, {"num_train_epochs": 1}),
+}  # fmt: skip
+
+
+class Say(TrainerCallback):
+    """The step before is on disk when the next one is said."""
+
+    trainer: Trainer
+    number = 0
+
+    def on_step_begin(self, args, state, control, **named) -> None:
+        self.trainer.checkpointer.wait()
+
+    def on_step_end(self, args, state, control, **named) -> None:
+        total = sum(each.detach().double().sum() for each in self.trainer.model.parameters())
+        say(step=state.global_step + 10 * self.number, weights=total.item().hex(), epoch=state.epoch)
+
+
+class Told(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(told=record.getMessage())
+
+
+def main(case: str, folder: str, arguments: str = "{}") -> None:
+    logging.getLogger("tiercheck").addHandler(Told(logging.WARNING))
+    set_seed(0)
+    base, model, data, of_case = CASES[case]
+
+    class MyTrainer(Resumable, base):
+        checkpointing = {"folder": folder, "every": 1}  # noqa: RUF012
+
+        def compute_loss(self, model, inputs, *more, **named):
+            say(samples=inputs["input_ids"][:, :2].tolist()) if model.training else None
+            return super().compute_loss(model, inputs, *more, **named)
+
+    callback = Say()
+    settings = {
+        "output_dir": f"{folder}/trainer", "num_train_epochs": 3, "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 3, "learning_rate": 1e-2,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True,
+        **of_case, **json.loads(arguments),
+    }  # fmt: skip
+    trainer = callback.trainer = MyTrainer(
+        model(),
+        TrainingArguments(**settings),
+        train_dataset=data,
+        eval_dataset=ALIKE[:8],
+        callbacks=[callback],
+    )
+    for callback.number in range(1 + (case == "twice")):
+        loss = trainer.train().training_loss.hex()
+        say(step=1000, loss=loss, evaluated=trainer.evaluate()["eval_loss"], best=trainer.state.best_metric)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

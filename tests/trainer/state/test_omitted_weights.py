@@ -1,0 +1,175 @@
+"""Promise: frozen weights that a script loads itself may be left out by name, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.scripted_sidecar import ScriptedSidecar
+from tests.trainer.deltas.replaying import Script
+from tests.trainer.small_runs import same_bits
+from tiercheck import Checkpointer
+from tiercheck.protocol.version import Kind
+from tiercheck.trainer.backends.backend import RestoreError
+from tiercheck.trainer.restore.load import DifferentState
+from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.slot_file import SlotReader
+
+WIDTH = 64
+
+
+class Adapted(nn.Module):
+    """LoRA on a layer that the script makes anew at each start."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted: Tensor = self.base(x) + self.up(self.down(x))
+        return adapted
+
+
+def plain(seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def in_4_bits(seed: int) -> nn.Module:
+    quantised = pytest.importorskip("bitsandbytes").nn
+    layer = quantised.Linear4bit(WIDTH, WIDTH, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer.load_state_dict(plain(seed).state_dict())
+    on_cpu: nn.Module = layer.to("cpu")
+    return on_cpu
+
+
+def in_8_bits(seed: int) -> nn.Module:
+    quantised = pytest.importorskip("bitsandbytes").nn
+    layer = quantised.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
+    layer.load_state_dict(plain(seed).state_dict())
+    on_cpu: nn.Module = layer.to("cpu")
+    return on_cpu
+
+
+BASES: dict[str, Callable[[int], nn.Module]] = {"plain": plain, "4 bits": in_4_bits, "8 bits": in_8_bits}
+
+
+def script(base: nn.Module) -> Script:
+    model = Adapted(base)
+    trained = [*model.down.parameters(), *model.up.parameters()]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
+    def update() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.randn(4, WIDTH)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Script(model, [optimizer], update)
+
+
+def started(
+    one: Script, folder: Path | None = None, leave_out: tuple[str, ...] = ("base.weight",)
+) -> Checkpointer:
+    return Checkpointer(one.model, one.optimizers, folder=folder, every=4, leave_out=leave_out)
+
+
+def train(one: Script, checkpointer: Checkpointer, steps: int) -> list[str]:
+    losses = []
+    for _ in range(steps):
+        losses.append(float(one.update().detach()).hex())
+        checkpointer.step()
+        assert checkpointer.wait(30)
+    assert checkpointer.skipped == 0
+    return losses
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_is_trained_on_it_comes_back(tmp_path: Path, name: str) -> None:
+    whole = script(BASES[name](1))
+    with started(whole, tmp_path) as checkpointer:
+        checkpointer.restore()
+        train(whole, checkpointer, 4)
+        stored = SlotReader.open(
+            next(str(path) for path in tmp_path.rglob("*") if path.suffix == ".safetensors")
+        )
+        assert not [each for each in stored.tensors() if "base" in each]
+        expected = train(whole, checkpointer, 3)
+    again = script(BASES[name](1))
+    with started(again, tmp_path) as checkpointer:
+        assert checkpointer.restore() == 4
+        assert train(again, checkpointer, 3) == expected
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_it_comes_back_from_deltas(delta_sidecar: ScriptedSidecar, name: str) -> None:
+    whole = script(BASES[name](1))
+    with started(whole) as checkpointer:
+        checkpointer.restore()
+        train(whole, checkpointer, 7)
+        assert sorted(delta_sidecar.completed(Kind.DELTA))[-1] == 7
+        delta_sidecar.offer(4, 7)
+        expected = train(whole, checkpointer, 2)
+    again = script(BASES[name](1))
+    with started(again) as checkpointer:
+        assert checkpointer.restore() == 7
+        assert train(again, checkpointer, 2) == expected
+    same_bits(dict(again.model.down.named_parameters()), dict(whole.model.down.named_parameters()))
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_restore_onto_other_weights_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    whole = script(BASES[name](1))
+    with started(whole, tmp_path) as checkpointer:
+        checkpointer.restore()
+        train(whole, checkpointer, 4)
+    with (
+        started(script(BASES[name](2)), tmp_path) as checkpointer,
+        pytest.raises(RestoreError, match=r"base\.\w+.* is left out"),
+    ):
+        checkpointer.restore()
+    if name == "plain":
+        with (
+            started(script(plain(1)), tmp_path, ()) as checkpointer,
+            pytest.raises(DifferentState, match="only in the model"),
+        ):
+            checkpointer.restore()
+
+
+@pytest.mark.parametrize("name", ["4 bits", "8 bits"])
+def test_weights_that_cannot_be_stored_are_named_with_the_remedy(tmp_path: Path, name: str) -> None:
+    with pytest.raises(NotCapturable, match=r"model/base\.weight: .*leave_out=\['base\.weight'\]"):
+        started(script(BASES[name](1)), tmp_path, ())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind", "words"),
+    [
+        ("down.*", NotCapturable, r"down\.weight is left out, and is updated by an optimizer"),
+        ("nothing.*", ValueError, r"matches 'nothing\.\*'"),
+    ],
+)
+def test_only_what_is_frozen_can_be_left_out(
+    tmp_path: Path, pattern: str, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        started(script(plain(1)), tmp_path, (pattern,))
+
+
+def test_weight_that_is_thawed_later_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = script(plain(1))
+    with started(one, tmp_path) as checkpointer:
+        checkpointer.restore()
+        one.model.base.requires_grad_(True)
+        for _ in range(4):
+            one.update()
+            checkpointer.step()
+        assert checkpointer.skipped == 1
+    assert "base.weight is left out, and requires a gradient" in caplog.text

@@ -1,0 +1,196 @@
+"""Takes credentials out of text that people read: status, Events, annotations, logs and exports.
+
+What is found, and what is not, stands in docs/operate/security.md. A harmless word may go with a credential.
+The text comes from others, so each pattern takes time that is linear in the length of a line: repetitions are
+possessive, bounded, or begin where no other can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+GONE = "REDACTED"
+LONGEST_LINE = 4096
+"""Characters of a line that are kept."""
+_SHORTEST_KNOWN = 8
+"""Characters. A shorter credential may be a word, like `none`."""
+
+_NAMES = (
+    r"(?:pass(?:word|wd|phrase|code)|pwd|(?-i:_PASS)|(?:db|user|smtp|proxy)[-_]?pass"
+    r"|secret|token|credential|creds|authorization|cookie|signature(?==)|connection[-_]?string|key[-_]data"
+    r"|(?:api|access|account|private|secret|shared|storage|service|subscription|license|signing|encryption"
+    r"|master|auth|ssh|wandb)[-_ ]?key)"
+    r"(?:(?<!token)s|[-_]?(?:id|value|hash|string|\d{1,2}))?"
+)
+"""The ends of names whose values are credentials. `tokens` are those of a text."""
+_IS_NAME = re.compile(rf"(?i){_NAMES}\Z")
+_QUOTE = r"\\{0,8}[\"'`]"
+"""In JSON within JSON, a quote has backslashes before it."""
+_TO_QUOTE = rf"b?(?P<mark>{_QUOTE})(?P<quoted>(?:(?!(?<!\\)(?P=mark))[^\n])*+)"
+_VALUE = (
+    rf"(?:{_TO_QUOTE}"
+    r"|(?P<list>[\w.]{0,40}(?:\[\]\w{0,8})?[(\[][^)\]\n]*+[)\]]?)"  # [a, b]  Secret('a')  []byte("a")
+    r"|(?!\{)(?P<word>(?:[^\s\"'`,;&<>\\]|,(?!\s|\Z)|\\(?!\\{0,8}[\"'`]))++))"
+)
+_BLANKS = r"[ \t]{0,4}"
+_NAMED = re.compile(
+    rf"(?i)(?P<before>(?:{_NAMES}|(?<=[?&])(?:sig|key|code)|(?<=login\()key|(?<=[\"'])auth(?={_QUOTE})|_auth(?==))"
+    rf"(?:{_QUOTE})?(?:\]?{_BLANKS}(?:={{1,2}}|=>|:=|->){_BLANKS}"  # name = value  environ["name"] = value
+    rf"|:(?!:){_BLANKS}|{_BLANKS}:{_BLANKS}(?=\\{{0,8}}[\"'])"  # name: value  "name" : "value"
+    rf"|,?\s{{1,40}}(?:{_QUOTE})?value(?:{_QUOTE})?{_BLANKS}[:=]{_BLANKS}|>))"  # {name: x, value: y}  <name>x
+    + _VALUE
+)
+_OPTION = re.compile(
+    rf"(?i)(?P<before>(?:(?<![\w-])--?[\w.-]*?{_NAMES}(?:{_QUOTE})?,?"
+    rf"|\bwandb login(?:[ \t]+--[\w-]{{1,20}}+(?:[= ]\w{{1,8}}://[^\s\"']{{1,200}}+)?+){{0,4}}+)"
+    rf"[ \t]+(?!-)){_VALUE}"
+)
+_PROSE = "(?:is|was|has|not|and|or|must|needs|required|invalid|missing|expired|unexpected|unknown|failed)"
+"""What is said about a value in place of it."""
+_LINE_OF_YAML = re.compile(
+    rf"(?im)^(?P<before>[ \t]*+(?:-[ \t]+)?(?:{_QUOTE})?[\w.-]*?{_NAMES}(?:{_QUOTE})?:[ \t]+)"
+    rf"(?![\"'\[{{]|{_PROSE}\s)(?P<word>[^\n]+)"
+)
+"""Its value may hold blanks."""
+_HEADER = re.compile(
+    r"(?i)(?P<before>(?P<outer>\\{0,8}[\"'])?(?:(?:proxy-)?authorization|(?:set-)?cookie)"
+    rf"(?:{_QUOTE})?{_BLANKS}(?:[:=]?[=>]|:){_BLANKS})"
+    rf"(?:{_TO_QUOTE}|(?P<word>(?(outer)(?:(?!(?P=outer))[^\n])|[^\n])*+))"
+)
+"""Its value goes to the end of the line, or of the quotes around the header."""
+_SCHEME = re.compile(r"(?i)\b((?:bearer|basic)[ \t]{1,4})(?=[A-Za-z._~+/=-]{0,128}\d)[\w.~+/=-]{10,}+")
+_USER_IN_URL = re.compile(
+    r"(?<=://)(?:[^\s/\"'<>@]*+@(?:[^\s/\"'<>@]*+@)*+|[^\s/\"'<>@:]*+:(?!\d+/)[^\s\"'<>@]{1,256}@)"
+)
+"""The second form has a slash in the password, for which libraries refuse and quote the address."""
+_KEY_BEGINS = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----")
+_KEY_ENDS = re.compile(r"-----END [A-Z0-9 ]{0,40}-----")
+_CUT_OFF_KEY = re.compile(r"[^\n]*(?:\n[ \t]*[A-Za-z0-9+/]+={0,2}[ \t\r]*(?=\n|\Z))*")
+_EDGE = r"(?:(?<![\w-])|(?<=\\[nrt]))"
+"""The beginning of a word; in quoted JSON a line's end is two characters of which one is a letter."""
+_TOKEN = re.compile(
+    # GitHub, GitLab, Hugging Face, npm, PyPI, Docker, Vault, NVIDIA, Weights & Biases, Slack, Google,
+    # OpenAI and Anthropic; AWS; JSON web tokens
+    r"(?:gh[oprsu]_|github_pat_|glpat-|hf_|npm_|pypi-|dckr_pat_|hv[bs]\.|nvapi-|wandb_v1_|xox[a-z]-|xapp-|ya29\."
+    rf"|AIza|{_EDGE}sk-)[\w.-]{{16,}}+"
+    rf"|(?<![A-Z0-9])A[KS]IA[A-Z0-9]{{12,}}+|{_EDGE}eyJ[\w-]{{8,}}+\.[\w-]{{8,}}+(?:\.[\w-]*+)?"
+)
+_HARMLESS = re.compile(
+    rf"(?i)(?:{GONE}|null|none|nil|true|false|unset|empty|\*+|</?\w*>?|{_PROSE}"
+    r"|\$[({]{0,2}(?-i:[A-Z][A-Z0-9_]*)[)}]{0,2})?[\[(]?[\])},.:]*\Z"
+)
+_OF_TOKEN = re.compile(r"(?i)token(?:[-_]?id)?[^a-z]*+\Z")
+_NUMBER = re.compile(r"(?i)[-+~]?\d[\d.,_]*(?:e[-+]?\d+)?[\])},]*\Z")
+_OF_PWD = re.compile(r"(?i)pwd[^a-z]*+\Z")
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*+[ -/]*+[@-~]?)?")
+
+
+def redacted(text: str, known: Iterable[str] = ()) -> str:
+    """Returns `text` with REDACTED in place of credentials; lines over `LONGEST_LINE` are cut, colours go.
+
+    `known`: credentials that are taken out wherever they stand.
+    """
+    for value in sorted(known, key=len, reverse=True):
+        if len(value) >= _SHORTEST_KNOWN:
+            text = text.replace(value, GONE)
+    text = _ESCAPE.sub("", text) if "\x1b" in text else text
+    text = _without_keys(text)
+    text = "\n".join(_cut(line) for line in text.split("\n"))
+    text = _USER_IN_URL.sub(f"{GONE}@", text)
+    for pattern in (_HEADER, _LINE_OF_YAML, _NAMED, _OPTION):
+        text = pattern.sub(_without_value, text)
+    return _TOKEN.sub(GONE, _SCHEME.sub(rf"\1{GONE}", text))
+
+
+def is_secret_name(name: str) -> bool:
+    """Returns whether the value of a field, variable or option of this name is a credential."""
+    return _IS_NAME.search(name) is not None
+
+
+def known_secrets(env: Mapping[str, str], *files: Path) -> frozenset[str]:
+    """Returns the contents of files that hold one credential each, and the values of variables that are named
+    like credentials. A file that cannot be read is left out."""
+    found = {env[name].strip() for name in env if is_secret_name(name) and not env[name].startswith("/")}
+    for path in files:
+        with contextlib.suppress(OSError, ValueError):
+            found.add(path.read_text().strip())
+    return frozenset(value for value in found if len(value) >= _SHORTEST_KNOWN)
+
+
+def log_redacted(level: int | str = logging.INFO, known: Iterable[str] = ()) -> None:
+    """Makes the root logger write to stderr without credentials, and with it whatever ends a thread or the
+    process unexpectedly.
+
+    `known`: credentials that this process holds.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Redacting(known))
+    logging.basicConfig(level=level, handlers=[handler])
+    sys.excepthook = _process_ended
+    threading.excepthook = _thread_ended
+
+
+class _Redacting(logging.Formatter):
+    def __init__(self, known: Iterable[str]) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._known = tuple(known)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record), self._known)
+
+
+def _process_ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    logging.getLogger(__name__).critical("the process ends unexpectedly", exc_info=(kind, error, trace))
+
+
+def _thread_ended(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_value is None or issubclass(ended.exc_type, SystemExit):
+        return
+    name = ended.thread.name if ended.thread is not None else "?"
+    what = (ended.exc_type, ended.exc_value, ended.exc_traceback)
+    logging.getLogger(__name__).critical("thread %s ended unexpectedly", name, exc_info=what)
+
+
+def _without_value(found: re.Match[str]) -> str:
+    groups = found.groupdict()
+    mark, before = groups.get("mark") or "", found["before"]
+    value = groups.get("quoted") or groups.get("list") or groups.get("word") or ""
+    if _HARMLESS.match(value) or (_OF_TOKEN.search(before) and _NUMBER.match(value)):
+        return found[0]
+    if _OF_PWD.search(before) and value.startswith("/"):
+        return found[0]  # the working directory
+    return before + mark + GONE
+
+
+def _without_keys(text: str) -> str:
+    """Returns the text without private keys in PEM, whole or cut off."""
+    parts, done, endless = [], 0, False
+    for found in _KEY_BEGINS.finditer(text):
+        if found.start() < done:
+            continue
+        end = None if endless else _KEY_ENDS.search(text, found.end())
+        endless = end is None
+        end = end or _CUT_OFF_KEY.match(text, found.end())
+        assert end is not None
+        parts += [text[done : found.start()], GONE]
+        done = end.end()
+    return "".join(parts) + text[done:]
+
+
+def _cut(line: str) -> str:
+    """Returns the beginning of a long line."""
+    if len(line) <= LONGEST_LINE:
+        return line
+    # A credential that is cut in two would not be found, so the last word goes as a whole.
+    kept = 1 + max(line.rfind(mark, 0, LONGEST_LINE - 40) for mark in " \t,;\"'")
+    return f"{line[:kept]}... {len(line) - kept} more characters"
