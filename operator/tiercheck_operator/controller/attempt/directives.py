@@ -59,7 +59,7 @@ def build_policy(spec: JobSpec, restored: bool = False) -> Policy:
     bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
     return Policy(
         snapshot_every=spec.snapshot_every,
-        remote_every=int(remote.get("everySteps") or 500),
+        remote_every=spec.remote_every or 0,
         remote_keep=int(remote.get("keep") or 5),
         remote_bandwidth=None if bandwidth is None else parse_quantity(bandwidth),
         remote_keep_seconds=None if age is None else parse_duration(age),
