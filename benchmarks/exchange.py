@@ -217,6 +217,9 @@ class _Worker:
                 coordinator=peers[0],
                 master_host="",
                 master_port=0,
+                pod_uid=self.state.config.pod_uid,
+                instance=self.state.instance,
+                number=self.state.followed + 1,
             )
         )
         self.vault.host(hosted)

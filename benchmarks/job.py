@@ -25,9 +25,9 @@ from tiercheck.protocol.directive import (
     Peer,
     Phase,
     Policy,
-    RankSources,
     Restore,
     Source,
+    SourceTable,
     Tier,
 )
 from tiercheck.protocol.encoding import to_json
@@ -245,9 +245,10 @@ class Job:
     def _direct(self, worker: int, phase: Phase, sources: Mapping[int, tuple[Source, ...]]) -> None:
         restore = None
         if self.base is not None:
-            restore = Restore(self.base, (RankSources(worker, sources.get(worker, ())),))
+            restore = Restore(self.base, SourceTable.of(sources, range(worker, worker + 1)))
         holders = [(worker + distance) % self.workers for distance in range(1, self.copies + 1)]
         hosted = [(worker - distance) % self.workers for distance in range(1, self.copies + 1)]
+        known = self.report(worker)
         directive = Directive(
             job_uid=_JOB_UID,
             worker=worker,
@@ -263,6 +264,9 @@ class Job:
             coordinator=self.peer(0),
             master_host=self.peer(0).host,
             master_port=29500,
+            pod_uid=f"pod-{worker}",
+            instance=known.instance,
+            number=known.followed + 1,
             revision=f"{self.attempt}-{phase.value}",
         )
         self._call(worker, "PUT", "/v1/directive", to_json(directive))

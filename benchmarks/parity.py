@@ -205,6 +205,9 @@ class _Worker:
                 master_host=host,
                 master_port=1,
                 folded=(job.group,) if is_holder else (),
+                pod_uid="pod",
+                instance=self.state.instance,
+                number=1,
             )
         )
         self.holder = ParityHolder(self.state, self.vault)

@@ -28,6 +28,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from benchmarks.figure import Figure, Outcome
 from benchmarks.scale import ROOT, Scale
 from benchmarks.transfer_turns import transfer
@@ -39,7 +41,7 @@ from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.app import prepare_process
 from tiercheck_sidecar.control import tier_port
-from tiercheck_sidecar.control.api import ControlApi, routes, server_context
+from tiercheck_sidecar.control.api import ControlApi, server_context
 from tiercheck_sidecar.control.ports import GuardedPort
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.control.tier_line import PATH, PROTOCOL, Messages, framed
@@ -51,8 +53,15 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import Coordinator
-from tiercheck_sidecar.versions.tally import RankOwn, RankShape, WorkerHead, WorkerWord
-from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.versions.tally import (
+    HeldCopies,
+    RankHoldings,
+    RankOwn,
+    RankShape,
+    WorkerHead,
+    WorkerWord,
+)
+from tiercheck_sidecar.versions.watermark import TierVerdict
 from tiercheck_sidecar.versions.words import (
     TierAnswer,
     Vocabulary,
@@ -167,13 +176,14 @@ def serve(folder: Path, workers: int) -> None:
         Directive(
             _UID, 0, workers, PROCS, 1, Phase.RELEASE, _history(workers), Policy(None, 500, 5), None, (me,),
             (me,), me, _SERVER, 29500, placement="ring",
+            pod_uid="pod-0", instance=state.instance, number=1,
         )
     )  # fmt: skip
     vault = Vault(config.vault_dir, config.memory_limit, config.ranks, state.bump)
 
     async def live() -> None:
         control = ControlApi(state, Reporter(state, vault))
-        api = control.build(*routes(state, coordinator))
+        api = control.build(web.get(PATH, tier_port.TierPort(coordinator).upgrade))
         port = GuardedPort(api, Strangers(lambda: 256 + workers), server_context(config))
         control.on_proof = port.believe
         await port.start(_SERVER, names.CONTROL_PORT)
@@ -242,7 +252,7 @@ class Simulated:
         }
         hosted = (worker - 1) % workers * PROCS
         self.hosted = range(hosted, hosted + PROCS)
-        self.head = WorkerHead(_UID, 1, worker, "127.0.0.1", "ring")
+        self.head = WorkerHead(_UID, 1, worker, "ring")
         self.news = asyncio.Event()
         self.verdict: TierVerdict | None = None
 
@@ -343,15 +353,15 @@ class Fleet:
         if key not in self.shapes:
             own, runs = _kept(step, 3)
             there, away = _kept(copied, 2)
-            said = RankTiers(0, runs, own, reached=own[-1], copied=away, copied_snapshots=there, holders=(1,))
-            word = self.vocabulary.word_of(TierReport("", 1, 0, "", (said,)))
+            held = RankHoldings(runs, own, reached=own[-1], copied=away, copied_snapshots=there)
+            word = self.vocabulary.word(WorkerHead("", 1, 0), [(RankOwn(0, (1,)), held)])
             self.shapes[key] = word.shapes[0].held.shape(True, (wanted,) if uploaded and wanted else ())
         return self.shapes[key]
 
     def kept(self, step: int) -> Any:
         if step not in self.held:
-            copy = Copy((0,), *_kept(step, 2))
-            self.held[step] = self.vocabulary.word_of(TierReport("", 1, 0, "", (), (copy,))).copies[0][1]
+            copy = HeldCopies(*_kept(step, 2))
+            self.held[step] = self.vocabulary.word(WorkerHead("", 1, 0), [], [((0,), copy)]).copies[0][1]
         return self.held[step]
 
     def read(self, text: bytes) -> TierAnswer:

@@ -1,22 +1,8 @@
-"""Spans of time as people say them, in a few characters, and the moments that the API gives."""
+"""Spells spans of time as people say them, in a few characters, and moments."""
 
 from __future__ import annotations
 
 import datetime
-
-
-def parse_moment(text: object) -> float | None:
-    """Unix seconds of an RFC 3339 time, or of a number, as the first operators wrote some; None if it is
-    neither."""
-    if isinstance(text, int | float):
-        return float(text)
-    if not isinstance(text, str):
-        return None
-    try:
-        found = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
-        return None
-    return (found if found.tzinfo else found.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 def clock(seconds: float) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercheck_cli.cluster import Cluster, Forbidden
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import Nodes, left_out
 from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.spec import JobSpec, read_spec
 from tiercheck_operator.planning.cluster_nodes import build_topology, seat_workers
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import (
@@ -20,8 +21,7 @@ from tiercheck_operator.planning.placement.placement import (
     place,
 )
 from tiercheck_operator.planning.placement.previous import existing_placement
-from tiercheck_operator.planning.topology import Topology, levels_from_spec, levels_of
-from tiercheck_operator.planning.wanted import Wanted
+from tiercheck_operator.planning.topology import Level, Topology, levels_from_spec, levels_of, spread_level
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class JobLayout:
     """Everything that is drawn and asked about."""
 
     name: str
-    wanted: Wanted
+    spec: JobSpec
     sites: tuple[WorkerSite, ...]
     topology: Topology
     placement: Placement
@@ -39,30 +39,53 @@ class JobLayout:
     """What a person must know to read it right, as sentences."""
 
     @property
+    def spread(self) -> str:
+        """The level that copies are to be spread over."""
+        return spread_level(self.topology.levels, self.spec.spread_level).name
+
+    @property
     def level(self) -> str:
         """The level that says most: the one that copies are spread over, or the widest below it that the
         labels tell."""
         names = self.topology.level_names
-        for level in names[names.index(self.wanted.level) :]:
+        for level in names[names.index(self.spread) :]:
             if any(self.topology.domain(site.node, level) is not None for site in self.sites):
                 return level
         return names[-1]
 
 
-def wanted_of(spec: Mapping[str, Any], saved: SavedPlacement | None = None) -> Wanted:
-    """Levels of a Kueue Topology are those that the operator wrote down. Raises CannotDo."""
+def planned_spec(raw: Mapping[str, Any], saved: SavedPlacement | None = None) -> JobSpec:
+    """With the levels of its topology, and the one that copies are spread over. Levels of a Kueue Topology
+    are those that the operator wrote down. Raises CannotDo."""
     try:
-        found = None
-        if (
-            (spec.get("topology") or {}).get("kueueTopology")
-            and saved is not None
-            and saved.domains is not None
-        ):
+        spec = read_spec(raw)
+        if spec.workers < 1:
+            raise ValueError("workers must be 1 or more")
+        if spec.kueue_topology:
+            if saved is None or saved.domains is None:
+                raise ValueError(
+                    f"its levels are those of the Kueue Topology {spec.kueue_topology}, which is not at "
+                    "hand; name them in topology.levels to plan without it"
+                )
             described = {"spec": {"levels": [{"nodeLabel": key} for key in saved.domains.keys]}}
-            found = levels_from_spec(None, levels_of(described))
-        return Wanted.of(spec, found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            spec = replace(spec, topology_levels=levels_of(described))
+        return replace(spec, spread_level=spread_level(levels_in(spec), spec.spread_level).name)
+    except KeyError as error:
+        raise CannotDo(f"the job's spec cannot be planned: {error} is missing") from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise CannotDo(f"the job's spec cannot be planned: {error}") from error
+
+
+def levels_in(spec: JobSpec) -> tuple[Level, ...]:
+    """Widest first. Raises ValueError."""
+    return levels_from_spec(spec.topology_preset, spec.topology_levels)
+
+
+def policy_of(spec: JobSpec) -> PlacementPolicy | ParityPolicy:
+    """As the controller asks the planner."""
+    if spec.parity is not None:
+        return ParityPolicy(*spec.parity, spec.spread_level, spec.spread_required)
+    return PlacementPolicy(spec.copies, spec.spread_level, spec.spread_required)
 
 
 def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
@@ -74,17 +97,17 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
             f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status "
             f"{name}"
         )
-    wanted = wanted_of(job["spec"], saved)
+    spec = planned_spec(job["spec"], saved)
     sites = tuple(
         WorkerSite(member.worker, member.node) for member in sorted(saved.members, key=lambda m: m.worker)
     )
     labels, remarks = _labels(cluster, saved, {site.node for site in sites})
-    topology = Topology.build(labels, wanted.levels)
+    topology = Topology.build(labels, levels_in(spec))
     try:
-        placement = existing_placement(sites, topology, saved.holders(), saved.groups, wanted.level)
+        placement = existing_placement(sites, topology, saved.holders(), saved.groups, spec.spread_level)
     except ValueError as error:
         raise CannotDo(f"the placement of {name} is not complete: {error}") from error
-    return JobLayout(name, wanted, sites, topology, placement, saved.attempt, remarks)
+    return JobLayout(name, spec, sites, topology, placement, saved.attempt, remarks)
 
 
 def node_labels(cluster: Cluster, saved: SavedPlacement | None) -> tuple[dict[str, dict[str, str]], str]:
@@ -113,17 +136,17 @@ def _labels(
 
 
 def seat_wanted(
-    spec: Mapping[str, Any], nodes: Nodes, per_node: int | None = None
-) -> tuple[Wanted, tuple[WorkerSite, ...], Topology, tuple[str, ...]]:
+    raw: Mapping[str, Any], nodes: Nodes, per_node: int | None = None
+) -> tuple[JobSpec, tuple[WorkerSite, ...], Topology, tuple[str, ...]]:
     """Where the job's workers would about be. The last is what a person should know about it. Raises
     CannotDo."""
-    wanted = wanted_of(spec)
-    marked, fit = nodes.for_pods(spec)
+    spec = planned_spec(raw)
+    marked, fit = nodes.for_pods(raw)
     aside = left_out(marked)
     try:
-        topology = build_topology(marked, wanted.levels)
+        topology = build_topology(marked, levels_in(spec))
         sites = seat_workers(
-            marked, topology, wanted.workers, wanted.level, per_node if per_node is not None else fit
+            marked, topology, spec.workers, spec.spread_level, per_node if per_node is not None else fit
         )
     except ValueError as error:
         raise CannotDo(f"{error}{f'; {aside}' if aside else ''}. Give more nodes or fewer workers") from error
@@ -131,9 +154,9 @@ def seat_wanted(
         f"{len(names)} of {len(marked)} nodes lack the label {level.label}, so their {level.name} is not "
         "known"
         for level, names in topology.missing
-        if level.name == wanted.level
+        if level.name == spec.spread_level
     ]
-    return wanted, tuple(sites), topology, (*([aside] if aside else []), *bare)
+    return spec, tuple(sites), topology, (*([aside] if aside else []), *bare)
 
 
 def compute_placement(
@@ -157,7 +180,7 @@ def compute_placement(
 
 def plan_layout(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> JobLayout:
     """As the operator would place it. Raises CannotDo."""
-    wanted, sites, topology, remarks = seat_wanted(job["spec"], nodes, per_node)
-    placement = compute_placement(sites, topology, wanted.policy)
+    spec, sites, topology, remarks = seat_wanted(job["spec"], nodes, per_node)
+    placement = compute_placement(sites, topology, policy_of(spec))
     name = str((job.get("metadata") or {}).get("name") or "job")
-    return JobLayout(name, wanted, sites, topology, placement, None, remarks)
+    return JobLayout(name, spec, sites, topology, placement, None, remarks)

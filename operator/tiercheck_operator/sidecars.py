@@ -74,7 +74,7 @@ _PIECE = 32 * 1024
 the connection lives: of a table of sources, more than everything else that a worker takes here."""
 _REPORT = Decoder(Report)
 _BARE = {"holdings": "no"}
-"""Asks for a report without what is held. An older sidecar tells it all the same."""
+"""Asks for a report without what is held."""
 
 
 def _only(credentials: Credentials) -> aiohttp.Fingerprint:
@@ -319,13 +319,12 @@ class JobSidecars:
             )
 
     def _what_is_held(self, uid: str) -> Mapping[str, str]:
-        """Of a question: whether what is held is wanted, or which of it is known. An older sidecar tells all
-        of it each time."""
+        """Of a question: whether what is held is wanted, or which of it is known."""
         if not self._holdings:
             return _BARE
         known = self._reports.get(uid)
         report = known.report if known is not None and known.holdings_at is not None else None
-        return {"held": f"{report.instance}.{report.held}"} if report is not None and report.held else {}
+        return {} if report is None else {"held": f"{report.instance}.{report.held}"}
 
     async def _lost(self, uid: str, host: str, why: str, since: float) -> None:
         self._not_heard(uid, why, since, await _knock(host))
@@ -400,7 +399,7 @@ class JobSidecars:
         held_at = None
         if before is not None and same and self._holdings and not report.tells_holdings:
             known_at = known.holdings_at
-            held_at = now if known_at is not None and report.held and report.held == before.held else known_at
+            held_at = now if known_at is not None and report.held == before.held else known_at
             report = replace(report, holdings=before.holdings, held=before.held)
         self._silent.discard(uid)
         stepped = now if _stepped(before, report) else known.stepped_at
@@ -438,7 +437,7 @@ class DirectiveEncoder:
     def encode(self, directive: Directive) -> tuple[bytes, ...]:
         """JSON as `to_json` writes it but for the order of fields, in parts."""
         restore = directive.restore
-        if restore is None or restore.table is None:
+        if restore is None or not restore.world_size:  # each has a table of its own
             return (msgspec.json.encode(directive),)
         if restore.table is not self._table:
             self._table, self._written = restore.table, msgspec.json.encode(restore.table)

@@ -18,10 +18,12 @@ from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck.redaction import log_redacted
 from tiercheck_sidecar.control import metrics
-from tiercheck_sidecar.control.api import ControlApi, routes, server_context
+from tiercheck_sidecar.control.api import ControlApi, server_context
 from tiercheck_sidecar.control.own_credentials import own_credentials
 from tiercheck_sidecar.control.ports import GuardedPort, named_addresses
 from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar.control.tier_line import PATH
+from tiercheck_sidecar.control.tier_port import TierPort
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
 from tiercheck_sidecar.exchange.network.interfaces import OwnAddress, own_addresses
@@ -138,7 +140,7 @@ class Sidecar:
         for name, loop_body in self._loops():
             self.state.threads.loop(name, loop_body, vital=name not in _BESIDE)
         control = ControlApi(self.state, self.reporter)
-        api = control.build(*routes(self.state, self.coordinator))
+        api = control.build(web.get(PATH, TierPort(self.coordinator).upgrade))
         port = GuardedPort(api, Strangers(self._most_strangers, self._named), server_context(self.config))
         control.on_proof = port.believe
         await self._serve(port, self.config.control_port)

@@ -11,9 +11,11 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from tiercheck.protocol.artifacts.contents import Incomplete, check_complete, contents
 from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, cover, pieces_table, read_pieces
@@ -30,7 +32,7 @@ from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.plain_json import decode_with, parse_json
-from tiercheck.protocol.report import Exact
+from tiercheck.protocol.report import Exact, Report
 from tiercheck.protocol.requests import BeginSlot, BorrowArtifact, ReportResume, Request, ReserveSlots
 from tiercheck.protocol.version import Share, Version
 from tiercheck.redaction import LONGEST_LINE, redacted
@@ -54,10 +56,10 @@ from tiercheck_sidecar.remote.config import parse as parse_remote
 from tiercheck_sidecar.remote.errors import RemoteConfigError
 from tiercheck_sidecar.vault.inventory import take_inventory
 from tiercheck_sidecar.vault.seal import Seal, read_seal, seal_path
-from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead
+from tiercheck_sidecar.versions.watermark import TierVerdict
 from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, difference
 
-_FIRST_RELEASE = Path(__file__).parents[1] / "protocol" / "first_release"
 _VERSION = Version(5, 1)
 _DIGESTS = Digests(9000, 4096, ("a" * 32, "b" * 32, "c" * 32))
 _LAYOUT = SlotLayout.plan(
@@ -308,14 +310,28 @@ def _messages(text: bytes) -> None:
         assert b"".join(map(framed, found)) == text[: sum(len(each) + 4 for each in found)]
 
 
+def _full(hint: Any) -> Any:
+    """A value with something in every field."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return _full(inside[0])
+    if origin is tuple:
+        return tuple(_full(each) for each in inside if each is not ...)
+    if is_dataclass(hint):
+        return hint(**{name: _full(inner) for name, inner in get_type_hints(hint).items()})
+    return next(iter(hint)) if issubclass(hint, Enum) else hint(7)
+
+
 _NEWS = difference(
-    None, Vocabulary().word_of(TierReport("u", 1, 0, "h", (RankTiers(0),), (Copy((1,)),))), 1, 0
+    None,
+    Vocabulary().word(WorkerHead("u", 1, 0), [(RankOwn(0), RankHoldings())], [((1,), HeldCopies())]),
+    1,
+    0,
 )
 
 TARGETS: dict[str, Target] = {
-        "directive": _message(Directive,
-            from_json((_FIRST_RELEASE / "directive.json").read_bytes(), Directive)),
-        "report": Target(_report, ((_FIRST_RELEASE / "report.json").read_bytes(),)),
+        "directive": _message(Directive, _full(Directive)),
+        "report": Target(_report, (to_json(_full(Report)),)),
         "exchange": Target(
             _exchange,
             (to_json(Ask("offer", 0, _VERSION, 1, _DIGESTS)),
@@ -328,7 +344,6 @@ TARGETS: dict[str, Target] = {
         "handshake claim": _message(CallerClaim, CallerClaim("u", 0, 1, "n")),
         "handshake challenge": _message(Challenge, Challenge(1, "n", "p")),
         "handshake proof": _message(CallerProof, CallerProof("p")),
-        "tier report": _message(TierReport, TierReport("u", 1, 0, "h", ())),
         "verdict": _message(TierVerdict, decode(b'{"attempt":1,"watermarks":{}}', TierVerdict)),
         "tier answer": _message(TierAnswer, TierAnswer(1, upload=_VERSION, received=(0,))),
         "tier news": Target(_news, (encode(_NEWS), encode(TierNews(2, 1)))),

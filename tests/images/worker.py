@@ -77,8 +77,11 @@ class Worker:
 
     def tell(self, phase: Phase) -> None:
         """As the operator does, for the first attempt, from scratch. Raises OSError."""
-        directive = self._directive(phase)
-        self._call("PUT", "/v1/directive", to_json(dataclasses.replace(directive, revision=phase.value)))
+        directive, known = self._directive(phase), self.report()
+        ordered = dataclasses.replace(
+            directive, revision=phase.value, instance=known.instance, number=known.followed + 1
+        )
+        self._call("PUT", "/v1/directive", to_json(ordered))
 
     def report(self) -> Report:
         """Of its sidecar."""

@@ -207,9 +207,7 @@ class SidecarModel:
         if directive.restore.world_size:
             self.restore = self._look_at_others(directive.restore)
             return
-        ranks = tuple(
-            self._bring_back(entry.rank, entry.sources, version) for entry in directive.restore.ranks
-        )
+        ranks = (self._bring_back(self.worker, directive.restore.table.of_rank(self.worker), version),)
         state = RestoreState.FAILED if any(rank.tier is None for rank in ranks) else RestoreState.READY
         self.restore = RestoreReport(state, version, ranks)
 
@@ -241,16 +239,15 @@ class SidecarModel:
 
     def _look_at_others(self, restore: Restore) -> RestoreReport:
         """Whether something of every old rank can be read; nothing of it becomes an own slot."""
-        told = None if self.world.new_sidecars else [entry.rank for entry in restore.ranks]
-        assert told is None or told == list(range(restore.world_size))
-        assert (restore.table is not None) == self.world.new_sidecars
         assert self.world.made[restore.version] == restore.world_size, "told that others made it"
         wanting = [
             rank
             for rank in range(restore.world_size)
             if Artifact(rank, restore.version)
             not in {
-                each for source in restore.sources(rank) for each in self.world.offered(source, rank, self)
+                each
+                for source in restore.table.of_rank(rank)
+                for each in self.world.offered(source, rank, self)
             }
         ]
         tier = None if wanting else Tier.PEER
@@ -424,8 +421,6 @@ class SidecarModel:
                 snapshot=world.committed,
             ),
             memory=MemoryReport(1, 0, 0),
-            can_change_worker=self.world.new_sidecars,
-            reads_tables=self.world.new_sidecars,
             owes=self.owes and self.trainer.state is not TrainerState.RUNNING,
             quarantined=self.quarantined,
             problems=self.problems,

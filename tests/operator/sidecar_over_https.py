@@ -32,8 +32,6 @@ class ServedSidecar:
     def __init__(self, model: SidecarModel | None = None) -> None:
         self.become(model or some_sidecar())
         self.changed = asyncio.Event()
-        self.older = False
-        """Does not know that it may be asked without what it holds."""
         self.asked: list[float] = []
         self.bare: list[bool] = []
         """Of each question: whether what is held was not wanted."""
@@ -48,9 +46,11 @@ class ServedSidecar:
         self.answered = self.sent = 0
 
     def become(self, model: SidecarModel) -> None:
-        self.model, self.report = model, model.report()
+        self.model, self.report = model, dataclasses.replace(model.report(), held=1)
 
     def tell(self, **changes: object) -> None:
+        """With another number of what it holds, unless the test names that."""
+        changes.setdefault("held", self.report.held + 1)
         self.report = dataclasses.replace(self.report, serial=self.report.serial + 1, **changes)  # type: ignore[arg-type]
         self.changed.set()
 
@@ -76,7 +76,7 @@ class ServedSidecar:
         said, known = self.report, request.query.get("held", "")
         self.knows.append(known)
         wanted = request.query.get("holdings") != "no" and known != f"{said.instance}.{said.held}"
-        if self.older or wanted:
+        if wanted:
             return said
         return dataclasses.replace(said, holdings=(), tells_holdings=False)
 
@@ -84,7 +84,8 @@ class ServedSidecar:
         self.directives.append(from_json(await request.read(), Directive))
         self.connection = request.headers.get("Connection", "")
         self.model.accept(self.directives[-1])
-        self.report = dataclasses.replace(self.model.report(), serial=self.report.serial + 1)
+        said, known = self.model.report(), self.report
+        self.report = dataclasses.replace(said, serial=known.serial + 1, held=said.held or known.held + 1)
         self.changed.set()
         return web.Response(body=to_json(self._said(request)))
 

@@ -120,20 +120,6 @@ async def test_what_is_held_is_asked_for_only_while_it_is_wanted(
     assert listening.reports[uid].report == bare(sidecar.report), "and is kept only so long"
 
 
-async def test_what_was_held_is_remembered_with_its_age_until_it_is_told_again(
-    sidecar: ServedSidecar, listening: JobSidecars
-) -> None:
-    uid, told = sidecar.report.pod_uid, await told_once(sidecar, listening, held=0)
-    sidecar.changed = asyncio.Event()  # the poll under way goes on waiting: its answer would tell
-    await listening.push(uid, a_directive())
-    known = listening.reports[uid]
-    assert known.report is not None
-    assert known.report.holdings == HELD
-    assert known.holdings_at == told
-    assert known.answered_at is not None
-    assert known.answered_at > told
-
-
 async def test_what_was_held_is_as_new_as_the_last_answer_that_names_it(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
@@ -141,7 +127,7 @@ async def test_what_was_held_is_as_new_as_the_last_answer_that_names_it(
     uid, told = sidecar.report.pod_uid, await told_once(sidecar, listening, held=3)
     name = f"{sidecar.report.instance}.3"
     assert sidecar.knows == [""], "of the first question; the second waits"
-    sidecar.tell(attempt=8)
+    sidecar.tell(attempt=8, held=3)
     await until(lambda: len(sidecar.asked) == 3)
     assert sidecar.knows == ["", name]
     known = listening.reports[uid]
@@ -168,25 +154,11 @@ async def test_what_was_held_grows_old_when_an_answer_that_leaves_it_out_names_a
     known = listening.reports[uid]
     assert known.report is not None
     assert (known.report.holdings, known.report.held, known.holdings_at) == (HELD, 3, told)
+    assert known.answered_at is not None
+    assert known.answered_at > told
     listening.probe(uid)
     await until(lambda: heard(listening, uid) == sidecar.report)
     assert f"{more.instance}.3" in sidecar.knows
-
-
-async def test_what_a_sidecar_of_an_older_release_holds_is_told_unasked_and_not_kept(
-    sidecar: ServedSidecar, listening: JobSidecars
-) -> None:
-    uid, sidecar.older = sidecar.report.pod_uid, True
-    sidecar.tell(holdings=HELD)
-    listening.want_holdings(False)
-    listening.follow({uid: HOST})
-    await until(lambda: 30.0 in sidecar.asked)
-    sidecar.tell(attempt=8)
-    await until(lambda: heard(listening, uid) == bare(sidecar.report))
-    assert listening.reports[uid].holdings_at is None
-    listening.want_holdings(True)
-    await until(lambda: heard(listening, uid) == sidecar.report)
-    assert listening.reports[uid].holdings_at == listening.reports[uid].answered_at
 
 
 async def test_what_is_held_is_not_kept_of_a_poll_that_asked_for_it_in_time(
@@ -227,7 +199,7 @@ async def test_polls_of_many_workers_are_longer_and_rest_between_two_answers() -
 
 def test_table_that_many_directives_share_is_written_once_and_read_by_everybody() -> None:
     table = SourceTable((), (), (Source(Tier.REMOTE),), ((9, 0),))
-    restore = Restore(Version(5, 1), (), world_size=9, table=table)
+    restore = Restore(Version(5, 1), table, world_size=9)
     ordinary, first = a_directive(), dataclasses.replace(a_directive(), restore=restore)
     second = dataclasses.replace(first, worker=1)
     other = dataclasses.replace(
@@ -246,7 +218,7 @@ async def test_table_of_thousands_of_sources_leaves_no_room_behind_and_arrives_w
     await until(lambda: heard(listening, uid))
     hosts = tuple(f"10.{worker // 250}.{worker % 250}.1" for worker in range(9000))
     table = SourceTable(tuple(range(9000)), hosts, (), ((8, 8999),))
-    told = dataclasses.replace(a_directive(), restore=Restore(Version(5, 1), (), 8, table))
+    told = dataclasses.replace(a_directive(), restore=Restore(Version(5, 1), table, 8))
     sent: list[int] = []
 
     def note(parts: Iterable[bytes]) -> AsyncIterator[memoryview]:

@@ -173,8 +173,6 @@ class World:
         """Phase of such a pod once its containers have ended, a moment before it is gone; Succeeded where
         launchers exit with 0."""
         self.dead_nodes: dict[str, float] = {}
-        self.new_sidecars = True
-        """Whether they can become other workers."""
         self.image = "sidecar:1"
         """Which the operator is told to use."""
         self.node_grace = 5.0

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class Stations:
             coordinator=self.peer(0),
             master_host=self.host(0),
             master_port=29500,
+            pod_uid=f"pod-{worker}",
         )
 
     def name(self, version: Version | None, **more: Any) -> None:
@@ -143,9 +145,14 @@ class Station:
             if name in loops:
                 self.state.threads.loop(name, body)
 
+    def accept(self, directive: Directive) -> None:
+        """As the next one that its operator sends."""
+        state = self.state
+        state.accept(replace(directive, instance=state.instance, number=state.followed + 1))
+
     def follow(self, directive: Directive) -> None:
         """With nothing to restore."""
-        self.state.accept(directive)
+        self.accept(directive)
         hosted = [
             peer.worker * self.job.procs + each for peer in directive.hosted for each in range(self.job.procs)
         ]

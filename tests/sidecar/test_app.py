@@ -28,13 +28,13 @@ def test_directive_is_idempotent_and_strangers_ones_are_refused(make_world: Make
     world = make_world()
     world.start()
     world.new_attempt()
-    directive = world.directive(0, Phase.HOLD)
+    directive = replace(world.directive(0, Phase.HOLD), instance=world.report(0).instance, number=1)
     for _ in range(2):
         status, body = world.call(0, "PUT", "/v1/directive", to_json(directive))
         assert status == 200
         assert decode(body, Report).revision == directive.revision
     for wrong in (replace(directive, job_uid="other"), replace(directive, worker=5)):
-        status, body = world.call(0, "PUT", "/v1/directive", to_json(wrong))
+        status, body = world.send(0, wrong)
         assert status == 403
         assert error_of(body)
     for garbage in (b"", b"{", b'{"attempt": 1}'):
@@ -49,7 +49,7 @@ def test_report_leaves_out_what_is_held_for_who_does_not_want_it(make_world: Mak
     world.begin()
     with world.ranks() as (rank,):
         assert rank.save(10)
-        until(lambda: world.holds(0, 0, Version(10, 1), Tier.LOCAL), "sealed")
+        until(lambda: world.report(0).watermarks.snapshot == Version(10, 1), "sealed, and known to be")
     said = [world.call(0, "GET", f"/v1/report{query}")[1] for query in ("", "?holdings=no")]
     whole, bare = (decode(text, Report) for text in said)
     assert whole.holdings

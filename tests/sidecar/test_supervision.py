@@ -22,7 +22,7 @@ from tests.sidecar.exchange.test_exchange_fetch import copied
 from tests.sidecar.stations import Stations
 from tests.sidecar.world import DEADLINE, FakeLauncher, until
 from tiercheck import supervised
-from tiercheck.protocol.directive import Phase, RankSources, Restore, Source, Tier
+from tiercheck.protocol.directive import NO_SOURCES, Phase, Restore, Source, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck.supervised import FIRST, LONGEST, REMEMBERED, describe, supervise
@@ -350,11 +350,11 @@ def restoring(job: Stations, monkeypatch: pytest.MonkeyPatch) -> SidecarState:
     station, directive = job[0], job[0].state.directive
     assert directive is not None
     seal = station.save(Version(5, 1), 100_000)
-    restore = Restore(seal.version, (RankSources(0, ()),))
+    restore = Restore(seal.version, NO_SOURCES)
     history = directive.history.after(2, 5)
     wanted = replace(directive, attempt=2, phase=Phase.HOLD, history=history, restore=restore, revision="2")
     reach = RestoreSources(station.state, station.vault, station.identity, job.port, object())  # type: ignore[arg-type]
-    station.state.accept(wanted)
+    station.accept(wanted)
     station.state.threads.loop("restore", Restorer(station.state, station.vault, reach).run)
     return station.state
 
@@ -406,7 +406,7 @@ def test_place_that_fails_unforeseen_is_gone_round(stations: MakeStations) -> No
     reach = RestoreSources(job[0].state, job[0].vault, job[0].identity, job.port, Broken())  # type: ignore[arg-type]
     known = job[0].state.directive
     assert known is not None
-    directive = replace(known, restore=Restore(artifact.version, ()))
+    directive = replace(known, restore=Restore(artifact.version, NO_SOURCES))
     sources = [Source(Tier.REMOTE), Source(Tier.PEER, job.peer(1))]
     with ThreadPoolExecutor(1) as verifiers:
         found = RankRestorer(

@@ -15,6 +15,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from tests.sidecar.exchange.pod_networks import PodNetworks
 from tests.sidecar.nursery import Process, nursery
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
-from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, RankSources, Restore, Source, Tier
+from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Reply, Welcome
 from tiercheck.protocol.names import join_address
@@ -304,8 +305,7 @@ class World:
         ranks = range(self.others) if self.others else range(worker * self.procs, (worker + 1) * self.procs)
         restore = None
         if self.base is not None:
-            named = tuple(RankSources(rank, (sources or {}).get(rank, ())) for rank in ranks)
-            restore = Restore(self.base, named, self.others)
+            restore = Restore(self.base, SourceTable.of(sources or {}, ranks), self.others)
         return Directive(
             job_uid=JOB_UID,
             worker=worker,
@@ -329,10 +329,14 @@ class World:
     def direct(self, phase: Phase, sources: dict[int, tuple[Source, ...]] | None = None, **more: Any) -> None:
         """Send the directive of `phase` to every running sidecar."""
         for worker in sorted(self._processes):
-            status, body = self.call(
-                worker, "PUT", "/v1/directive", to_json(self.directive(worker, phase, sources, **more))
-            )
+            status, body = self.send(worker, self.directive(worker, phase, sources, **more))
             assert status == 200, body
+
+    def send(self, worker: int, directive: Directive) -> tuple[int, bytes]:
+        """As an operator that has just read the worker's report sends it."""
+        known = self.report(worker)
+        ordered = replace(directive, instance=known.instance, number=known.followed + 1)
+        return self.call(worker, "PUT", "/v1/directive", to_json(ordered))
 
     def begin(
         self, version: Version | None = None, sources: dict[int, tuple[Source, ...]] | None = None

@@ -22,8 +22,8 @@ from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind
 from tiercheck_sidecar.bounded_calls import SourceFailed
-from tiercheck_sidecar.control.control_client import CallFailed
 from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar.control.tier_line import CallFailed
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.exchange import transfers
@@ -276,10 +276,9 @@ class Process:
             self.seen_verdict = verdict
 
     def _coordinate(self) -> None:
-        word = self.coordinator.news() if self.state.config.worker == 0 else None
-        if word is None:
+        verdict = self.coordinator.news() if self.state.config.worker == 0 else None
+        if verdict is None:
             return
-        verdict, _ = word
         self.world.record_verdict(self, verdict)
         callers = self.coordinator.callers
         self.coordinator.deliver([(each, self.coordinator.replies(each, None)) for each in callers])

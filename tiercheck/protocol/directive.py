@@ -99,17 +99,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class RankSources:
-    """The sources of one rank, nearest first."""
-
-    rank: int
-    sources: tuple[Source, ...]
-
-
-@dataclass(frozen=True)
 class SourceTable:
-    """The sources of every rank, from rank 0 on. Each place is named once, and all workers are told the same,
-    so that it is written once for all of them. Thousands are told of thousands, so each takes few bytes.
+    """The sources of ranks that follow one another. Each place is named once. Where all workers are told of
+    the same ranks, one table is written once for all of them: thousands are told of thousands, so each takes
+    few bytes.
     """
 
     workers: tuple[int, ...]
@@ -121,13 +114,15 @@ class SourceTable:
     runs: tuple[tuple[int, ...], ...]
     """Ranks that follow one another and are found in the same places: how many, and the number of each place,
     nearest first."""
+    first: int = 0
+    """The rank that `runs` begin with."""
 
     @staticmethod
-    def of(sources: Mapping[int, tuple[Source, ...]], ranks: int) -> SourceTable:
-        """Of the ranks from 0 on; one that `sources` does not know has none."""
+    def of(sources: Mapping[int, tuple[Source, ...]], ranks: range) -> SourceTable:
+        """Of these ranks; one that `sources` does not know has none."""
         runs = [
             (named, sum(1 for _ in run))
-            for named, run in itertools.groupby(sources.get(rank, ()) for rank in range(ranks))
+            for named, run in itertools.groupby(sources.get(rank, ()) for rank in ranks)
         ]
         places = dict.fromkeys(source for named, _ in runs for source in named)
         peers = {
@@ -142,6 +137,7 @@ class SourceTable:
             tuple(peer.host for peer in peers.values()),
             tuple(others),
             tuple((many, *(number[source] for source in named)) for named, many in runs),
+            ranks.start,
         )
 
     @cached_property
@@ -150,8 +146,8 @@ class SourceTable:
 
     def of_rank(self, rank: int) -> tuple[Source, ...]:
         """Nearest first; none of a rank that it does not have, and no place that is not there."""
-        number = bisect.bisect_right(self._ends, rank)
-        if rank < 0 or number == len(self.runs):
+        number = bisect.bisect_right(self._ends, rank - self.first)
+        if rank < self.first or number == len(self.runs):
             return ()
         return tuple(source for place in self.runs[number][1:] if (source := self._place(place)) is not None)
 
@@ -162,24 +158,20 @@ class SourceTable:
         return self.others[number - peers] if peers <= number < peers + len(self.others) else None
 
 
+NO_SOURCES = SourceTable((), (), (), ())
+
+
 @dataclass(frozen=True)
 class Restore:
     """Bring every local rank to `version`: a snapshot, and the deltas after it, each from the nearest source
     that has it."""
 
     version: Version
-    ranks: tuple[RankSources, ...]
+    table: SourceTable
+    """Of the local ranks; with `world_size`, of all that saved the version."""
     world_size: int = 0
-    """Ranks that saved the version, if they are others than there are now: then it is a snapshot, `table` or
-    `ranks` names the sources of all of them, and each rank borrows what it needs. 0: as many as now."""
-    table: SourceTable | None = None
-    """With `world_size`, in place of `ranks`, for a sidecar that reads it (`Report.reads_tables`)."""
-
-    def sources(self, rank: int) -> tuple[Source, ...]:
-        """Nearest first, whichever way they are told."""
-        if self.table is not None:
-            return self.table.of_rank(rank)
-        return next((entry.sources for entry in self.ranks if entry.rank == rank), ())
+    """Ranks that saved the version, if they are others than there are now: then it is a snapshot, and each
+    rank borrows what it needs. 0: as many as now."""
 
 
 @dataclass(frozen=True)
@@ -273,8 +265,7 @@ class Directive:
     """Groups that this worker is a holder of."""
     pod_uid: str = ""
     """Of the pod that is meant. Only by it a sidecar knows for certain that it is to be another worker from
-    now on, and that it is not addressed as whoever had its address before. Empty: an older operator does not
-    say."""
+    now on, and that it is not addressed as whoever had its address before."""
     exit_code: int = 0
     """With Finish: what the launcher exits with. Other than zero only for an attached job that failed, whose
     owner must see it."""
@@ -286,4 +277,4 @@ class Directive:
     instance: str = ""
     """`Report.instance` of the process that is meant: one that is started again counts anew."""
     number: int = 0
-    """One more than `Report.followed` was when this was decided upon. 0: an older operator does not say."""
+    """One more than `Report.followed` was when this was decided upon."""

@@ -8,8 +8,7 @@ Layout under the job's prefix (`<prefix>/<namespace>/<job>/`):
     owner/<number>.json                                               who may write here
     (tiercheck_sidecar.remote.ownership)
 
-<digest> is that of the rank's digests. Releases that did not write it there are still read: a manifest names
-its keys.
+<digest> is that of the rank's digests.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class RankArtifact:
     """One rank's artifact in a store, with what is needed to verify it.
 
     The object beside the artifact carries `digests`. The manifest, which names thousands of ranks, carries
-    the `digest` of them only; manifests of older versions carry `digests` as well.
+    the `digest` of them only.
     """
 
     rank: int

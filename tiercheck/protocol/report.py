@@ -75,7 +75,7 @@ class RestoreReport:
     ranks: tuple[RankRestore, ...] = ()
     seconds: float = 0.0
     progress: RestoreProgress | None = None
-    """While it runs; None: an older sidecar, which does not say."""
+    """While it runs."""
     stalled: tuple[str, ...] = ()
     """Sources that were given up because nothing came from them for `Policy.restore_stall` seconds, as
     sentences call them; at most 8."""
@@ -331,8 +331,6 @@ class Report:
     problems: tuple[Problem, ...] = ()
     unreachable: tuple[Unreachable, ...] = ()
     """At most 16, those that answered last long ago in front."""
-    can_change_worker: bool = False
-    """This sidecar takes another worker's identity if a new attempt says so; older ones did not."""
     owes: bool = False
     """The training command does not run (any more), and holders still lack something of this worker that they
     should have."""
@@ -345,13 +343,10 @@ class Report:
     not decided yet."""
     proofs: tuple[Proof, ...] = ()
     """The newest of each tier, as far as there is one of every own rank. What went wrong is a problem."""
-    reads_tables: bool = False
-    """This sidecar reads `Restore.table`; older ones need `Restore.ranks`."""
     tells_holdings: bool = True
     """False: `holdings` is left out, as whoever asked wished."""
     held: int = 0
     """Number of `holdings`, also where they are left out: grows when they change. Whoever asks may name the
-    one that he knows, and is told them only if they are others. 0: an older sidecar has none."""
+    one that he knows, and is told them only if they are others."""
     followed: int = 0
-    """Directives that this process has followed so far; the next one's number must be greater. Always 0: an
-    older sidecar, which takes any."""
+    """Directives that this process has followed so far; the next one's number must be greater."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.durations import parse_moment
+from tiercheck_operator.model.status import parse_time
 
 EXACT_WORDS = {"Proven": "proven", "NotComparable": "unproven", "Differs": "differs"}
 """What the comparison of the steps trained again found, for people."""
@@ -81,7 +81,7 @@ def _read(raw: Mapping[str, Any]) -> PastRecovery:
         detect=float(raw.get("detectSeconds") or 0.0),
         restore=float(raw.get("restoreSeconds") or 0.0),
         total=float(raw.get("totalSeconds") or 0.0),
-        ended=parse_moment(raw.get("time")),
+        ended=parse_time(raw.get("time")),
         exact=str(raw.get("exact") or ""),
         exact_message=str(raw.get("exactMessage") or ""),
     )

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_cli.durations import parse_moment, short
+from tiercheck_cli.durations import short
 from tiercheck_cli.events.recoveries import PastRecovery, recoveries
+from tiercheck_operator.model.status import parse_time
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ def _of_event(event: Mapping[str, Any]) -> Happening:
         event.get("eventTime"),
         event.get("firstTimestamp"),
     )
-    known = [at for at in map(parse_moment, times) if at is not None]
-    created = parse_moment((event.get("metadata") or {}).get("creationTimestamp"))
+    known = [at for at in map(parse_time, times) if at is not None]
+    created = parse_time((event.get("metadata") or {}).get("creationTimestamp"))
     return Happening(
         at=known[0] if known else created or 0.0,
         kind=str(event.get("type") or "Normal"),

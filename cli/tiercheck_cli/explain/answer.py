@@ -11,7 +11,7 @@ from tiercheck_cli.events.recoveries import PastRecovery
 from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
 from tiercheck_cli.explain.losses import LostMemory
 from tiercheck_cli.explain.what_if import Consequence, what_if
-from tiercheck_cli.layout import JobLayout
+from tiercheck_cli.layout import JobLayout, policy_of
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
 from tiercheck_cli.simulate.scenario import Held, RecoveryTimes, Saving, Scenario
 
@@ -41,32 +41,32 @@ def scenario_of(layout: JobLayout, job: Mapping[str, Any] | None) -> tuple[Scena
     None."""
     status = (job or {}).get("status") or {}
     step = (status.get("progress") or {}).get("step")
-    wanted = layout.wanted
+    spec = layout.spec
     checkpoint = status.get("checkpoint") or {}
-    deltas = checkpoint.get("deltas") == "EveryStep" if checkpoint.get("deltas") else wanted.deltas
+    deltas = checkpoint.get("deltas") == "EveryStep" if checkpoint.get("deltas") else spec.deltas
     every = (
         checkpoint.get("snapshotEverySteps")
-        or wanted.snapshot_every
+        or spec.snapshot_every
         or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
     )
     if step is None:
-        saving = Saving(every, deltas, remote_every=wanted.remote_every)
+        saving = Saving(every, deltas, remote_every=spec.remote_every)
     else:
         held = {
             name: int((status.get("tiers") or {}).get(name, {}).get("step") or 0)
             for name in ("local", "peer", "remote")
         }
         saving = Held(
-            every, deltas, remote_every=wanted.remote_every,
+            every, deltas, remote_every=spec.remote_every,
             local_step=held["local"], peer_step=held["peer"], remote_step=held["remote"],
         )  # fmt: skip
     pace = (status.get("progress") or {}).get("stepSeconds")
     scenario = Scenario(
         sites=layout.sites,
         topology=layout.topology,
-        policy=wanted.policy,
-        procs_per_worker=wanted.procs_per_worker,
-        spares=wanted.spares,
+        policy=policy_of(spec),
+        procs_per_worker=spec.procs_per_worker,
+        spares=spec.spares,
         step_seconds=float(pace or 1.0),
         saving=saving,
         times=RecoveryTimes(),
@@ -86,7 +86,7 @@ def answer(
     """`step`: the newest one; None: the job is only a plan. `past`: the job's recoveries, newest first."""
     found = what_if(scenario, loss.workers, step)
     spare = 0 < len(loss.workers) <= scenario.spares
-    size = (layout.wanted.state_size or 0) * layout.wanted.procs_per_worker
+    size = (layout.spec.state_size or 0) * layout.spec.procs_per_worker
     carry = size / _BANDWIDTH[found.farthest] if found.farthest in _BANDWIDTH else 0.0
     return WhatIf(
         loss=loss,

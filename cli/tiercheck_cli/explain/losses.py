@@ -112,6 +112,6 @@ def hit(loss: LostMemory, layout: JobLayout) -> str:
     if not loss.workers:
         return "no pod, no memory"
     nodes = {site.node for site in layout.sites if site.worker in loss.workers}
-    ranks = len(loss.workers) * layout.wanted.procs_per_worker
+    ranks = len(loss.workers) * layout.spec.procs_per_worker
     parts = [plural(len(nodes), "node"), plural(len(loss.workers), "worker")]
     return ", ".join([*parts, plural(ranks, "rank")] if ranks != len(loss.workers) else parts)

@@ -10,12 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.durations import age, clock, parse_moment, short
+from tiercheck_cli.durations import age, clock, short
 from tiercheck_cli.events.recoveries import TIERS, PastRecovery
 from tiercheck_cli.explain.answer import WhatIf
 from tiercheck_cli.explain.losses import hit
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.terminal import PHASES, TIER_COLOURS, plural
+from tiercheck_operator.model.status import parse_time
 
 _WHENCE = {
     "local": "from their own pod's memory",
@@ -45,7 +46,7 @@ def why_screen(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float,
 
 
 def _under_way(recovery: Mapping[str, Any], name: str, now: float) -> Group:
-    since = parse_moment(recovery.get("failedAt")) or parse_moment(recovery.get("detectedAt"))
+    since = parse_time(recovery.get("failedAt"))
     lines = [
         Text.assemble(
             (name, "bold"), " is on its way back now", f", for {short(now - since)}" if since else ""

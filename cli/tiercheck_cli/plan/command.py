@@ -102,7 +102,7 @@ def as_json(layout: JobLayout) -> dict[str, Any]:
     return {
         "job": layout.name,
         "attempt": layout.attempt,
-        "spread": {"wanted": layout.wanted.level, "achieved": placement.achieved_level},
+        "spread": {"wanted": layout.spread, "achieved": placement.achieved_level},
         "tolerates": list(placement.tolerates),
         "unprotectedWorkers": list(placement.unprotected),
         "workers": [

@@ -43,7 +43,7 @@ def colour(index: int) -> str:
 
 
 def _summary(layout: JobLayout, drawn: Links) -> Group:
-    placement, wanted = layout.placement, layout.wanted
+    placement = layout.placement
     nodes = {site.node for site in layout.sites}
     kind = _kind(layout)
     head = Text.assemble(
@@ -60,11 +60,11 @@ def _summary(layout: JobLayout, drawn: Links) -> Group:
             ("  survives     ", "dim"), ("no loss of a pod: its memory is the only one", "bold red")
         )
     )
-    if placement.achieved_level != wanted.level and (any(placement.holders) or placement.groups):
+    if placement.achieved_level != layout.spread and (any(placement.holders) or placement.groups):
         got = f"only by {placement.achieved_level}" if placement.achieved_level else "not even by node"
         lines.append(
             Text.assemble(
-                ("  apart        ", "dim"), (f"{got}, and {wanted.level} was asked for", "bold yellow")
+                ("  apart        ", "dim"), (f"{got}, and {layout.spread} was asked for", "bold yellow")
             )
         )
     kept = drawn.kept()
@@ -96,11 +96,11 @@ def _kind(layout: JobLayout) -> str:
     groups = layout.placement.groups
     if groups:
         data, parity = max(len(g.members) for g in groups), max(len(g.holders) for g in groups)
-        return f"{plural(len(groups), 'parity group')} of {data} + {parity}, apart by {layout.wanted.level}"
+        return f"{plural(len(groups), 'parity group')} of {data} + {parity}, apart by {layout.spread}"
     copies = max((len(kept) for kept in layout.placement.holders), default=0)
     if not copies:
         return "no copies"
-    return f"{copies} {'copy' if copies == 1 else 'copies'} of each, apart by {layout.wanted.level}"
+    return f"{copies} {'copy' if copies == 1 else 'copies'} of each, apart by {layout.spread}"
 
 
 def _boxes(drawn: Links, width: int) -> Group:

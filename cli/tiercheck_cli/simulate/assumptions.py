@@ -154,13 +154,13 @@ def assume(
 ) -> Assumptions:
     """What the file says goes before what the recoveries of `jobs` tell, and that before what `job` says.
     Raises CannotDo."""
-    counted, wanted = _record(said.failures), layout.wanted
+    counted, spec = _record(said.failures), layout.spec
     node = counted.node if said.node_failures is None else said.node_failures
     process = counted.process if said.process_failures is None else said.process_failures
     domains = said.domain_failures
     if domains is None:
         shared = shared_domain_rate(replace(counted, node=node, process=process), layout)
-        domains = {wanted.level: shared} if shared else {}
+        domains = {layout.spread: shared} if shared else {}
     levels = layout.topology.level_names[:-1]
     if unknown := [level for level in domains if level not in levels]:
         raise CannotDo(
@@ -172,8 +172,8 @@ def assume(
         for tier, usual in (("peer", PEER_BANDWIDTH), ("remote", REMOTE_BANDWIDTH))
     )
     usual = RecoveryTimes()
-    if wanted.state_size is not None:
-        usual = RecoveryTimes.of_sizes(wanted.state_size * wanted.procs_per_worker, peer, remote)
+    if spec.state_size is not None:
+        usual = RecoveryTimes.of_sizes(spec.state_size * spec.procs_per_worker, peer, remote)
     times, measured = times_of(jobs, usual, said.of_every_recovery, layout.topology)
     pace = ((job.get("status") or {}).get("progress") or {}).get("stepSeconds")
     step_seconds = said.step_seconds or pace or STEP_SECONDS
@@ -191,7 +191,7 @@ def assume(
             *((counted.source,) if said.node_failures is None and said.process_failures is None else ()),
             *((f"{said.moves_per_day:g} pods a day are moved or evicted",) if said.moves_per_day else ()),
             f"a step takes {step_seconds:g} s",
-            *(() if measured else _told(times, guessed=not wanted.state_size)),
+            *(() if measured else _told(times, guessed=not spec.state_size)),
         ),
         measured=measured,
     )
@@ -206,7 +206,7 @@ def _record(name: str) -> CountedFailures:
 
 def shared_domain_rate(counted: CountedFailures, layout: JobLayout) -> float:
     """Per 1,000 days of one domain, such that they are the record's share of all failures."""
-    sites, topology, level = layout.sites, layout.topology, layout.wanted.level
+    sites, topology, level = layout.sites, layout.topology, layout.spread
     domains = {topology.domain(site.node, level) for site in sites} - {None}
     if len(domains) < 2 or level == topology.level_names[-1]:
         return 0.0

@@ -78,14 +78,14 @@ def simulate(
             found["spec"]["workers"] = workers
         layout = plan_layout(found, listed, workers_per_node)
     if said.state_size is not None:
-        layout = replace(layout, wanted=replace(layout.wanted, state_size=said.bytes_of("state_size", "")))
+        layout = replace(layout, spec=replace(layout.spec, state_size=said.bytes_of("state_size", "")))
     assumed = assume(
         layout, found, said, jobs_in(measured) if measured else [found] if job is not None else []
     )
     results = []
     with _progress() as progress:
-        for row in settings(layout.wanted, compare or []):
-            described = scenario(layout, row.wanted, assumed)
+        for row in settings(layout.spec, compare or [], layout.topology.level_names):
+            described = scenario(layout, row.spec, assumed)
             task = progress.add_task(row.name, total=runs)
             try:
                 simulation = play(
@@ -94,7 +94,7 @@ def simulate(
             except ValueError as error:
                 raise CannotDo(f"{row.name} cannot be simulated: {error}") from error
             results.append(Result(row.name, described.placed, simulation))
-    every = layout.wanted.remote_every
+    every = layout.spec.remote_every
     formula = (every, store_only(layout, assumed, every)) if every else None
     if output is not Output.TABLE:
         write(_as_json(layout, results, assumed, formula=formula, seed=seed), output)

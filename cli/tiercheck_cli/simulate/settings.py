@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.artifacts.sizing import auto_cadence
+from tiercheck.protocol.directive import DeltaMode
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import JobLayout, compute_placement
+from tiercheck_cli.layout import JobLayout, compute_placement, policy_of
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.play import exact_ettr
 from tiercheck_cli.simulate.scenario import Saving, Scenario
-from tiercheck_operator.planning.wanted import Wanted
+from tiercheck_operator.model.spec import JobSpec
 
 _PARITY = re.compile(r"([0-9]+)\+([0-9]+)")
 _KEYS = "copies=0,1,2 parity=4+1 spares=0,2 snapshot=10,100 remote=500,none deltas=on,off level=rack,host"
@@ -28,19 +29,19 @@ class Setting:
     """One row."""
 
     name: str
-    wanted: Wanted
+    spec: JobSpec
 
 
-def settings(base: Wanted, compare: Sequence[str]) -> tuple[Setting, ...]:
-    """The job as it is first. `compare`: "copies=0,1,2 parity=4+1", in one word or several. Raises
-    CannotDo."""
+def settings(base: JobSpec, compare: Sequence[str], levels: Sequence[str] = ()) -> tuple[Setting, ...]:
+    """The job as it is first. `compare`: "copies=0,1,2 parity=4+1", in one word or several. `levels`:
+    of its topology. Raises CannotDo."""
     rows = [Setting("as it is", base)]
     for entry in " ".join(compare).split():
         key, equals, values = entry.partition("=")
         if not equals or not values:
             raise CannotDo(f'"{entry}" compares nothing; say what to change, such as {_KEYS}', USAGE)
         for value in values.split(","):
-            changed = _changed(base, key, value)
+            changed = _changed(base, key, value, levels)
             if changed == base:
                 rows[0] = Setting(
                     f"{rows[0].name}, {key}={value}"
@@ -53,7 +54,7 @@ def settings(base: Wanted, compare: Sequence[str]) -> tuple[Setting, ...]:
     return tuple(rows)
 
 
-def _changed(base: Wanted, key: str, value: str) -> Wanted:
+def _changed(base: JobSpec, key: str, value: str, levels: Sequence[str]) -> JobSpec:
     if key == "parity":
         match = _PARITY.fullmatch(value)
         if match is None or not int(match[1]) or not int(match[2]):
@@ -69,11 +70,14 @@ def _changed(base: Wanted, key: str, value: str) -> Wanted:
     if key == "snapshot":
         return replace(base, snapshot_every=_count(key, value, least=1))
     if key == "remote":
-        return replace(base, remote_every=None if value == "none" else _count(key, value, least=1))
+        every = None if value == "none" else _count(key, value, least=1)
+        remote = None if every is None else {**(base.remote or {}), "everySteps": every}
+        return base if every == base.remote_every else replace(base, remote=remote)
     if key == "deltas" and value in ("on", "off"):
-        return replace(base, deltas=value == "on")
-    if key == "level" and value in {level.name for level in base.levels}:
-        return replace(base, level=value)
+        mode = DeltaMode.AUTO if value == "on" else DeltaMode.NONE
+        return base if base.deltas == (value == "on") else replace(base, delta=mode)
+    if key == "level" and value in levels:
+        return replace(base, spread_level=value)
     raise CannotDo(f'"{key}={value}" cannot be compared; what can be is {_KEYS}', USAGE)
 
 
@@ -83,39 +87,40 @@ def _count(key: str, value: str, least: int = 0) -> int:
     return int(value)
 
 
-def saving(wanted: Wanted, assumed: Assumptions) -> Saving:
+def saving(spec: JobSpec, assumed: Assumptions) -> Saving:
     """What is saved when, by the sizes where they are known."""
-    delta = (wanted.state_size or 0) // _DELTA_PART
-    every = wanted.snapshot_every
-    if every is None and not wanted.deltas:
+    delta = (spec.state_size or 0) // _DELTA_PART
+    every = spec.snapshot_every
+    if every is None and not spec.deltas:
         every = _SNAPSHOT_WITHOUT_DELTAS
-    every = every or auto_cadence(wanted.state_size or 0, delta) or _SNAPSHOT_UNKNOWN
-    size = (wanted.state_size or 0) * wanted.procs_per_worker
+    every = every or auto_cadence(spec.state_size or 0, delta) or _SNAPSHOT_UNKNOWN
+    size = (spec.state_size or 0) * spec.procs_per_worker
     way = assumed.times.restore.peer - assumed.times.restore.local
     # A delta is underway while the next step is trained; a snapshot as long as a copy takes.
-    lag = way / _DELTA_PART if wanted.deltas else way
+    lag = way / _DELTA_PART if spec.deltas else way
     upload = assumed.times.restore.remote - assumed.times.restore.local if size else 0.0
     return Saving(
         snapshot_every=every,
-        deltas=wanted.deltas,
+        deltas=spec.deltas,
         peer_lag=max(1, math.ceil(lag / assumed.step_seconds)) if size else 1,
-        remote_every=wanted.remote_every,
+        remote_every=spec.remote_every,
         remote_lag=math.ceil(upload / assumed.step_seconds),
     )
 
 
-def scenario(layout: JobLayout, wanted: Wanted, assumed: Assumptions) -> Scenario:
+def scenario(layout: JobLayout, spec: JobSpec, assumed: Assumptions) -> Scenario:
     """The placement is made anew where the setting asks for another one. Raises CannotDo."""
-    same = wanted.policy == layout.wanted.policy
-    existing = layout.placement if same else compute_placement(layout.sites, layout.topology, wanted.policy)
+    policy = policy_of(spec)
+    same = policy == policy_of(layout.spec)
+    existing = layout.placement if same else compute_placement(layout.sites, layout.topology, policy)
     return Scenario(
         sites=layout.sites,
         topology=layout.topology,
-        policy=wanted.policy,
-        procs_per_worker=wanted.procs_per_worker,
-        spares=wanted.spares,
+        policy=policy,
+        procs_per_worker=spec.procs_per_worker,
+        spares=spec.spares,
         step_seconds=assumed.step_seconds,
-        saving=saving(wanted, assumed),
+        saving=saving(spec, assumed),
         times=assumed.times,
         rates=assumed.rates(layout.sites, layout.topology),
         existing=existing,

@@ -13,7 +13,7 @@ from rich.text import Text
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.layout import node_labels, wanted_of
+from tiercheck_cli.layout import levels_in, node_labels, planned_spec
 from tiercheck_cli.status.screen import jobs_table, screen
 from tiercheck_cli.status.view import StatusView, status_view, worker_views
 from tiercheck_cli.terminal import (
@@ -80,7 +80,7 @@ def _job(cluster: Cluster, name: str, members: bool) -> StatusView:
         return status_view(found, time.time())
     placement = cluster.placement(found)
     try:
-        levels = wanted_of(found["spec"], placement).levels
+        levels = levels_in(planned_spec(found["spec"], placement))
     except CannotDo as failure:  # a job that cannot be planned has a status all the same
         remark(str(failure))
         levels = ()

@@ -9,8 +9,8 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_cli import guide
-from tiercheck_cli.durations import parse_moment
 from tiercheck_cli.events.recoveries import PastRecovery, recoveries
+from tiercheck_operator.model.status import parse_time
 from tiercheck_operator.planning.topology import Topology
 
 TIERS = ("local", "peer", "remote")
@@ -262,7 +262,7 @@ def _attention(status: Mapping[str, Any], now: float) -> tuple[Attention, ...]:
 
 
 def _since(text: object, now: float) -> float | None:
-    at = parse_moment(text)
+    at = parse_time(text)
     return None if at is None else max(0.0, now - at)
 
 

@@ -75,6 +75,7 @@ class HangSpec:
 
 DEFAULT_HANG = HangSpec()
 _CHECK_SECONDS = 60.0
+_REMOTE_EVERY = 500
 
 
 def read_hang(raw: Mapping[str, Any]) -> HangSpec | None:
@@ -212,6 +213,16 @@ class JobSpec:
     """Seconds without a byte after which a source of a restore is given up."""
     rehearse_every: Annotated[float | None, At("restore.rehearseEvery"), As(_read_rehearsals)] = 600.0
     """Seconds between two proofs that a tier would come back; None: none are made."""
+
+    @property
+    def deltas(self) -> bool:
+        """Whether they are wanted."""
+        return self.delta is not DeltaMode.NONE
+
+    @property
+    def remote_every(self) -> int | None:
+        """Steps between snapshots that also go to the remote tier; None: there is none."""
+        return None if self.remote is None else int(self.remote.get("everySteps") or _REMOTE_EVERY)
 
 
 def read_spec(raw: Mapping[str, Any]) -> JobSpec:

@@ -50,13 +50,13 @@ class _Field(NamedTuple):
     """The value at which it is left out."""
 
 
-def read_as(kind: type[T], raw: Mapping[str, Any], *, lenient: bool = False) -> T:
-    """What the object says, and defaults for the rest. `lenient`: without one, texts are empty and numbers 0.
+def read_as(kind: type[T], raw: Mapping[str, Any]) -> T:
+    """What the object says, and defaults for the rest.
 
     Null, empty lists and empty objects say nothing. Raises KeyError on what is missing, anything on nonsense.
     """
-    values, plan = {}, _plan(_known(kind), lenient)
-    for field in plan:
+    values = {}
+    for field in _plan(_known(kind)):
         found: Any = raw
         for name in field.path:
             found = (found or {}).get(name)
@@ -80,7 +80,7 @@ def spell(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     raw: dict[str, Any] = {}
-    for field in _plan(_known(type(value)), False):
+    for field in _plan(_known(type(value))):
         inner = getattr(value, field.name)
         silent = inner == field.unwritten or (inner is None and field.write is spell)
         written = {} if silent else field.write(inner)
@@ -104,40 +104,37 @@ def _known(kind: Any) -> Any:
 
 
 @cache
-def _plan(kind: type, lenient: bool) -> tuple[_Field, ...]:
+def _plan(kind: type) -> tuple[_Field, ...]:
     found, hints = [], get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        plain, marks = _unwrapped(hints[field.name])
+        _, marks = _unwrapped(hints[field.name])
         if OURS in marks:
             continue
         first, *others = field.name.split("_")
         usual = first + "".join(map(str.title, others))
         path = next((mark.path for mark in marks if isinstance(mark, At)), usual)
         write = next((mark.write for mark in marks if isinstance(mark, As) and mark.write), spell)
-        default = absent = field.default if field.default_factory is MISSING else field.default_factory()
-        if default is MISSING and lenient:
-            made = get_origin(plain) or plain
-            absent = made() if made in (str, int, float, bool, tuple) else None
+        default = field.default if field.default_factory is MISSING else field.default_factory()
         unwritten = MISSING if ALWAYS in marks else default
         steps = tuple(path.split(".")) if path else ()
-        found.append(_Field(field.name, steps, _reader(hints[field.name], lenient), write, absent, unwritten))
+        found.append(_Field(field.name, steps, _reader(hints[field.name]), write, default, unwritten))
     return tuple(found)
 
 
-def _reader(hint: Any, lenient: bool) -> Callable[[Any], Any]:
+def _reader(hint: Any) -> Callable[[Any], Any]:
     plain, marks = _unwrapped(hint)
     origin, inside = get_origin(plain), get_args(plain)
     for mark in marks:
         if isinstance(mark, As) and mark.read:
             return mark.read
     if origin in (tuple, frozenset):
-        each = _reader(inside[0], lenient)
+        each = _reader(inside[0])
         return lambda raw: origin(each(inner) for inner in raw if inner not in (None, {}))
     if origin is Mapping and inside[1] is not Any:
-        value = _reader(inside[1], lenient)
+        value = _reader(inside[1])
         return lambda raw: {str(name): value(inner) for name, inner in raw.items() if inner not in (None, {})}
     if is_dataclass(plain):
-        return lambda raw: read_as(_known(plain), raw, lenient=lenient)
+        return lambda raw: read_as(_known(plain), raw)
     return plain if origin is None and plain is not Any else lambda raw: raw
 
 

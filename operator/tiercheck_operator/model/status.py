@@ -1,7 +1,6 @@
 """Holds the job's status, which is all that the controller remembers, and its spelling in the API.
 
-`parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped, missing ones
-have defaults, so that a status written by an older version is understood.
+`parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped.
 """
 
 from __future__ import annotations
@@ -37,11 +36,8 @@ def parse_time(text: object) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
-Moment = Annotated[
-    float,
-    As(read=lambda raw: parse_time(raw) if isinstance(raw, str) else float(raw), write=rfc3339_millis),
-]
-"""Unix seconds. The first operators wrote them as numbers."""
+Moment = Annotated[float, As(read=parse_time, write=rfc3339_millis)]
+"""Unix seconds."""
 
 
 def _write_status(holds: bool | None) -> str:
@@ -303,17 +299,10 @@ class JobRecord:
 
 
 def parse_record(raw: Mapping[str, Any]) -> JobRecord:
-    """Of `status` as the API gives it."""
+    """Of `status` as the API gives it. Raises as `read_as`."""
     if placement := raw.get("placement"):
-        tolerates = placement.get("toleratesOnceComplete") or placement.get("tolerates")
-        raw = {**raw, "placement": {**placement, "toleratesOnceComplete": tolerates}}
-    if recovery := raw.get("recovery"):
-        failed = recovery.get("failedAt") or recovery.get("detectedAt")
-        raw = {
-            **raw,
-            "recovery": {**recovery, "cause": recovery.get("cause") or "Unknown", "failedAt": failed},
-        }
-    return read_as(JobRecord, raw, lenient=True)
+        raw = {**raw, "placement": {"toleratesOnceComplete": placement.get("tolerates"), **placement}}
+    return read_as(JobRecord, raw)
 
 
 def render_record(record: JobRecord) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The control API: HTTPS with JSON, for the operator and the other sidecars of this job.
+"""The control API: HTTPS with JSON, for the operator.
 
-Sidecars use a part of it among themselves: tier reports in, verdicts out.
+The other sidecars of the job connect to the coordinator at the same port (`tier_port`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,9 @@ from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
 from tiercheck_sidecar.control.report import Reporter
-from tiercheck_sidecar.control.tier_line import PATH
-from tiercheck_sidecar.control.tier_port import TierPort
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState, StaleRefused
-from tiercheck_sidecar.versions.coordinator import BadReport, Coordinator, NotNow, StaleReport
-from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
 
 log = logging.getLogger(__name__)
 
@@ -150,37 +146,3 @@ def answer(value: object) -> web.Response:
 
 def text_response(status: int, text: str) -> web.Response:
     return web.json_response({"error": text}, status=status)
-
-
-def routes(state: SidecarState, coordinator: Coordinator) -> list[web.RouteDef]:
-    """Between sidecars: connections to the coordinator, and the two calls of releases without them."""
-
-    async def tiers(request: web.Request) -> web.StreamResponse:
-        try:
-            report = decode(await request.read(), TierReport)
-        except Malformed as error:
-            return text_response(422, f"not a tier report: {error}")
-        if report.job_uid != state.config.job_uid:
-            return text_response(403, f"this sidecar belongs to job {state.config.job_uid}")
-        try:
-            return answer(await asyncio.to_thread(coordinator.hear, report))
-        except StaleReport as error:
-            return text_response(409, str(error))
-        except BadReport as error:
-            return text_response(422, str(error))
-        except NotNow as error:
-            return text_response(503, str(error))
-
-    async def watermarks(request: web.Request) -> web.StreamResponse:
-        try:
-            verdict = decode(await request.read(), TierVerdict)
-        except Malformed as error:
-            return text_response(422, f"not a verdict: {error}")
-        reason = state.follow(verdict)
-        return text_response(409, reason) if reason else answer(state.verdict)
-
-    return [
-        web.get(PATH, TierPort(coordinator).upgrade),
-        web.post(PATH, tiers),
-        web.put("/v1/watermarks", watermarks),
-    ]

@@ -80,8 +80,6 @@ class Reporter:
                 quarantined=state.quarantined,
                 problems=state.problems,
                 unreachable=state.peers.unreachable(),
-                can_change_worker=True,
-                reads_tables=True,
                 held=self._held,
                 owes=state.trainer.report.state is not TrainerState.RUNNING and self.owes(),
                 counters=state.counters,

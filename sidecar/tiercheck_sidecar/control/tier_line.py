@@ -15,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from tiercheck.protocol import names
+from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.report import Break
 from tiercheck.supervised import begin
-from tiercheck_sidecar.control.control_client import CallFailed, call_failed, connect, context_of
 from tiercheck_sidecar.decoding import Malformed, decode
+from tiercheck_sidecar.exchange.frames import PeerSilent, wire_error
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.versions.words import TierAnswer
 
@@ -37,8 +39,13 @@ _CONNECT_PATIENCE = 10.0
 """Seconds for a connection: when a coordinator is new, all come at once."""
 
 
-class NotSpoken(CallFailed):
-    """The other end is of a release that has no such connections."""
+class CallFailed(Exception):
+    """No answer, or a refusal; the message is a sentence."""
+
+    def __init__(self, message: str, how: Break | None = None) -> None:
+        """`how`: why there was no answer; None: there was one."""
+        super().__init__(message)
+        self.how = how
 
 
 class AnswerLate(CallFailed):
@@ -81,7 +88,7 @@ class TierLine:
         self.host = host
         """Its address (`protocol.address`)."""
         self._config, self._heard = config, heard
-        self._context = context_of(config)
+        self._context = ssl.create_default_context(cafile=str(config.credentials_dir / "ca.crt"))
         self._lock = threading.Lock()
         """An SSL connection must not be used by two threads at a time."""
         self._answered = threading.Condition(self._lock)
@@ -117,7 +124,8 @@ class TierLine:
 
     def _failed(self, error: Exception) -> CallFailed:
         self.close()
-        return call_failed(self.host, error)
+        silent = isinstance(error, OSError) and isinstance(wire_error(error), PeerSilent)
+        return CallFailed(f"{self.host}: {error}", Break.SILENT if silent else Break.REFUSED)
 
     @property
     def is_open(self) -> bool:
@@ -132,7 +140,13 @@ class TierLine:
                 connection.shutdown(socket.SHUT_RDWR)  # its reader closes it
 
     def _connect(self) -> ssl.SSLSocket:
-        connection = connect(self._config, self._context, self.host, _CONNECT_PATIENCE)
+        address, own = endpoint(self.host, names.CONTROL_PORT), (self._config.pod_ip, 0)
+        raw = socket.create_connection(address, _CONNECT_PATIENCE, own)
+        try:
+            connection = self._context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
+        except BaseException:
+            raw.close()
+            raise
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._ask(connection)
@@ -163,8 +177,7 @@ class TierLine:
             head += piece
         status = head.partition(b"\r\n")[0].decode(errors="replace")
         if " 101" not in status:
-            kind = NotSpoken if " 404" in status or " 405" in status else CallFailed
-            raise kind(f"{self.host}: {status}")
+            raise CallFailed(f"{self.host}: {status}")
 
     def _send(self, connection: ssl.SSLSocket, data: bytes) -> None:
         end, view = time.monotonic() + _PATIENCE, memoryview(data)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.protocol import names
-from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import SPARE
 from tiercheck_sidecar.throttling import CGROUP
 
@@ -57,13 +56,6 @@ class SidecarConfig:
     control_port: int = names.CONTROL_PORT
     exchange_port: int = names.EXCHANGE_PORT
     metrics_port: int = names.METRICS_PORT
-
-    @property
-    def address(self) -> str:
-        """By which others reach this sidecar."""
-        return join_address(
-            self.pod_ip, None if self.control_port == names.CONTROL_PORT else self.control_port
-        )
 
     @property
     def ranks(self) -> tuple[int, ...]:

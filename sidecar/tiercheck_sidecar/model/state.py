@@ -85,7 +85,7 @@ class SidecarState:
         """Of this process, new at every start."""
         self.directive: Directive | None = None
         self.followed = 0
-        """Directives so far, by their own numbers if they have some."""
+        """The number of the newest directive."""
         self.saw_hold = False
         """Whether this process has seen the current attempt from its beginning."""
         self.restore = RestoreReport(RestoreState.IDLE, None)
@@ -243,14 +243,14 @@ class SidecarState:
                 # nothing is freed.
                 self.verdict = None
             self.directive = directive
-            self.followed = max(self.followed + 1, directive.number)
+            self.followed = directive.number
         self.bump()
 
     def _check(self, directive: Directive) -> None:
         config, old = self.config, self.directive
         if directive.job_uid != config.job_uid:
             raise StrangerRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
-        if directive.pod_uid not in ("", config.pod_uid):
+        if directive.pod_uid != config.pod_uid:
             raise StrangerRefused(f"this is pod {config.pod_uid}, not {directive.pod_uid}")
         worker = directive.worker if self._may_become_another(directive) else config.worker
         if (directive.worker, directive.procs_per_worker) != (worker, config.procs_per_worker):
@@ -265,7 +265,7 @@ class SidecarState:
             raise StaleRefused(
                 f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}"
             )
-        if directive.number and directive != old:
+        if directive != old:
             self._check_order(directive)
 
     def _check_order(self, directive: Directive) -> None:
@@ -278,10 +278,8 @@ class SidecarState:
 
     def _may_become_another(self, directive: Directive) -> bool:
         """Within an attempt nobody changes: who this is would then depend on which directive came last."""
-        if self.config.worker == SPARE:
-            return True
-        begins = self.directive is None or directive.attempt > self.directive.attempt
-        return begins and directive.pod_uid == self.config.pod_uid
+        known = self.directive
+        return self.config.worker == SPARE or known is None or directive.attempt > known.attempt
 
     # Deltas
 
@@ -344,25 +342,18 @@ class SidecarState:
 
     # Versions
 
-    def follow(self, verdict: TierVerdict) -> str:
-        """Follow the coordinator's word. Returns a sentence if it is refused."""
+    def follow(self, verdict: TierVerdict) -> None:
+        """Follow the coordinator's verdict, unless it is of another attempt or placement."""
         with self.lock:
-            other = self.fence.refuse_other(verdict.attempt, self.directive)
-            if other:
-                return f"the verdict is refused: {other}"
-            if (
-                verdict.placement
-                and self.directive is not None
-                and verdict.placement != self.directive.placement
-            ):
-                return "the verdict is of another placement"
-            if self.verdict == verdict:
-                return ""
+            known = self.directive
+            if self.fence.refuse_other(verdict.attempt, known) or self.verdict == verdict:
+                return
+            if verdict.placement and known is not None and verdict.placement != known.placement:
+                return
             self.verdict = verdict
             if verdict.cadence.every:
                 self.snapshot_every = verdict.cadence.every
         self.bump()
-        return ""
 
     def reach(self, rank: int, version: Version) -> None:
         """An own rank has captured or skipped this snapshot."""

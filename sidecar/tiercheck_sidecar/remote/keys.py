@@ -44,8 +44,7 @@ def artifact_key(version: Version, rank: int, digest: str) -> str:
 
 
 def digests_key(artifact_key: str, rank: int) -> str:
-    """Of the object beside an artifact. Releases that wrote no digest into the key put both one folder
-    higher."""
+    """Of the object beside an artifact."""
     return f"{artifact_key.rpartition('/')[0]}/rank-{rank}.json"
 
 

@@ -77,7 +77,7 @@ class RemoteStore:
         return self._objects.weakness
 
     def owner(self) -> StoreOwner | None:
-        """Whose the job's folder is; None: nobody has written there, or releases that did not say."""
+        """Whose the job's folder is; None: nobody has written there."""
         return self._ownership.owner()
 
     def give_to(self, job_uid: str, cluster: str = "") -> StoreOwner | None:
@@ -113,9 +113,8 @@ class RemoteStore:
         self._ownership.claim()
         complete = self._manifest(version)
         if complete is not None:
-            for named in map(_brief, complete.artifacts):
-                if dataclasses.replace(named, key=artifact.key) == artifact:  # older releases had other keys
-                    return named
+            if artifact in complete.artifacts:
+                return artifact
             raise RemoteError(
                 Reason.OTHER,
                 f"{version} already exists in {self.location} with other content, written by job UID "

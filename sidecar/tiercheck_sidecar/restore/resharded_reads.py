@@ -147,7 +147,7 @@ class Lender:
         return slot.path
 
     def _sources(self, directive: Directive, artifact: Artifact) -> Iterator[tuple[str, Opened]]:
-        for source in directive.restore.sources(artifact.rank) if directive.restore else ():
+        for source in directive.restore.table.of_rank(artifact.rank) if directive.restore else ():
             if source.peer is not None:
                 yield f"worker {source.peer.worker}", partial(self._from_peer, artifact, source.peer)
             elif source.parity is not None:

@@ -98,7 +98,7 @@ class Restorer:
                     verifiers,
                     directive=directive,
                     rank=rank,
-                    sources=restore.sources(rank),
+                    sources=restore.table.of_rank(rank),
                 )
                 for rank in self._vault.ranks
             ]

@@ -12,33 +12,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive, Phase
-from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck.supervised import describe
-from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.cadence import Cadence, Needs, decide
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.versions.ending import is_hopeless, workers_present
 from tiercheck_sidecar.versions.sound_reports import find_objection
 from tiercheck_sidecar.versions.tally import Tally, WorkerWord
-from tiercheck_sidecar.versions.watermark import (
-    TierReport,
-    TierStanding,
-    TierVerdict,
-    judge,
-    next_upload,
-)
+from tiercheck_sidecar.versions.watermark import TierStanding, TierVerdict, judge, next_upload
 from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, heartbeat, pace
 
 log = logging.getLogger(__name__)
 
-_PUSHERS = 8
 _MOMENT = 0.02
 """Seconds that the first of those who have something to say waits for the others."""
 _MOST_NEWS, _MOST_VALUES = 4 * 1024 * 1024, 200_000
@@ -62,15 +52,7 @@ _TOLD = 20
 
 
 class NotNow(Exception):
-    """A tier report that cannot be taken; the message is a sentence."""
-
-
-class StaleReport(NotNow):
-    """It is of an older attempt."""
-
-
-class BadReport(NotNow):
-    """It cannot be true, or cannot be reckoned with."""
+    """What a worker reports cannot be taken; the message is a sentence."""
 
 
 @dataclass(eq=False)
@@ -105,8 +87,6 @@ class Coordinator:
         self._tally = Tally()
         self._words: dict[int, WorkerWord] = {}
         """By worker: what is in the tally."""
-        self._hosts: dict[int, str] = {}
-        """Where those are that have no connection to here, as of an older release."""
         self._heard: dict[int, float] = {}
         """When each worker said something last, whether or not it could be taken."""
         self._final: set[int] = set()
@@ -199,19 +179,6 @@ class Coordinator:
             with self._lock:
                 self._dirty.notify_all()
 
-    def hear(self, report: TierReport) -> TierVerdict:
-        """Take the word of a sidecar without a connection, and answer the newest verdict. Raises NotNow."""
-        try:
-            with self._lock:
-                self._hear(self._vocabulary.word_of(report))
-                self._hosts[report.worker] = report.host
-                verdict, received = self._verdict, self._received(self._words.get(report.worker))
-        finally:
-            self._tell_refusals()
-        if verdict is None:
-            raise NotNow(_NOT_RECKONED)
-        return dataclasses.replace(verdict, received=received)
-
     def hear_news(self, caller: Caller, text: bytes) -> TierAnswer:
         """Take what a connected sidecar says."""
         base, caller.word, number = caller.word, None, 0
@@ -232,7 +199,6 @@ class Coordinator:
                 self._newest[word.head.worker] = caller
                 if newest is not caller:
                     newest.cut()
-                self._hosts.pop(word.head.worker, None)
                 upload = self._verdict.upload if self._verdict else None
                 answer = TierAnswer(number, upload=upload, received=self._received(word))
         except (DoubtfulNews, Malformed) as error:
@@ -276,7 +242,7 @@ class Coordinator:
             raise NotNow(early)
         late = self._state.fence.refuse_past(head.attempt, directive)
         if late:
-            raise StaleReport(late)
+            raise NotNow(late)
         self._enter(directive)
         wrong = find_objection(word, directive, self._words.get(head.worker))
         if wrong:
@@ -287,7 +253,7 @@ class Coordinator:
         if not self._has_post:
             self._dirty.notify_all()
         if wrong:
-            raise BadReport(f"the report is refused: {wrong}")
+            raise NotNow(f"the report is refused: {wrong}")
 
     def _take(self, word: WorkerWord, directive: Directive) -> None:
         """Raises NotNow."""
@@ -430,26 +396,18 @@ class Coordinator:
         becomes worker 0."""
         while not self._state.wait_until(lambda: self._state.config.worker == 0, _LOOK_EVERY):
             pass
-        clients: dict[str, ControlClient] = {}
-        with ThreadPoolExecutor(_PUSHERS, thread_name_prefix="verdict") as pool:
-            while not self._state.stopping:
-                with self._dirty:
-                    self._dirty.wait_for(
-                        lambda: self._has_post or self._is_dirty or self._state.stopping, timeout=1.0
-                    )
-                self._state.wait_until(lambda: False, _MOMENT)  # others have something to say as well
-                answers = self._hear_all()
-                word = self.news()
-                self.deliver(self._to_send(answers))
-                if word is not None:
-                    verdict, hosts = word
-                    clients = {
-                        host: clients.get(host) or ControlClient(self._state.config, host) for host in hosts
-                    }
-                    text = to_json(verdict)
-                    list(pool.map(lambda client, text=text: _tell(client, text), clients.values()))
-                    self.announced(verdict)
-                self._state.wait_until(lambda: False, pace(len(self._callers)) / 2)
+        while not self._state.stopping:
+            with self._dirty:
+                self._dirty.wait_for(
+                    lambda: self._has_post or self._is_dirty or self._state.stopping, timeout=1.0
+                )
+            self._state.wait_until(lambda: False, _MOMENT)  # others have something to say as well
+            answers = self._hear_all()
+            verdict = self.news()
+            self.deliver(self._to_send(answers))
+            if verdict is not None:
+                self.announced(verdict)
+            self._state.wait_until(lambda: False, pace(len(self._callers)) / 2)
 
     def _hear_all(self) -> dict[Caller, TierAnswer]:
         """What came by now."""
@@ -469,8 +427,8 @@ class Coordinator:
             sent = [(caller, self.replies(caller, answers.get(caller))) for caller in whom]
         return [each for each in sent if each[1]]
 
-    def news(self) -> tuple[TierVerdict, list[str]] | None:
-        """The verdict that everybody shall be told, and where they are; None: they have been."""
+    def news(self) -> TierVerdict | None:
+        """The verdict that everybody is to be sent; None: they have been."""
         with self._lock:
             directive = self._state.directive
             # At the end, that somebody says nothing is news too.
@@ -478,22 +436,15 @@ class Coordinator:
                 return None
             self._enter(directive)
             self._reckon(directive)
-            verdict = self._verdict
-            news = None if verdict is None or verdict == self._told else (verdict, self._audience(directive))
+            news = None if self._verdict == self._told else self._verdict
         self._tell_refusals()
         return news
 
     def announced(self, verdict: TierVerdict) -> None:
-        """Everybody who could be reached has been told."""
+        """It was sent to everybody who is connected."""
         with self._lock:
             self._told = verdict
         self._state.bump()
-
-    def _audience(self, directive: Directive) -> list[str]:
-        """Where verdicts are sent to: at the end not to those who have gone."""
-        ending = directive.phase is Phase.FINISH
-        there = {0} | (self._present(directive) - self._done) if ending else set(self._hosts)
-        return sorted({host for worker, host in self._hosts.items() if worker in there})
 
     def _present(self, directive: Directive) -> set[int]:
         now = self._clock()
@@ -521,7 +472,7 @@ class Coordinator:
             self._standing = TierStanding(snapshot=self._standing.snapshot)
         self._placement = directive.placement
         if directive.attempt != self._attempt:
-            self._attempt, self._tally, self._words, self._hosts = directive.attempt, Tally(), {}, {}
+            self._attempt, self._tally, self._words = directive.attempt, Tally(), {}
             self._heard, self._newest, self._final, self._done = {}, {}, set(), set()
             self._proved, self._unproved, self._refused = {}, {}, {}
             self._standing, self._verdict, self._uploading = TierStanding(), None, None
@@ -570,12 +521,3 @@ def _deliver(sent: list[tuple[Caller, list[TierAnswer]]]) -> None:
     for caller, answers in sent:
         for answer in answers:
             caller.send(answer)
-
-
-def _tell(client: ControlClient, verdict: bytes) -> None:
-    try:
-        client.call("PUT", "/v1/watermarks", verdict)
-    except CallFailed as error:
-        log.debug("the verdict did not reach %s", error)  # it is asked for again within a second
-    except Exception:  # of one of them: the others are told all the same
-        log.exception("the verdict did not reach %s", client.host)

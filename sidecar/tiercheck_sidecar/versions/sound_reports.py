@@ -6,12 +6,9 @@ somebody else may have got in there.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive
-from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.span import Span
 from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, Shared, WorkerWord
@@ -20,11 +17,9 @@ _MOST_VERSIONS = 20_000
 """Versions in all spans of a report, for each rank of a worker. There are some hundreds."""
 _MOST_NAMED = 256
 """Versions that are named one by one, of one rank: as many as slots. Everybody may be told of them."""
-_LONGEST_HOST = 300
 _MOST_RANKS = 2**24
 _MOST = 2**53
 """Of steps, attempts and bytes."""
-_NO_ADDRESS = "its address is none"
 _NO_VERSIONS = "it names versions that cannot be"
 
 
@@ -50,9 +45,7 @@ def find_objection(word: WorkerWord, directive: Directive, base: WorkerWord | No
         if each.wrong:
             return each.wrong
         many += each.many
-    if many > _MOST_VERSIONS * procs:
-        return f"it has {many} versions"
-    return _unreachable(head.host) if len(head.host) <= _LONGEST_HOST else _NO_ADDRESS
+    return f"it has {many} versions" if many > _MOST_VERSIONS * procs else ""
 
 
 def _senseless(word: WorkerWord, own: range, base: WorkerWord | None) -> str:
@@ -109,13 +102,3 @@ def _named(held: RankHoldings | HeldCopies) -> tuple[Version, ...]:
 
 def _is_sound(version: Version) -> bool:
     return 0 <= version.step < _MOST and 0 <= version.attempt < _MOST
-
-
-@functools.lru_cache(maxsize=8192)
-def _unreachable(host: str) -> str:
-    try:
-        name, port = endpoint(host, names.CONTROL_PORT)
-        name.encode("idna")
-    except ValueError:
-        return _NO_ADDRESS
-    return "" if 0 < port < 65536 else _NO_ADDRESS

@@ -21,24 +21,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankHoldings:
-    """What `RankTiers` says of a rank's artifacts."""
+    """What a rank has where, as its sidecar knows it in one attempt. Of accepted versions only."""
 
     local: tuple[Span, ...] = ()
+    """What can be rebuilt from its own memory, without what is `leaving`."""
     snapshots: tuple[Version, ...] = ()
+    """Sealed in its own memory."""
     leaving: tuple[Version, ...] = ()
+    """Those of them that go as soon as the coordinator has this."""
     unfinished: tuple[Version, ...] = ()
+    """Snapshots being written or sealed."""
     unfinished_deltas: tuple[Version, ...] = ()
     reached: Version | None = None
+    """The newest snapshot that it captured or skipped: it will never contribute to an older one that it does
+    not hold."""
     copied: tuple[Span, ...] = ()
+    """What can be rebuilt at each of its holders, from what they acknowledged."""
     copied_snapshots: tuple[Version, ...] = ()
+    """Acknowledged by all its holders."""
 
 
 @dataclass(frozen=True)
 class HeldCopies:
-    """What `Copy` says, whoever it is of."""
+    """What a holder keeps of another worker's rank, or as a parity block of several."""
 
     snapshots: tuple[Version, ...] = ()
     versions: tuple[Span, ...] = ()
+    """What can be rebuilt from it."""
 
 
 class Shared(Generic[T]):
@@ -73,28 +82,34 @@ CopyGroup = tuple[tuple[tuple[int, ...], ...], Shared[HeldCopies]]
 
 @dataclass(frozen=True)
 class WorkerHead:
-    """As in `TierReport`."""
+    """A worker, and how it stands."""
 
     job_uid: str
     attempt: int
     worker: int
-    host: str
     placement: str = ""
+    """Of the directive that the sidecar followed when it gathered this."""
     final: bool = False
+    """The job is over, and nothing will be added to what is said here."""
     done: bool = False
+    """Final, and nothing here could go to the remote tier any more: this sidecar may go without another word.
+    """
 
 
 @dataclass(frozen=True)
 class RankOwn:
-    """What `RankTiers` says that is of one rank alone, and seldom changes."""
+    """What is of one rank alone, and seldom changes."""
 
     rank: int
     holders: tuple[int, ...] = ()
+    """Workers that keep its copies or its parity."""
     uploaded: tuple[RankArtifact, ...] = ()
+    """In the remote tier, for the version that the coordinator asked for."""
     needs: Needs | None = None
+    """None: it has not said yet."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class WorkerWord:
     """All that a worker says. Never changed once made."""
 

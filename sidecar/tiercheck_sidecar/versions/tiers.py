@@ -12,17 +12,16 @@ from tiercheck.protocol.directive import DeltaMode, Directive, Tier
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version
-from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
-from tiercheck_sidecar.control.tier_line import AnswerLate, NotSpoken, TierLine
-from tiercheck_sidecar.decoding import Malformed, decode, encode
+from tiercheck_sidecar.control.tier_line import AnswerLate, CallFailed, TierLine
+from tiercheck_sidecar.decoding import encode
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.span import Span, intersect
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
 from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, owes_nothing
-from tiercheck_sidecar.versions.tally import WorkerWord
-from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead, WorkerWord
+from tiercheck_sidecar.versions.watermark import TierVerdict
 from tiercheck_sidecar.versions.words import (
     TierAnswer,
     Vocabulary,
@@ -55,7 +54,6 @@ class TierClient:
     ) -> None:
         self._state, self._vault, self._acknowledged, self._uploaded = state, vault, acknowledged, uploaded
         self._line: TierLine | None = None
-        self._client: ControlClient | None = None
         self._vocabulary = Vocabulary()
         self._base: WorkerWord | None = None
         """The last word that the coordinator took on this connection, and its number."""
@@ -66,9 +64,8 @@ class TierClient:
         self._verdict: TierVerdict | None = None
         self._upload: Version | None = None
         self._received: tuple[int, ...] = ()
-        """What the coordinator said last, of all and of this worker's part."""
-        """The newest verdict, and what of this worker is on record."""
-        self._taken: TierReport | None = None
+        """What the coordinator said last: the verdict of all, and what of this worker is on record."""
+        self._taken: WorkerWord | None = None
         """The last that the coordinator took."""
         self._failing_since: float | None = None
 
@@ -79,17 +76,17 @@ class TierClient:
             workers = directive.workers if directive is not None else 1
             longest = heartbeat(workers)
             if directive is not None:
-                report = self.gather(directive)
+                word = self.gather(directive)
                 now = time.monotonic()
                 due = now - sent_at >= longest
-                news = report != self._taken
-                if news and now - spoke_at < patience(workers) and not is_urgent(report, self._taken):
+                news = word != self._taken
+                if news and now - spoke_at < patience(workers) and not is_urgent(word, self._taken):
                     news, longest = False, patience(workers)
                 if news or due or self._state.verdict is None:
                     spoke_at = now
-                    taken = self._tell(directive, report)
-                    self._taken, sent_at = (report, now) if taken else (None, sent_at)
-                    if report.final:
+                    taken = self._tell(directive, word)
+                    self._taken, sent_at = (word, now) if taken else (None, sent_at)
+                    if word.head.final:
                         self._state.bump()
             seen = self._state.wait(seen, longest)
             rest = spoke_at + pace(workers) - time.monotonic()
@@ -100,74 +97,67 @@ class TierClient:
         since, verdict, taken = self._failing_since, self._state.verdict, self._taken
         unanswered = None if since is None else time.monotonic() - since
         directive = self._state.directive
-        now = None if directive is None else self.gather(directive)
+        now = None if directive is None else self._look(directive)[0]
         return WorkerEnd(
             final=now is not None and now.final,
             done=now is not None and now.done,
-            told=taken is not None and taken.done,
+            told=taken is not None and taken.head.done,
             over=verdict is not None and verdict.over,
             unanswered=unanswered,
         )
 
-    def gather(self, directive: Directive) -> TierReport:
+    def gather(self, directive: Directive) -> WorkerWord:
         """The order matters: a version moves from reached to unfinished to local, and must not be missed in
         between."""
         with self._state.lock:
             reached, verdict = dict(self._state.reached), self._state.verdict
-            trainer, ending, stored = (
-                self._state.trainer.report.state,
-                self._state.ending,
-                self._state.remote.versions,
-            )
             leaving = self._state.report_leaving()
-        unfinished = self._vault.unfinished()
-        here = self._vault.stocks()
+        head, unfinished, here = self._look(directive)
         history = directive.history
         acknowledged = self._acknowledged(directive)
-        ranks, newest_own = [], []
+        holders = tuple(sorted(worker for worker, _ in acknowledged))
+        ranks = []
         for rank in self._vault.ranks:
-            own = here.get(Where(Tier.LOCAL, rank), NOTHING).accepted(history)
+            own = here.get(Where(Tier.LOCAL, rank), NOTHING)
             at_holders = _at_holders(directive, acknowledged, rank)
             going = {each.version for each in leaving if each.rank == rank} & own.snapshots
-            newest_own.append(max(own.snapshots, default=None))
-            ranks.append(
-                RankTiers(
-                    rank=rank,
-                    local=(MemoryStock(own.snapshots - going, own.deltas) if going else own).rebuildable(
-                        history
-                    ),
-                    snapshots=tuple(sorted(own.snapshots)),
-                    leaving=tuple(sorted(going)),
-                    unfinished=_of(unfinished, rank, Kind.SNAPSHOT),
-                    unfinished_deltas=_of(unfinished, rank, Kind.DELTA),
-                    reached=reached.get(rank),
-                    copied=_copied(at_holders, directive),
-                    copied_snapshots=tuple(sorted(_everywhere(at_holders))),
-                    holders=tuple(sorted(worker for worker, _ in acknowledged)),
-                    uploaded=self._uploaded(rank, verdict),
-                    needs=self._needs(directive, rank),
-                )
+            held = RankHoldings(
+                local=(MemoryStock(own.snapshots - going, own.deltas) if going else own).rebuildable(history),
+                snapshots=tuple(sorted(own.snapshots)),
+                leaving=tuple(sorted(going)),
+                unfinished=_of(unfinished, rank, Kind.SNAPSHOT),
+                unfinished_deltas=_of(unfinished, rank, Kind.DELTA),
+                reached=reached.get(rank),
+                copied=_copied(at_holders, directive),
+                copied_snapshots=tuple(sorted(_everywhere(at_holders))),
             )
-        final = is_final(directive, trainer, ending, unfinished)
-        return TierReport(
-            job_uid=directive.job_uid,
-            attempt=directive.attempt,
-            worker=directive.worker,
-            host=self._state.config.address,
-            placement=directive.placement,
-            ranks=tuple(ranks),
-            copies=tuple(
-                Copy(
-                    ranks=place.share.ranks if place.share else (place.rank,),
-                    snapshots=tuple(sorted(stock.accepted(history).snapshots)),
-                    versions=stock.accepted(history).rebuildable(history),
-                )
-                for place, stock in here.items()
-                if place.tier is Tier.PEER
-            ),
-            final=final,
-            done=final and owes_nothing(newest_own, max(filter(history.accepts, stored), default=None)),
+            own_facts = RankOwn(rank, holders, self._uploaded(rank, verdict), self._needs(directive, rank))
+            ranks.append((own_facts, held))
+        copies = (
+            (
+                place.share.ranks if place.share else (place.rank,),
+                HeldCopies(tuple(sorted(stock.snapshots)), stock.rebuildable(history)),
+            )
+            for place, stock in here.items()
+            if place.tier is Tier.PEER
         )
+        return self._vocabulary.word(head, ranks, copies)
+
+    def _look(self, directive: Directive) -> tuple[WorkerHead, set[Artifact], dict[Where, MemoryStock]]:
+        """How this worker stands, what is being written, and what is accepted of all that lies here."""
+        with self._state.lock:
+            trainer, ending = self._state.trainer.report.state, self._state.ending
+            stored = self._state.remote.versions
+        history, unfinished = directive.history, self._vault.unfinished()
+        here = {place: stock.accepted(history) for place, stock in self._vault.stocks().items()}
+        own = [here.get(Where(Tier.LOCAL, rank), NOTHING).snapshots for rank in self._vault.ranks]
+        final = is_final(directive, trainer, ending, unfinished)
+        newest, last = [max(each, default=None) for each in own], filter(history.accepts, stored)
+        done = final and owes_nothing(newest, max(last, default=None))
+        head = WorkerHead(
+            directive.job_uid, directive.attempt, directive.worker, directive.placement, final, done
+        )
+        return head, unfinished, here
 
     def _needs(self, directive: Directive, rank: int) -> Needs | None:
         room = self._vault.reserved(rank)
@@ -177,7 +167,7 @@ class TierClient:
         takes = delta > 0 and not self._state.deltas_off(rank) and not self._state.no_room
         return Needs(room.snapshot, delta, takes)
 
-    def _tell(self, directive: Directive, report: TierReport) -> bool:
+    def _tell(self, directive: Directive, word: WorkerWord) -> bool:
         # At the end the controller may name no coordinator, because its pod has ended for all that Kubernetes
         # knows.
         host = directive.coordinator.host or (self._line.host if self._line else "")
@@ -190,35 +180,29 @@ class TierClient:
             self._line = TierLine(self._state.config, host, self._follow)
             self._base = self._unanswered = None
         try:
-            try:
-                self._say(self._line, report)
-            except NotSpoken:
-                self._follow(TierAnswer(verdict=self._post(host, report)))
-        except (CallFailed, Malformed) as error:
+            self._say(self._line, word)
+        except CallFailed as error:
             log.debug("the coordinator: %s", error)
             if not isinstance(error, AnswerLate):
                 self._base = self._unanswered = None
-            self._saw(directive, error.how if isinstance(error, CallFailed) else None)
+            self._saw(directive, error.how)
             return False
         self._saw(directive, None)
         self._state.leave_out(
-            frozenset(Artifact(tiers.rank, each) for tiers in report.ranks for each in tiers.leaving)
+            frozenset(
+                Artifact(rank, each)
+                for rank, shape in word.shapes.items()
+                for each in shape.held.value.leaving
+            )
         )
         return True
 
-    def _post(self, host: str, report: TierReport) -> TierVerdict:
-        """To a coordinator of an older release. Raises CallFailed, Malformed."""
-        if self._client is None or self._client.host != host:
-            self._client = ControlClient(self._state.config, host)
-        return decode(self._client.call("POST", "/v1/tiers", encode(report)), TierVerdict)
-
-    def _say(self, line: TierLine, report: TierReport) -> None:
-        """Raises CallFailed, Malformed."""
+    def _say(self, line: TierLine, word: WorkerWord) -> None:
+        """Raises CallFailed."""
         if not line.is_open:
             self._base = self._unanswered = None
         if self._unanswered is not None:
             self._settle(line.wait())
-        word = self._vocabulary.word_of(report)
         for base in (self._base, None):
             self._number += 1
             self._unanswered = word

@@ -12,72 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.model.cadence import UNDECIDED, Cadence, Needs
+from tiercheck_sidecar.model.cadence import UNDECIDED, Cadence
 from tiercheck_sidecar.model.span import Span, intersect, newest, unite
 from tiercheck_sidecar.versions.tally import RankHoldings, RankShape, Tally
-
-
-@dataclass(frozen=True)
-class RankTiers:
-    """What one rank's sidecar knows about it, in one attempt. Of accepted versions only."""
-
-    rank: int
-    local: tuple[Span, ...] = ()
-    """What can be rebuilt from its own memory, without what is `leaving`."""
-    snapshots: tuple[Version, ...] = ()
-    """Sealed in its own memory."""
-    leaving: tuple[Version, ...] = ()
-    """Those of them that go as soon as this has been heard."""
-    unfinished: tuple[Version, ...] = ()
-    """Snapshots being written or sealed."""
-    unfinished_deltas: tuple[Version, ...] = ()
-    reached: Version | None = None
-    """The newest snapshot that it captured or skipped: it will never contribute to an older one that it does
-    not hold."""
-    copied: tuple[Span, ...] = ()
-    """What can be rebuilt at each of its holders, from what they acknowledged."""
-    copied_snapshots: tuple[Version, ...] = ()
-    """Acknowledged by all its holders."""
-    holders: tuple[int, ...] = ()
-    """Workers that keep its copies or its parity."""
-    uploaded: tuple[RankArtifact, ...] = ()
-    """In the remote tier, for the version that the coordinator asked for."""
-    needs: Needs | None = None
-    """None: it has not said yet."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """What one holder keeps of another worker's rank, or as a parity block of several."""
-
-    ranks: tuple[int, ...]
-    snapshots: tuple[Version, ...] = ()
-    versions: tuple[Span, ...] = ()
-    """What can be rebuilt from it."""
-
-
-@dataclass(frozen=True)
-class TierReport:
-    """From a sidecar to the coordinator. Complete each time."""
-
-    job_uid: str
-    attempt: int
-    worker: int
-    host: str
-    """Where verdicts are sent to."""
-    ranks: tuple[RankTiers, ...]
-    copies: tuple[Copy, ...] = ()
-    """Kept here for other workers."""
-    placement: str = ""
-    """Of the directive that the sidecar followed when it gathered this."""
-    final: bool = False
-    """The job is over, and nothing will be added to what is told here."""
-    done: bool = False
-    """Final, and nothing here could go to the remote tier any more: this sidecar may go without another word.
-    """
 
 
 @dataclass(frozen=True)

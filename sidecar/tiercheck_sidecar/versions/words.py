@@ -8,8 +8,8 @@ common are written once, and who has read their text before does not decode it a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from msgspec import Raw
@@ -27,7 +27,7 @@ from tiercheck_sidecar.versions.tally import (
     WorkerHead,
     WorkerWord,
 )
-from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 T = TypeVar("T", RankHoldings, HeldCopies)
 
@@ -135,32 +135,26 @@ class _Texts(Generic[T]):
         return made
 
 
-_HELD = tuple(field.name for field in fields(RankHoldings))
-
-
 class Vocabulary:
-    """Makes words of what is said in either form. Used by one thread, or under a lock."""
+    """Makes words of which equal parts are one object. Used by one thread, or under a lock."""
 
     def __init__(self) -> None:
         self._held, self._kept = _Texts(RankHoldings), _Texts(HeldCopies)
 
-    def word_of(self, report: TierReport) -> WorkerWord:
-        """What the report says."""
-        head = WorkerHead(**{field.name: getattr(report, field.name) for field in fields(WorkerHead)})
-        own = {
-            each.rank: RankOwn(each.rank, each.holders, each.uploaded, each.needs) for each in report.ranks
-        }
-        held = {
-            each.rank: self._held.write(RankHoldings(**{name: getattr(each, name) for name in _HELD}))
-            for each in report.ranks
-        }
+    def word(
+        self,
+        head: WorkerHead,
+        ranks: Iterable[tuple[RankOwn, RankHoldings]],
+        copies: Iterable[tuple[tuple[int, ...], HeldCopies]] = (),
+    ) -> WorkerWord:
+        """`copies`: what is kept here of other workers' ranks, each of a rank or of several together."""
+        own, shapes = {}, {}
         groups: dict[Shared[HeldCopies], list[tuple[int, ...]]] = {}
-        for copy in report.copies:
-            shared = self._kept.write(HeldCopies(copy.snapshots, copy.versions))
-            groups.setdefault(shared, []).append(copy.ranks)
-        copies = tuple((tuple(of), shared) for shared, of in groups.items())
-        shapes = {rank: _shape(shared, own[rank]) for rank, shared in held.items()}
-        return WorkerWord(head, own, shapes, copies)
+        for each, held in ranks:
+            own[each.rank], shapes[each.rank] = each, _shape(self._held.write(held), each)
+        for of, kept in copies:
+            groups.setdefault(self._kept.write(kept), []).append(of)
+        return WorkerWord(head, own, shapes, tuple((tuple(of), shared) for shared, of in groups.items()))
 
     def updated(self, base: WorkerWord | None, news: TierNews) -> WorkerWord:
         """What the worker says now. Raises DoubtfulNews, Malformed."""
@@ -212,13 +206,9 @@ def _shape(shared: Shared[RankHoldings], own: RankOwn | None) -> RankShape:
     return shared.shape(bool(own.holders), tuple(artifact.version for artifact in own.uploaded))
 
 
-def is_urgent(report: TierReport, taken: TierReport | None) -> bool:
+def is_urgent(word: WorkerWord, taken: WorkerWord | None) -> bool:
     """Whether more than uploads is new since the one that was taken."""
-    if taken is None or len(report.ranks) != len(taken.ranks):
-        return True
-    pairs = zip(report.ranks, taken.ranks, strict=True)
-    same = tuple(replace(each, uploaded=before.uploaded) for each, before in pairs)
-    return replace(report, ranks=same) != taken
+    return replace(difference(taken, word, 1, 0), uploaded=()) != TierNews(1)
 
 
 def difference(base: WorkerWord | None, word: WorkerWord, number: int, base_number: int) -> TierNews:

@@ -93,7 +93,7 @@ def test_levels_of_a_kueue_topology_are_those_that_the_operator_wrote_down() -> 
     cluster, job = FakeCluster(may_read_nodes=False, domains_saved=True), recorded.job()
     job["spec"]["topology"] = {"kueueTopology": "default"}
     layout = layout_of(cluster, job)
-    assert [level.name for level in layout.wanted.levels] == ["zone", "rack", "host"]
+    assert [level.name for level in layout.topology.levels] == ["zone", "rack", "host"]
     with pytest.raises(CannotDo, match=r"name them in topology\.levels"):
         plan_layout(job, made_up_nodes("4x2"))
 

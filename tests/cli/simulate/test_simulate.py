@@ -11,18 +11,18 @@ import yaml
 from tests.cli.commands_run import run
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
-from tiercheck_cli.layout import plan_layout, wanted_of
+from tiercheck_cli.layout import plan_layout, planned_spec
 from tiercheck_cli.simulate.assumptions import published_failures, shared_domain_rate
 from tiercheck_cli.simulate.settings import settings
-from tiercheck_operator.planning.wanted import Wanted
+from tiercheck_operator.model.spec import JobSpec
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ("simulate", "-f", str(EXAMPLES / "realistic.yaml"), "--made-up", "8x8", "--workers", "64")
 QUICK = ("--runs", "10", "--days", "5")
 
 
-def base() -> Wanted:
-    return wanted_of(read_job(str(EXAMPLES / "realistic.yaml"))["spec"])
+def base() -> JobSpec:
+    return planned_spec(read_job(str(EXAMPLES / "realistic.yaml"))["spec"])
 
 
 NO_FAILURES = {"nodeFailures": 0, "processFailures": 0, "domainFailures": {}}
@@ -188,10 +188,10 @@ def test_one_thing_is_changed_at_a_time() -> None:
         "remote=none",
         "deltas=off",
     ]
-    assert rows[2].wanted.parity == (4, 1)
-    assert rows[2].wanted.copies == 0
-    assert rows[3].wanted.copies == 1
-    assert rows[3].wanted.remote_every is None
+    assert rows[2].spec.parity == (4, 1)
+    assert rows[2].spec.copies == 0
+    assert rows[3].spec.copies == 1
+    assert rows[3].spec.remote_every is None
 
 
 @pytest.mark.parametrize(

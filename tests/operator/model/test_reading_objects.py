@@ -302,32 +302,6 @@ def test_moments_survive_the_api_to_the_millisecond(times: list[float], room: fl
     assert parse_record(render_record(read)) == read
 
 
-def test_status_of_an_operator_that_wrote_moments_as_numbers_is_understood() -> None:
-    """A recovery may be under way while the operator is upgraded."""
-    old = {
-        "attempt": 2,
-        "recovery": {
-            "cause": "NodeLost",
-            "message": "m",
-            "failedAt": 10.5,
-            "detectedAt": 11.25,
-            "decidedAt": 12,
-        },
-        "size": {"workers": 3, "roomSince": 9.5},
-        "placement": {"hash": "h", "tolerates": ["any one rack"], "tolerance": "any one rack"},
-    }
-    record = parse_record(old)
-    assert record.recovery is not None
-    assert (record.recovery.failed_at, record.recovery.detected_at, record.recovery.decided_at) == (
-        10.5,
-        11.25,
-        12.0,
-    )
-    assert record.size == SizeRecord(3, 9.5)
-    assert record.placement is not None
-    assert record.placement.survives == ("any one rack",)
-
-
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize("promised", [(), ("any one rack", "any one host")])
 def test_what_a_placement_promises_is_kept_whether_it_is_true_yet_or_not(

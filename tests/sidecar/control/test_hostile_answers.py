@@ -11,16 +11,16 @@ from collections.abc import Callable
 import pytest
 
 from tests.sidecar.stations import Stations
-from tests.sidecar.world import World, error_of
+from tests.sidecar.versions.reports import RankTiers, TierReport, tell
+from tests.sidecar.world import JOB_UID, World, error_of
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
-from tiercheck_sidecar.control import control_client
-from tiercheck_sidecar.control.control_client import CallFailed, ControlClient
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Challenge
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 
 MakeWorld = Callable[..., World]
 MakeStations = Callable[..., Stations]
@@ -64,7 +64,7 @@ def test_what_was_claimed_before_the_first_directive_counts_if_it_can_be_true(st
         fresh = SidecarState(state.config)
         fresh.learn(claimed)
         assert state.directive is not None
-        fresh.accept(dataclasses.replace(state.directive, attempt=5, pod_uid=""))
+        fresh.accept(dataclasses.replace(state.directive, attempt=5, instance=fresh.instance))
         assert fresh.fenced is fenced
 
 
@@ -95,20 +95,13 @@ def test_a_compressed_body_is_no_message(make_world: MakeWorld) -> None:
 def test_the_control_api_refuses_every_senseless_body_with_a_sentence(make_world: MakeWorld) -> None:
     world = make_world()
     world.start()
-    for method, path in (("PUT", "/v1/directive"), ("POST", "/v1/tiers"), ("PUT", "/v1/watermarks")):
-        for body in SENSELESS:
-            status, said = world.call(0, method, path, body)
-            assert (status, error_of(said)[:5]) == (422, "not a"), (path, body[:40])
+    for body in SENSELESS:
+        status, said = world.call(0, "PUT", "/v1/directive", body)
+        assert (status, error_of(said)[:5]) == (422, "not a"), body[:40]
 
 
-def test_an_answer_without_end_is_not_read_to_its_end(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = make_world()
-    world.start()
-    world.new_attempt()
-    monkeypatch.setattr(control_client, "_MOST_BODY", 100)
-    client = ControlClient(SidecarConfig.from_env(world.env(0)), world.host(0))
-    with pytest.raises(CallFailed, match="more than 100 bytes"):
-        client.call("GET", "/v1/report", b"")
-    client.close()
+@pytest.mark.parametrize("text", SENSELESS, ids=lambda text: repr(text[:20]))
+def test_coordinator_refuses_every_senseless_report(state: SidecarState, text: bytes) -> None:
+    coordinator = Coordinator(state)
+    assert coordinator.hear_news(Caller(), text).refused
+    assert not tell(coordinator, TierReport(JOB_UID, 1, 1, (RankTiers(1),))).refused

@@ -12,19 +12,17 @@ import pytest
 
 from tests.sidecar.control.test_tier_line import Far
 from tests.sidecar.stations import Stations
+from tests.sidecar.versions.reports import RankTiers, TierReport, tell, written
 from tests.sidecar.world import DEADLINE, JOB_UID, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.control import tier_line
-from tiercheck_sidecar.control.control_client import CallFailed
-from tiercheck_sidecar.control.tier_line import PATH, PROTOCOL, framed
+from tiercheck_sidecar.control.tier_line import PATH, PROTOCOL, CallFailed, framed
 from tiercheck_sidecar.control.tier_port import _Line
 from tiercheck_sidecar.decoding import encode
-from tiercheck_sidecar.versions import sound_reports
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.tally import WorkerHead
-from tiercheck_sidecar.versions.watermark import RankTiers, TierReport
-from tiercheck_sidecar.versions.words import TierAnswer, TierNews, Vocabulary, difference
+from tiercheck_sidecar.versions.words import TierAnswer, TierNews
 
 MakeWorld = Callable[..., World]
 Connect = Callable[..., ssl.SSLSocket]
@@ -77,8 +75,7 @@ def is_over(connection: ssl.SSLSocket) -> bool:
 
 
 def word(world: World, worker: int, number: int = 1) -> bytes:
-    report = TierReport(JOB_UID, world.attempt, worker, world.host(worker), (RankTiers(worker),))
-    return encode(difference(None, Vocabulary().word_of(report), number, 0))
+    return written(TierReport(JOB_UID, world.attempt, worker, (RankTiers(worker),)), number)
 
 
 def test_who_says_more_before_he_is_answered_is_cut_off(world: World, connect: Connect) -> None:
@@ -136,7 +133,7 @@ def test_numbers_out_of_order_are_taken_for_no_base(world: World, connect: Conne
     odd = connect()
     assert b" 101 " in odd.recv(4096)
     for number, base in ((-1, 0), (0, 0), (2**62, 7), (3, 2**62), (3, 3), (3, -3)):
-        odd.sendall(framed(encode(TierNews(number, base, WorkerHead(JOB_UID, world.attempt, 2, "x")))))
+        odd.sendall(framed(encode(TierNews(number, base, WorkerHead(JOB_UID, world.attempt, 2)))))
         assert odd.recv(4096)
     honest = Far(world)
     assert honest.say(4, 1) == TierAnswer(1)
@@ -144,22 +141,17 @@ def test_numbers_out_of_order_are_taken_for_no_base(world: World, connect: Conne
 
 
 @pytest.mark.parametrize(
-    ("ranks", "host", "why"),
+    ("tiers", "why"),
     [
-        ((RankTiers(2, snapshots=tuple(Version(k, 1) for k in range(300))),), "127.0.0.1", "300 versions"),
-        ((RankTiers(2, leaving=(Version(-1, 1),)),), "127.0.0.1", "cannot be"),
-        ((RankTiers(2),), "h" * 100_000, "address"),
+        (RankTiers(2, snapshots=tuple(Version(k, 1) for k in range(300))), "300 versions"),
+        (RankTiers(2, leaving=(Version(-1, 1),)), "cannot be"),
     ],
 )
-def test_what_would_be_told_to_all_or_remembered_is_bounded(
-    stations: Callable[..., Stations], ranks: tuple[RankTiers, ...], host: str, why: str
+def test_what_would_be_told_to_all_is_bounded(
+    stations: Callable[..., Stations], tiers: RankTiers, why: str
 ) -> None:
     coordinator = Coordinator(stations(workers=3)[0].state)
-    known = sound_reports._unreachable.cache_info().currsize
-    report = TierReport(JOB_UID, 1, 2, host, ranks)
-    answer = coordinator.hear_news(Caller(), encode(difference(None, Vocabulary().word_of(report), 1, 0)))
-    assert why in answer.refused
-    assert sound_reports._unreachable.cache_info().currsize == known
+    assert why in tell(coordinator, TierReport(JOB_UID, 1, 2, (tiers,))).refused
 
 
 def test_text_that_would_become_far_more_than_it_is_is_refused(stations: Callable[..., Stations]) -> None:

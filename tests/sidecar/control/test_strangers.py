@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 
 from tests.sidecar.journeys.test_cluster import save_everywhere
-from tests.sidecar.stations import send_bytes
+from tests.sidecar.stations import Stations, send_bytes
 from tests.sidecar.world import JOB_UID, World, content, error_of, layout, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, Watermarks
 from tiercheck.protocol.version import Version
+from tiercheck_sidecar.control.tier_line import PATH
 from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
@@ -28,7 +29,7 @@ from tiercheck_sidecar.exchange.handshake import (
     PeerRefused,
     dial,
 )
-from tiercheck_sidecar.versions.watermark import TierReport, TierVerdict
+from tiercheck_sidecar.versions.watermark import TierVerdict
 
 MakeWorld = Callable[..., World]
 
@@ -46,12 +47,7 @@ def test_control_api_refuses_without_the_token(make_world: MakeWorld) -> None:
     world.start()
     world.new_attempt()
     body = to_json(world.directive(0, Phase.HOLD))
-    for method, path in (
-        ("PUT", "/v1/directive"),
-        ("GET", "/v1/report"),
-        ("POST", "/v1/tiers"),
-        ("PUT", "/v1/watermarks"),
-    ):
+    for method, path in (("PUT", "/v1/directive"), ("GET", "/v1/report"), ("GET", PATH)):
         for token in ("", "wrong", world.token[:-1]):
             assert world.call(0, method, path, body, token=token)[0] == 401
     assert world.report(0).attempt == 0
@@ -138,21 +134,27 @@ def test_partitioned_old_worker_is_refused_and_nothing_it_sends_is_readable(make
     assert world.report(0).counters.refused_stale >= 3
 
 
-def test_older_directive_verdict_and_tier_report_are_refused(make_world: MakeWorld) -> None:
+def test_older_directive_is_refused(make_world: MakeWorld) -> None:
     world = make_world()
     world.start()
     world.begin()
     old = world.directive(0, Phase.HOLD)
     world.begin()
-    status, body = world.call(0, "PUT", "/v1/directive", to_json(old))
+    status, body = world.send(0, old)
     assert (status, error_of(body)) == (409, "attempt 1 is over, the job is at attempt 2")
-    status, body = world.call(0, "PUT", "/v1/directive", to_json(world.directive(0, Phase.HOLD)))
+    status, body = world.send(0, world.directive(0, Phase.HOLD))
     assert status == 409
     assert "past Hold" in error_of(body)
-    stale = TierVerdict(1, Watermarks(local=Version(99, 1)), floor=Version(99, 1))
-    assert world.call(0, "PUT", "/v1/watermarks", to_json(stale))[0] == 409
-    assert world.call(0, "POST", "/v1/tiers", to_json(TierReport(JOB_UID, 1, 0, world.host(0), ())))[0] == 409
-    assert world.report(0).counters.refused_stale >= 3
+    assert world.report(0).counters.refused_stale >= 1
+
+
+def test_verdict_of_an_older_attempt_is_not_followed(stations: Callable[..., Stations]) -> None:
+    job = stations(workers=2)
+    job.next_attempt()
+    state = job[1].state
+    state.follow(TierVerdict(1, Watermarks(local=Version(99, 1)), floor=Version(99, 1)))
+    assert state.verdict is None
+    assert state.counters.refused_stale == 1
 
 
 def meant_for(report: Report, directive: Directive) -> bytes:

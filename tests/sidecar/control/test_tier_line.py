@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import ssl
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
 
+from tests.sidecar.versions.reports import RankTiers, TierReport, written
 from tests.sidecar.world import JOB_UID, World, until
-from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.control.control_client import CallFailed
-from tiercheck_sidecar.control.tier_line import PATH, AnswerLate, Messages, NotSpoken, TierLine, framed
-from tiercheck_sidecar.decoding import Malformed, encode
+from tiercheck_sidecar.control.tier_line import PATH, AnswerLate, CallFailed, Messages, TierLine, framed
+from tiercheck_sidecar.decoding import Malformed
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.span import Span
-from tiercheck_sidecar.versions.watermark import RankTiers, TierReport
-from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference
+from tiercheck_sidecar.versions.words import TierAnswer
 
 MakeWorld = Callable[..., World]
 
@@ -37,11 +32,11 @@ class Far:
         self.heard: SimpleQueue[TierAnswer] = SimpleQueue()
         self.world, self.line = world, TierLine(config, world.host(0), self.heard.put)
 
-    def say(self, step: int, number: int) -> TierAnswer:
+    def say(self, step: int, number: int, attempt: int | None = None) -> TierAnswer:
         tiers = RankTiers(1, (Span(1, step, step),), (Version(step, 1),), reached=Version(step, 1))
-        report = TierReport(JOB_UID, self.world.attempt, 1, self.world.host(1), (tiers,))
+        report = TierReport(JOB_UID, attempt or self.world.attempt, 1, (tiers,))
         try:
-            return self.line.tell(encode(difference(None, Vocabulary().word_of(report), number, 0)), number)
+            return self.line.tell(written(report, number), number)
         except AnswerLate:
             return until(self.waited, "an answer")
 
@@ -98,22 +93,11 @@ def test_message_without_end_ends_the_connection_alone(world: World) -> None:
     other.line.close()
 
 
-def test_coordinator_of_an_older_release_says_that_it_knows_no_such_connection(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(world.root / "credentials" / "tls.crt", world.root / "credentials" / "tls.key")
-    with socket.create_server((world.host(0), names.CONTROL_PORT)) as listener:
-
-        def answer() -> None:
-            with context.wrap_socket(listener.accept()[0], server_side=True) as connection:
-                connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 405 Method Not Allowed\r\nContent-Length: 0\r\n\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(NotSpoken, match="405"):
-            Far(world).say(4, 1)
-        thread.join()
+def test_report_of_an_attempt_that_is_over_is_refused(world: World) -> None:
+    far = Far(world)
+    world.begin()
+    assert far.say(4, 1, attempt=1).refused == "attempt 1 is over, the job is at attempt 2"
+    far.line.close()
 
 
 def test_messages_come_in_pieces_of_any_size() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from tests.sidecar.world import DEADLINE, FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Break, Report, Unreachable
 from tiercheck_sidecar.decoding import decode
 
@@ -69,7 +68,7 @@ def test_worker_that_was_cut_off_stops_its_trainer_when_it_hears_of_the_next_att
     launcher.tell("started", 1)
     world.new_attempt()  # the controller reaches worker 0 only
     for phase in (Phase.HOLD, Phase.RELEASE):
-        assert world.call(0, "PUT", "/v1/directive", to_json(world.directive(0, phase)))[0] == 200
+        assert world.send(0, world.directive(0, phase))[0] == 200
     order = launcher.order()
     assert (order.attempt, order.phase) == (2, Phase.HOLD), "the command of attempt 1 has to stop"
     launcher.close()

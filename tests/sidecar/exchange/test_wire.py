@@ -457,7 +457,8 @@ def test_every_connection_of_a_sidecar_is_encrypted_once_its_job_wants_that(stat
     directive = station.state.directive
     assert directive is not None
     assert not sidecar.identity.encrypts()
-    sidecar.state.accept(replace(directive, policy=replace(directive.policy, peer_encrypted=True)))
+    policy = replace(directive.policy, peer_encrypted=True)
+    sidecar.state.accept(replace(directive, policy=policy, instance=sidecar.state.instance))
     assert sidecar.identity.encrypts()
     for part in (sidecar.replicator, sidecar.parity, sidecar.heartbeat, sidecar.exchange):
         assert part._identity is sidecar.identity

@@ -9,7 +9,6 @@ from tests.sidecar.restore.test_restore import DELTA, SIZE, train, training
 from tests.sidecar.world import FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
-from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import SPARE, TrainerState
 from tiercheck.protocol.version import Version
 
@@ -55,12 +54,12 @@ def test_spare_that_is_a_worker_will_be_no_other(make_world: MakeWorld) -> None:
     world.new_attempt()
     wanted = world.directive(2, Phase.HOLD)
     other = replace(world.directive(0, Phase.HOLD), job_uid="other")
-    assert world.call(2, "PUT", "/v1/directive", to_json(other))[0] == 403
+    assert world.send(2, other)[0] == 403
     assert world.report(2).worker == SPARE, "a stranger's word changes nothing"
-    assert world.call(2, "PUT", "/v1/directive", to_json(wanted))[0] == 200
+    assert world.send(2, wanted)[0] == 200
     assert world.report(2).worker == 2
     world.attempt += 1
-    assert world.call(2, "PUT", "/v1/directive", to_json(world.directive(1, Phase.HOLD)))[0] == 403
+    assert world.send(2, world.directive(1, Phase.HOLD))[0] == 403
 
 
 def test_restarted_sidecar_of_a_former_spare_is_told_again_who_it_is(make_world: MakeWorld) -> None:

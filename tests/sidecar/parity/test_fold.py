@@ -187,7 +187,7 @@ def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
     assert seal is not None
     wire = talk(job.members[0], job.holders[0])
     offer(wire, seal)
-    job.holders[0].state.accept(_later(job))
+    job.holders[0].accept(_later(job))
     with pytest.raises(WireBroken):
         send(wire, seal, chunks_of(saved[0], 0))
     with pytest.raises(PeerRefused, match="attempt 1 is over"):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.sidecar.parity.group import Group
 from tests.sidecar.stations import Station
-from tiercheck.protocol.directive import Directive, ParityGroup, Peer, RankSources, Restore, Source, Tier
+from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.restore.resharded_reads import Lender, RemotePart
@@ -40,10 +40,9 @@ def lender_of(station: Station) -> Lender:
 
 
 def directive(job: Group, rank: int, group: ParityGroup) -> Directive:
-    restore = Restore(
-        V, (RankSources(rank, (Source(Tier.PEER, parity=group),)),), world_size=job.procs * len(job.members)
-    )
-    return dataclasses.replace(job.directive(0), restore=restore)
+    ranks = job.procs * len(job.members)
+    table = SourceTable.of({rank: (Source(Tier.PEER, parity=group),)}, range(ranks))
+    return dataclasses.replace(job.directive(0), restore=Restore(V, table, world_size=ranks))
 
 
 def without(job: Group, *lost: int, ranks: tuple[int, ...]) -> ParityGroup:

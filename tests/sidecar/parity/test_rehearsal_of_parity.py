@@ -22,7 +22,7 @@ V = Version(10, 1)
 def rehearsed(job: Group) -> SidecarState:
     """Worker 0, once it has looked at all tiers."""
     me = job.stations[0]
-    me.state.accept(replace(job.directive(0), policy=Policy(1, 1_000_000, 5, rehearse_every=600.0)))
+    me.accept(replace(job.directive(0), policy=Policy(1, 1_000_000, 5, rehearse_every=600.0)))
     with me.state.lock:
         me.state.verdict = TierVerdict(1, Watermarks(local=V, peer=V))
     reach = RestoreSources(me.state, me.vault, me.identity, 8471, NoRemote())

@@ -208,7 +208,7 @@ def test_turning_it_off_takes_back_what_was_said(stage: Stage) -> None:
     stage.rehearser.look()
     assert stage.complaint()
     assert stage.proved()
-    stage.me.state.accept(replace(stage.me.state.directive, policy=Policy(None, 1_000_000, 5)))  # type: ignore[type-var]
+    stage.me.accept(replace(stage.me.state.directive, policy=Policy(None, 1_000_000, 5)))  # type: ignore[type-var]
     stage.rehearser.look()
     assert (stage.proved(), stage.complaint()) == ({}, "")
 
@@ -341,7 +341,7 @@ def test_next_attempt_ends_it_at_once_without_a_word(stage: Stage, after: int) -
     waits: list[int] = []
 
     def recovery() -> None:
-        stage.me.state.accept(hold)
+        stage.me.accept(hold)
         waits.append(stage.waits)
 
     stage.happenings = [*[lambda: None] * after, recovery]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from tests.sidecar.world import World, until
 from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.version import Version
 
 MakeWorld = Callable[..., World]
@@ -43,5 +42,5 @@ def test_sidecar_of_an_attempt_that_is_over_owes_nobody_anything(make_world: Mak
     world.start(0)
     world.new_attempt()
 
-    assert world.call(0, "PUT", "/v1/directive", to_json(world.directive(0, Phase.HOLD)))[0] == 200
+    assert world.send(0, world.directive(0, Phase.HOLD))[0] == 200
     assert world.terminate(1) == 0, "it learns of attempt 2, and goes"

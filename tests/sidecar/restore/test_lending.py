@@ -14,7 +14,7 @@ from tests.sidecar.exchange.test_exchange_fetch import MIB, copied
 from tests.sidecar.stations import Stations
 from tests.sidecar.world import World, until
 from tiercheck.protocol.artifacts.slot import SlotLayout, read_header
-from tiercheck.protocol.directive import Directive, RankSources, Restore, Source, SourceTable, Tier
+from tiercheck.protocol.directive import Directive, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
@@ -49,14 +49,11 @@ def lender(job: Stations) -> Iterator[Lender]:
     assert not list((station.state.config.vault_dir / "lent").glob("*"))
 
 
-def directive(job: Stations, *workers: int, listed: bool = False) -> Directive:
-    """`listed`: as an operator says it that knows of no tables."""
+def directive(job: Stations, *workers: int) -> Directive:
     known = job[3].state.directive
     assert known is not None
     sources = tuple(Source(Tier.PEER, job.peer(worker)) for worker in workers)
-    restore = Restore(Version(5, 1), (), world_size=2, table=SourceTable.of({0: sources}, 2))
-    if listed:
-        restore = Restore(Version(5, 1), (RankSources(0, sources),), world_size=2)
+    restore = Restore(Version(5, 1), SourceTable.of({0: sources}, range(2)), world_size=2)
     return dataclasses.replace(known, restore=restore)
 
 
@@ -77,11 +74,10 @@ def test_only_the_chunks_that_are_asked_for_are_brought(job: Stations, lender: L
     assert there(path) <= 12 * MIB
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_damaged_chunk_is_brought_by_another_holder(job: Stations, lender: Lender, listed: bool) -> None:
+def test_damaged_chunk_is_brought_by_another_holder(job: Stations, lender: Lender) -> None:
     seal, artifact, content = copied(job)
     job[1].flip(seal, Tier.PEER, 3)
-    path = lender.lend(directive(job, 1, 2, listed=listed), artifact, [(0, len(content))])
+    path = lender.lend(directive(job, 1, 2), artifact, [(0, len(content))])
     assert path.read_bytes() == content
 
 

@@ -17,7 +17,7 @@ from tests.sidecar.restore.test_lending import directive as lending_directive
 from tests.sidecar.restore.test_restore import REMOTE, restored, training
 from tests.sidecar.stations import Stations
 from tests.sidecar.world import World, until
-from tiercheck.protocol.directive import Phase, RankSources, Restore, Source, Tier
+from tiercheck.protocol.directive import NO_SOURCES, Phase, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import RankRestore, RestoreProgress, RestoreState
 from tiercheck.protocol.version import Artifact, Version
@@ -96,7 +96,7 @@ def hours_pass(
 def bring_back(job: Stations, reach: RestoreSources, artifact: Artifact, *sources: Source) -> RankRestore:
     known = job[0].state.directive
     assert known is not None
-    wanted = replace(known, restore=Restore(artifact.version, ()))
+    wanted = replace(known, restore=Restore(artifact.version, NO_SOURCES))
     with ThreadPoolExecutor(1) as verifiers:
         return RankRestorer(
             job[0].state,
@@ -216,10 +216,9 @@ def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
     wanted = replace(
         wanted, history=wanted.history.after(2, 5), policy=replace(wanted.policy, restore_stall=0.2)
     )
-    wanted = replace(
-        wanted, restore=Restore(Version(5, 1), (RankSources(3, (Source(Tier.REMOTE),)),), world_size=4)
-    )
-    station.state.accept(wanted)
+    table = SourceTable.of({3: (Source(Tier.REMOTE),)}, range(4))
+    wanted = replace(wanted, restore=Restore(Version(5, 1), table, world_size=4))
+    station.accept(wanted)
     reach = RestoreSources(station.state, station.vault, station.identity, job.port, mount)  # type: ignore[arg-type]
     Restorer(station.state, station.vault, reach).carry_out(wanted)
     report = station.state.restore

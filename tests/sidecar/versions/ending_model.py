@@ -10,15 +10,17 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.sidecar.versions.reports import RankTiers, TierReport, written
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import TrainerState
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.versions.coordinator import Coordinator, NotNow
+from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, may_go, owes_nothing
-from tiercheck_sidecar.versions.watermark import RankTiers, TierReport, TierVerdict
+from tiercheck_sidecar.versions.watermark import TierVerdict
+from tiercheck_sidecar.versions.words import TierAnswer
 
 TICK = 0.5
 JOB = "uid"
@@ -52,6 +54,8 @@ class Worker:
     finishing: bool = False
     stored: Version | None = None
     """The newest that it knows to be in the remote tier."""
+    caller: Caller | None = None
+    """Its connection; None: it broke."""
     taken: TierReport | None = None
     failing_since: float | None = None
     gone_at: float | None = None
@@ -73,6 +77,7 @@ class Model:
         self.workers = [Worker(number, plan) for number, plan in enumerate(plans)]
         self.state = SidecarState(_config(), clock=lambda: self.now)
         self.coordinator = Coordinator(self.state, clock=lambda: self.now)
+        self.directives = 0
         self.state.accept(self._directive(Phase.RELEASE))
         self.remote: list[Version] = []
         self.committing: tuple[Version, float] | None = None
@@ -139,7 +144,6 @@ class Model:
             job_uid=JOB,
             attempt=1,
             worker=worker.number,
-            host=str(worker.number),
             placement="" if worker.finishing else "holders",
             ranks=(RankTiers(worker.number, snapshots=tuple(sorted(worker.snapshots)), uploaded=uploaded),),
             final=final,
@@ -153,15 +157,27 @@ class Model:
             return
         worker.failing_since = None
         report = self._report(worker)
-        try:
-            verdict = self.coordinator.hear(report)
-        except NotNow:
+        if worker.caller is None:
+            worker.caller = Caller(lambda answer: self._receive(worker, answer))
+            self.coordinator.connect(worker.caller)
+        answer = self.coordinator.hear_news(worker.caller, written(report))
+        if answer.refused:
             return
         worker.taken = report
-        self._take(worker, verdict)
+        for each in self.coordinator.replies(worker.caller, answer):
+            self._take(worker, each)
 
-    def _take(self, worker: Worker, verdict: TierVerdict) -> None:
-        if verdict.placement != ("" if worker.finishing else "holders"):
+    def _receive(self, worker: Worker, answer: TierAnswer) -> None:
+        """What is lost on its way breaks the connection."""
+        if worker.there and not self._is_lost(worker):
+            self._take(worker, answer)
+        elif worker.caller is not None:
+            self.coordinator.hang_up(worker.caller)
+            worker.caller = None
+
+    def _take(self, worker: Worker, answer: TierAnswer) -> None:
+        verdict = answer.verdict
+        if verdict is None or verdict.placement != ("" if worker.finishing else "holders"):
             return
         worker.verdict = verdict
         if verdict.watermarks.remote is not None:
@@ -184,20 +200,16 @@ class Model:
             self.coordinator.stored(tuple(self.remote))
         if self.committing is None and (manifest := self.coordinator.manifest()) is not None:
             self.committing = manifest.version, self.now + self.commit_seconds
-        word = self.coordinator.news()
-        if word is None:
-            return
-        verdict, hosts = word
-        for host in hosts:
-            worker = self.workers[int(host)]
-            if worker.there and not self._is_lost(worker):
-                self._take(worker, verdict)
-        self.coordinator.announced(verdict)
+        verdict = self.coordinator.news()
+        self.coordinator.deliver(self.coordinator._to_send({}))
+        if verdict is not None:
+            self.coordinator.announced(verdict)
 
     def _is_lost(self, worker: Worker) -> bool:
         return worker.number != 0 and self.rng.random() < self.losses
 
     def _directive(self, phase: Phase) -> Directive:
+        self.directives += 1
         return Directive(
             job_uid=JOB,
             worker=0,
@@ -214,6 +226,8 @@ class Model:
             master_host="0",
             master_port=1,
             placement="" if phase is Phase.FINISH else "holders",
+            instance=self.state.instance,
+            number=self.directives,
         )
 
 

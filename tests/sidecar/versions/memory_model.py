@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from tests.sidecar.versions.judging import judge
+from tests.sidecar.versions.reports import Copy, RankTiers, judge
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable
 from tiercheck_sidecar.model.span import intersect, spans
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
-from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding, TierVerdict
+from tiercheck_sidecar.versions.watermark import TierStanding, TierVerdict
 
 Key = tuple[Kind, Version]
 

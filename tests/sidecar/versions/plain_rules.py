@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
+from tests.sidecar.versions.reports import Copy, RankTiers
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.model.span import Span, intersect, newest, unite
-from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierStanding, TierVerdict
+from tiercheck_sidecar.versions.watermark import TierStanding, TierVerdict
 
 
 def judge(

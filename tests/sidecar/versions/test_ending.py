@@ -17,7 +17,6 @@ from tests.sidecar.offload.test_offload import with_directory
 from tests.sidecar.world import COME_BACK, LAST_WORD, FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer, Phase
-from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, TrainerState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode
@@ -185,7 +184,7 @@ def test_worker_whose_coordinator_is_lost_for_good_gives_up_and_goes(make_world:
     save_everywhere(world, 7)
     world.kill(0)
     told = dataclasses.replace(world.directive(1, Phase.FINISH, holders=()), coordinator=Peer(0, ""))
-    assert world.call(1, "PUT", "/v1/directive", to_json(told))[0] == 200
+    assert world.send(1, told)[0] == 200
     trainers[1].close()
     assert world.terminate(1) == 0, world.logs(1)
     assert manifests(store) == []

@@ -7,15 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from tests.sidecar.stations import Stations
+from tests.sidecar.versions.reports import RankTiers, TierReport, tell, told
+from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version, rebuildable
-from tiercheck_sidecar.control.control_client import CallFailed
+from tiercheck_sidecar.control.tier_line import CallFailed
 from tiercheck_sidecar.model.span import spans
 from tiercheck_sidecar.versions import tiers
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tiers import TierClient
-from tiercheck_sidecar.versions.watermark import RankTiers, TierReport, TierVerdict
 from tiercheck_sidecar.versions.words import TierAnswer
 
 SIZE = 100_000
@@ -81,14 +82,12 @@ class Pair:
             unfinished_deltas=writing,
             reached=newest,
         )
-        self.coordinator.hear(TierReport(self.station.state.config.job_uid, 1, 0, "host", (said,)))
+        assert not tell(self.coordinator, TierReport(JOB_UID, 1, 0, (said,))).refused
 
     def announced(self) -> Version | None:
         """What everybody is told next."""
-        news = self.coordinator.news()
-        verdict: TierVerdict | None = news[0] if news else self.coordinator._verdict
-        assert verdict is not None
-        return verdict.watermarks.local
+        self.coordinator.news()
+        return told(self.coordinator).watermarks.local
 
     def tell(self) -> None:
         self.coordinator.news()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.sidecar.stations import Stations
 from tests.sidecar.versions import plain_rules
+from tests.sidecar.versions.reports import Copy, RankTiers, TierReport, tell, told, word_of
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
@@ -21,7 +22,7 @@ from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.span import Span, spans
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.tally import RankHoldings, Tally, WorkerHead, WorkerWord
-from tiercheck_sidecar.versions.watermark import Copy, RankTiers, TierReport, TierStanding, judge
+from tiercheck_sidecar.versions.watermark import TierStanding, judge
 from tiercheck_sidecar.versions.words import (
     DoubtfulNews,
     TierAnswer,
@@ -81,7 +82,6 @@ def reports_of(worker: int) -> st.SearchStrategy[TierReport]:
         st.just(JOB_UID),
         st.just(1),
         st.just(worker),
-        st.sampled_from(["10.0.0.1", "10.0.0.2"]),
         ranks_of(worker),
         copies,
         st.just(""),
@@ -120,17 +120,21 @@ def same(one: TierReport, other: TierReport) -> bool:
 def test_nobody_waits_for_the_upload_of_one_rank() -> None:
     """The version is there when all ranks' are, and thousands of ranks finish one by one."""
     done = RankArtifact(0, Version(3, 1), "key", size=1)
-    taken = TierReport(JOB_UID, 1, 0, "here", (RankTiers(0), RankTiers(1)))
-    assert is_urgent(taken, None)
+    vocabulary = Vocabulary()
+    taken = TierReport(JOB_UID, 1, 0, (RankTiers(0), RankTiers(1)))
+    before = word_of(taken, vocabulary)
+    assert is_urgent(before, None)
     uploaded = replace(taken, ranks=(RankTiers(0, uploaded=(done,)), RankTiers(1)))
-    assert not is_urgent(uploaded, taken)
+    after = word_of(uploaded, vocabulary)
+    assert after != before
+    assert not is_urgent(after, before)
     for more in (
         replace(uploaded, final=True),
         replace(uploaded, ranks=(*uploaded.ranks, RankTiers(2))),
         replace(uploaded, ranks=(uploaded.ranks[0], RankTiers(1, snapshots=(Version(3, 1),)))),
         replace(uploaded, copies=(Copy((2,)),)),
     ):
-        assert is_urgent(more, taken)
+        assert is_urgent(word_of(more, vocabulary), before)
 
 
 @given(st.lists(reports_of(1), min_size=1, max_size=5))
@@ -139,7 +143,7 @@ def test_differences_applied_one_after_the_other_are_the_whole_report(said: list
     base: WorkerWord | None = None
     known: WorkerWord | None = None
     for number, report in enumerate(said, 1):
-        word = mine.word_of(report)
+        word = word_of(report, mine)
         news = decode(encode(difference(base, word, number, number - 1)), TierNews)
         base, known = word, theirs.updated(known if news.base else None, news)
         assert same(said_by(known), report)
@@ -154,12 +158,13 @@ def test_differences_applied_one_after_the_other_are_the_whole_report(said: list
 @given(reports_of(1), st.data())
 def test_nothing_is_said_of_what_did_not_change(report: TierReport, data: st.DataObject) -> None:
     vocabulary = Vocabulary()
-    base = vocabulary.word_of(report)
-    news = difference(base, vocabulary.word_of(report), 2, 1)
+    base = word_of(report, vocabulary)
+    assert word_of(report, vocabulary) == base
+    news = difference(base, word_of(report, vocabulary), 2, 1)
     assert news == TierNews(2, 1)
     changed = data.draw(ranks_of(1))
     after = replace(report, ranks=(report.ranks[0], *changed[1:]))
-    named = difference(base, vocabulary.word_of(after), 2, 1)
+    named = difference(base, word_of(after, vocabulary), 2, 1)
     assert {rank for group in named.ranks for rank in group.ranks} <= {changed[1].rank}
 
 
@@ -167,10 +172,8 @@ def test_of_a_rank_that_brought_a_version_away_only_that_is_said() -> None:
     """Thousands do within seconds; their sizes and holders are what they were."""
     vocabulary, done = Vocabulary(), (RankArtifact(0, Version(3, 1), "key", size=1),)
     ranks = tuple(RankTiers(rank, holders=(1,), needs=Needs(10, 1, True)) for rank in range(PROCS))
-    base = vocabulary.word_of(TierReport(JOB_UID, 1, 0, "here", ranks))
-    after = vocabulary.word_of(
-        TierReport(JOB_UID, 1, 0, "here", (replace(ranks[0], uploaded=done), *ranks[1:]))
-    )
+    base = word_of(TierReport(JOB_UID, 1, 0, ranks), vocabulary)
+    after = word_of(TierReport(JOB_UID, 1, 0, (replace(ranks[0], uploaded=done), *ranks[1:])), vocabulary)
     news = difference(base, after, 2, 1)
     assert news == TierNews(2, 1, uploaded=(UploadedOf(0, done),))
     assert vocabulary.updated(base, news).own == after.own
@@ -179,9 +182,9 @@ def test_of_a_rank_that_brought_a_version_away_only_that_is_said() -> None:
 @pytest.mark.parametrize("base", [None, "of other ranks"])
 def test_upload_of_a_rank_that_nothing_else_is_known_of_is_doubtful(base: str | None) -> None:
     vocabulary = Vocabulary()
-    head = TierReport(JOB_UID, 1, 0, "here", (RankTiers(0),))
-    known = vocabulary.word_of(head) if base else None
-    news = TierNews(2, 1, WorkerHead(JOB_UID, 1, 0, "here"), uploaded=(UploadedOf(1, ()),))
+    head = TierReport(JOB_UID, 1, 0, (RankTiers(0),))
+    known = word_of(head, vocabulary) if base else None
+    news = TierNews(2, 1, WorkerHead(JOB_UID, 1, 0), uploaded=(UploadedOf(1, ()),))
     with pytest.raises(DoubtfulNews):
         vocabulary.updated(known, news)
 
@@ -193,11 +196,11 @@ def test_judging_what_changed_is_judging_all_anew(said: list[TierReport]) -> Non
     newest: dict[int, TierReport] = {}
     standing, plain_standing = TierStanding(), TierStanding()
     for report in said:
-        tally.put(vocabulary.word_of(report))
+        tally.put(word_of(report, vocabulary))
         newest[report.worker] = report
         anew = Tally()
         for each in newest.values():
-            anew.put(Vocabulary().word_of(each))
+            anew.put(word_of(each))
         ranks = {tiers.rank: tiers for each in newest.values() for tiers in each.ranks}
         kept = [copy for each in newest.values() for copy in each.copies]
         before = standing
@@ -211,9 +214,9 @@ def test_judging_what_changed_is_judging_all_anew(said: list[TierReport]) -> Non
 def test_worker_that_is_dropped_leaves_nothing(said: list[TierReport], other: TierReport) -> None:
     vocabulary, tally, alone = Vocabulary(), Tally(), Tally()
     for report in said:
-        tally.put(vocabulary.word_of(report))
-    tally.put(vocabulary.word_of(other))
-    alone.put(vocabulary.word_of(other))
+        tally.put(word_of(report, vocabulary))
+    tally.put(word_of(other, vocabulary))
+    alone.put(word_of(other, vocabulary))
     tally.drop(0, range(PROCS))
     assert tally.ranks == alone.ranks
     assert set(tally.shapes) == set(alone.shapes)
@@ -231,7 +234,7 @@ def coordinator(stations: Callable[..., Stations]) -> Coordinator:
 def report(worker: int, step: int) -> TierReport:
     version = Version(step, 1)
     tiers = RankTiers(worker, (Span(1, step, step),), (version,), reached=version)
-    return TierReport(JOB_UID, 1, worker, "127.0.0.1", (tiers,))
+    return TierReport(JOB_UID, 1, worker, (tiers,))
 
 
 class Speaker:
@@ -243,7 +246,7 @@ class Speaker:
         self.base: WorkerWord | None = None
 
     def say(self, step: int, whole: bool = False) -> TierAnswer:
-        word = self.vocabulary.word_of(report(self.worker, step))
+        word = word_of(report(self.worker, step), self.vocabulary)
         self.number += 1
         news = difference(None if whole else self.base, word, self.number, self.number - 1)
         answer = self.coordinator.hear_news(self.caller, encode(news))
@@ -253,7 +256,7 @@ class Speaker:
     def mark(self) -> Version | None:
         news = self.coordinator.news()
         assert news is not None
-        return news[0].watermarks.local
+        return news.watermarks.local
 
 
 def test_what_changed_moves_the_watermark_as_the_whole_does(coordinator: Coordinator) -> None:
@@ -347,14 +350,12 @@ def test_upload_on_record_is_told_to_its_own_worker_alone(stations: Callable[...
     coordinator = Coordinator(state)
     coordinator.stored(())
     first = report(0, 4)
-    coordinator.hear(first)
-    coordinator.hear(report(1, 4))
-    news = coordinator.news()
-    assert news is not None
-    upload = news[0].upload
+    assert not tell(coordinator, first).refused
+    assert not tell(coordinator, report(1, 4)).refused
+    coordinator.news()
+    upload = told(coordinator).upload
     assert upload == Version(4, 1)
     done = replace(first.ranks[0], uploaded=(RankArtifact(0, upload, "key", size=1),))
-    said = Vocabulary().word_of(replace(first, ranks=(done,)))
-    answer = coordinator.hear_news(Caller(), encode(difference(None, said, 1, 0)))
+    answer = tell(coordinator, replace(first, ranks=(done,)))
     assert (answer.upload, answer.received) == (upload, (0,))
-    assert coordinator.hear(report(1, 4)).received == ()
+    assert tell(coordinator, report(1, 4)).received == ()

@@ -36,7 +36,6 @@ from tiercheck_operator.controller.observe.inventories import (
     oldest_step,
     remote_inventory,
     reports_of,
-    with_ranks,
     without_versions,
 )
 from tiercheck_operator.controller.observe.memory import largest_share, why_too_small
@@ -116,17 +115,14 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
     first = status.attempt == 0
     # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
     history, number = status.history, max([status.attempt, *(report.attempt for report in reports)]) + 1
-    resized = first or (
-        Cause.parse(recovery.cause) is Cause.RESUMED and not all(b.ranks for b in history.branches)
-    )
-    if resized and remote.versions and not _counted(reports):
+    if first and remote.versions and not _counted(reports):
         return _remote_unknown(replace(remote, reachable=None), reports)
     if first and remote.configured:
         if remote.undecided:
             return _remote_unknown(remote, reports)
-        history = adopted_history(remote, situation.job.spec.restore_step)
+        spec = situation.job.spec
+        history = adopted_history(remote, spec.restore_step, spec.workers * spec.procs_per_worker)
         number = max(number, last_attempt(remote) + 1)
-    history = with_ranks(history, remote, situation.job.spec.workers * situation.job.spec.procs_per_worker)
     problem = _recovery_problem(situation, placed, history, reports, remote, first=first)
     outcome = _decided(problem, recovery)
     if isinstance(outcome, (Wait, Refuse)):

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 import msgspec
 
 from tiercheck.protocol.directive import (
+    NO_SOURCES,
     Directive,
     HangLimits,
     ParityGroup,
     Peer,
     Phase,
     Policy,
-    RankSources,
     Restore,
     Source,
     SourceTable,
@@ -59,7 +59,7 @@ def build_policy(spec: JobSpec, restored: bool = False) -> Policy:
     bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
     return Policy(
         snapshot_every=spec.snapshot_every,
-        remote_every=int(remote.get("everySteps") or 500),
+        remote_every=spec.remote_every or 0,
         remote_keep=int(remote.get("keep") or 5),
         remote_bandwidth=None if bandwidth is None else parse_quantity(bandwidth),
         remote_keep_seconds=None if age is None else parse_duration(age),
@@ -177,13 +177,11 @@ def build_directives(
     workers, procs = _size(obs, status)
     old = 0 if version is None else status.resized_from
     rules, port = build_policy(spec, restored=version is not None), master_port(uid, status.attempt)
-    table = SourceTable.of(sources, old) if old else None
-    named_table = "" if table is None else _digest_of(table)
-    listed = tuple(RankSources(rank, sources.get(rank, ())) for rank in range(old))
+    shared = SourceTable.of(sources, range(old)) if old else None
+    named_table = "" if shared is None else _digest_of(shared)
     for worker in sorted(members):
         own = range(worker * procs, (worker + 1) * procs)
-        told = table if _reads_tables(obs, members[worker]) else None
-        ranks = listed or tuple(RankSources(rank, sources.get(rank, ())) for rank in own)
+        table = shared or SourceTable.of(sources, own)
         directive = Directive(
             job_uid=uid,
             worker=worker,
@@ -193,9 +191,7 @@ def build_directives(
             phase=phase,
             history=status.history,
             policy=rules,
-            restore=None
-            if version is None
-            else Restore(version, () if told else ranks, world_size=old, table=told),
+            restore=None if version is None else Restore(version, table, world_size=old),
             holders=tuple(
                 Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts
             ),
@@ -211,11 +207,6 @@ def build_directives(
         )
         directives[worker] = dataclasses.replace(directive, revision=_revision(directive, named_table))
     return directives
-
-
-def _reads_tables(obs: Observation, pod: PodView) -> bool:
-    report = obs.newest_reports.get(pod.uid)
-    return report is not None and report.reads_tables
 
 
 def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
@@ -262,12 +253,12 @@ def _placement_digest(placement: SavedPlacement | None) -> str:
 
 
 def _revision(directive: Directive, named_table: str) -> str:
-    """`named_table`: digest of the table of sources, which is worked out once for all workers."""
-    restore = directive.restore
-    if restore is None or restore.table is None:
+    """`named_table`: digest of the table of sources that all workers share, which is worked out once for
+    them; empty: each has its own."""
+    if not named_table or directive.restore is None:
         return _digest_of(directive)
-    own = dataclasses.replace(directive, restore=dataclasses.replace(restore, table=None))
-    return _digest_of((own, named_table))
+    restore = dataclasses.replace(directive.restore, table=NO_SOURCES)
+    return _digest_of((dataclasses.replace(directive, restore=restore), named_table))
 
 
 def _digest_of(content: object) -> str:

@@ -15,7 +15,6 @@ from tiercheck_operator.controller.observe.inventories import (
     build_inventories,
     remote_inventory,
     reports_of,
-    with_ranks,
 )
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
@@ -93,13 +92,6 @@ def why_not_smaller(situation: Situation, size: int) -> str:
         return f"tiers.peer.parity needs {sum(spec.parity)} workers, and {size} have a node"
     if not _leads_back(situation, size):
         return "what the others hold leads back to no version without them"
-    stays = [pod for worker, pod in situation.members.items() if pod.node is not None and worker >= size]
-    reports = [report for pod in stays if (report := situation.report(pod)) is not None]
-    if situation.job.status.attempt and not all(report.can_change_worker for report in reports):
-        return (
-            "its sidecars are of an older release, which cannot become other workers; suspend and "
-            "resume the job"
-        )
     return ""
 
 
@@ -112,12 +104,11 @@ def _leads_back(situation: Situation, size: int) -> bool:
     housed = {worker: pod for worker, pod in situation.members.items() if pod.node is not None}
     reports = reports_of(situation, housed)
     remote = remote_inventory(spec, reports)
-    history = with_ranks(status.history, remote, spec.workers * spec.procs_per_worker)
     ranks = size * spec.procs_per_worker
     stock = ResizedStock(
         ranks,
         spec.procs_per_worker,
-        history,
+        status.history,
         build_inventories(reports),
         remote,
         bad=bad_everywhere(reports),

@@ -257,29 +257,18 @@ def _renumbered(entries: Iterable[Quarantined], now: Mapping[int, int]) -> Itera
             yield replace(entry, worker=now[entry.worker])
 
 
-def adopted_history(remote: RemoteInventory, step: int | None) -> History:
+def adopted_history(remote: RemoteInventory, step: int | None, ranks: int) -> History:
     """The history that accepts the version to begin from; empty if the remote tier holds none.
 
     `step`: the one that the user asked for. Among versions of the same step, and for the newest one, the
-    later attempt
-    counts: the earlier one was rolled back.
+    later attempt counts: the earlier one was rolled back. `ranks`: how many made it if the remote tier does
+    not say.
     """
     usable: list[Version] = [version for version in remote.usable if step is None or version.step == step]
     if not usable:
         return History()
     chosen = max(usable, key=lambda version: (version.attempt, version.step))
-    return History((Branch(chosen.attempt, 0, remote.ranks.get(chosen, 0)),))
-
-
-def with_ranks(history: History, remote: RemoteInventory, ranks: int) -> History:
-    """With the numbers of ranks that were not written down: as the remote tier says, or `ranks`."""
-    told = {version.attempt: count for version, count in remote.ranks.items()}
-    return History(
-        tuple(
-            branch if branch.ranks else replace(branch, ranks=told.get(branch.attempt, ranks))
-            for branch in history.branches
-        )
-    )
+    return History((Branch(chosen.attempt, 0, remote.ranks.get(chosen, ranks)),))
 
 
 def oldest_step(found: Iterable[JobInventory], remote: RemoteInventory) -> int | None:

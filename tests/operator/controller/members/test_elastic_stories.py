@@ -15,7 +15,7 @@ import pytest
 from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Quarantined, TrainerState
-from tiercheck.protocol.version import Branch, History, Version
+from tiercheck.protocol.version import Branch, Version
 from tiercheck_operator.controller.members import elastic as elastic_module
 from tiercheck_operator.model.actions import Promote
 from tiercheck_operator.model.status import Condition, SizeRecord, render_record
@@ -309,22 +309,6 @@ def test_copies_are_at_most_as_many_as_there_are_other_workers() -> None:
     assert world.placement.holders() == {0: (1,), 1: (0,)}
 
 
-def test_sidecars_of_an_older_release_are_not_asked_to_become_others() -> None:
-    world = elastic()
-    world.new_sidecars = False
-    lose(world, 1)
-    world.train(80)
-    assert world.status.attempt == 1
-    assert "of an older release" in str(world.status.condition("Placed"))
-
-
-def test_but_the_last_worker_may_be_missing_whatever_the_sidecars_can() -> None:
-    world = elastic()
-    world.new_sidecars = False
-    shrunk(world, 3)
-    assert begun(world)[0] == [0, 1, 2]
-
-
 # The operator dies
 
 
@@ -616,16 +600,6 @@ def test_copy_that_was_found_bad_is_not_used_though_its_worker_has_another_numbe
     shrunk(world, 1)
     _, version = begun(world)
     assert version < newest, "rank 1 has no good copy of the newest version left"
-
-
-def test_branches_whose_ranks_nobody_wrote_down_are_those_of_the_full_job() -> None:
-    world = elastic()
-    bare = History(
-        tuple(Branch(branch.attempt, branch.base_step) for branch in world.status.history.branches)
-    )
-    world.job = replace(world.job, status=replace(world.status, history=bare))
-    shrunk(world, 1)
-    assert [branch.ranks for branch in world.status.history.branches] == [4, 3]
 
 
 # With deltas

@@ -8,8 +8,7 @@ import pytest
 
 from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import Restore
-from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.model.status import JobRecord
+from tiercheck.protocol.version import Branch, Version
 
 
 def a_job(workers: int) -> World:
@@ -114,39 +113,19 @@ def test_another_job_of_that_name_may_have_another_size() -> None:
     assert second.status.history.branches[0] == Branch(newest.attempt, 0, ranks=4)
 
 
-def test_ranks_that_an_older_operator_did_not_write_down_are_found_in_the_remote_tier() -> None:
-    world = a_job(4)
-    newest = max(world.remote)
-    change(world, suspend=True)
-    world.until("Suspended")
-    bare = History(
-        tuple(Branch(branch.attempt, branch.base_step) for branch in world.status.history.branches)
-    )
-    status: JobRecord = replace(world.status, history=bare)
-    world.job = replace(world.job, status=status, spec=replace(world.job.spec, suspend=False, workers=2))
-    world.tick()
-    world.until("Running", attempt=2)
-    assert begun(world, 2) == {newest}
-
-
-def restores_of(workers: int, *, new_sidecars: bool) -> dict[int, Restore]:
+def restores_of(workers: int) -> dict[int, Restore]:
     """What each worker of a job that had four is told to restore, by the newest directive to hold."""
     world = a_job(4)
-    world.new_sidecars = new_sidecars
     restart_with(world, workers)
     told = {worker: world.sidecars[world.member(worker)].directive for worker in range(workers)}
     return {worker: each.restore for worker, each in told.items() if each is not None and each.restore}
 
 
 @pytest.mark.parametrize("workers", [2, 6])
-def test_sidecars_of_either_release_are_told_the_same_sources_of_every_old_rank(workers: int) -> None:
-    new, old = restores_of(workers, new_sidecars=True), restores_of(workers, new_sidecars=False)
-    assert len(new) == len(old) == workers
-    tables = {id(each.table) for each in new.values()}
-    assert len(tables) == 1, "one table, so that it is written once"
-    for worker, restore in new.items():
-        assert not restore.ranks
-        assert restore.world_size == old[worker].world_size == 4
-        for rank in range(4):
-            assert restore.sources(rank) == old[worker].sources(rank)
-            assert restore.sources(rank), "complete for the new mesh"
+def test_all_sidecars_of_a_resized_job_are_told_the_same_sources_of_every_old_rank(workers: int) -> None:
+    restores = restores_of(workers)
+    assert len(restores) == workers
+    assert len({id(each.table) for each in restores.values()}) == 1, "one table, so that it is written once"
+    for restore in restores.values():
+        assert restore.world_size == 4
+        assert all(restore.table.of_rank(rank) for rank in range(4)), "complete for the new mesh"
