@@ -145,16 +145,15 @@ def seat_wanted(
     aside = left_out(marked)
     try:
         topology = build_topology(marked, levels_in(spec))
-        sites = seat_workers(
-            marked, topology, spec.workers, spec.spread_level, per_node if per_node is not None else fit
-        )
+        spread = spread_level(topology.levels, spec.spread_level).name
+        sites = seat_workers(marked, topology, spec.workers, spread, fit if per_node is None else per_node)
     except ValueError as error:
         raise CannotDo(f"{error}{f'; {aside}' if aside else ''}. Give more nodes or fewer workers") from error
     bare = [
         f"{len(names)} of {len(marked)} nodes lack the label {level.label}, so their {level.name} is not "
         "known"
         for level, names in topology.missing
-        if level.name == spec.spread_level
+        if level.name == spread
     ]
     return spec, tuple(sites), topology, (*([aside] if aside else []), *bare)
 
