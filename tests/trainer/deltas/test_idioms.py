@@ -776,7 +776,7 @@ IDIOMS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "slow weights in a list": (simple(Slow), {EQUAL, TOLD}),
     "slow weights made at the first step": (simple(lambda p: Slow(p, lazy=True)), {EQUAL, TOLD}),
     "kept under an identity": (simple(UnderIdentity), {TOLD}),
-    "kept beside the state, by parameter": (simple(Beside), {TOLD}),
+    "kept beside the state, by parameter": (simple(Beside), {EQUAL}),
     "generator of the optimizer's own": (simple(Rounds), {EQUAL, TOLD}),
     "method kept as an attribute": (simple(Bound), {EQUAL, TOLD}),
     "all in autocast": (all_in_autocast, {EQUAL, TOLD}),
