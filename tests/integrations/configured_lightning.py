@@ -86,6 +86,7 @@ CASES = {
         StatefulDataLoader,
     ),
     "metrics": (Plateau, lambda: [C.EarlyStopping("error", patience=2, min_delta=1.0)], StatefulDataLoader),
+    "loader": (Small, list, StatefulDataLoader),
     "plain-loader": (Scheduled, list, DataLoader),
 }
 

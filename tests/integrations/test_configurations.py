@@ -34,6 +34,7 @@ LIGHTNING = {
     "pruning": (7, 10),
     "accumulation": (9, 16),
     "metrics": (4, 10),
+    "loader": (7, 13),  # restored at the end of an epoch, and again at the end of the next
     "plain-loader": (7, 13),
 }
 

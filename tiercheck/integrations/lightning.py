@@ -168,6 +168,9 @@ class TierCheck(callbacks.Callback):  # type: ignore[misc, unused-ignore]
             self.between_epochs
         ):  # restored: the loop begins its epoch like any other, and takes up nothing of the one before
             trainer.fit_loop.epoch_loop.restarting = False
+            # Lightning counts it in the total only, and would take the next such version for a finished one.
+            epochs = trainer.fit_loop.epoch_progress.current
+            epochs.ready = epochs.started + 1
             return
         self._keep_metrics(trainer)
         self.between_epochs = True
