@@ -1,4 +1,4 @@
-"""Promise: blocks of the page on training scripts run as they stand, and go on exactly after kills.
+"""Promise: blocks of the page on training scripts run as they stand, and go on exactly after kills."""
 
 from __future__ import annotations
 
