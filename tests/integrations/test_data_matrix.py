@@ -5,7 +5,6 @@ A stop leaves one step to be trained again, which is what tells of data that nob
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -25,8 +24,9 @@ AXES = (
     ("1", "3"),
 )
 """Framework, data, workers, epochs, stop, accumulation."""
-FEW = covering(AXES, lambda case: True, [(0, 1), (0, 4), (1, 2), (1, 4)])
-ALL = list(itertools.product(*AXES))
+CASES = covering(AXES, lambda case: True, [(0, 1, 2), (0, 1, 4), (2, 4), (0, 3), (3, 4), (0, 5), (4, 5)])
+"""Every kind of data with every worker and at every stop, in each framework; each pair of the others."""
+FEW = covering(AXES, lambda case: True, [(0, 1)])[::2]
 MODULES = {
     "plain": [],
     "accelerate": ["accelerate"],
@@ -69,7 +69,7 @@ def outcome(lives: Lives, case: Case, folder: Path) -> str:
     )
 
 
-@pytest.mark.parametrize("case", FEW[:6], ids=", ".join)
+@pytest.mark.parametrize("case", FEW, ids=", ".join)
 def test_resume_is_equal_or_told(case: Case, lives: Lives, tmp_path: Path) -> None:
     needed({"plain": "plain-loop"}.get(case[0], case[0]))
     assert outcome(lives, case, tmp_path) != "silent"
@@ -77,6 +77,7 @@ def test_resume_is_equal_or_told(case: Case, lives: Lives, tmp_path: Path) -> No
 
 @pytest.mark.extended
 def test_every_combination_is_equal_or_told(lives: Lives, tmp_path: Path) -> None:
-    found = {case: outcome(lives, case, tmp_path / str(number)) for number, case in enumerate(ALL)}
-    print(Counter((case[0], case[1], how) for case, how in found.items()))
+    found = {case: outcome(lives, case, tmp_path / str(number)) for number, case in enumerate(CASES)}
+    for (framework, how), count in sorted(Counter((case[0], how) for case, how in found.items()).items()):
+        print(f"{framework}: {count} {how}")  # the table of docs/use/exactness.md
     assert [case for case, how in found.items() if how == "silent"] == []
