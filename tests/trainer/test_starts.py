@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,21 @@ def test_second_signal_ends_the_run_at_once(lives: Lives, tmp_path: Path) -> Non
 
     assert lives.run(Script(tmp_path / "saved", 100, every=50, at=interrupt)) == 1
     assert find(tmp_path / "saved", run="train.py").step == 0
+
+
+def test_forked_worker_ends_by_the_signal_at_once(lives: Lives, tmp_path: Path) -> None:
+    def fork(step: int) -> None:
+        read, write = os.pipe()
+        worker = os.fork()
+        if not worker:
+            os.write(write, b".")  # what comes before is lost: a fork forgets its signals
+            while True:
+                time.sleep(0.01)
+        os.read(read, 1)
+        os.kill(worker, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+
+    assert lives.run(Script(tmp_path / "saved", 2, at=fork)) == 0
 
 
 def test_signal_handler_of_the_script_stays(lives: Lives, tmp_path: Path) -> None:

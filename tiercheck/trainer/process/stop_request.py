@@ -21,6 +21,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0
         """The one that came; 0: none."""
+        self._pid = os.getpid()
         self._taken: list[int] = []
         self._timer: threading.Timer | None = None
         if threading.current_thread() is threading.main_thread():
@@ -44,7 +45,7 @@ class StopRequest:
                 signal.signal(number, _DEFAULT[number])
 
     def _ask(self, number: int, _: FrameType | None) -> None:
-        if self.signal:
+        if self.signal or os.getpid() != self._pid:  # a forked worker of a loader makes no step
             self.signal = number
             self.obey()
             return
