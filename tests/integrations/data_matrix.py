@@ -1,15 +1,16 @@
 """One training of the data matrix: a framework, a kind of data, workers, `set_epoch`, accumulation.
 
-    data_matrix.py FRAMEWORK DATA WORKERS EPOCHS ACCUMULATION FOLDER
+    data_matrix.py FRAMEWORK DATA WORKERS EPOCHS ACCUMULATION FOLDER [STOP]
 
 Scripts are as their authors would write them: what has a position of its own is handed over, nothing else is.
-It says each step, and each warning.
+It says each step, and each warning. After it has said the step STOP it waits to be killed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -28,6 +29,8 @@ ROWS = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(5))
 
 def say(**line: object) -> None:
     print(json.dumps(line), flush=True)
+    if str(line.get("step")) in sys.argv[7:]:
+        signal.pause()
 
 
 class Told(logging.Handler):
@@ -214,7 +217,7 @@ def lightning(data: str, workers: str, epochs: str, accumulation: int, folder: s
 if __name__ == "__main__":
     logging.getLogger("tiercheck").addHandler(Told(logging.WARNING))
     torch.set_num_threads(1)
-    framework, data, workers, epochs, accumulation, folder = sys.argv[1:]
+    framework, data, workers, epochs, accumulation, folder = sys.argv[1:7]
     {"plain": plain, "accelerate": accelerate, "huggingface": huggingface, "lightning": lightning}[framework](
         data, workers, epochs, int(accumulation), folder
     )

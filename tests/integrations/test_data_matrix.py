@@ -45,7 +45,16 @@ def live(lives: Lives, case: Case, folder: Path, kill_at: int | None = None) -> 
         "tiercheck.trainer.checkpointer",
         *MODULES[framework],
     ]
-    argv = [SCRIPT, framework, data, workers, epochs, accumulation, folder]
+    argv = [
+        SCRIPT,
+        framework,
+        data,
+        workers,
+        epochs,
+        accumulation,
+        folder,
+        *([] if kill_at is None else [str(kill_at)]),
+    ]
     (said,) = lives.run(modules, argv, kill_at=kill_at)
     return said
 
