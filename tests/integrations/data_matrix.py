@@ -95,7 +95,14 @@ def plain(data: str, workers: str, epochs: str, accumulation: int, folder: str) 
     torch.manual_seed(0)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loop(model, optimizer, make_loader(data, workers, epochs), accumulation, folder)
+    loop(
+        model,
+        optimizer,
+        make_loader(data, workers, epochs),
+        data=data,
+        accumulation=accumulation,
+        folder=folder,
+    )
 
 
 def accelerate(data: str, workers: str, epochs: str, accumulation: int, folder: str) -> None:
@@ -108,13 +115,22 @@ def accelerate(data: str, workers: str, epochs: str, accumulation: int, folder: 
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     loader, order = make_loader("map" if data == "stateful" else data, workers, epochs)
-    loop(model, optimizer, (accelerator.prepare(loader), order), accumulation, folder)
+    loop(
+        model,
+        optimizer,
+        (accelerator.prepare(loader), order),
+        data=data,
+        accumulation=accumulation,
+        folder=folder,
+    )
 
 
-def loop(model: nn.Module, optimizer: Any, made: tuple[Any, Any], accumulation: int, folder: str) -> None:
+def loop(
+    model: nn.Module, optimizer: Any, made: tuple[Any, Any], *, data: str, accumulation: int, folder: str
+) -> None:
     loader, order = made
     per_epoch = SAMPLES // BATCH // accumulation
-    state: dict[str, Any] = {"loader": loader} if hasattr(loader, "state_dict") else {}
+    state: dict[str, Any] = {"loader": loader} if data == "stateful" else {}
     with Checkpointer(model, optimizer, state=state, folder=folder, every=EVERY) as checkpointer:
         checkpointer.restore()
         while checkpointer.step_number < EPOCHS * per_epoch:

@@ -160,7 +160,12 @@ def is_iterated(holder: Any) -> bool:
 
 def _state_of(name: str, holder: Any) -> Any:
     if isinstance(holder, Stateful):
-        return holder.state_dict()
+        try:
+            return holder.state_dict()
+        except Exception as error:  # of the script's own object
+            raise NotCapturable(
+                f"state[{name!r}] ({type(holder).__name__}) gives no state: {error!r}"
+            ) from error
     if (drawn := generator_state(holder)) is not None:
         return drawn
     if not isinstance(holder, MutableMapping):  # it could be written, perhaps, but not put back
