@@ -284,25 +284,6 @@ def test_manifest_grows_with_ranks_and_not_with_their_size(
     assert large - small < 16  # a few digits more
 
 
-def test_manifest_of_an_older_release_is_still_read(store: RemoteStore, slots: Slots, place: Place) -> None:
-    content = os.urandom(3 * CHUNK + 5)
-    path, digests = slots.seal(content)
-    artifact = store.put_artifact(0, FIRST, path, digests, bandwidth=None)
-    entry = {
-        "rank": 0,
-        "version": {"step": 100, "attempt": 1},
-        "key": artifact.key,
-        "digests": to_builtins(digests),
-    }
-    old = {"job": JOB, "job_uid": "uid-0", "version": entry["version"], "world_size": 1, "artifacts": [entry]}
-    save(store, slots, SECOND)  # so that the folder is there
-    place.put(f"{FOLDER}/manifests/{100:012d}-1.json", json.dumps({**old, "created": 1.0}).encode())
-    (stored,) = store.read_manifest(FIRST).artifacts
-    assert stored.bytes == len(content)
-    assert fetched(store, stored) == content
-    assert store.put_artifact(0, FIRST, path, digests, bandwidth=None) == artifact
-
-
 def test_foreign_files_are_no_versions(store: RemoteStore, slots: Slots, place: Place) -> None:
     save(store, slots, FIRST)
     for name in ("manifests/README", "manifests/latest.json", "notes.txt"):

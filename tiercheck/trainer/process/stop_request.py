@@ -9,7 +9,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-_PATIENCE = 20.0
+_PATIENCE = 20
 """Seconds until the signal ends the process although no step has ended. A script between two trainings must
 not ignore it."""
 _DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -23,7 +23,6 @@ class StopRequest:
         """The one that came; 0: none."""
         self._pid = os.getpid()
         self._taken: list[int] = []
-        self._timer: threading.Timer | None = None
         if threading.current_thread() is threading.main_thread():
             for number, default in _DEFAULT.items():
                 if signal.getsignal(number) is default:  # a framework, or the script, has another use for it
@@ -37,8 +36,8 @@ class StopRequest:
 
     def release(self) -> None:
         """Give the signals back. May be called twice."""
-        if self._timer is not None:
-            self._timer.cancel()
+        if self.signal:
+            signal.alarm(0)
         while self._taken:
             number = self._taken.pop()
             if signal.getsignal(number) == self._ask:
@@ -51,6 +50,5 @@ class StopRequest:
             return
         self.signal = number
         print("tiercheck: saves at the end of this step, then ends (once more: at once)", file=sys.stderr)
-        self._timer = threading.Timer(_PATIENCE, os.kill, (os.getpid(), number))
-        self._timer.daemon = True
-        self._timer.start()
+        signal.signal(signal.SIGALRM, lambda *_: self.obey())
+        signal.alarm(_PATIENCE)
