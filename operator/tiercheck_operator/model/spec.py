@@ -75,7 +75,8 @@ class HangSpec:
 
 DEFAULT_HANG = HangSpec()
 _CHECK_SECONDS = 60.0
-_REMOTE_EVERY = 500
+REMOTE_EVERY = 500
+"""Steps between snapshots that also go to the remote tier, unless the job says otherwise."""
 
 
 def read_hang(raw: Mapping[str, Any]) -> HangSpec | None:
@@ -101,7 +102,9 @@ class Attach:
 
 
 def _read_remote(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return raw if raw.get("s3") or raw.get("directory") else None
+    if not (raw.get("s3") or raw.get("directory")):
+        return None
+    return {**raw, "everySteps": int(raw.get("everySteps") or REMOTE_EVERY)}
 
 
 def _read_restore_step(raw: Any) -> int | None:
@@ -155,7 +158,7 @@ class JobSpec:
     snapshot_every: Annotated[int | None, At("checkpoint.snapshot.everySteps")] = None
     """None: chosen from the sizes."""
     remote: Annotated[Mapping[str, Any] | None, At("tiers.remote"), As(_read_remote)] = None
-    """As it is; None: no remote tier."""
+    """As it is, with `everySteps`; None: no remote tier."""
     restore_step: Annotated[int | None, At("restore.from"), As(_read_restore_step)] = None
     """None: the latest."""
     prove_steps: Annotated[int, At("restore.proveSteps")] = 0
@@ -222,7 +225,7 @@ class JobSpec:
     @property
     def remote_every(self) -> int | None:
         """Steps between snapshots that also go to the remote tier; None: there is none."""
-        return None if self.remote is None else int(self.remote.get("everySteps") or _REMOTE_EVERY)
+        return None if self.remote is None else int(self.remote["everySteps"])
 
 
 def read_spec(raw: Mapping[str, Any]) -> JobSpec:

@@ -16,7 +16,7 @@ from tiercheck_operator.model.observed import Observation
 
 ROOT = Path(__file__).parents[3]
 PRODUCT = (ROOT / "operator", ROOT / "tiercheck")
-MOST = 22
+MOST = 20
 
 
 def modules_entered(decide: Callable[[Observation], Decision], seen: Observation) -> set[str]:

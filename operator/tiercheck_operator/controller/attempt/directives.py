@@ -38,7 +38,7 @@ from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.quantity import parse_duration, parse_quantity
 from tiercheck_operator.model.saved_placement import SavedPlacement
-from tiercheck_operator.model.spec import HangSpec, JobSpec
+from tiercheck_operator.model.spec import REMOTE_EVERY, HangSpec, JobSpec
 from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.recovery.inventory import Missing
 from tiercheck_operator.planning.recovery.resharded import ResizedStock
@@ -59,7 +59,7 @@ def build_policy(spec: JobSpec, restored: bool = False) -> Policy:
     bandwidth, age = remote.get("bandwidth"), remote.get("keepFor")
     return Policy(
         snapshot_every=spec.snapshot_every,
-        remote_every=spec.remote_every or 0,
+        remote_every=int(remote.get("everySteps", REMOTE_EVERY)),
         remote_keep=int(remote.get("keep") or 5),
         remote_bandwidth=None if bandwidth is None else parse_quantity(bandwidth),
         remote_keep_seconds=None if age is None else parse_duration(age),
@@ -181,7 +181,6 @@ def build_directives(
     named_table = "" if shared is None else _digest_of(shared)
     for worker in sorted(members):
         own = range(worker * procs, (worker + 1) * procs)
-        table = shared or SourceTable.of(sources, own)
         directive = Directive(
             job_uid=uid,
             worker=worker,
@@ -191,7 +190,9 @@ def build_directives(
             phase=phase,
             history=status.history,
             policy=rules,
-            restore=None if version is None else Restore(version, table, world_size=old),
+            restore=None
+            if version is None
+            else Restore(version, shared or SourceTable.of(sources, own), world_size=old),
             holders=tuple(
                 Peer(keeper, hosts[keeper]) for keeper in holders.get(worker, ()) if keeper in hosts
             ),
