@@ -181,6 +181,19 @@ def test_another_script_in_the_folder_begins_anew_and_says_how_to_take_up(
     assert f"continues after step 4 from {folder};" in lives.said
 
 
+def test_second_training_of_a_process_is_saved_though_the_first_left_nothing(tmp_path: Path) -> None:
+    for run in ("first", "second"):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Checkpointer(model, optimizer, folder=tmp_path, every=1, run=run) as checkpointer:
+            assert checkpointer.restore() == 0
+            if run == "second":
+                model(torch.ones(4)).sum().backward()
+                optimizer.step()
+                checkpointer.step()
+    assert find(tmp_path, run="second").step == 1
+
+
 def test_changed_hyper_parameters_are_told_with_old_and_new_value(lives: Lives, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     assert lives.run(Script(folder, 4, schedule=True)) == 0

@@ -22,7 +22,7 @@ class Announcements:
         self._backend, self._rank = backend, rank
         self._where = ""
 
-    def tell_start(
+    def print_start(
         self,
         offer: Offer | None,
         verdict: Verdict | None,
@@ -31,8 +31,8 @@ class Announcements:
         ended: int,
         changes: Sequence[str],
     ) -> None:
-        """Say where training goes on. `verdict`: why nothing will be compared; `left_out`: what is there and
-        was not taken; `ended`: the step at which the script had nothing left to do; `changes`: what it was
+        """Print where training goes on. `verdict`: why nothing will be compared; `left_out`: what is there
+        and was not taken; `ended`: the step at which the script had nothing left to do; `changes`: what it was
         given otherwise than the life before."""
         if offer is None:
             self._print(f"starts at step 0: no version in {self._backend.place}")
@@ -52,8 +52,8 @@ class Announcements:
         if verdict is not None:
             self._report(verdict)
 
-    def tell_verdict(self, verdict: Verdict) -> None:
-        """Say how the steps that were trained again compare with the life before."""
+    def report_verdict(self, verdict: Verdict) -> None:
+        """Print how the steps that were trained again compare with the life before, and report it."""
         again = f"{verdict.steps} step{'s' * (verdict.steps != 1)} trained again"
         begin = f"resumed at {self._where}"
         if verdict.exact is Exact.PROVEN:

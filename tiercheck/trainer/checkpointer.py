@@ -135,7 +135,7 @@ class Checkpointer:
         self._progress = StepProgress(backend, self._saver)
         self._announced = Announcements(backend, self.rank)
         self._resume = Resume(
-            trained.optimizers, trained.state, self._announced.tell_verdict, self._saver.warn
+            trained.optimizers, trained.state, self._announced.report_verdict, self._saver.warn
         )
         self._stop: StopRequest | None = None
         self._clean = False
@@ -209,11 +209,11 @@ class Checkpointer:
         if (node := self._capturing.begin()) is not None:
             self._backend.numa = node
         trained, backend, capturing = self._trained, self._backend, self._capturing
-        training = TrainingIdentity.look(self._run, trained.optimizers, trained.state)
+        training = TrainingIdentity.look(trained.optimizers, trained.state)
         capturing.training = training.facts()
         found, self._found = self._found, None
         offer = backend.find() if found is None else found.offer
-        if self._claim.is_second:
+        if self._claim.is_second and not backend.is_folder:
             offer, capturing.refused = None, SECOND
         trained.inventories.passing.begin()
         loaded: Loaded | None = None
@@ -229,14 +229,14 @@ class Checkpointer:
         journal = None if capturing.refused else backend.journal
         name = fingerprint(name_of(self._run))
         verdict = self._resume.begin(journal, name, self.world_size, self.step_number)
-        self._announced.tell_start(
+        self._announced.print_start(
             offer,
             verdict,
             left_out=capturing.refused or backend.left_out,
             ended=self._resume.ended,
             changes=[] if loaded is None else training.changes(loaded.facts.get(TRAINING, {})),
         )
-        if backend.saves_at_end:
+        if backend.is_folder:
             self._stop = StopRequest()
         self._progress.begin()
         return self.step_number
@@ -299,7 +299,7 @@ class Checkpointer:
         self._closed = True
         atexit.unregister(self.close)
         finished = sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None
-        short = self._saved == 0 < self.step_number and self._clean and self._backend.saves_at_end
+        short = self._saved == 0 < self.step_number and self._clean and self._backend.is_folder
         snapshot = self._capturing.take(self.step_number, None, False) if finished and short else None
         if snapshot is not None:  # a first try, shorter than `every`
             self._saver.submit(snapshot)

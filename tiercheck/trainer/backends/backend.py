@@ -70,8 +70,9 @@ class Backend(Protocol):
     """Where this rank's journal of steps is kept (`proof.journal`)."""
     left_out: str
     """What was found and is not taken, and how to take it; empty: nothing."""
-    saves_at_end: bool
-    """Whether the last step is worth a snapshot when the script ends: no other tier has it."""
+    is_folder: bool
+    """Whether a folder stands in for all tiers: nothing else holds the last step when the script ends, and
+    each training has a place of its own."""
 
     @property
     def every(self) -> int:

@@ -46,7 +46,7 @@ class FolderBackend:
     sanity_gate = True
     verify_all = False
     numa = -1
-    saves_at_end = True
+    is_folder = True
 
     def __init__(self, folder: Path, rank: int, world_size: int, keep: int, run: str = "") -> None:
         """`run`: name of the training; empty: whichever the folder has."""

@@ -47,7 +47,7 @@ class SidecarBackend:
 
     patience: float | None = 1.0
     left_out = ""
-    saves_at_end = False
+    is_folder = False
 
     def __init__(self, run_dir: Path, rank: int, world_size: int) -> None:
         self._path = run_dir / SOCKET_NAME

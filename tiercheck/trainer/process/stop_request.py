@@ -22,6 +22,7 @@ class StopRequest:
         self.signal = 0
         """The one that came; 0: none."""
         self._pid = os.getpid()
+        self._alarm: Any = None
         self._taken: list[int] = []
         if threading.current_thread() is threading.main_thread():
             for number, default in _DEFAULT.items():
@@ -36,8 +37,10 @@ class StopRequest:
 
     def release(self) -> None:
         """Give the signals back. May be called twice."""
-        if self.signal:
+        if self._alarm is not None:
             signal.alarm(0)
+            signal.signal(signal.SIGALRM, self._alarm)
+            self._alarm = None
         while self._taken:
             number = self._taken.pop()
             if signal.getsignal(number) == self._ask:
@@ -50,5 +53,5 @@ class StopRequest:
             return
         self.signal = number
         print("tiercheck: saves at the end of this step, then ends (once more: at once)", file=sys.stderr)
-        signal.signal(signal.SIGALRM, lambda *_: self.obey())
+        self._alarm = signal.signal(signal.SIGALRM, lambda *_: self.obey())
         signal.alarm(_PATIENCE)

@@ -186,7 +186,7 @@ class Restoring:
         self._put_back_passing(slot, facts)
         self._refuse_other_state(version, slot.proof())
         room = int(slot.header.metadata.get(DELTA_ROOM, "0"))
-        return Loaded(version, content, facts, room, len(slot.user_blob()))
+        return Loaded(version, content, facts, room, slot.user_blob_bytes())
 
     def _replay(self, offer: Offer, loaded: Loaded) -> Loaded:
         """From the snapshot to the version, delta by delta."""
@@ -204,7 +204,7 @@ class Restoring:
                 raise RestoreError(message) from mismatch
             room = max(loaded.room, slot.header.size)
             facts = {**loaded.facts, **content["facts"]}
-            blob_bytes = max(loaded.blob_bytes, len(slot.user_blob()))
+            blob_bytes = max(loaded.blob_bytes, slot.user_blob_bytes())
             loaded = Loaded(slot.header.version, content, facts, room, blob_bytes)
         return loaded
 

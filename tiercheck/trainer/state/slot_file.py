@@ -177,6 +177,11 @@ class SlotReader:
             return {}
         return dict(zip(self.stored, read_proof(self.buffer[place.begin : place.end]), strict=True))
 
+    def user_blob_bytes(self) -> int:
+        """The length of the user blob. Raises KeyError, ValueError."""
+        begin, end = self.header.blob(USER_BLOB, USER_BYTES)
+        return end - begin
+
     def user_blob(self) -> bytes:
         return self.blob(USER_BLOB, USER_BYTES)
 

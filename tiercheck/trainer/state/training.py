@@ -36,15 +36,13 @@ def fingerprint(name: str) -> int:
 class TrainingIdentity:
     """What the script of this life was given, as each snapshot carries it."""
 
-    run: str
-    """The name that the script gave; empty: none."""
     arguments: int
     """Fingerprint of the command line."""
     given: Mapping[str, Any]
     """Hyper-parameters and batch sizes before anything was restored, by where they stand."""
 
     @staticmethod
-    def look(run: str | None, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> TrainingIdentity:
+    def look(optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> TrainingIdentity:
         """Read it off the script's objects, before they are loaded."""
         given = {
             f"optimizer {index}, group {number}: {key}": value
@@ -55,11 +53,11 @@ class TrainingIdentity:
         for name, each in state.items():
             if type(size := getattr(each, "batch_size", None)) is int:
                 given[f"state[{name!r}]: batch_size"] = size
-        return TrainingIdentity(run or "", zlib.crc32("\0".join(sys.argv[1:]).encode()), given)
+        return TrainingIdentity(zlib.crc32("\0".join(sys.argv[1:]).encode()), given)
 
     def facts(self) -> dict[str, Any]:
         """What a snapshot keeps of it."""
-        return {"run": self.run, "arguments": self.arguments, "given": dict(self.given)}
+        return {"arguments": self.arguments, "given": dict(self.given)}
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
         """What was given otherwise to the life that saved these facts: where, the old and the new value."""
