@@ -32,8 +32,8 @@ class Announcements:
         changes: Sequence[str],
     ) -> None:
         """Print where training goes on. `verdict`: why nothing will be compared; `left_out`: what is there
-        and was not taken; `ended`: the step at which the script had nothing left to do; `changes`: what it was
-        given otherwise than the life before."""
+        and was not taken; `ended`: the step at which the script had nothing left to do; `changes`: what it
+        was given otherwise than the life before."""
         if offer is None:
             self._print(f"starts at step 0: no version in {self._backend.place}")
         else:
