@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tiercheck.protocol.report import Exact
 from tiercheck.trainer.backends.backend import Backend, Offer, log
 from tiercheck.trainer.proof.resume import PAGE, Verdict
+from tiercheck.trainer.save.saver import Saver
 
 SECOND = (
     "another training of this process has been saved by its sidecar before, and a job keeps one: this one is "
@@ -18,8 +19,8 @@ SECOND = (
 class Announcements:
     """Of one Checkpointer. Rank 0 prints to stderr; a rank at which something is wrong logs it."""
 
-    def __init__(self, backend: Backend, rank: int) -> None:
-        self._backend, self._rank = backend, rank
+    def __init__(self, backend: Backend, saver: Saver, rank: int) -> None:
+        self._backend, self._saver, self._rank = backend, saver, rank
         self._where = ""
 
     def print_start(
@@ -65,7 +66,7 @@ class Announcements:
         self._report(verdict)
 
     def _report(self, verdict: Verdict) -> None:
-        self._backend.resumed(verdict.step, verdict.exact, verdict.steps, verdict.message)
+        self._saver.report_resume(verdict.step, verdict.exact, verdict.steps, verdict.message)
 
     def _print(self, line: str) -> None:
         if self._rank == 0:

@@ -133,7 +133,7 @@ class Checkpointer:
         self._deltas = Deltas(trained, backend, self._saver)
         self._capturing = Capturing(trained, self._saver, self._deltas)
         self._progress = StepProgress(backend, self._saver)
-        self._announced = Announcements(backend, self.rank)
+        self._announced = Announcements(backend, self._saver, self.rank)
         self._resume = Resume(
             trained.optimizers, trained.state, self._announced.report_verdict, self._saver.warn
         )
@@ -220,12 +220,12 @@ class Checkpointer:
         if offer is not None:
             loaded = Restoring(trained, backend).load(offer)
             self.step_number = self._saved = loaded.version.step
+        backend.restored(self.step_number)  # before the saver's thread asks the sidecar for slots
         if loaded is None:
             capturing.start(None)
         else:
             capturing.start(loaded.version.step, loaded.room, loaded.blob_bytes)
             loaded.put_back(trained.state)  # the last: from here on nothing asks the script's objects
-        backend.restored(self.step_number)
         journal = None if capturing.refused else backend.journal
         name = fingerprint(name_of(self._run))
         verdict = self._resume.begin(journal, name, self.world_size, self.step_number)

@@ -19,7 +19,7 @@ from tiercheck import failpoints
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.local import Reply, Welcome
 from tiercheck.protocol.requests import Request
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends import sidecar_backend
 from tiercheck.trainer.backends.backend import RestoreError
 
@@ -341,3 +341,46 @@ def test_slot_is_given_back_whatever_kept_it_from_being_written(
     ended = [request.step for request in (*sidecar.asked("complete"), *sidecar.asked("abandon"))]
     assert sorted(ended) == [2, 4, 6, 8] == begun
     assert (run.checkpointer.captured, run.checkpointer.skipped) == (2, 2)
+
+
+def test_two_threads_that_ask_at_once_each_get_their_own_answer(
+    sidecar: ScriptedSidecar, tmp_path: Path
+) -> None:
+    sidecar.answer = lambda request: Reply(True, path=str(getattr(request, "step", "")))
+    backend = sidecar_backend.SidecarBackend(tmp_path, 0, 1)
+    assert backend.find() is None
+    wrong: list[tuple[int, str]] = []
+
+    def ask(steps: range) -> None:
+        answers = ((step, backend.begin(step, 0, Kind.SNAPSHOT)) for step in steps)
+        wrong.extend((step, answer) for step, answer in answers if answer != str(step))
+
+    saver = threading.Thread(target=ask, args=(range(1, 400),))
+    saver.start()
+    ask(range(1000, 1400))
+    saver.join(DEADLINE)
+    backend.close()
+    assert wrong == []
+
+
+def test_training_waits_for_no_answer_about_its_resume(
+    sidecar: ScriptedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sidecar_backend, "ANSWER_SECONDS", 2 * DEADLINE)
+    first = trained(tmp_path)
+    first.checkpointer.close()
+    sidecar.offer(4, 4)
+    trained_on, waited = threading.Event(), []
+
+    def answer(request: Request) -> Reply | None:
+        if request.op == "resume":
+            waited.append(not trained_on.wait(DEADLINE))
+        return sidecar.behave(request)
+
+    sidecar.answer = answer
+    second = Run(adamw, tmp_path, seed=5, every=None)
+    assert second.checkpointer.restore() == 4
+    second.train(1)
+    trained_on.set()
+    second.checkpointer.close()
+    assert waited == [False]

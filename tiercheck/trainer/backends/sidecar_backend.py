@@ -72,6 +72,8 @@ class SidecarBackend:
         self._backoff = _BACKOFF[0]
         self._warn = WarnOnce()
         self._owed: tuple[int, float | None, float | None, int] | None = None
+        # Answers bear no name: a second thread (an error that ends the script) would take another's.
+        self._asking = threading.RLock()
         self._owed_lock = threading.Lock()
         self._telling = threading.Lock()
         self._told_at = 0.0
@@ -190,7 +192,8 @@ class SidecarBackend:
         if self._owed is None:
             return True
         try:
-            self._connected()
+            with self._asking:
+                self._connected()
         except Skipped as skipped:
             self._warn(skipped.kind, str(skipped))
             return False
@@ -226,7 +229,8 @@ class SidecarBackend:
             self._warn("SidecarGone", str(error))
 
     def _reserve(self) -> None:
-        self._connected()  # a new connection forgets what was reserved
+        with self._asking:
+            self._connected()  # a new connection forgets what was reserved
         size, delta_size = self._wanted
         # As long as deltas may come, to ask for none would tell the job that this rank takes none.
         undecided = delta_size == 0 and self.delta is not DeltaMode.NONE and not self._no_deltas.message
@@ -244,11 +248,12 @@ class SidecarBackend:
 
     def _ask(self, request: Request, timeout: float) -> str:
         """The reply's path. Raises Skipped, whatever went wrong."""
-        link = self._connected()
-        try:
-            reply = self._exchange(link, request, timeout)
-        except LinkBroken as error:
-            raise Skipped("SidecarGone", f"{request.op}: {error}") from error
+        with self._asking:
+            link = self._connected()
+            try:
+                reply = self._exchange(link, request, timeout)
+            except LinkBroken as error:
+                raise Skipped("SidecarGone", f"{request.op}: {error}") from error
         if reply.skip:
             raise Skipped("NoFreeSlot", reply.skip)
         if not reply.ok:

@@ -7,10 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 import torch
 
+from tiercheck.protocol.report import Exact
 from tiercheck.protocol.version import Kind
 from tiercheck.supervised import begin, supervise
 from tiercheck.trainer.backends.backend import Backend, Skipped, WarnOnce
@@ -25,17 +27,16 @@ from tiercheck.trainer.save.slot_context import Cancelled, DeltaRoom, Desk, Job,
 from tiercheck.trainer.save.snapshot import SnapshotJob
 from tiercheck.trainer.save.staging import Pending, Snapshot
 from tiercheck.trainer.save.tasks import (
+    CallBackend,
     CopyArtifact,
     End,
     FinishJob,
     Flush,
     Message,
-    PassOver,
     ReserveRoom,
     Submitted,
     Task,
     TellCannotSave,
-    TellNoDeltas,
 )
 
 _TICK = 0.05  # seconds between attempts to deliver progress that is owed
@@ -171,12 +172,16 @@ class Saver:
 
     def tell_skipped(self, step: int) -> None:
         """Let the backend know that the snapshot after `step` will never come."""
-        self._told.put(PassOver(step))
+        self._told.put(CallBackend(partial(self._backend.pass_over, step)))
 
     def tell_no_deltas(self, why: str, since: int = 0) -> None:
         """Let the backend know that this rank takes none (`Backend.no_deltas`), after those that are under
         way."""
-        self._told.put(TellNoDeltas(why, since))
+        self._told.put(CallBackend(partial(self._backend.no_deltas, why, since)))
+
+    def report_resume(self, step: int, exact: Exact, steps: int, message: str) -> None:
+        """Let the backend know how the resume compares (`Backend.resumed`)."""
+        self._told.put(CallBackend(partial(self._backend.resumed, step, exact, steps, message)))
 
     def tell_cannot_save(self, why: str) -> None:
         """Let the backend know that nothing can be saved, until a snapshot is."""
@@ -255,12 +260,10 @@ class Saver:
                 self._copy(artifact)
             case FinishJob(job):
                 self._finish(job)
-            case PassOver(step):
-                self._backend.pass_over(step)
+            case CallBackend(call):
+                call()
             case ReserveRoom(snapshot_room, delta_room):
                 self._reserve(snapshot_room, delta_room)
-            case TellNoDeltas(why, since):
-                self._backend.no_deltas(why, since)
             case TellCannotSave(why):
                 self._lack(why)
             case Flush(done):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiercheck.trainer.save.slot_context import DeltaRoom, Job
@@ -31,10 +32,11 @@ class FinishJob:
 
 
 @dataclass(frozen=True)
-class PassOver:
-    """The snapshot after `step` will never come."""
+class CallBackend:
+    """A request of the training thread to the backend: one thread asks a sidecar, and training waits for no
+    answer."""
 
-    step: int
+    call: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,6 @@ class ReserveRoom:
 
     snapshot: int
     delta: DeltaRoom
-
-
-@dataclass(frozen=True)
-class TellNoDeltas:
-    """As `Backend.no_deltas`."""
-
-    why: str
-    since: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ class End:
     """Nothing comes any more."""
 
 
-Message = PassOver | ReserveRoom | TellNoDeltas | TellCannotSave | Flush | End
+Message = CallBackend | ReserveRoom | TellCannotSave | Flush | End
 """What can wait until everything that was copied is handed over."""
 Task = CopyArtifact | FinishJob | Message
 """What the thread does at one go."""
