@@ -74,9 +74,9 @@ class ResumableSampler(Sampler[list[int]]):
         self._kept: tuple[int, torch.Tensor] | None = None
 
     def __len__(self) -> int:
-        """Global batches that are left of this epoch."""
-        left = self._length - self.position
-        return -(-left // self._global) if self._carry else left // self._global
+        """Global batches of this whole epoch, also of one that is resumed."""
+        samples = self._length - self.position % self._global
+        return -(-samples // self._global) if self._carry else samples // self._global
 
     def __iter__(self) -> Iterator[list[int]]:
         """From the position to the end of the epoch. To draw from it moves nothing: `advance` does."""
@@ -92,23 +92,30 @@ class ResumableSampler(Sampler[list[int]]):
 
     def follow(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """The loader's batches, each counted when it is handed out: so a checkpoint taken in the loop's body
-        has it behind it."""
+        has it behind it. One taken at an epoch's last batch is still in that epoch: a run that resumes there
+        gets no batch, and goes on with what the script does at the epoch's end."""
         drawn = torch.get_rng_state()
         batches = iter(
             loader
         )  # draws a seed for its workers, and would do so once more in an epoch that is resumed
         torch.set_rng_state(drawn)
-        for batch in batches:
-            self.advance()
-            yield batch
+        try:
+            for batch in batches:
+                self.position += self._global
+                yield batch
+        finally:  # also if the loop is left at the last batch
+            self._end_epoch()
 
     def advance(self, batches: int = 1) -> None:
-        """That many global batches were handed out."""
+        """That many global batches were handed out, otherwise than by `follow`."""
         for _ in range(batches):
             self.position += self._global
-            if self._epoch_at(self.position, self.epoch) != self.epoch:
-                self.position = self.position - self._length if self._carry else 0
-                self.epoch += 1
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        if self._epoch_at(self.position, self.epoch) != self.epoch:
+            self.position = self.position - self._length if self._carry else 0
+            self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -126,10 +133,6 @@ class ResumableSampler(Sampler[list[int]]):
                 f"{state['order']}, here they are {order}"
             )
         self.epoch, self.position = state["epoch"], state["position"]
-        if (
-            self._epoch_at(self.position, self.epoch) != self.epoch
-        ):  # what is left fills no batch of the new size
-            self.epoch, self.position = self.epoch + 1, 0
 
     def _part(self, epoch: int, position: int) -> list[int]:
         begin, end = (position + self._global * n // self.world_size for n in (self.rank, self.rank + 1))

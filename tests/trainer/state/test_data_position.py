@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -94,12 +95,40 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
     assert list(ResumableSampler(100, 10, seed=1)) != first
 
 
-def test_what_is_left_of_an_epoch_is_its_length() -> None:
+def test_length_is_that_of_the_epoch_wherever_the_loop_is() -> None:
     for tail, batches in (("drop", [3, 3]), ("carry", [4, 3, 3, 4])):
         sampler = ResumableSampler(10, 3, tail=tail)
         for expected in batches:
-            assert len(sampler) == expected
-            assert len(list(sampler.follow(sampler))) == expected
+            assert [len(sampler) for _ in sampler.follow(sampler)] == [expected] * expected
+
+
+@pytest.mark.parametrize("tail", ["drop", "carry"])
+@pytest.mark.parametrize("leave_at_last", [False, True])
+def test_what_a_script_does_at_an_epochs_end_is_done_once_wherever_it_is_resumed(
+    tail: str, leave_at_last: bool
+) -> None:
+    def train(state: dict[str, Any], stop: int) -> dict[str, Any]:
+        """Three epochs, each with a validation at its end; a version is kept at each step until `stop`."""
+        order = ResumableSampler(10, 3, tail=tail)
+        if state:
+            order.load_state_dict(state["order"])
+        done: list[Any] = list(state.get("done", []))
+        while order.epoch < 3:
+            for number, batch in enumerate(order.follow(order), 1):
+                done.append(batch)
+                state = {"order": order.state_dict(), "done": list(done)}
+                if len(done) == stop:
+                    return state
+                if leave_at_last and number == len(order):
+                    break
+            done.append("validation")
+        return {"done": done}
+
+    whole = train({}, 0)["done"]
+    assert whole.count("validation") == 3
+    for stop, what in enumerate(whole, 1):
+        if what != "validation":
+            assert train(train({}, stop), 0)["done"] == whole
 
 
 def test_a_position_in_another_order_is_refused() -> None:
