@@ -1,9 +1,10 @@
 """Trainers whose place in the data, batch size or best model do not follow from the step's number.
 
-    python configured_huggingface.py CASE FOLDER [ARGUMENTS]
+    python configured_huggingface.py CASE FOLDER [ARGUMENTS [EVERY [forget]]]
 
-ARGUMENTS: of TrainingArguments, as JSON, over those of the case. It says each step, each warning, and at the
-end what `train` gave. Steps of a second `train` have numbers from 11 on.
+ARGUMENTS: of TrainingArguments, as JSON, over those of the case. It says each step, each warning, what a
+resume has proved, and at the end what `train` gave. Steps of a second `train` have numbers from 11 on.
+`forget`: the place is computed from the number of the step, and the batch size is searched for again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils.data import IterableDataset, Sampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from tiercheck.integrations.huggingface import Resumable
+from tiercheck.trainer.backends.folder_backend import FolderBackend
 
 DATA = [
     {"input_ids": (t := (torch.arange(4 + 4 * (i % 3 // 2)) * (i % 5 + 1) + i) % 64), "labels": t}
@@ -135,13 +137,32 @@ class Told(logging.Handler):
         say(told=record.getMessage())
 
 
-def main(case: str, folder: str, arguments: str = "{}") -> None:
+def forget_place() -> None:
+    """The place is computed from the number of the step."""
+    find = Resumable._find
+
+    def found_without_batch_size(trainer):
+        found = find(trainer)
+        found.state.get("trainer", {}).pop("batch_size", None)
+        return found
+
+    def compute_position(trainer, _, steps_per_epoch: int) -> tuple[int, int]:
+        epoch, steps = divmod(trainer.state.global_step, steps_per_epoch)
+        return epoch, steps * trainer.args.gradient_accumulation_steps
+
+    Resumable._find, Resumable._find_position = found_without_batch_size, compute_position
+
+
+def main(case: str, folder: str, arguments: str = "{}", every: str = "1", forget: str = "") -> None:
     logging.getLogger("tiercheck").addHandler(Told(logging.WARNING))
+    FolderBackend.resumed = lambda _, step, exact, *rest: say(resumed=exact.value, message=rest[1])
+    if forget:
+        forget_place()
     set_seed(0)
     base, model, data, of_case = CASES[case]
 
     class MyTrainer(Resumable, base):
-        checkpointing = {"folder": folder, "every": 1}  # noqa: RUF012
+        checkpointing = {"folder": folder, "every": int(every)}  # noqa: RUF012
 
         def compute_loss(self, model, inputs, *more, **named):
             say(samples=inputs["input_ids"][:, :2].tolist()) if model.training else None

@@ -78,6 +78,24 @@ def test_hugging_face_trainer_goes_on_in_its_data(case: str, lives: Lives, tmp_p
         assert not told(part)
 
 
+@pytest.mark.parametrize(
+    ("case", "arguments", "verdict"),
+    [
+        ("stream", "{}", "Differs"),  # resumed in the middle of its second pass
+        # 16 do not fit, 4 do: what 16 would make the last step is behind it
+        ("batch-size-found", '{"per_device_train_batch_size": 16}', "NotComparable"),
+    ],
+)
+def test_place_that_is_computed_from_the_step_is_found_by_the_proof(
+    case: str, arguments: str, verdict: str, lives: Lives, tmp_path: Path
+) -> None:
+    for how, found in (([], "Proven"), (["forget"], verdict)):
+        argv = (case, tmp_path / found, arguments, "3", *how)
+        live(lives, "huggingface", *argv, kill_at=5)
+        after = live(lives, "huggingface", *argv)
+        assert [line["resumed"] for line in after if "resumed" in line] == [found]
+
+
 def test_changed_batch_size_takes_each_sample_once_and_is_told(lives: Lives, tmp_path: Path) -> None:
     """Six batches of four samples are behind it, then batches of 8, and of another accumulation, follow."""
     live(lives, "huggingface", "plain", tmp_path, kill_at=3)

@@ -33,6 +33,7 @@ from tiercheck.trainer.process import process_end
 from tiercheck.trainer.process.process_end import LastWords
 from tiercheck.trainer.process.progress import StepProgress
 from tiercheck.trainer.process.stop_request import StopRequest
+from tiercheck.trainer.proof.fingerprints import Fingerprints
 from tiercheck.trainer.proof.resume import Resume
 from tiercheck.trainer.replicas.equality import Equality
 from tiercheck.trainer.restore.restoring import Found, Loaded, Restoring, find, open_backend
@@ -134,9 +135,8 @@ class Checkpointer:
         self._capturing = Capturing(trained, self._saver, self._deltas)
         self._progress = StepProgress(backend, self._saver)
         self._announced = Announcements(backend, self._saver, self.rank)
-        self._resume = Resume(
-            trained.optimizers, trained.state, self._announced.report_verdict, self._saver.warn
-        )
+        fingerprints = Fingerprints(trained.model, trained.beside.values(), trained.optimizers, trained.state)
+        self._resume = Resume(fingerprints, self._announced.report_verdict, self._saver.warn)
         self._stop: StopRequest | None = None
         self._clean = False
         """Whether the state is what the last `step` left, and may be saved as such."""

@@ -72,6 +72,18 @@ def test_steps_that_are_trained_again_prove_the_resume(
     assert "; 3 steps trained again, bitwise equal\n" in said
 
 
+def test_script_that_makes_no_step_although_there_were_more_is_told_and_ends_no_training(
+    tmp_path: Path, verdicts: Verdicts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left = first_life(tmp_path / "a")
+    second_life(left).checkpointer.close()
+    why = "the script made no step, and the life before made step 5"
+    assert verdicts == [(EVERY, Exact.NOT_COMPARABLE, 0, why)]
+    second_life(left).train(3)
+    assert "the training had ended there" not in capfd.readouterr().err
+    assert verdicts[1:] == [(EVERY, Exact.PROVEN, 3, "")]
+
+
 def draw(run: Run) -> None:
     torch.rand(1)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.lives import Lives
 from tests.trainer.proof import buckets_script
@@ -101,6 +102,27 @@ class GradientsKept(Loop):
         loss.backward()
         self.optimizer.step()
         return loss
+
+
+class StatisticsTakenElsewhere(Loop):
+    """One more pass in training mode, as for a picture each 100 batches: no loss depends on it."""
+
+    def make(self) -> None:
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+    def begin(self) -> None:
+        self.model(DATA)
+
+
+class AveragedElsewhere(Loop):
+    """Averaged weights, which the loss does not depend on, take in others at the start."""
+
+    def make(self) -> None:
+        self.average = AveragedModel(self.model)
+        self.state = {"average": self.average}
+
+    def begin(self) -> None:
+        self.average.update_parameters(self.model)
 
 
 class RateChanged(Loop):
@@ -203,7 +225,16 @@ def resumed(kind: type[Loop], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "kind", [BatchFetchedAhead, MetricNotSaved, StreamBegunAnew, GradientsKept, RateChanged]
+    "kind",
+    [
+        BatchFetchedAhead,
+        MetricNotSaved,
+        StreamBegunAnew,
+        GradientsKept,
+        RateChanged,
+        StatisticsTakenElsewhere,
+        AveragedElsewhere,
+    ],
 )
 def test_what_the_script_forgot_is_found(
     kind: type[Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,12 +12,12 @@ import struct
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import starmap
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -25,8 +25,11 @@ from tiercheck.trainer.proof.journal import StepRecord
 from tiercheck.trainer.save.accelerator import Accelerator, Mark, accelerator_of
 from tiercheck.trainer.state.leaves import PLAIN, NotCapturable
 
+_T = TypeVar("_T")
 _HOST_TENSORS, _DEVICE_TENSORS = 8, 2
 """How many parameters are looked at: evenly spread, always the same."""
+_HOST_OTHERS, _DEVICE_OTHERS = 4, 1
+"""And how many of what training writes beside them: no loss may depend on it for long."""
 _RUN = 64
 """Bytes of each."""
 _NUMBERS = {int, float, bool}
@@ -39,8 +42,16 @@ _WORDS = 624
 class Fingerprints:
     """Of one rank, in the training thread."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        """`state`: what the script handed over."""
+    def __init__(
+        self,
+        model: nn.Module,
+        beside: Iterable[nn.Module],
+        optimizers: Sequence[Optimizer],
+        state: Mapping[str, Any],
+    ) -> None:
+        """`beside`: modules that are no part of the model, such as averaged weights. `state`: what else the
+        script handed over."""
+        self._model, self._beside = model, list(beside)
         self._optimizers = optimizers
         self._generators = [each for each in state.values() if isinstance(each, torch.Generator)]
         self._holders = [
@@ -51,6 +62,7 @@ class Fingerprints:
         self._others = [_python_state(), _numpy_state()]
         self._groups = -1
         self._chosen: list[Tensor] = []
+        self._written: list[tuple[Mapping[str, Tensor | None], str]] = []
         self._sharded = False
         self._known: list[int] = []
         self._runs: list[tuple[int, int]] = []
@@ -79,10 +91,11 @@ class Fingerprints:
         """Begin to fetch the sample of what lies on a device, as it is when the device comes to this."""
         if self._device is None:
             return
+        looked_at = self._look()
         size = sum(length for _, length in self._runs)
         room, begin = self._device.room(size), 0
-        for tensor, (offset, length) in zip(self._chosen, self._runs, strict=True):
-            shard = _shard(tensor).detach().view(-1).view(torch.uint8)
+        for tensor, (offset, length) in zip(looked_at, self._runs, strict=True):
+            shard = tensor.detach().view(-1).view(torch.uint8)
             self._device.fetch(room[begin : begin + length], shard[offset : offset + length])
             begin += length
         self._pending.append((record, room, self._device.final()))
@@ -104,15 +117,26 @@ class Fingerprints:
             self._choose()
         if self._device is not None or not self._chosen:
             return None
-        shards = map(_shard, self._chosen) if self._sharded else self._chosen
-        known = [*map(Tensor.data_ptr, shards)]
-        if known != self._known:
-            self._known, self._runs = known, [_run(tensor) for tensor in self._chosen]
-            self._places = [
-                (address + offset, length)
-                for address, (offset, length) in zip(known, self._runs, strict=True)
-            ]
+        self._look()
         return zlib.crc32(b"".join(starmap(ctypes.string_at, self._places)))
+
+    def _look(self) -> list[Tensor]:
+        """What is looked at, and where: a script may put another tensor in the place of a buffer."""
+        found = [*map(_shard, self._chosen)] if self._sharded else self._chosen
+        known = [*map(Tensor.data_ptr, found)]
+        host = self._device is None
+        for holder, key in self._written:
+            held = holder.get(key)
+            if held is not None and (held := _shard(held)).is_cpu is host and held.is_contiguous():
+                found = [*found, held]
+                known += held.data_ptr(), held.nbytes
+        if known != self._known:
+            self._known, self._runs = known, [*map(_run, found)]
+            self._places = [
+                (tensor.data_ptr() + offset, length)
+                for tensor, (offset, length) in zip(found, self._runs, strict=True)
+            ]
+        return found
 
     def _choose(self) -> None:
         listed = [
@@ -126,10 +150,18 @@ class Fingerprints:
             self._device = accelerator_of(map(_shard, listed))
         except NotCapturable:  # on several devices: the save will say so
             listed = []
-        some = _HOST_TENSORS if self._device is None else _DEVICE_TENSORS
+        host = self._device is None
         self._known = []
-        self._chosen = [listed[len(listed) * number // some] for number in range(min(some, len(listed)))]
-        self._runs = [_run(tensor) for tensor in self._chosen]
+        self._chosen = _spread(listed, _HOST_TENSORS if host else _DEVICE_TENSORS)
+        beside = [
+            (holder, key)
+            for holder, key in _written_beside(self._model, self._beside)
+            if (held := holder[key]) is not None
+            and _is_dense(held)
+            and listed
+            and held.device == listed[0].device
+        ]
+        self._written = _spread(beside, _HOST_OTHERS if host else _DEVICE_OTHERS)
         self._sharded = any(_shard(tensor) is not tensor for tensor in self._chosen)
 
     def _drawn(self) -> int:
@@ -137,6 +169,23 @@ class Fingerprints:
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states.append(torch.cuda.default_generators[torch.cuda.current_device()].get_state())
         return zlib.crc32(b"".join([_ends(each.data_ptr(), each.numel()) for each in states]))
+
+
+def _written_beside(
+    model: nn.Module, beside: Iterable[nn.Module]
+) -> Iterator[tuple[Mapping[str, Tensor | None], str]]:
+    """Where the tensors are that versions have and no optimizer updates: persistent buffers, and parameters
+    of the modules `beside`."""
+    averaged = [module for each in beside for module in each.modules()]
+    for module in (*model.modules(), *averaged):
+        passing = module._non_persistent_buffers_set
+        yield from ((module._buffers, key) for key in module._buffers if key not in passing)
+    for module in averaged:
+        yield from ((module._parameters, key) for key in module._parameters)
+
+
+def _spread(listed: Sequence[_T], some: int) -> list[_T]:
+    return [listed[len(listed) * number // some] for number in range(min(some, len(listed)))]
 
 
 def _shard(tensor: Tensor) -> Tensor:
@@ -166,9 +215,9 @@ def _is_dense(parameter: Tensor) -> bool:
     )
 
 
-def _run(tensor: Tensor) -> tuple[int, int]:
+def _run(shard: Tensor) -> tuple[int, int]:
     """Offset and length of the bytes that are looked at."""
-    size = _shard(tensor).nbytes
+    size = shard.nbytes
     return max(0, size - _RUN) // 3 // 16 * 16, min(_RUN, size)
 
 

@@ -8,12 +8,9 @@ that is trained again.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.optim import Optimizer
 
 from tiercheck.protocol.report import Exact
 from tiercheck.trainer.proof.fingerprints import Fingerprints
@@ -29,7 +26,7 @@ FIELDS = (
     "the data position",
     "hyper-parameters",
     "the loss",
-    "the update",
+    "what the step wrote",
 )
 """What can differ first, in the order in which a step uses it. A journal stores the number."""
 _GENERATORS, _OTHERS, _POSITION, _HYPER, _LOSS, _UPDATE = range(1, len(FIELDS))
@@ -79,13 +76,12 @@ class Resume:
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
-        state: Mapping[str, Any],
+        fingerprints: Fingerprints,
         report: Callable[[Verdict], None],
         warn: Callable[[str, str], None],
     ) -> None:
-        """`state`: what the script handed over. `report`: called with each verdict. `warn`: as `WarnOnce`."""
-        self._fingerprints = Fingerprints(optimizers, state)
+        """`report`: called with each verdict. `warn`: as `WarnOnce`."""
+        self._fingerprints = fingerprints
         self._report, self._warn = report, warn
         self._journal: Journal | None = None
         self._before: dict[int, StepRecord] = {}
@@ -137,7 +133,11 @@ class Resume:
             self._add_updates(journal, wait=finished)
             if self._before and 0 < self._equal < SOON:
                 self._report(self._proven())
-            journal.change_header(ended=self._newest if finished else 0)
+            if self._before and self._newest == self._step and finished:  # an evaluation, or a wrong length
+                why = f"the script made no step, and the life before made step {min(self._before)}"
+                self._report(Verdict(Exact.NOT_COMPARABLE, self._step, message=why))
+            else:
+                journal.change_header(ended=self._newest if finished else 0)
             journal.close()
         except Exception as error:  # invariant: no failure of ours stops training
             self._warn("Journal", f"the journal cannot be closed: {error!r}")
