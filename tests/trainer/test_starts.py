@@ -38,7 +38,8 @@ class Lives:
             try:
                 os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
                 sys.stderr = os.fdopen(2, "w", buffering=1)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # not those of other tests' runs
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 logging.getLogger().handlers.clear()  # those of pytest
                 sys.argv = list(argv)
                 script()

@@ -59,7 +59,7 @@ class Announcements:
         begin = f"resumed at {self._where}"
         if verdict.exact is Exact.PROVEN:
             self._print(f"{begin}; {again}, bitwise equal")
-        elif verdict.exact is Exact.DIFFERS:
+        elif verdict.exact is Exact.DIFFERS or verdict.suspect:
             log.warning("%s: %s; see %s", begin, verdict.message, PAGE)
         else:
             self._print(f"{begin}; not comparable: {verdict.message}")

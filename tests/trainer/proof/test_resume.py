@@ -17,9 +17,9 @@ from torch import nn
 from tests.trainer.small_runs import Run
 from tiercheck import Checkpointer
 from tiercheck.protocol.report import Exact
-from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.proof.journal import CAPACITY, Journal, StepRecord
 from tiercheck.trainer.proof.resume import first_difference
+from tiercheck.trainer.save.saver import Saver
 
 EVERY, KILLED = 4, 7
 Verdicts = list[tuple[int, Exact, int, str]]
@@ -28,7 +28,7 @@ Verdicts = list[tuple[int, Exact, int, str]]
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> Verdicts:
     found: Verdicts = []
-    monkeypatch.setattr(FolderBackend, "resumed", lambda _, *verdict: found.append(verdict))
+    monkeypatch.setattr(Saver, "report_resume", lambda _, *verdict: found.append(verdict))
     return found
 
 
@@ -193,7 +193,7 @@ records = st.builds(
     st.integers(1, 3 * CAPACITY),
     st.none() | st.floats(),
     st.none() | numbers,
-    *[numbers] * 4,
+    *[numbers] * 5,
 )
 
 
@@ -234,3 +234,32 @@ def test_checkpointer_without_a_step_leaves_no_trace_in_the_journal(tmp_path: Pa
     model = nn.Linear(2, 2)
     Checkpointer(model, adam(model), folder=left, run="another").close()
     assert Journal(left / "journal-0", 0, 1).read(KILLED) is None
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_batch_fetched_ahead_is_told_though_no_step_is_trained_again(
+    ahead: bool, tmp_path: Path, verdicts: Verdicts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The life before ended right after its last version, so that no loss is there to compare with."""
+    data = torch.randn(100, 8)
+
+    def live(last: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 1), nn.Dropout(0.1))
+        optimizer = adam(model)
+        with Checkpointer(model, optimizer, folder=tmp_path, every=5) as checkpointer:
+            done = checkpointer.restore()
+            batch = data[torch.randint(100, (16,))] if ahead else data
+            for _ in range(done, last):
+                now, batch = batch, data[torch.randint(100, (16,))]
+                loss = model(now if ahead else batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                checkpointer.step(loss)
+
+    live(10)
+    live(20)
+    told = [verdict for verdict in verdicts if "step 11 drew another number" in verdict[3]]
+    assert [verdict[:2] for verdict in told] == [(10, Exact.NOT_COMPARABLE)] * ahead
+    assert len([line for line in caplog.messages if "resume-proof.md" in line]) == ahead

@@ -20,8 +20,8 @@ from tests.lives import Lives
 from tests.trainer.proof import buckets_script
 from tiercheck import Checkpointer
 from tiercheck.protocol.report import Exact
-from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.restore import restoring
+from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.state import user_state
 
 EVERY, KILLED, WIDTH = 4, 7, 8
@@ -207,7 +207,7 @@ class LoaderAskedTooEarly(Loop):
 def resumed(kind: type[Loop], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Exact]:
     """Verdicts of a second life, which trains the last steps of a killed one again."""
     found: list[Exact] = []
-    monkeypatch.setattr(FolderBackend, "resumed", lambda _, step, exact, *rest: found.append(exact))
+    monkeypatch.setattr(Saver, "report_resume", lambda _, step, exact, *rest: found.append(exact))
     for life, steps in enumerate((KILLED, KILLED - EVERY)):
         loop = kind()
         place = folder / str(life)

@@ -35,8 +35,10 @@ _RUN = 64
 _NUMBERS = {int, float, bool}
 _GROUPS = 16
 """Parameter groups, and holders in the script's `state`, that are looked at."""
-_WORDS = 624
+WORDS = 624
 """Of a Mersenne Twister, of 32 bits."""
+_PLACE, _PLACE_AT = struct.Struct("=Q"), 16
+"""How many words of its block torch's generator has given out, and where that stands in its state."""
 
 
 class Fingerprints:
@@ -77,14 +79,16 @@ class Fingerprints:
 
     def take(self, step: int, loss: float | None) -> StepRecord:
         """The record of the step that ends now, without `update` where that lies on a device."""
+        generators, drawn = self._drawn()
         return StepRecord(
             step,
             loss,
             self._update_on_host(),
-            self._drawn(),
+            generators,
             zlib.crc32(b"".join([read() for read in self._others])),
             _numbers(*self._holders),
             _numbers(*[group for each in self._optimizers for group in each.param_groups[:_GROUPS]]),
+            drawn,
         )
 
     def fetch_update(self, record: StepRecord) -> None:
@@ -164,11 +168,14 @@ class Fingerprints:
         self._written = _spread(beside, _HOST_OTHERS if host else _DEVICE_OTHERS)
         self._sharded = any(_shard(tensor) is not tensor for tensor in self._chosen)
 
-    def _drawn(self) -> int:
+    def _drawn(self) -> tuple[int, int]:
         states = [torch.default_generator.get_state(), *[each.get_state() for each in self._generators]]
+        drawn: int = _PLACE.unpack(ctypes.string_at(states[0].data_ptr() + _PLACE_AT, _PLACE.size))[0] % WORDS
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states.append(torch.cuda.default_generators[torch.cuda.current_device()].get_state())
-        return zlib.crc32(b"".join([_ends(each.data_ptr(), each.numel()) for each in states]))
+            offset: int = _PLACE.unpack(ctypes.string_at(states[-1].data_ptr() + 8, _PLACE.size))[0]
+            drawn |= offset << 8 & 0xFFFFFC00  # in fours
+        return zlib.crc32(b"".join([_ends(each.data_ptr(), each.numel()) for each in states])), drawn
 
 
 def _written_beside(
@@ -226,7 +233,7 @@ def _python_state() -> Callable[[], bytes]:
     words are read where they lie, once it is sure that they do."""
     drawn = getattr(random, "_inst", None)
     if drawn is not None:
-        words = struct.pack(f"={_WORDS}I", *drawn.getstate()[1][:_WORDS])
+        words = struct.pack(f"={WORDS}I", *drawn.getstate()[1][:WORDS])
         at = ctypes.string_at(id(drawn), drawn.__sizeof__()).find(words)
         if at > 0:  # in front of them stands how many of them are used up
             address, length = id(drawn) + at - 4, len(words) + 4
@@ -240,5 +247,5 @@ def _numpy_state() -> Callable[[], bytes]:
     bits: Any = getattr(getattr(numpy, "random", None), "get_bit_generator", lambda: None)()
     if type(bits).__name__ != "MT19937":
         return lambda: b""
-    address, length = bits.ctypes.state_address, 4 * (_WORDS + 1)
+    address, length = bits.ctypes.state_address, 4 * (WORDS + 1)
     return lambda: _ends(address, length)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 CAPACITY = 4096
 """Records. A rank that trains more steps again compares the newest of them only."""
 _HEADER = struct.Struct("<8sIIII")
-_RECORD = struct.Struct("<Qd6I")
+_RECORD = struct.Struct("<Qd7I")
 _CHECKED = struct.Struct("<I")
 _MAGIC = b"TCJRNL01"
 _PLACE = 64
@@ -44,6 +44,8 @@ class StepRecord(NamedTuple):
     objects."""
     hyper_parameters: int
     """Fingerprint of the numbers in the parameter groups."""
+    drawn: int = 0
+    """Where torch's generators stand: the CPU's in its block of 624 numbers (10 bits), the device's (22)."""
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from tiercheck.protocol.report import Exact
-from tiercheck.trainer.proof.fingerprints import Fingerprints
+from tiercheck.trainer.proof.fingerprints import WORDS, Fingerprints
 from tiercheck.trainer.proof.journal import Journal, StepRecord
 
 PAGE = "docs/use/resume-proof.md"
+_AROUND = 3
+"""Steps on each side of a restored version whose draws are counted."""
 SOON = 10
 """Equal steps after which a resume counts as proven, though there are more to compare."""
 FIELDS = (
@@ -43,6 +46,8 @@ class Verdict:
     """Trained again and compared."""
     message: str = ""
     """What differs first, or why nothing could be compared."""
+    suspect: bool = False
+    """Nothing could be compared, and something speaks against the resume."""
 
 
 def first_difference(then: StepRecord, now: StepRecord) -> int:
@@ -71,6 +76,11 @@ def describe(then: StepRecord, now: StepRecord, first: int) -> str:
     return f"{loss}; what differs first: {FIELDS[first]}"
 
 
+def count_draws(before: int, after: int) -> tuple[int, int]:
+    """How many numbers were drawn between two values of `StepRecord.drawn`: modulo a block, and 2 ** 22."""
+    return ((after & 1023) - (before & 1023)) % WORDS, ((after >> 10) - (before >> 10)) % 2**22
+
+
 class Resume:
     """Writes the journal of a rank, and compares a resume with it. In the training thread; raises nothing."""
 
@@ -86,6 +96,8 @@ class Resume:
         self._journal: Journal | None = None
         self._before: dict[int, StepRecord] = {}
         """What the life before gave, of the steps that are still to be compared."""
+        self._drawn: list[int] = []
+        """`StepRecord.drawn` around the restored step, where no step is trained again."""
         self._step = self._newest = self._equal = 0
 
     def begin(self, path: Path | None, training: int, world_size: int, step: int) -> Verdict | None:
@@ -154,7 +166,11 @@ class Resume:
         if then is not None and None not in (then.update, now.update) and then.update != now.update:
             return "the journal is that of another history"
         self._before = {record.step: record for record in journal.after(step)}
-        return "" if self._before else "no step is trained again"
+        if self._before:
+            return ""
+        newest = [journal.read(step - _AROUND + number) for number in range(1, _AROUND + 1)]
+        self._drawn = [record.drawn for record in newest if record is not None]
+        return "no step is trained again"
 
     def _add_updates(self, journal: Journal, *, wait: bool = False) -> None:
         for record in self._fingerprints.arrived(wait=wait):
@@ -164,6 +180,8 @@ class Resume:
     def _compare(self, journal: Journal, now: StepRecord) -> None:
         then = self._before.pop(now.step, None) if self._before else None
         if then is None:
+            if len(self._drawn) >= _AROUND:
+                self._compare_draws(now)
             return
         if first := first_difference(then, now):
             self._before.clear()
@@ -179,6 +197,22 @@ class Resume:
         if self._equal == SOON or (not self._before and self._equal < SOON):
             journal.change_header(differed=0)
             self._report(self._proven())
+
+    def _compare_draws(self, now: StepRecord) -> None:
+        """Report a first step that drew another number of random numbers than the steps before and after it:
+        the only trace of a batch that was fetched ahead, where no step is trained again."""
+        self._drawn.append(now.drawn)
+        if len(self._drawn) < 2 * _AROUND:
+            return
+        drawn, self._drawn = self._drawn, []
+        draws = [count_draws(*pair) for pair in pairwise(drawn)]
+        first = draws.pop(_AROUND - 1)
+        if any(draws[0]) and draws.count(draws[0]) == len(draws) and first != draws[0]:
+            message = (
+                f"no step was trained again, but step {self._step + 1} drew another number of random numbers "
+                "than the steps before and after it; was a batch fetched ahead, or drawn after restore?"
+            )
+            self._report(Verdict(Exact.NOT_COMPARABLE, self._step, message=message, suspect=True))
 
     def _proven(self) -> Verdict:
         return Verdict(Exact.PROVEN, self._step, self._equal)
