@@ -9,7 +9,7 @@ under test is `decide` alone; its memory is the status, written through its API 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,9 @@ from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.members.suspicion import doubted_nodes
+from tiercheck_operator.controller.refusals import RefusalMemory
+from tiercheck_operator.kubernetes.client import ApiFailure, NameTaken
+from tiercheck_operator.manifests.owned import pod_name
 from tiercheck_operator.model.actions import (
     Action,
     CreatePod,
@@ -203,6 +206,11 @@ class World:
         self.deleted_job = False
         self.last: Decision = Decision()
         self.have_service = self.have_credentials = False
+        self.refusals = RefusalMemory()
+        self.refuses: Callable[[Action], str] = lambda action: ""
+        """What the API server says to an action that it refuses."""
+        self.strangers: set[str] = set()
+        """Names of pods that are not the job's."""
         self.budget: int | None = None
         self.budget_problem = ""
         self.have_gang = False
@@ -234,6 +242,8 @@ class World:
             have_credentials=self.have_credentials,
             have_gang=self.have_gang,
             gang_problem=self.gang_problem,
+            refused=self.refusals.known,
+            names_taken=self.refusals.names_taken,
             budget=self.budget,
             budget_problem=self.budget_problem,
         )
@@ -245,21 +255,36 @@ class World:
         observed = self.observe()
         self.suspects.note(doubted_nodes(observed) | left_nodes(observed), self.now)
         decision = self.last = decide(replace(observed, unwelcome=self.suspects.unwelcome(self.now)))
-        work: list[Action | JobRecord] = [*decision.before]
+        due = self.refusals.due(decision.before, self.now)
+        work: list[Action | JobRecord] = [*due]
         if decision.status is not None:
             work.append(decision.status)
         work += decision.after
+        failures = []
         for done, item in enumerate(work):
             if killed_after is not None and done >= killed_after:
                 self.forget()
                 return
-            self._do(item)
+            failure = None if isinstance(item, JobRecord) else self._refused(item)
+            if failure is None:
+                self._do(item)
+            else:
+                failures.append((item, failure))
+        self.refusals.note(decision.before, failures, self.now)
         self.notices += [notice.reason for notice in decision.notices]
 
     def forget(self) -> None:
         """What a restarted operator knows of the sidecars, and of nodes that were left: nothing yet."""
         self.reports = {}
         self.suspects = SuspectNodes()
+        self.refusals = RefusalMemory()
+
+    def _refused(self, action: Action) -> ApiFailure | None:
+        name = pod_name(self.job, action.worker, action.incarnation) if isinstance(action, CreatePod) else ""
+        if name in self.strangers:
+            return NameTaken(name, f"Pod {name} is not this job's")
+        said = self.refuses(action)
+        return ApiFailure(403, said) if said else None
 
     def _do(self, item: Action | JobRecord) -> None:
         match item:

@@ -25,6 +25,7 @@ from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset
 from tiercheck_operator.controller.failures.standstill import stalled_restore_message
 from tiercheck_operator.controller.failures.trigger import find_trigger, update_recovery
 from tiercheck_operator.controller.finish import after_finish, find_passed_deadline, suspend
+from tiercheck_operator.controller.members.capacity import refused_beside_workers
 from tiercheck_operator.controller.members.departures import departure_message
 from tiercheck_operator.controller.members.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.members.lost_nodes import unready_node_message
@@ -61,7 +62,9 @@ from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import JobRecord
 
-_PASSING = (conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY)
+_PASSING = (
+    conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY, conditions.REFUSED,
+)  # fmt: skip
 """Reasons of Placed that say what goes on, and not what the placement is worth."""
 _LOOK_AGAIN = 10.0
 """Seconds until something outside of the job that was missing is looked for again."""
@@ -126,7 +129,8 @@ def suspend_job(situation: Situation, draft: DecisionDraft) -> DecisionDraft | D
     status, before, after = suspend(situation)
     gone = not situation.all_pods
     draft = replace(draft, status=status, after=tuple(after), wake=None if gone else 1.0)
-    draft = draft.with_findings(suspended=gone, suspending=not gone)
+    refused = refused_beside_workers(situation)
+    draft = draft.with_findings(suspended=gone, suspending=not gone, placed=refused)
     if gone and situation.have_gang:  # workers and scheduler may be others when it goes on
         before = [*before, RemoveGang()]
     return conclude(situation, draft.with_actions(*before))
@@ -274,11 +278,14 @@ def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     assert draft.placement is not None
     going, news = situation.membership.departures, None
     if going:
-        news = departure_message(going)
+        news = departure_message(going, situation.refused)
     elif any(node.lost for node in situation.nodes.values()):
         news = unready_node_message(situation, situation.members)
-    if news is not None:
-        return draft.with_findings(placed=Finding(*news))
+    found = Finding(*news) if news is not None else None
+    if found is None and situation.refused:
+        found = refused_beside_workers(situation)
+    if found is not None:
+        return draft.with_findings(placed=found)
     told = draft.status.condition(conditions.PLACED)
     if draft.findings.placed is not None or told is None or told.reason not in _PASSING:
         return draft

@@ -15,7 +15,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.redaction import redacted
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import CORE, JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import CORE, JOBS, ApiFailure, Kube, NameTaken
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
@@ -38,6 +38,7 @@ from tiercheck_operator.model.actions import (
     SavePlacement,
 )
 from tiercheck_operator.model.observed import ANNOTATION_GIVEN_UP, JobView
+from tiercheck_operator.model.parsing import parse_pod
 from tiercheck_operator.sidecars import JobSidecars, SidecarError
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 16
 _PUSHES_AT_ONCE = 64
 """Of directives: a sidecar that does not answer takes its place for seconds."""
+_PODS: tuple[type[Action], ...] = (CreatePod, CreateSpare)
+_NEEDED_BY_PODS = (EnsureGang, EnsureCredentials, EnsureService)
 _LONGEST_NOTE = 1024
 """Characters of an annotation."""
 _PODS_STRICTLY = CORE + "/pods?fieldValidation=Strict"
@@ -52,8 +55,7 @@ _PODS_STRICTLY = CORE + "/pods?fieldValidation=Strict"
 
 
 class Executor:
-    """For one job. API failures are raised; a sidecar that cannot be told is told again by the next
-    reconcile."""
+    """For one job. A sidecar that cannot be told is told again by the next reconcile."""
 
     def __init__(
         self, kube: Kube, config: Config, belongings: Belongings, cluster: ClusterIdentity | None = None
@@ -62,33 +64,40 @@ class Executor:
         self._removed: list[DeletePod] = []
         self._told: set[tuple[str, bool]] = set()
 
-    async def run(self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None) -> None:
+    async def run(
+        self, job: JobView, actions: Iterable[Action], sidecars: JobSidecars | None
+    ) -> list[tuple[Action, ApiFailure]]:
         """What the job owns first, then deletions, then everything else; within each, all at once.
 
+        Returns what failed: no action waits for another one to succeed.
+
         Deletions go before creations, so that the scheduler does not count a lost pod when it spreads its
-        replacement. Once the server refuses a pod, the rest are not tried: they would be refused for the same
-        reason. Raises ApiFailure, the first one.
+        replacement. Once the server refuses a worker's pod, or a spare, the rest of them are not tried: they
+        would be refused for the same reason. No pod is made before what all pods of the job need.
         """
         gate, gate_of_pushes = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_PUSHES_AT_ONCE)
-        refused = False
+        failures: list[tuple[Action, ApiFailure]] = []
+        refused: dict[type[Action], ApiFailure] = {}
 
         async def one(action: Action) -> None:
-            nonlocal refused
             async with gate_of_pushes if isinstance(action, Push) else gate:
-                if refused and isinstance(action, (CreatePod, CreateSpare)):
-                    return
-                try:
-                    await self._one(job, action, sidecars)
-                except ApiFailure as error:
-                    refused = refused or error.refused
-                    raise
-                except Unbuildable as error:
-                    # Of a job that has begun, whose template was changed: told as what the API server would
-                    # say of it.
-                    refused = True
-                    raise ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
+                kind, failure = type(action), refused.get(type(action))
+                if failure is None:
+                    try:
+                        return await self._one(job, action, sidecars)
+                    except ApiFailure as error:
+                        failure = error
+                    except Unbuildable as error:
+                        # Of a job that has begun, whose template was changed: told as what the API server
+                        # would say of it.
+                        failure = ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
+                failures.append((action, failure))
+                if kind in _NEEDED_BY_PODS:
+                    refused.update(dict.fromkeys(_PODS, failure))
+                elif kind in _PODS and failure.refused:
+                    refused[kind] = failure
 
-        own = (EnsureGang, EnsureCredentials, EnsureService, SavePlacement)
+        own = (*_NEEDED_BY_PODS, SavePlacement)
         deletions, others = [], []
         for action in actions:
             if isinstance(action, own):
@@ -103,6 +112,7 @@ class Executor:
         for result in results:
             if result is not None:
                 raise result
+        return failures
 
     async def _one(self, job: JobView, action: Action, sidecars: JobSidecars | None) -> None:
         match action:
@@ -179,12 +189,25 @@ class Executor:
         try:
             await self._kube.create(_PODS_STRICTLY, pod, namespace=job.namespace)
         except ApiFailure as error:
-            # Our view of the pods may be a moment old: the pod that we miss is on its way to us.
-            if not error.conflict:
+            if not (error.conflict and await self._is_late_news(job, pod["metadata"]["name"])):
                 raise
         else:
             failpoint("after-pod-create")
             log.info("%s/%s: created pod %s", job.namespace, job.name, pod["metadata"]["name"])
+
+    async def _is_late_news(self, job: JobView, name: str) -> bool:
+        """Returns whether the pod that we miss is there, and on its way to us: our view may be a moment old.
+
+        Raises NameTaken if it is not this job's.
+        """
+        found = await self._kube.get(CORE + "/pods/{name}", namespace=job.namespace, name=name)
+        known = parse_pod(found) if found is not None else None
+        if found is None or (known is not None and known.job_uid == job.identity):
+            return found is not None
+        owner = next(iter(found["metadata"].get("ownerReferences") or ()), None)
+        whose = f"belongs to {owner['kind']} {owner['name']}" if owner else "belongs to no controller"
+        advice = "Another name is tried; remove or rename it if it stays"
+        raise NameTaken(name, f"Pod {name} {whose} and is not one of this job's. {advice}")
 
     async def _promote(self, job: JobView, action: Promote) -> None:
         pod = action.pod

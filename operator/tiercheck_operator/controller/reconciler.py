@@ -24,6 +24,7 @@ from tiercheck_operator.controller.failures.sidecar_ends import find_silent_memb
 from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.members.suspicion import doubted_nodes
+from tiercheck_operator.controller.refusals import BACKOFF, RefusalMemory
 from tiercheck_operator.controller.status.discretion import without_credentials
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
@@ -32,7 +33,7 @@ from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.topology_source import TopologySource
 from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
-from tiercheck_operator.model.actions import Decision
+from tiercheck_operator.model.actions import Action, Decision, SavePlacement
 from tiercheck_operator.model.limits import render_fitting
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_job
@@ -47,7 +48,6 @@ _LEAST_PAUSE = 0.02
 _BREATHER = 4.0
 """Pause between two reconciles, in times of what deciding took: no job, however large, takes more than a
 fifth of the processor."""
-_ERROR_BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _PATIENT_FAILURES = 3
 """Answers of 500 and above in a row that are not worth a word in the status."""
 _PROGRESS = ("progress", "tiers")
@@ -99,6 +99,7 @@ class JobLoop:
         self._executor = Executor(around.kube, around.config, self._belongings, around.cluster)
         self._events = EventPoster(around.kube)
         self._object_events = ObjectEvents(around.kube)
+        self._refusals = RefusalMemory()
         self._strange_at = -1
         """Version of the job that made no sense."""
         self._sidecars: JobSidecars | None = None
@@ -177,7 +178,7 @@ class JobLoop:
                 # One job's trouble must not take the operator down; it is counted, logged and tried again.
                 self._around.metrics.reconcile_failed("bug")
                 log.exception("%s: reconcile failed", self.named)
-                delay = _ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)]
+                delay = BACKOFF[min(self._failures, len(BACKOFF) - 1)]
                 self._failures += 1
             self.began, took = None, asyncio.get_running_loop().time() - began
             self._around.metrics.reconciled(took)
@@ -202,7 +203,13 @@ class JobLoop:
         the job that is gone."""
         log.log(logging.DEBUG if error.conflict else logging.WARNING, "%s: %s", self.named, error)
         self._doubted = self._doubted or error.conflict or error.not_found
-        return max(_ERROR_BACKOFF[min(self._failures, len(_ERROR_BACKOFF) - 1)], error.retry_after or 0.0)
+        return max(BACKOFF[min(self._failures, len(BACKOFF) - 1)], error.retry_after or 0.0)
+
+    def _note_failures(self, failures: Iterable[tuple[Action, ApiFailure]]) -> None:
+        for failure in {str(error): error for _, error in failures}.values():
+            log.log(logging.DEBUG if failure.conflict else logging.WARNING, "%s: %s", self.named, failure)
+            self._around.metrics.reconcile_failed("conflict" if failure.conflict else "api")
+            self._doubted = self._doubted or failure.not_found
 
     async def _look_up(self) -> None:
         """Have the job as it is. Raises JobGone; ApiFailure, then it is as doubtful as before."""
@@ -242,21 +249,29 @@ class JobLoop:
         decision = decide(observation)
         self._deciding = time.perf_counter() - began
         around.metrics.decided(self._deciding)
+        refusals, now = self._refusals, observation.now
         try:
-            await self._executor.run(job, decision.before, self._sidecars)
-        except ApiFailure as error:
-            if error.refused or (error.status >= 500 and self._failures >= _PATIENT_FAILURES):
-                await self._write_status(job, raw, decision_after_refusal(observation, decision, str(error)))
-            raise
+            failures = await self._executor.run(job, refusals.due(decision.before, now), self._sidecars)
         except Exception as error:
             # A fault of ours, most likely: the job's owner must hear of it, and not only our log.
             why = f"what the spec asks for cannot be made: {type(error).__name__}: {error}"[:500]
             await self._write_status(job, raw, decision_after_refusal(observation, decision, why))
             raise
+        if refusals.note(decision.before, failures, now):
+            self.wake()  # the next look tells
+        self._note_failures(failures)
+        unsaved = next((error for action, error in failures if isinstance(action, SavePlacement)), None)
+        if unsaved is not None:  # what is to be written, and told to sidecars, rests on it
+            if unsaved.refused or (unsaved.status >= 500 and self._failures >= _PATIENT_FAILURES):
+                await self._write_status(
+                    job, raw, decision_after_refusal(observation, decision, str(unsaved))
+                )
+            raise unsaved
         delay = await self._write_status(job, raw, decision)
-        await self._executor.run(job, decision.after, self._sidecars)
+        for _, failure in await self._executor.run(job, decision.after, self._sidecars):
+            raise failure
         around.metrics.job_seen(parse_job(self._raw), len(find_silent_members(observation)))
-        wanted = [around.config.resync_seconds, decision.wake_after, delay]
+        wanted = [around.config.resync_seconds, decision.wake_after, delay, refusals.seconds_to_next_try(now)]
         return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
 
     async def _tell_strange(self, error: Exception) -> None:
@@ -323,6 +338,8 @@ class JobLoop:
             have_credentials=self._belongings.have_secret,
             have_gang=self._belongings.have_gang,
             gang_problem=self._belongings.gang_problem,
+            refused=self._refusals.known,
+            names_taken=self._refusals.names_taken,
             budget=self._belongings.budget,
             budget_problem=self._belongings.budget_problem,
         )

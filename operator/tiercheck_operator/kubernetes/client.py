@@ -87,6 +87,14 @@ class ApiFailure(Exception):
         return self.status in (400, 403, 405, 413, 422)
 
 
+class NameTaken(ApiFailure):
+    """Another object, which is not this job's, has the name."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(409, message)
+        self.name = name
+
+
 class NotLeading(ApiFailure):
     """Nothing was sent: another replica may lead by now."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive
+from tiercheck.protocol.report import SPARE
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import JobRecord
@@ -125,6 +126,23 @@ Action = (
     | Push
     | DeleteJob
 )
+
+
+def subject_of(action: Action) -> int | str:
+    """Returns what a refusal of the action is remembered by.
+
+    That is a worker, SPARE for all spares, the UID of a pod, or the action's own name.
+    """
+    match action:
+        case CreatePod():
+            return action.worker
+        case CreateSpare():
+            return SPARE
+        case DeletePod():
+            return action.uid
+        case Promote():
+            return action.pod.uid
+    return type(action).__name__
 
 
 @dataclass(frozen=True)

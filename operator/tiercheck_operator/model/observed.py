@@ -214,6 +214,18 @@ class NodeView:
         return self.labels.get("kubernetes.io/hostname", self.name)
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the API server answered to an action that it has not taken since."""
+
+    sentence: str
+    again_at: float
+    """Unix seconds when it is asked again."""
+    tries: int = 1
+    told: bool = True
+    """Whether it is worth a word in the status: a moment of trouble is not."""
+
+
 class HostSign(str, Enum):
     """What came back from where a sidecar that does not answer should be."""
 
@@ -268,6 +280,10 @@ class Observation:
     have_gang: bool = False
     gang_problem: str = ""
     """Why it cannot be had, as a sentence."""
+    refused: Mapping[int | str, Refusal] = field(default_factory=dict)
+    """By `actions.subject_of`: a worker, SPARE, the UID of a pod."""
+    names_taken: frozenset[str] = frozenset()
+    """Names of pods that are not this job's."""
     budget: int | None = None
     """minAvailable of the job's PodDisruptionBudget; None: there is none."""
     budget_problem: str = ""

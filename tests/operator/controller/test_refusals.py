@@ -12,9 +12,10 @@ from tests.operator.world_in_memory import TEMPLATE, World, make_spec
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor
+from tiercheck_operator.controller.refusals import RefusalMemory
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.owned_objects import Belongings
-from tiercheck_operator.model.actions import CreatePod, Decision, DeletePod
+from tiercheck_operator.model.actions import CreatePod, CreateSpare, Decision, DeletePod
 from tiercheck_operator.model.observed import Observation
 
 
@@ -46,18 +47,18 @@ async def test_a_large_job_does_not_ask_for_every_pod_once_one_was_refused() -> 
         *(CreatePod(worker, 0, ()) for worker in range(500)),
         DeletePod("old", "u", force=False, why="pod old: it is lost"),
     ]
-    with pytest.raises(ApiFailure, match="exceeded quota"):
-        await executor(server).run(World().observe().job, actions, None)
+    failures = await executor(server).run(World().observe().job, actions, None)
     assert len(server.created) < 50
+    assert {action.worker for action, _ in failures if isinstance(action, CreatePod)} == {*range(500)}
+    assert {str(error) for _, error in failures} == {"403: exceeded quota: gpus"}
     assert server.deleted == ["old"]
 
 
 async def test_a_moment_of_trouble_does_not_keep_other_pods_from_being_tried() -> None:
     server = Refusing(status=503)
-    with pytest.raises(ApiFailure):
-        await executor(server).run(
-            World().observe().job, [CreatePod(worker, 0, ()) for worker in range(50)], None
-        )
+    await executor(server).run(
+        World().observe().job, [CreatePod(worker, 0, ()) for worker in range(50)], None
+    )
     assert len(server.created) == 50
 
 
@@ -88,11 +89,11 @@ async def test_of_a_job_that_trains_a_template_that_became_no_pod_is_told_as_a_r
         job, spec=replace(job.spec, template={"spec": {**TEMPLATE["spec"], "securityContext": "x"}})
     )
     server = Refusing()
-    with pytest.raises(ApiFailure, match="cannot be made a pod") as caught:
-        await executor(server).run(
-            spoilt, [CreatePod(0, 1, ()), DeletePod("old", "u", force=False, why="pod old: it is lost")], None
-        )
-    assert (caught.value.refused, server.created, server.deleted) == (True, [], ["old"])
+    ((_, error),) = await executor(server).run(
+        spoilt, [CreatePod(0, 1, ()), DeletePod("old", "u", force=False, why="pod old: it is lost")], None
+    )
+    assert "cannot be made a pod" in str(error)
+    assert (error.refused, server.created, server.deleted) == (True, [], ["old"])
     decision = decide(replace(world.observe(), job=spoilt))
     assert (decision.status or spoilt.status).phase == "Running", "its pods go on"
 
@@ -128,3 +129,56 @@ def test_attempt_whose_placement_was_refused_is_not_written(monkeypatch: pytest.
     assert answer.status is not None
     assert answer.status.attempt == obs.job.status.attempt
     assert answer.status.history == obs.job.status.history
+
+
+def pod_of(kind: str, name: str, uid: str) -> dict[str, Any]:
+    owner = {"apiVersion": "apps/v1", "kind": kind, "name": name, "uid": uid, "controller": True}
+    return {"metadata": {"name": "j-0-0", "uid": "p", "ownerReferences": [owner]}}
+
+
+class Taken(Refusing):
+    """A server that has a pod of that name."""
+
+    def __init__(self, pod: dict[str, Any] | None) -> None:
+        super().__init__(409)
+        self.pod = pod
+
+    async def get(self, path: str, **names: str) -> dict[str, Any] | None:
+        return self.pod
+
+
+async def test_pod_that_has_the_name_of_ours_is_named_with_its_owner_and_the_others_are_made() -> None:
+    server = Taken(pod_of("StatefulSet", "j", "s"))
+    failures = await executor(server).run(
+        World().observe().job, [CreatePod(0, 0, ()), CreatePod(1, 0, ())], None
+    )
+    assert server.created == ["j-0-0", "j-1-0"]
+    said = str(failures[0][1])
+    assert "Pod j-0-0 belongs to StatefulSet j and is not one of this job's" in said
+    memory = RefusalMemory()
+    assert memory.note([action for action, _ in failures], failures, 0.0)
+    assert (memory.names_taken, memory.seconds_to_next_try(0.0)) == ({"j-0-0", "j-1-0"}, 0.0)
+
+
+async def test_pod_of_ours_that_no_watch_has_shown_yet_is_nothing_to_tell() -> None:
+    world = World()
+    pod = pod_of("TierCheckJob", "j", "job-uid")
+    pod["metadata"]["ownerReferences"][0]["apiVersion"] = "tiercheck.io/v1alpha1"
+    pod["metadata"]["labels"] = {"tiercheck.io/job-uid": "job-uid", "tiercheck.io/worker": "0"}
+    assert await executor(Taken(pod)).run(world.observe().job, [CreatePod(0, 0, ())], None) == []
+    ((_, error),) = await executor(Taken(None)).run(world.observe().job, [CreatePod(0, 0, ())], None)
+    assert error.conflict, "as where two pods are counted by one quota at once: asked again"
+
+
+def test_what_is_refused_is_asked_for_again_with_growing_pauses_and_forgotten_when_nobody_wants_it() -> None:
+    memory, now, tried = RefusalMemory(), 0.0, list[float]()
+    wanted = [CreatePod(0, 0, ()), CreateSpare(0, ())]
+    while now < 60.0:
+        due = memory.due(wanted, now)
+        if due:
+            tried.append(now)
+        memory.note(wanted, [(action, ApiFailure(403, "no room")) for action in due], now)
+        now += memory.seconds_to_next_try(now) or 1.0
+    assert 8 <= len(tried) <= 12
+    memory.note(wanted[:1], [], tried[-1] + 1.0)
+    assert [*memory.known] == [0]

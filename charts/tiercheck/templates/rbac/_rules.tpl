@@ -30,7 +30,7 @@
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services]
   verbs: [get, create]

@@ -14,7 +14,7 @@ from tiercheck.protocol.artifacts.sizing import LONGEST_CADENCE
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failures.exits import crash_pause
-from tiercheck_operator.controller.members.capacity import describe_shortage
+from tiercheck_operator.controller.members.capacity import describe_shortage, refused_workers
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar
@@ -41,7 +41,7 @@ class Waiting:
 def waiting_for_pods(situation: Situation) -> Waiting | None:
     """Until every worker has a pod with an address."""
     missing = situation.membership.missing(situation.size)
-    if missing:
+    if missing and not refused_workers(situation):
         return Waiting(
             conditions.WAITING_FOR_PODS, f"workers without a pod: {_some(missing)}", wake_after=1.0
         )
@@ -74,10 +74,13 @@ def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | 
     owing = [pod for pod in situation.members.values() if not _answered(situation, pod, since)]
     if not owing:
         return None
-    said = next((f"; {pod.name}: {pod.message}" for pod in owing if pod.message), "")
+    # Those that have answered are only asked once more; to name one now and then would change at every look.
+    silent = [pod for pod in owing if not _answered(situation, pod, recovery.detected_at)]
+    said = next((f"; {pod.name}: {pod.message}" for pod in silent if pod.message), "")
+    told = f"no answer yet from the sidecars of workers {_some([pod.worker for pod in silent])}{said}"
     return Waiting(
         conditions.WAITING_FOR_SIDECARS,
-        f"no answer yet from the sidecars of workers {_some([pod.worker for pod in owing])}{said}",
+        told if silent else "the sidecars are asked once more what they hold",
         tuple(ProbeSidecar(pod.uid) for pod in owing),
         wake_after=1.0,
     )

@@ -1,4 +1,4 @@
-"""No node takes a pod: for a while that is nothing, after it a shortage that somebody has to hear of.
+"""No node takes a pod, or the API server refuses it: after a while that is a shortage that is told.
 
 Then the job goes on smaller, if its spec allows that and it can; else it waits. Either way the workers that
 have nodes keep what they hold, because nobody touches them. What is possible is decided here, and nowhere
@@ -17,9 +17,12 @@ from tiercheck_operator.controller.observe.inventories import (
     reports_of,
 )
 from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.manifests.node_memory import forbidden
+from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.observed import JobView, Observation, PodView
 from tiercheck_operator.model.status import rfc3339
 from tiercheck_operator.planning.recovery.resharded import ResizedStock
 
@@ -34,16 +37,45 @@ class Shortage:
 
 
 def describe_shortage(situation: Situation) -> Shortage | None:
-    """None: every pod has a node, or the scheduler has not looked for one yet."""
-    if not unschedulable_members(situation.membership):
+    """None: every worker has a pod with a node, or will have one as far as is known."""
+    refused = refused_workers(situation)
+    if not (refused or unschedulable_members(situation.membership)):
         return None
     since, end = _clock(situation)
     left = end - situation.now
+    refusal = describe_refusal(situation.job, next(iter(refused.values()))) if refused else None
     if left > 0:
-        text = f"{describe_unschedulable(situation)} {_outlook(situation, end)}"
-        return Shortage(conditions.UNSCHEDULABLE, text, min(left, situation.patience.unschedulable))
-    text = f"{describe_unschedulable(situation)} {_waits(situation, since)} {_size_advice(situation)}"
-    return Shortage(conditions.NO_CAPACITY, text.strip(), situation.patience.unschedulable)
+        reason, told = conditions.UNSCHEDULABLE, _outlook(situation, end)
+    else:
+        reason = conditions.NO_CAPACITY
+        told = f"{'' if refused else _waits(situation, since)} {_size_advice(situation)}"
+    text = f"{describe_lack(situation)} {told.strip()}".strip()
+    wake = situation.patience.unschedulable if left <= 0 else min(left, situation.patience.unschedulable)
+    return Shortage(refusal.reason if refusal is not None else reason, text, wake)
+
+
+def refused_workers(situation: Situation) -> dict[int, str]:
+    """Returns what the API server said to the pods of workers that have none, by worker."""
+    missing = situation.membership.missing(situation.size) if situation.refused else []
+    found = ((worker, situation.refused.get(worker)) for worker in missing)
+    return {worker: refusal.sentence for worker, refusal in found if refusal is not None and refusal.told}
+
+
+def describe_refusal(job: JobView, sentence: str) -> Finding:
+    """Returns why the job lacks something, with advice where that is known."""
+    advice, rules = forbidden(job, sentence), limits_advice(sentence)
+    if advice:
+        return Finding(conditions.NODE_MEMORY_FORBIDDEN, advice)
+    return Finding(conditions.REFUSED, f"{sentence}. {rules}" if rules else sentence)
+
+
+def refused_beside_workers(situation: Situation) -> Finding | None:
+    """Returns a refusal of what no worker waits for: a deletion, a Service, a spare's new identity."""
+    told = (
+        refusal for subject, refusal in situation.refused.items() if isinstance(subject, str) and refusal.told
+    )
+    first = min(told, key=lambda refusal: refusal.sentence, default=None)
+    return None if first is None else describe_refusal(situation.job, first.sentence)
 
 
 def unschedulable_members(membership: Membership) -> list[PodView]:
@@ -52,23 +84,21 @@ def unschedulable_members(membership: Membership) -> list[PodView]:
 
 
 def is_overdue(situation: Situation) -> bool:
-    """Whether no node has taken some pod for failurePolicy.capacityTimeoutSeconds."""
-    return bool(unschedulable_members(situation.membership)) and _clock(situation)[1] <= situation.now
+    """Whether no node, or not the API server, has taken some pod for failurePolicy.capacityTimeoutSeconds."""
+    lacking = unschedulable_members(situation.membership) or refused_workers(situation)
+    return bool(lacking) and _clock(situation)[1] <= situation.now
 
 
 def possible_size(situation: Situation) -> int | None:
     """With how many workers the job could go on now, if it may shrink: those that have nodes; None: it has to
     wait.
 
-    Only once nothing is on its way any more: every other worker's pod was looked at by the scheduler, and
-    none that is being ended still has a node.
+    Only once nothing is on its way any more: every other worker's pod was refused, or looked at by the
+    scheduler, and none that is being ended still has a node.
     """
-    members = situation.members.values()
-    size = sum(pod.node is not None for pod in members)
-    settled = (
-        len(members) == situation.size
-        and size + len(unschedulable_members(situation.membership)) == situation.size
-    )
+    size = sum(pod.node is not None for pod in situation.members.values())
+    lacking = len(unschedulable_members(situation.membership)) + len(refused_workers(situation))
+    settled = size + lacking == situation.size
     ending = any(pod.deleting and pod.node is not None for pod in situation.all_pods)
     if not settled or ending or size >= situation.size or why_not_smaller(situation, size):
         return None
@@ -123,14 +153,18 @@ def _clock(obs: Observation) -> tuple[float, float]:
     return since, since + limit
 
 
-def describe_unschedulable(situation: Situation) -> str:
-    """Who has no node, and what the scheduler says. Only while somebody has none."""
-    unschedulable = unschedulable_members(situation.membership)
-    first = min(unschedulable, key=lambda pod: pod.worker)
-    return (
-        f"{len(unschedulable)} of {situation.size} pods have no node. "
-        f"{first.name}: {first.message.rstrip('.') or 'the scheduler gives no reason'}."
-    )
+def describe_lack(situation: Situation) -> str:
+    """Returns which workers have no pod or no node, and what API server and scheduler say."""
+    unschedulable, refused = unschedulable_members(situation.membership), refused_workers(situation)
+    told = []
+    if refused:
+        said = describe_refusal(situation.job, next(iter(refused.values()))).message.rstrip(".")
+        told.append(f"{len(refused)} of {situation.size} workers have no pod: {said}.")
+    if unschedulable:
+        first = min(unschedulable, key=lambda pod: pod.worker)
+        said = first.message.rstrip(".") or "the scheduler gives no reason"
+        told.append(f"{len(unschedulable)} of {situation.size} pods have no node. {first.name}: {said}.")
+    return " ".join(told)
 
 
 def _outlook(situation: Situation, end: float) -> str:
@@ -140,6 +174,8 @@ def _outlook(situation: Situation, end: float) -> str:
         return (
             f"If that stays so, the job goes on with {size} workers at {rfc3339(end)}, and grows back later."
         )
+    if refused_workers(situation):
+        return ""
     return "Add nodes, or ask for less in spec.template or spec.workers."
 
 

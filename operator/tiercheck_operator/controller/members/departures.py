@@ -20,7 +20,7 @@ from tiercheck_operator.controller.failures.exits import describe_exit, fails_ag
 from tiercheck_operator.controller.failures.standstill import held_up_again, why_stalled
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.observed import Observation, PodView, Refusal
 
 _TOGETHER = 60.0
 """Seconds that a new pod may take to come up before others that are ready no longer wait for it."""
@@ -76,7 +76,9 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
     return Assignment(members, {**departures, **{w: m for w, m in pairs.items() if w not in ready}}, departed)
 
 
-def departure_message(departures: Mapping[int, Departure]) -> tuple[str, str]:
+def departure_message(
+    departures: Mapping[int, Departure], refused: Mapping[int | str, Refusal]
+) -> tuple[str, str]:
     """Reason and message for the condition Placed, while somebody is on the move."""
     first = departures[min(departures)]
     others = f" ({len(departures)} workers in all)" if len(departures) > 1 else ""
@@ -87,6 +89,10 @@ def departure_message(departures: Mapping[int, Departure]) -> tuple[str, str]:
             f"{text}It stays and trains on, because no node has room for its replacement {first.new.name}: "
             f"{first.new.message.rstrip('.')}. Add nodes before it is ended.",
         )
+    refusal = refused.get(first.worker)
+    if first.new is None and refusal is not None and refusal.told:
+        said = f"because its replacement is refused: {refusal.sentence.rstrip('.')}"
+        return (conditions.REFUSED, f"{text}It stays and trains on, {said}. Make room before it is ended.")
     return (conditions.MOVING, f"{text}It trains on until its replacement is ready.")
 
 

@@ -17,8 +17,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.members.capacity import describe_unschedulable, is_overdue, possible_size
+from tiercheck.protocol.report import SPARE, TrainerState
+from tiercheck_operator.controller.members.capacity import (
+    describe_lack,
+    describe_refusal,
+    describe_shortage,
+    is_overdue,
+    possible_size,
+)
 from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.members.spares import Upkeep
 from tiercheck_operator.controller.observe.situation import Situation
@@ -80,7 +86,7 @@ def _shrunk(situation: Situation) -> Resized | None:
     if size is None:
         return None
     shrunk = f"The job goes on with {size} of {situation.job.spec.workers} workers."
-    text = f"{describe_unschedulable(situation)} {shrunk}"
+    text = f"{describe_lack(situation)} {shrunk}"
     found = Finding(conditions.UNSCHEDULABLE, text)
     return Resized(
         replace(situation.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found)
@@ -206,7 +212,9 @@ def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | Non
     wanted = spec.workers
     if record.size is None:
         known = spec.min_workers is not None or record.condition(conditions.FULL_SIZE) is not None
-        text = f"the job has all {wanted} workers"
+        text, lack = f"the job has all {wanted} workers", describe_shortage(situation)
+        if known and lack is not None:
+            return SizeStanding(False, lack.reason, lack.message)
         return SizeStanding(True, conditions.ALL_WORKERS, text) if known else None
     text = f"{record.size.workers} of {wanted} workers"
     if record.size.room_since is not None:
@@ -217,7 +225,11 @@ def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | Non
         )
         return SizeStanding(False, conditions.GROWING, text)
     unschedulable = next((pod for pod in situation.all_pods if pod.unschedulable and not pod.deleting), None)
-    if unschedulable is not None:
+    refusal = situation.refused.get(SPARE)
+    if refusal is not None and refusal.told:
+        said = describe_refusal(situation.job, refusal.sentence).message.rstrip(".")
+        text = f"{text}: {said}. It grows back when the API server takes the pods"
+    elif unschedulable is not None:
         text = (
             f"{text}: no node takes {unschedulable.name}. {unschedulable.message.rstrip('.')}. It grows back "
             "when nodes are added"

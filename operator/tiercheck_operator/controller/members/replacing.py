@@ -129,7 +129,7 @@ def next_incarnation(obs: Observation, worker: int) -> int:
         seen += [saved.incarnation for saved in obs.placement.members if saved.worker == worker]
     free = max(seen, default=-1) + 1
     # A pod that has become another worker keeps its name.
-    taken = {pod.name for pod in obs.all_pods}
+    taken = {pod.name for pod in obs.all_pods} | obs.names_taken
     while pod_name(obs.job, worker, free) in taken:
         free += 1
     return free

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 
+from tiercheck.protocol.report import SPARE
+from tiercheck_operator.controller.members.capacity import describe_refusal
 from tiercheck_operator.controller.members.membership import Membership, SparePool, classify_pod
 from tiercheck_operator.controller.members.replacing import (
     avoided_hosts,
@@ -19,6 +22,7 @@ from tiercheck_operator.controller.members.replacing import (
     unwelcome_hosts,
 )
 from tiercheck_operator.controller.observe.situation import Situation
+from tiercheck_operator.manifests.owned import spare_name
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, CreateSpare, Promote
 from tiercheck_operator.model.observed import PodView
@@ -64,7 +68,11 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
         return SparesStanding(
             record, bool(wanted), reason, f"{wanted} spares wait to take a lost worker's place"
         )
-    told = f"{record.ready} of {wanted} spares are ready"
+    told, refusal = f"{record.ready} of {wanted} spares are ready", situation.refused.get(SPARE)
+    if refusal is not None and refusal.told:
+        found = describe_refusal(situation.job, refusal.sentence)
+        text = f"{told}. {found.message.rstrip('.')}. The job does without it."
+        return SparesStanding(record, False, found.reason, text)
     unschedulable = next((pod for pod in pool.coming if pod.unschedulable), None)
     if unschedulable is not None:
         advice = "The job does without it; add nodes, or ask for fewer in spec.spares."
@@ -107,7 +115,8 @@ def keep_spares(situation: Situation) -> Upkeep:
         return Upkeep(takeovers, tuple(actions), pause)
     first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
     avoid, unwelcome = avoided_hosts(situation), unwelcome_hosts(situation)
-    actions += [CreateSpare(number, avoid, unwelcome) for number in range(first, first + missing)]
+    free = (n for n in count(first) if spare_name(situation.job, n) not in situation.names_taken)
+    actions += [CreateSpare(number, avoid, unwelcome) for number in islice(free, missing)]
     return Upkeep(takeovers, tuple(actions))
 
 
@@ -133,7 +142,11 @@ def _renamed(situation: Situation) -> tuple[Promote, ...]:
 
 def _takeovers(situation: Situation, pool: SparePool, taken: set[int]) -> tuple[Promote, ...]:
     suspects = situation.membership.suspects
-    usable = {pod.spare or 0: pod for pod in pool.ready if pod.node not in suspects and pod.resource_version}
+    usable = {
+        pod.spare or 0: pod
+        for pod in pool.ready
+        if pod.node not in suspects and pod.resource_version and pod.uid not in situation.refused
+    }
     if not usable:
         return ()
     workers = (worker for worker in range(situation.size) if worker not in taken)

@@ -9,6 +9,7 @@ from tiercheck_operator.model.status import Condition, JobRecord, Recovery
 
 _GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)
 _BAD_WHEN_FALSE = (conditions.PLACED, conditions.PROTECTED)
+_OF_WHAT_IS_MADE = (conditions.PLACED, conditions.SPARES_READY)
 _PASSING = {conditions.WAITING_FOR_PODS, conditions.WAITING_FOR_FIRST_VERSION}
 """Reasons that every job goes through; no Event for them."""
 
@@ -71,7 +72,8 @@ def _bad(condition: Condition) -> bool:
         conditions.REMOTE_NOT_SAFE,
         conditions.RESTORE_STALLED,
     )
-    return unwell or condition.reason in told
+    refused = condition.reason == conditions.REFUSED and condition.type in _OF_WHAT_IS_MADE
+    return unwell or refused or condition.reason in told
 
 
 def _certain(recovery: Recovery) -> bool:

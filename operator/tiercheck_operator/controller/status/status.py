@@ -12,6 +12,7 @@ from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failures.sidecar_ends import describe_sidecar_end, silent_sidecars_message
 from tiercheck_operator.controller.failures.standstill import restored_bytes
+from tiercheck_operator.controller.members.capacity import describe_refusal
 from tiercheck_operator.controller.members.elastic import describe_size
 from tiercheck_operator.controller.members.spares import SparesStanding, describe_spares
 from tiercheck_operator.controller.observe.memory import (
@@ -31,8 +32,6 @@ from tiercheck_operator.controller.status.saving import (
     describe_saving,
     newest_proofs,
 )
-from tiercheck_operator.manifests.node_memory import forbidden
-from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding, Findings
@@ -122,11 +121,7 @@ def add_final_words(obs: Observation, record: JobRecord) -> JobRecord:
 
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
     """`record` when the API server refused what it needs: a person has to read why."""
-    advice = forbidden(obs.job, sentence)
-    rules = limits_advice(sentence)
-    refused = Finding(conditions.REFUSED, f"{sentence}. {rules}" if rules else sentence)
-    finding = Finding(conditions.NODE_MEMORY_FORBIDDEN, advice) if advice else refused
-    wanted = _condition(conditions.PLACED, False, finding)
+    wanted = _condition(conditions.PLACED, False, describe_refusal(obs.job, sentence))
     phase = "Pending" if record.phase in ("", "Starting") else record.phase
     return replace(record, conditions=_merge(obs, record.conditions, [wanted]), phase=phase)
 
