@@ -35,6 +35,7 @@ from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.election.elector import Elector, boot_clock
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
 from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.node_leases import NodeLeases
 from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, describe_troubles, stuck
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
@@ -98,6 +99,13 @@ class Operator:
         self._closing = False
         self._watching = asyncio.Event()
         self._beaten = boot_clock()
+        self._attach = AttachService(
+            self._kube,
+            Kube(access, called=self._metrics.called),
+            config,
+            self._workers_of,
+            self._view.pods_of,
+        )
         self._around = Surroundings(
             self._view.pods_of,
             self._view.all_nodes,
@@ -106,13 +114,8 @@ class Operator:
             self._metrics,
             gone=self._forget,
             cluster=ClusterIdentity(self._kube),
-        )
-        self._attach = AttachService(
-            self._kube,
-            Kube(access, called=self._metrics.called),
-            config,
-            lambda namespace, uid: (namespace, uid) in self._known_as,
-            self._view.pods_of,
+            leases=NodeLeases(self._kube),
+            owner_size=self._attach.owner_size,
         )
         jobs = f"/apis/{names.API_GROUP}/{names.API_VERSION}"
         self._resync = Resync(
@@ -207,6 +210,11 @@ class Operator:
         return False
 
     # Who acts.
+
+    def _workers_of(self, namespace: str, identity: str) -> int:
+        """Of the job that its pods know by this UID; 0: there is none."""
+        raw = self._jobs.get(self._known_as.get((namespace, identity), ""))
+        return 0 if raw is None else int((raw.get("spec") or {}).get("workers") or 1)
 
     def _may_act(self) -> bool:
         """From any thread, right before something is written."""

@@ -106,7 +106,7 @@ def test_operator_of_some_namespaces_may_only_look_at_nodes_and_at_what_names_th
     values = {"watchNamespaces": ["training", "research"]}
     roles = {role["metadata"]["name"]: role for role in operators_roles(values)}
     (everywhere,) = [binding["roleRef"]["name"] for binding in of_kind("ClusterRoleBinding", values)]
-    nodes = {("", "nodes", "list"), ("", "nodes", "watch")}
+    nodes = {("", "nodes", "list"), ("", "nodes", "watch"), ("coordination.k8s.io", "leases", "get")}
     assert granted([roles[everywhere]]) == nodes | {("", "namespaces", "get")}
     named = [
         rule["resourceNames"] for rule in roles[everywhere]["rules"] if rule["resources"] == ["namespaces"]

@@ -24,9 +24,7 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
-from tiercheck_operator.controller.members.suspicion import doubted_nodes
 from tiercheck_operator.controller.refusals import RefusalMemory
 from tiercheck_operator.kubernetes.client import ApiFailure, NameTaken
 from tiercheck_operator.manifests.owned import pod_name
@@ -60,7 +58,6 @@ from tiercheck_operator.model.observed import (
 )
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.status import JobRecord, parse_record, render_record
-from tiercheck_operator.planning.placement.replacement import SuspectNodes
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}
 START = 1_800_000_000.0
@@ -100,9 +97,10 @@ class World:
         self, spec: JobSpec | None = None, racks: int = 2, nodes_per_rack: int = 2, steps: int = 10**6
     ) -> None:
         self.now = START
-        self.unclaimed: dict[str, float] = {}
         self.liked = ""
         """The scheduler's favourite node."""
+        self.not_starting: dict[str, tuple[str, str, str]] = {}
+        """Nodes on which no new pod starts: phase, reason and message of such pods."""
         self.beside = False
         """Whether a container of the user's runs on in each pod when the others have ended."""
         self.nodes = {
@@ -199,13 +197,14 @@ class World:
         self.crashes = 0
         self.notices: list[str] = []
         self.created: list[CreatePod] = []
-        self.suspects = SuspectNodes()
         self.unwelcome_to: dict[str, tuple[str, ...]] = {}
         """By pod name, the nodes that it would rather not be on."""
         self.deleted: list[DeletePod] = []
         self.deleted_job = False
         self.last: Decision = Decision()
         self.have_service = self.have_credentials = False
+        self.owner_size: int | None = None
+        self.kubelets: dict[str, float] = {}
         self.refusals = RefusalMemory()
         self.refuses: Callable[[Action], str] = lambda action: ""
         """What the API server says to an action that it refuses."""
@@ -224,9 +223,6 @@ class World:
         return self.job.status
 
     def observe(self) -> Observation:
-        self.unclaimed = {
-            uid: self.unclaimed.get(uid, self.now) for uid, pod in self.pods.items() if not pod.claimed
-        }
         image = choose_sidecar_image(self.job.status, self.pods.values(), self.image)
         return Observation(
             now=self.now,
@@ -237,11 +233,12 @@ class World:
             reports=dict(self.reports),
             placement=self.placement,
             patience=Patience(),
-            unclaimed=self.unclaimed,
             have_service=self.have_service,
             have_credentials=self.have_credentials,
             have_gang=self.have_gang,
             gang_problem=self.gang_problem,
+            kubelets=self.kubelets,
+            owner_size=self.owner_size,
             refused=self.refusals.known,
             names_taken=self.refusals.names_taken,
             budget=self.budget,
@@ -253,8 +250,7 @@ class World:
         one).
         """
         observed = self.observe()
-        self.suspects.note(doubted_nodes(observed) | left_nodes(observed), self.now)
-        decision = self.last = decide(replace(observed, unwelcome=self.suspects.unwelcome(self.now)))
+        decision = self.last = decide(observed)
         due = self.refusals.due(decision.before, self.now)
         work: list[Action | JobRecord] = [*due]
         if decision.status is not None:
@@ -274,9 +270,8 @@ class World:
         self.notices += [notice.reason for notice in decision.notices]
 
     def forget(self) -> None:
-        """What a restarted operator knows of the sidecars, and of nodes that were left: nothing yet."""
+        """What a restarted operator knows of the sidecars, and of what was refused: nothing yet."""
         self.reports = {}
-        self.suspects = SuspectNodes()
         self.refusals = RefusalMemory()
 
     def _refused(self, action: Action) -> ApiFailure | None:
@@ -399,7 +394,12 @@ class World:
                 order = [(n.name != self.liked, n.hostname in unwelcome, used[n.name], n.name) for n in fit]
                 node = min(order)[-1]
                 used[node] += 1
-                self.pods[uid] = replace(pod, node=node, unschedulable_since=None, claimed=False, message="")
+                self.pods[uid] = replace(
+                    pod, node=node, unschedulable_since=None, claimed=False, message="", housed_since=self.now
+                )
+            elif pod.ip is None and pod.node in self.not_starting:
+                phase, reason, words = self.not_starting[pod.node]
+                self.pods[uid] = replace(pod, claimed=True, phase=phase, disruption=reason, message=words)
             elif pod.ip is None and not self._no_kubelet(pod.node):
                 address = f"127.0.0.{int(uid[4:])}"
                 self.pods[uid] = replace(pod, ip=address, phase="Running", claimed=True)

@@ -28,7 +28,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     PROCESS: ("TrainerCrash", "OOMKilled"),
     POD: (
         "NodeLeaving", "PodDeleted", "PodFailed", "PodEvicted", "GPUFault", "StartFailed", "Stuck",
-        "HealthCheckFailed",
+        "HealthCheckFailed", "StorageExceeded",
     ),
     NODE: ("SidecarSilent", "NodeSilent", "NodeLost"),
     DOMAIN: ("DomainLost",),

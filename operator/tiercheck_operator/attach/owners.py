@@ -99,6 +99,21 @@ def find_seat(pod: Mapping[str, Any], owner: Owner, raw: Mapping[str, Any]) -> S
     return seat
 
 
+def count_workers(kind: str, raw: Mapping[str, Any]) -> int:
+    """How many workers a workload of this kind has now. `raw`: as the API server gives it."""
+    spec = raw.get("spec") or {}
+    if kind == _JOB:
+        return int(_or_one(spec.get("parallelism")))
+    if kind == _PYTORCHJOB:
+        return sum(int(_or_one(each.get("replicas"))) for each in spec["pytorchReplicaSpecs"].values())
+    jobs = [(entry, entry["template"]["spec"]) for entry in spec["replicatedJobs"]]
+    return sum(
+        int(_or_one(entry.get("replicas"))) * int(_or_one(job.get("parallelism")))
+        for entry, job in jobs
+        if _asks(job["template"])
+    )
+
+
 def _parallelism(spec: Mapping[str, Any], named: str, mode: str = "NonIndexed") -> int:
     """All pods of a Job train together, so none of them may wait for another to end."""
     if (spec.get("completionMode") or mode) != "Indexed":

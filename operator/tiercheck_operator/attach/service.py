@@ -8,19 +8,20 @@ from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.adoption import Adoption
 from tiercheck_operator.attach.injection import Outfit
 from tiercheck_operator.attach.left_out import LeftOut
+from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers
 from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.attach.webhook import Webhook
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import Kube
-from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.model.observed import JobView, PodView
 
 
 class AttachService:
     """Does nothing if the webhook is not configured. Every replica answers the API server, only the leading
     one makes jobs.
 
-    `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` are asked with
-    namespace and UID of an owner.
+    `kube` writes only while this replica leads, `always` at any time. `has_job`, which gives the workers of
+    its job, and `pods_of` are asked with namespace and UID of an owner.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class AttachService:
         kube: Kube,
         always: Kube,
         config: Config,
-        has_job: Callable[[str, str], bool],
+        has_job: Callable[[str, str], int],
         pods_of: Callable[[str, str], Iterable[PodView]],
     ) -> None:
         self._always = always
@@ -50,6 +51,18 @@ class AttachService:
             self._webhook = Webhook(settings.host, settings.port, trust, admission)
             self._adoption = Adoption(kube, has_job, pods_of)
             self._left_out = LeftOut(kube, config.namespaces, config.resync_seconds, has_job)
+
+    async def owner_size(self, job: JobView) -> int | None:
+        """How many workers the owner of an attached job has now; None: that cannot be told."""
+        attach = job.spec.attach
+        if attach is None:
+            return None
+        owner = Owner(attach.api_version, attach.kind, attach.name, attach.uid)
+        try:
+            raw = await self._always.get(owner.path(job.namespace))
+            return count_workers(owner.kind, raw) if raw and raw["metadata"]["uid"] == owner.uid else None
+        except (ApiFailure, Unattachable, KeyError, TypeError, ValueError, AttributeError):
+            return None  # a moment of trouble, or nothing that makes sense
 
     def start(self) -> None:
         if self._webhook is not None:

@@ -25,11 +25,11 @@ from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset
 from tiercheck_operator.controller.failures.standstill import stalled_restore_message
 from tiercheck_operator.controller.failures.trigger import find_trigger, update_recovery
 from tiercheck_operator.controller.finish import after_finish, find_passed_deadline, suspend
-from tiercheck_operator.controller.members.capacity import refused_beside_workers
+from tiercheck_operator.controller.members.capacity import describe_owner, refused_beside_workers
 from tiercheck_operator.controller.members.departures import departure_message
 from tiercheck_operator.controller.members.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.members.lost_nodes import unready_node_message
-from tiercheck_operator.controller.members.replacing import replace_pods, without_ended
+from tiercheck_operator.controller.members.replacing import evict_lost, replace_pods
 from tiercheck_operator.controller.members.spares import Upkeep, keep_spares
 from tiercheck_operator.controller.members.suspicion import due_probes, seconds_to_next_look
 from tiercheck_operator.controller.observe.memory import equal_share, why_too_small
@@ -64,6 +64,7 @@ from tiercheck_operator.model.status import JobRecord
 
 _PASSING = (
     conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY, conditions.REFUSED,
+    conditions.DEVICE_UNHEALTHY, conditions.OWNER_RESIZED,
 )  # fmt: skip
 """Reasons of Placed that say what goes on, and not what the placement is worth."""
 _LOOK_AGAIN = 10.0
@@ -194,7 +195,7 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
     if not situation.all_in_place:
         pods, put_off = replace_pods(situation, upkeep.taken)
         if situation.job.spec.attach is not None:
-            pods = without_ended(situation, pods)
+            pods = evict_lost(situation, pods)
         draft = draft.with_actions(*pods).with_wake(put_off)
     growth = seconds_to_growth(situation) if situation.may_resize else None
     return draft.with_actions(*upkeep.actions).with_wake(upkeep.wake, situation.seconds_to_deadline, growth)
@@ -282,8 +283,17 @@ def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     elif any(node.lost for node in situation.nodes.values()):
         news = unready_node_message(situation, situation.members)
     found = Finding(*news) if news is not None else None
+    ill = next((pod for _, pod in sorted(situation.members.items()) if pod.ill), None)
     if found is None and situation.refused:
         found = refused_beside_workers(situation)
+    if found is None and ill is not None:
+        said = f"{ill.ill} in pod {ill.name} on node {ill.node}. It trains on, and its next pod prefers"
+        found = Finding(
+            conditions.DEVICE_UNHEALTHY, f"{said} other nodes. Look at the device, or drain the node"
+        )
+    resized = describe_owner(situation) if situation.owner_size is not None else ""
+    if found is None and resized:
+        found = Finding(conditions.OWNER_RESIZED, resized)
     if found is not None:
         return draft.with_findings(placed=found)
     told = draft.status.condition(conditions.PLACED)

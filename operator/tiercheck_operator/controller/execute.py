@@ -21,6 +21,8 @@ from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
 from tiercheck_operator.model.actions import (
+    NEEDED_BY_PODS,
+    PODS,
     Action,
     CreatePod,
     CreateSpare,
@@ -46,8 +48,6 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 16
 _PUSHES_AT_ONCE = 64
 """Of directives: a sidecar that does not answer takes its place for seconds."""
-_PODS: tuple[type[Action], ...] = (CreatePod, CreateSpare)
-_NEEDED_BY_PODS = (EnsureGang, EnsureCredentials, EnsureService)
 _LONGEST_NOTE = 1024
 """Characters of an annotation."""
 _PODS_STRICTLY = CORE + "/pods?fieldValidation=Strict"
@@ -92,12 +92,12 @@ class Executor:
                         # would say of it.
                         failure = ApiFailure(HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
                 failures.append((action, failure))
-                if kind in _NEEDED_BY_PODS:
-                    refused.update(dict.fromkeys(_PODS, failure))
-                elif kind in _PODS and failure.refused:
+                if kind in NEEDED_BY_PODS:
+                    refused.update(dict.fromkeys(PODS, failure))
+                elif kind in PODS and failure.refused:
                     refused[kind] = failure
 
-        own = (*_NEEDED_BY_PODS, SavePlacement)
+        own = (*NEEDED_BY_PODS, SavePlacement)
         deletions, others = [], []
         for action in actions:
             if isinstance(action, own):
@@ -238,7 +238,8 @@ class Executor:
         options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)
         failpoint("before-pod-delete")
         try:
-            found = await self._kube.delete(CORE + "/pods/{name}", options, **where)
+            found = action.evict and await self._evict(where, options)
+            found = found or await self._kube.delete(CORE + "/pods/{name}", options, **where)
         except ApiFailure as error:
             if not error.conflict:  # another pod has the name by now
                 raise
@@ -249,6 +250,15 @@ class Executor:
             self._removed.append(action)
             by_force = " by force" if action.force else ""
             log.info("%s/%s: deleted%s %s", job.namespace, job.name, by_force, action.why)
+
+    async def _evict(self, where: Mapping[str, str], options: Mapping[str, Any]) -> bool:
+        """Returns whether that was taken: a lost pod goes whatever a disruption budget says."""
+        meta = {"name": where["name"], "namespace": where["namespace"]}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta, "deleteOptions": options}
+        with contextlib.suppress(ApiFailure):
+            await self._kube.create(CORE + "/pods/{name}/eviction", body, **where)
+            return True
+        return False
 
     def take_deleted_pods(self) -> list[DeletePod]:
         """The pods that were deleted since this was asked last."""

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,14 +21,13 @@ from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.failures.sidecar_ends import find_silent_members
-from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
-from tiercheck_operator.controller.members.suspicion import doubted_nodes
 from tiercheck_operator.controller.refusals import BACKOFF, RefusalMemory
 from tiercheck_operator.controller.status.discretion import without_credentials
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.node_leases import NodeLeases
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.topology_source import TopologySource
 from tiercheck_operator.kubernetes.watches import copy_of_job
@@ -38,7 +37,6 @@ from tiercheck_operator.model.limits import render_fitting
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
-from tiercheck_operator.planning.placement.replacement import SuspectNodes
 from tiercheck_operator.sidecars import JobSidecars, Lines
 
 log = logging.getLogger(__name__)
@@ -50,10 +48,18 @@ _BREATHER = 4.0
 fifth of the processor."""
 _PATIENT_FAILURES = 3
 """Answers of 500 and above in a row that are not worth a word in the status."""
+_LATE = 4.0
+"""Seconds that a kubelet may take for a new pod before its node's lease is looked at."""
+_OWNER_EVERY = {False: 60.0, True: 10.0}
+"""Seconds between two looks at an attached job's owner: all pods there, or some missing."""
 _PROGRESS = ("progress", "tiers")
 """Parts of the status that change all the time while training goes well."""
 _PROGRESS_WRITES = 50
 """A second, of all jobs together: each is a write to the API server's store, and news to all who watch."""
+
+
+async def _nothing_known(job: JobView) -> int | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,8 @@ class Surroundings:
     config: Config
     metrics: Metrics
     clock: Callable[[], float] = time.time
-    suspects: SuspectNodes = field(default_factory=SuspectNodes)
+    places: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Names of the nodes that each job avoids, by the job's UID: all others prefer not to use them."""
     sidecars: Callable[..., JobSidecars] = JobSidecars
     lines: Lines = field(default_factory=Lines)
     training: set[str] = field(default_factory=set)
@@ -75,6 +82,9 @@ class Surroundings:
     gone: Callable[[str], object] = lambda uid: None
     """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended.
     """
+    leases: NodeLeases | None = None
+    owner_size: Callable[[JobView], Awaitable[int | None]] = _nothing_known
+    """How many workers the owner of an attached job has now; None: that cannot be told."""
     cluster: ClusterIdentity | None = None
     """None: pods are not told which cluster they are in."""
 
@@ -100,10 +110,12 @@ class JobLoop:
         self._events = EventPoster(around.kube)
         self._object_events = ObjectEvents(around.kube)
         self._refusals = RefusalMemory()
+        self._kubelets: Mapping[str, float] = {}
+        self._owner_read = float("-inf")
+        self._owner_size: int | None = None
         self._strange_at = -1
         """Version of the job that made no sense."""
         self._sidecars: JobSidecars | None = None
-        self._unclaimed: Mapping[str, float] = {}
         self._followed: Mapping[str, str] = {}
         """Whom they listen to: IP address by pod UID."""
         self._wrote_progress = 0.0
@@ -148,6 +160,7 @@ class JobLoop:
             await self._sidecars.close()
             self._sidecars = None
         self._around.training.discard(self.uid)
+        self._around.places.pop(self.uid, None)
         self._around.metrics.job_gone(*self.key)
 
     async def _run(self) -> None:
@@ -243,12 +256,14 @@ class JobLoop:
         if not self._known and not self._over(job):
             await self._belongings.refresh(job)
             self._known = True
+        await self._look_at_owner(job)
+        await self._look_at_leases(job)
         observation = self._observe(job)
-        around.suspects.note(doubted_nodes(observation) | left_nodes(observation), observation.now)
         began = time.perf_counter()
         decision = decide(observation)
         self._deciding = time.perf_counter() - began
         around.metrics.decided(self._deciding)
+        around.places[self.uid] = frozenset(place.node for place in (decision.status or job.status).places)
         refusals, now = self._refusals, observation.now
         try:
             failures = await self._executor.run(job, refusals.due(decision.before, now), self._sidecars)
@@ -286,6 +301,21 @@ class JobLoop:
         about = {"apiVersion": self._raw.get("apiVersion"), "kind": names.KIND, "name": metadata["name"]}
         about |= {"namespace": metadata["namespace"], "uid": metadata["uid"]}
         await self._object_events.warn(about, "NotUnderstood", why)
+
+    async def _look_at_owner(self, job: JobView) -> None:
+        """Read what an attached job belongs to, sooner while pods are missing."""
+        now, pods = self._around.clock(), sum(not pod.terminal for pod in self._pods(job))
+        every = _OWNER_EVERY[pods < job.spec.workers]
+        if job.spec.attach is not None and not job.status.finished and now - self._owner_read >= every:
+            self._owner_read, self._owner_size = now, await self._around.owner_size(job)
+
+    async def _look_at_leases(self, job: JobView) -> None:
+        """Of nodes whose kubelet is about to be given up."""
+        now, leases = self._around.clock(), self._around.leases
+        late = {
+            pod.node for pod in self._pods(job) if not pod.claimed and now - (pod.housed_since or now) > _LATE
+        }
+        self._kubelets = await leases.heard(filter(None, late), now) if late and leases is not None else {}
 
     def _over(self, job: JobView) -> bool:
         """Whether nobody needs what the job owns any more: finished jobs may be kept by the hundred."""
@@ -331,24 +361,19 @@ class JobLoop:
             nodes=around.nodes(),
             reports={**heard, **self._sidecars.reports} if self._sidecars is not None else {},
             placement=self._belongings.placement,
-            unclaimed=self._note_unclaimed(pods, around.clock()),
             patience=around.config.patience,
-            unwelcome=around.suspects.unwelcome(around.clock()),
+            unwelcome=frozenset().union(*around.places.values()),
             have_service=self._belongings.have_service,
             have_credentials=self._belongings.have_secret,
             have_gang=self._belongings.have_gang,
             gang_problem=self._belongings.gang_problem,
+            kubelets=self._kubelets,
+            owner_size=self._owner_size,
             refused=self._refusals.known,
             names_taken=self._refusals.names_taken,
             budget=self._belongings.budget,
             budget_problem=self._belongings.budget_problem,
         )
-
-    def _note_unclaimed(self, pods: Iterable[PodView], now: float) -> Mapping[str, float]:
-        """Since when pods wait for their kubelet, by our clock: the scheduler's may differ by more than is
-        waited for."""
-        self._unclaimed = {pod.uid: self._unclaimed.get(pod.uid, now) for pod in pods if not pod.claimed}
-        return self._unclaimed
 
     def _unseen(self, job: JobView, pods: Iterable[PodView]) -> dict[str, str]:
         """Sidecars of the attempt whose pods the API server has forgotten, as after a deletion by force:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from tiercheck_operator.kubernetes.client import ApiFailure, NameTaken
-from tiercheck_operator.model.actions import Action, subject_of
+from tiercheck_operator.model.actions import NEEDED_BY_PODS, PODS, Action, SavePlacement, subject_of
 from tiercheck_operator.model.observed import Refusal
 
 BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Seconds until the next try, after the first failure and later ones."""
+_NAMES = 64
+"""Names of others' pods that are remembered; who takes more of them makes his own job wait."""
 _PATIENT_FAILURES = 3
 """Failures in a row that are not worth a word where the server did not refuse, but failed or was away."""
 
@@ -26,16 +28,25 @@ class RefusalMemory:
         self.names_taken: frozenset[str] = frozenset()
 
     def due(self, actions: Iterable[Action], now: float) -> list[Action]:
-        """Those that are not to wait after a refusal."""
+        """Those that are not to wait after a refusal; no pod is made while what it needs waits."""
         held = {subject for subject, refusal in self.known.items() if refusal.again_at > now}
-        return [action for action in actions if subject_of(action) not in held]
+        alone = not held & {kind.__name__ for kind in NEEDED_BY_PODS}
+        return [
+            action
+            for action in actions
+            if subject_of(action) not in held and (alone or not isinstance(action, PODS))
+        ]
 
     def note(
         self, wanted: Sequence[Action], failures: Iterable[tuple[Action, ApiFailure]], now: float
     ) -> bool:
         """Takes in how a look went. `wanted`: all that it asked for, due or not. Returns whether there is
         something new to tell."""
-        before, failed = self.known, dict((subject_of(action), error) for action, error in failures)
+        before = self.known
+        # What rests on the placement is not written without it, so that it is asked for at every look.
+        failed = {
+            subject_of(action): error for action, error in failures if not isinstance(action, SavePlacement)
+        }
         tried = {subject_of(action) for action in self.due(wanted, now)}
         known = {
             subject: before[subject]
@@ -45,7 +56,7 @@ class RefusalMemory:
         for subject, error in failed.items():
             tries = before[subject].tries + 1 if subject in before else 1
             pause = max(BACKOFF[min(tries, len(BACKOFF)) - 1], error.retry_after or 0.0)
-            if isinstance(error, NameTaken):
+            if isinstance(error, NameTaken) and len(self.names_taken) < _NAMES:
                 self.names_taken |= {error.name}
                 pause = 0.0  # the next name is tried at once
             told = error.refused or isinstance(error, NameTaken) or tries > _PATIENT_FAILURES

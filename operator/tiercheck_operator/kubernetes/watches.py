@@ -151,10 +151,13 @@ class Watched(Generic[V]):
 
 
 def date_containers(pod: PodView, known: PodView | None, now: float) -> PodView:
-    """`pod` with when its kubelet's last word about each container was first heard. Nodes' clocks may be
-    wrong; ours is one."""
+    """`pod` with when its kubelet's last word about each container was first heard, and its node was seen.
+    Nodes' clocks may be wrong; ours is one."""
+    before = known.housed_since if known is not None else None
     return replace(
         pod,
+        remade_since=pod.remade_since and ((known.remade_since if known is not None else None) or now),
+        housed_since=None if pod.node is None else now if before is None else before,
         trainer=_dated(pod.trainer, known.trainer if known is not None else None, now),
         sidecar=_dated(pod.sidecar, known.sidecar if known is not None else None, now),
     )

@@ -85,6 +85,8 @@ class DeletePod:
     """Which pod, a colon, and why it goes: for the log and for Events."""
     given_up: str = ""
     """What is noted on the pod before (`PodView.given_up`)."""
+    evict: bool = False
+    """By an eviction, so that its own controller sees a disruption and no failure."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,10 @@ Action = (
     | Push
     | DeleteJob
 )
+
+
+PODS = (CreatePod, CreateSpare)
+NEEDED_BY_PODS = (EnsureGang, EnsureCredentials, EnsureService)
 
 
 def subject_of(action: Action) -> int | str:

@@ -48,6 +48,8 @@ class Cause(str, Enum):
     """Neither we nor its peers hear anything from a pod's host; Kubernetes may not know it yet."""
     POD_FAILED = "PodFailed"
     POD_EVICTED = "PodEvicted"
+    STORAGE_EXCEEDED = "StorageExceeded"
+    """A kubelet ended a pod that used more local storage than its own limits allow."""
     NODE_LOST = "NodeLost"
     DOMAIN_LOST = "DomainLost"
     """Every node of a failure domain (a rack, a zone) is lost, more than one."""
@@ -80,10 +82,12 @@ class Cause(str, Enum):
             Cause.RESTORE_STALLED,
             Cause.POD_FAILED,
             Cause.POD_EVICTED,
+            Cause.STORAGE_EXCEEDED,
         ):
             return self is Cause.ALL_PODS_LOST
         if earlier is Cause.SIDECAR_SILENT or earlier is Cause.NODE_SILENT:
-            return self.weight > earlier.weight and self not in (Cause.POD_FAILED, Cause.POD_EVICTED)
+            ended = (Cause.POD_FAILED, Cause.POD_EVICTED, Cause.STORAGE_EXCEEDED)
+            return self.weight > earlier.weight and self not in ended
         return self.weight > earlier.weight
 
     @property
@@ -95,7 +99,8 @@ class Cause(str, Enum):
     def own_fault(self) -> bool:
         """Training itself is to blame: unless a rule says otherwise, this counts against
         failurePolicy.maxRestarts."""
-        return self in (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED)
+        itself = (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED)
+        return self in (*itself, Cause.STORAGE_EXCEEDED)
 
     @property
     def in_place(self) -> bool:

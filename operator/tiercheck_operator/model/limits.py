@@ -44,6 +44,8 @@ def _fit(record: JobRecord) -> tuple[JobRecord, dict[str, Any]]:
         elif allowed > _LEAST:
             allowed //= 2
             record = _with_sentences(_with_messages(record, allowed), max(_LEAST, allowed // 8))
+        elif record.places:  # the least harm of what decisions look at: a node is tried once more
+            record = replace(record, places=record.places[:-1])
         else:
             break
     return record, raw
@@ -91,6 +93,7 @@ def _with_sentences(record: JobRecord, most: int) -> JobRecord:
         recovery=recovery,
         last_recovery=last,
         recoveries=tuple(_short(e, most) for e in record.recoveries),
+        places=tuple(replace(place, message=_cut(place.message, most)) for place in record.places),
     )
 
 

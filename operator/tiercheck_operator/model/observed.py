@@ -44,6 +44,14 @@ class Patience:
     """
     unclaimed: float = 8.0
     """For a kubelet to take a new pod; one that lives does so in a second or two."""
+    lease: float = 12.0
+    """Since a kubelet renewed its lease, which it does every ten."""
+    start: float = 120.0
+    """For a pod on a node to get its address, where others have one: volumes may take their time."""
+    start_said: float = 60.0
+    """The same where Kubernetes says why it does not start."""
+    place: float = 300.0
+    """For a node to be well, on which a pod did not start or that it had to leave once."""
     unschedulable: float = 30.0
     """For a pod without a node, before the nodes it avoids are looked at again."""
     capacity: float = 300.0
@@ -159,6 +167,12 @@ class PodView:
     avoided: frozenset[str] = frozenset()
     trainer: ContainerView = ContainerView()
     sidecar: ContainerView = ContainerView()
+    housed_since: float | None = None
+    """Since when it has its node, by the operator's clock; None: it has none, or that is not known."""
+    remade_since: float | None = None
+    """Since when its kubelet makes its sandbox anew, by the operator's clock; None: it does not."""
+    ill: str = ""
+    """What its kubelet says of a device of it that is not well, as a clause."""
     gates: tuple[str, ...] = ()
     """Scheduling gates that are still on it: somebody else, usually a queue, decides when it may be
     scheduled."""
@@ -271,15 +285,17 @@ class Observation:
     spares: tuple[PodView, ...] = ()
     """Pods that are no worker's yet."""
     patience: Patience = Patience()
-    unclaimed: Mapping[str, float] = field(default_factory=dict)
-    """By pod UID: since when it has a node whose kubelet does not take it, by our clock."""
     unwelcome: frozenset[str] = frozenset()
-    """Names of nodes that some job has reason to suspect: new pods go elsewhere if that is possible."""
+    """Names of nodes that other jobs avoid: new pods go elsewhere if that is possible."""
     have_service: bool = True
     have_credentials: bool = True
     have_gang: bool = False
     gang_problem: str = ""
     """Why it cannot be had, as a sentence."""
+    kubelets: Mapping[str, float] = field(default_factory=dict)
+    """By node: when its kubelet, which does not take a pod, was heard of by its lease, unix seconds."""
+    owner_size: int | None = None
+    """Workers that the workload has now to which the job is attached; None: not known."""
     refused: Mapping[int | str, Refusal] = field(default_factory=dict)
     """By `actions.subject_of`: a worker, SPARE, the UID of a pod."""
     names_taken: frozenset[str] = frozenset()

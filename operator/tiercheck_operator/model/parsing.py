@@ -135,6 +135,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
             policy=str(spec.get("restartPolicy") or "Always"),
         ),
         spare=spare,
+        ill=_ill_device(status),
+        remade_since=1.0 if _makes_sandbox_anew(status, conditions) else None,
         gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
         given_up=str((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP) or ""),
@@ -206,6 +208,22 @@ def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> 
         back_off=_back_off(str(((status.get("state") or {}).get("waiting") or {}).get("message") or "")),
         restartable=(spec.get("restartPolicy") or policy) != "Never",
     )
+
+
+def _makes_sandbox_anew(status: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
+    """Of a pod that ran (KEP-3085). `remade_since` is dated by who receives it."""
+    ready = (conditions.get("PodReadyToStartContainers") or {}).get("status")
+    return status.get("phase") == "Running" and ready == "False"
+
+
+def _ill_device(status: Mapping[str, Any]) -> str:
+    """KEP-4680: `allocatedResourcesStatus` of each container."""
+    for container in status.get("containerStatuses") or []:
+        for resource in container.get("allocatedResourcesStatus") or []:
+            for device in resource.get("resources") or []:
+                if device.get("health") == "Unhealthy":
+                    return f"device {device.get('resourceID')} ({resource.get('name')}) is Unhealthy"[:200]
+    return ""
 
 
 def _first_port(sidecar: Mapping[str, Any]) -> int | None:

@@ -196,6 +196,19 @@ class HangRecord:
 
 
 @dataclass(frozen=True)
+class PlaceRecord:
+    """A node on which a pod of the job did not start, or had to be left."""
+
+    node: str
+    times: int
+    message: str
+    """What was said of the last such pod."""
+    time: Moment
+    created: Annotated[Moment, At("podCreated")]
+    """Of the newest such pod: an older one is no further time."""
+
+
+@dataclass(frozen=True)
 class FailedStartRecord:
     """Whose command failed before its first step when the last attempts on the way back began, and how often
     in a row there."""
@@ -251,6 +264,7 @@ class JobRecord:
     memory: MemoryRecord | None = None
     recovery: Recovery | None = None
     hang: HangRecord | None = None
+    places: Annotated[tuple[PlaceRecord, ...], At("avoidedNodes")] = ()
     failed_start: FailedStartRecord | None = None
     last_recovery: Mapping[str, Any] | None = None
     """As in the API: nothing is decided by it."""

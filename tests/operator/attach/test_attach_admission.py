@@ -14,7 +14,7 @@ from tiercheck.protocol import names
 from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.injection import Attachment, Outfit, attached_job, job_name
-from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
+from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers, find_owner, find_seat
 from tiercheck_operator.attach.webhook import difference
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.model.parsing import identity_of, parse_job, parse_pod
@@ -367,3 +367,24 @@ def test_owner_of_the_same_name_that_came_later_is_another_one() -> None:
     later["metadata"]["uid"] = "another"
     with pytest.raises(Unattachable, match="is not the one that made the pod"):
         find_seat(shapes.job_pod(0), owner, later)
+
+
+async def test_pod_of_an_owner_that_was_scaled_up_stays_as_it_is_and_the_others_are_attached() -> None:
+    for pod, attached in ((shapes.job_pod(3), True), (shapes.job_pod(4), False)):
+        made, warning = await admitted(pod, shapes.job(6), shapes.POLICY, made_job(4))
+        assert (names.LABEL_WORKER in made["metadata"]["labels"]) is attached
+        assert attached or "Job train has 6 workers now, TierCheckJob job-train has 4" in warning
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "workers"),
+    [
+        ("Job", shapes.job(3), 3),
+        ("Job", shapes.job(2, completions=4), 2),
+        ("JobSet", shapes.jobset([("lead", 1, 1, True), ("crew", 2, 3, True), ("other", 5, 5, False)]), 7),
+        ("PyTorchJob", shapes.pytorchjob(), 3),
+    ],
+    ids=["Job", "Job of which only the parallelism changed", "JobSet", "PyTorchJob"],
+)
+def test_size_of_an_owner_is_what_it_wants_now(kind: str, owner: Object, workers: int) -> None:
+    assert count_workers(kind, owner) == workers

@@ -164,3 +164,51 @@ def test_operator_that_dies_anywhere_finishes_what_it_began() -> None:
             world.tick(killed_after)
         world.until("Running", attempt=2)
         assert world.status.attempt == 2
+
+
+def test_pods_beyond_the_jobs_size_are_left_alone_and_told() -> None:
+    world = AttachedWorld()
+    world.until("Running")
+    world.train(7)
+    world.owner_size = 6
+    world._make("train-4-x", 4, 0, ())
+    world._make("train-5-x", 5, 0, ())
+    world.train(60)
+    assert not world.deleted
+    assert (world.status.attempt, world.status.phase) == (1, "Running")
+    placed = world.status.condition("Placed")
+    assert placed is not None
+    assert (placed.status, placed.reason) == (True, "OwnerResized")
+    assert "Job train has 6 workers now, and the job that was attached to it 4" in placed.message
+    world.owner_size = 4
+    world.train(2)
+    placed = world.status.condition("Placed")
+    assert placed is not None
+    assert placed.reason != "OwnerResized"
+
+
+def test_owner_that_was_scaled_down_is_named_with_its_size() -> None:
+    world = AttachedWorld()
+    world.until("Running")
+    world.train(7)
+    world.restarts = -1
+    world.owner_size = 2
+    for worker in (2, 3):
+        world.lose(worker)
+    world.train(20)
+    restoring = world.status.condition("Restoring")
+    assert restoring is not None
+    assert restoring.reason == "OwnerResized"
+    assert "workers without a pod: 2, 3. Job train has 2 workers now" in restoring.message
+    world.owner_size, world.restarts = 4, 10**6
+    world.until("Running", attempt=2)
+
+
+def test_lost_pod_of_another_controller_goes_by_eviction() -> None:
+    world = AttachedWorld()
+    world.until("Running")
+    world.train(7)
+    world.kill_node(world.home(1))
+    world.until("Running", attempt=2)
+    assert world.deleted
+    assert all(action.evict for action in world.deleted)

@@ -21,9 +21,10 @@ from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
-from tiercheck_operator.model.actions import Decision
-from tiercheck_operator.model.observed import PodView
+from tiercheck_operator.model.actions import CreatePod, Decision, EnsureService, SavePlacement
+from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.parsing import parse_job
+from tiercheck_operator.model.saved_placement import SavedPlacement
 
 
 class StandIn:
@@ -221,6 +222,31 @@ async def test_after_a_404_nothing_is_made_until_the_job_was_found() -> None:
     await until(lambda: bool(found))
     assert set(found) == {0}
     await ends(loop.stop())
+
+
+async def test_attempt_is_not_written_while_its_placement_is_refused_and_all_else_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NoMaps(StandIn):
+        async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+            found = await super().create(path, body, **names)
+            if path.endswith("/configmaps"):
+                raise ApiFailure(403, "exceeded quota: configmaps")
+            return found
+
+    def begin(obs: Observation) -> Decision:
+        before = (SavePlacement(SavedPlacement(1, ())), CreatePod(0, 0, ()), EnsureService())
+        return Decision(before, replace(obs.job.status, attempt=1))
+
+    monkeypatch.setattr("tiercheck_operator.controller.reconciler.decide", begin)
+    kube = NoMaps(new_job())
+    loop = JobLoop(new_job(), surroundings(kube))
+    for _ in range(3):
+        with pytest.raises(ApiFailure, match="configmaps"):
+            await loop._reconcile()
+        assert kube.job is not None
+        assert not kube.job["status"].get("attempt")
+    assert (kube.pods_made, sum("/services" in path for path in kube.made)) == (3, 3)
 
 
 async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:

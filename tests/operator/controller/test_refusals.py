@@ -15,7 +15,7 @@ from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.controller.refusals import RefusalMemory
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.owned_objects import Belongings
-from tiercheck_operator.model.actions import CreatePod, CreateSpare, Decision, DeletePod
+from tiercheck_operator.model.actions import CreatePod, CreateSpare, Decision, DeletePod, EnsureService
 from tiercheck_operator.model.observed import Observation
 
 
@@ -182,3 +182,14 @@ def test_what_is_refused_is_asked_for_again_with_growing_pauses_and_forgotten_wh
     assert 8 <= len(tried) <= 12
     memory.note(wanted[:1], [], tried[-1] + 1.0)
     assert [*memory.known] == [0]
+
+
+async def test_no_pod_is_made_before_the_service_that_is_refused_and_both_are_asked_for_again() -> None:
+    server, memory = Refusing(), RefusalMemory()
+    wanted = [CreatePod(0, 0, ()), EnsureService()]
+    job = World().observe().job
+    for now in (0.0, 0.1, 1.0):
+        due = memory.due(wanted, now)
+        memory.note(wanted, await executor(server).run(job, due, None), now)
+    assert server.created == ["j", "j"]
+    assert {refusal.sentence for refusal in memory.known.values()} == {"403: exceeded quota: gpus"}

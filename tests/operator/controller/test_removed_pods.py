@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -175,3 +175,26 @@ async def test_loop_tells_of_what_it_has_deleted_even_if_the_reconcile_fails_aft
         ("Pod", "deleted pod j-0-0: the job is suspended"),
     ]
     assert Silent.reports == {}
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("refusal", [None, ApiFailure(429, "disruption budget"), ApiFailure(403, "no right")])
+async def test_pod_of_another_controller_is_evicted_and_deleted_only_where_that_is_refused(
+    refusal: ApiFailure | None, force: bool
+) -> None:
+    class Evicting(Server):
+        async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
+            assert path.endswith("/pods/{name}/eviction")
+            self.calls.append(("evict", names["name"]))
+            grace = {"gracePeriodSeconds": 0} if force else {}
+            assert body["deleteOptions"] == {"preconditions": {"uid": "uid-3"}, **grace}
+            if refusal is not None:
+                raise refusal
+            return {}
+
+    server, action = Evicting({"j-3-1"}), replace(SILENT, evict=True, force=force)
+    work = executor(server)
+    await work.run(JOB, [action], None)
+    tried = [("merge", "j-3-1"), ("evict", "j-3-1"), ("delete", "j-3-1")]
+    assert server.calls == (tried[:2] if refusal is None else tried)
+    assert work.take_deleted_pods() == [action]

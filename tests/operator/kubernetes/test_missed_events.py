@@ -182,6 +182,11 @@ def test_what_a_kubelet_says_is_dated_when_it_is_first_heard_by_our_clock(pod: P
     ended = replace(pod, sidecar=replace(pod.sidecar, state=ContainerState.ENDED))
     assert date_containers(ended, again, 300.0).sidecar.since == 300.0
     assert date_containers(ended, again, 300.0).trainer.since == 100.0
+    assert (first.housed_since, again.housed_since, again.remade_since) == (100.0, 100.0, None)
+    remade = date_containers(replace(pod, remade_since=1.0), again, 400.0)
+    assert date_containers(replace(pod, remade_since=1.0), remade, 500.0).remade_since == 400.0
+    homeless = date_containers(replace(pod, node=None), None, 100.0)
+    assert (homeless.housed_since, date_containers(pod, homeless, 600.0).housed_since) == (None, 600.0)
 
 
 def test_heartbeats_of_nodes_change_nothing_and_wake_nobody() -> None:

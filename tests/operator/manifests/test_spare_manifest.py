@@ -14,10 +14,10 @@ from tests.operator.manifests.test_pod_manifest import container, env, make_job
 from tiercheck.protocol import names
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.config import Config
+from tiercheck_operator.controller.members.spares import choose_spare
 from tiercheck_operator.manifests.node_memory import NodeMemory, forbidden
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.model.parsing import parse_pod
-from tiercheck_operator.planning.placement.replacement import choose_spare
 from tiercheck_operator.planning.topology import PRESETS, Topology
 
 NODE_MEMORY = {"tiers": {"local": {"medium": "NodeMemory", "sizeLimit": "2Gi"}}}

@@ -17,7 +17,7 @@ from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import merge_patch
-from tiercheck_operator.model.observed import ContainerState, ContainerView
+from tiercheck_operator.model.observed import ContainerState, ContainerView, PodView
 from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.model.status import (
@@ -29,6 +29,7 @@ from tiercheck_operator.model.status import (
     JobRecord,
     MemoryRecord,
     PlacementRecord,
+    PlaceRecord,
     Recovery,
     SizeRecord,
     TierRecord,
@@ -234,6 +235,7 @@ def test_status_means_the_same_after_a_round_trip() -> None:
         checkpoint=CheckpointRecord(6, "Off", "worker 1: a closure"),
         memory=MemoryRecord(40, 50, 30, 10),
         hang=HangRecord(3, "n", 2),
+        places=(PlaceRecord("n", 2, "the pod failed", 10.5, 9.0),),
         failed_start=FailedStartRecord(2, "n", 1, (4,)),
         recovery=Recovery(
             "NodeLost",
@@ -374,3 +376,32 @@ def test_a_tainted_node_is_not_cordoned_and_a_cordoned_one_is() -> None:
     tainted = parse_node({"metadata": {"name": "n"}, "spec": {"taints": [taint]}})
     assert (tainted.schedulable, tainted.cordoned) == (False, False)
     assert parse_node({"metadata": {"name": "n"}, "spec": {"unschedulable": True}}).cordoned
+
+
+def test_device_that_its_kubelet_calls_unhealthy_is_named() -> None:
+    devices = [{"resourceID": "gpu-6", "health": "Healthy"}]
+    allocated = [{"name": "nvidia.com/gpu", "resources": devices}]
+    raw = pod(
+        {"containerStatuses": [{"name": "trainer"}, {"name": "x", "allocatedResourcesStatus": allocated}]}
+    )
+    assert view_of(raw).ill == ""
+    devices.append({"resourceID": "gpu-7", "health": "Unhealthy"})
+    assert view_of(raw).ill == "device gpu-7 (nvidia.com/gpu) is Unhealthy"
+
+
+@pytest.mark.parametrize(
+    ("phase", "ready", "anew"),
+    [("Running", "False", True), ("Running", "True", False), ("Pending", "False", False)],
+)
+def test_pod_whose_sandbox_is_made_anew_is_told_from_one_that_starts(
+    phase: str, ready: str, anew: bool
+) -> None:
+    conditions = [{"type": "PodReadyToStartContainers", "status": ready}]
+    view = view_of(pod({"phase": phase, "conditions": conditions}))
+    assert (view.remade_since is not None) is anew
+
+
+def view_of(raw: dict[str, Any]) -> PodView:
+    found = parse_pod(raw)
+    assert found is not None
+    return found

@@ -22,6 +22,7 @@ from tiercheck_operator.model.status import (
     JobRecord,
     MemoryRecord,
     PlacementRecord,
+    PlaceRecord,
     ProofRecord,
     Recovery,
     SparesRecord,
@@ -65,6 +66,7 @@ def worst(letter: str = "\N{GREEK SMALL LETTER OMEGA}") -> JobRecord:
         placement=PlacementRecord("h" * 64, "l" * 32, tuple("t" * 40 for _ in range(16)), 10_000, "u" * 512),
         spares=SparesRecord(256, 256), checkpoint=CheckpointRecord(BIG, "EveryStep", letter * 1000),
         memory=MemoryRecord(*[2**60] * 4), hang=HangRecord(9999, "n" * 253, BIG),
+        places=tuple(PlaceRecord("n" * 253, BIG, letter * 300, START, START) for _ in range(8)),
         failed_start=FailedStartRecord(9999, "n" * 253, BIG, (9999,) * 32),
         recovery=Recovery(
             "C" * 64, letter * 1000, START, START, BIG, letter * 1000, BIG, BIG, BIG, START, START, START,

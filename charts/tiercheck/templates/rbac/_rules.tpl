@@ -4,6 +4,10 @@
 - apiGroups: [""]
   resources: [nodes]
   verbs: [list, watch]
+# Whether the kubelet lives that does not take a pod (namespace kube-node-lease).
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get]
 # Its UID is what the cluster is known by to others that share a bucket with it.
 - apiGroups: [""]
   resources: [namespaces]

@@ -14,7 +14,12 @@ from tiercheck.protocol.artifacts.sizing import LONGEST_CADENCE
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failures.exits import crash_pause
-from tiercheck_operator.controller.members.capacity import describe_shortage, refused_workers
+from tiercheck_operator.controller.members.capacity import (
+    describe_owner,
+    describe_shortage,
+    refused_workers,
+)
+from tiercheck_operator.controller.members.places import describe_newest_place
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar
@@ -42,9 +47,10 @@ def waiting_for_pods(situation: Situation) -> Waiting | None:
     """Until every worker has a pod with an address."""
     missing = situation.membership.missing(situation.size)
     if missing and not refused_workers(situation):
-        return Waiting(
-            conditions.WAITING_FOR_PODS, f"workers without a pod: {_some(missing)}", wake_after=1.0
-        )
+        told = f"workers without a pod: {_some(missing)}{describe_newest_place(situation)}"
+        resized = describe_owner(situation)
+        reason = conditions.OWNER_RESIZED if resized else conditions.WAITING_FOR_PODS
+        return Waiting(reason, f"{told}. {resized}" if resized else told, wake_after=1.0)
     if situation.membership.beyond:
         told = f"{len(situation.membership.beyond)} survivors take the places of lost workers"
         return Waiting(conditions.WAITING_FOR_PODS, told, wake_after=1.0)
@@ -61,6 +67,7 @@ def waiting_for_pods(situation: Situation) -> Waiting | None:
     pending = [pod for pod in situation.members.values() if not pod.ip]
     if pending:
         said = next((f"; {pod.name}: {pod.message}" for pod in pending if pod.message), "")
+        said += describe_newest_place(situation)
         return Waiting(
             conditions.WAITING_FOR_PODS, f"pods not up yet: {_some([pod.worker for pod in pending])}{said}"
         )

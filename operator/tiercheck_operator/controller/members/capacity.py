@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercheck_operator.controller.members.membership import Membership
+from tiercheck_operator.controller.members.places import describe_avoided
 from tiercheck_operator.controller.observe.inventories import (
     bad_everywhere,
     build_inventories,
@@ -52,6 +53,19 @@ def describe_shortage(situation: Situation) -> Shortage | None:
     text = f"{describe_lack(situation)} {told.strip()}".strip()
     wake = situation.patience.unschedulable if left <= 0 else min(left, situation.patience.unschedulable)
     return Shortage(refusal.reason if refusal is not None else reason, text, wake)
+
+
+def describe_owner(situation: Situation) -> str:
+    """What there is to say where an attached job's owner has another size by now; empty: nothing."""
+    now, attach, workers = situation.owner_size, situation.job.spec.attach, situation.job.spec.workers
+    if attach is None or now in (None, workers):
+        return ""
+    beyond = "The pods beyond are left alone, and take no part. " if (now or 0) > workers else ""
+    owner = f"{attach.kind} {attach.name}"
+    return (
+        f"{owner} has {now} workers now, and the job that was attached to it {workers}. {beyond}"
+        f"Set it back to {workers}, or make {owner} anew to train with another number"
+    )
 
 
 def refused_workers(situation: Situation) -> dict[int, str]:
@@ -164,6 +178,7 @@ def describe_lack(situation: Situation) -> str:
         first = min(unschedulable, key=lambda pod: pod.worker)
         said = first.message.rstrip(".") or "the scheduler gives no reason"
         told.append(f"{len(unschedulable)} of {situation.size} pods have no node. {first.name}: {said}.")
+        told[-1] += describe_avoided(situation, first)
     return " ".join(told)
 
 

@@ -145,7 +145,8 @@ def find_moves(obs: Observation) -> list[Move]:
         return []  # what several GPUs say at once is not the fault of one
     pod, report = faulty[0]
     said = report.trainer.failure
-    why = f"rank {said.rank}: {said.message}; its node is avoided" if said is not None else ""
+    why = pod.ill or (f"rank {said.rank}: {said.message}" if said is not None else "")
+    why = f"{why}; its node is avoided"
     return [Move(pod, Cause.GPU_FAULT, why, report.trainer.ended_at)]
 
 
@@ -239,6 +240,7 @@ def _accused(obs: Observation) -> Mapping[int, PodView]:
 
 def _gpu_fault(obs: Observation, pod: PodView) -> Report | None:
     report = obs.current_reports.get(pod.uid)
-    if report is None or report.trainer.state is not TrainerState.FAILED or report.trainer.failure is None:
+    if report is None or report.trainer.state is not TrainerState.FAILED:
         return None
-    return report if report.trainer.failure.reason == GPU_FAULT else None
+    said = report.trainer.failure
+    return report if pod.ill or (said is not None and said.reason == GPU_FAULT) else None

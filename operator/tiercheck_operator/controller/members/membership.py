@@ -6,6 +6,7 @@ A worker's member is its newest pod that is not lost. A spare is warm, and no wo
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from tiercheck_operator.controller.members.lost_nodes import silent_at, why_left
 from tiercheck_operator.controller.members.suspicion import Doubt, restart_due, seconds_silent, was_up
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import ContainerState, Observation, PodView
+from tiercheck_operator.model.status import PlaceRecord
 
 _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
@@ -23,6 +25,18 @@ _DISRUPTIONS = {
 }  # fmt: skip
 """Reasons with which Kubernetes itself fails a pod: the kubelet's (pressure, shutdown) and those of
 DisruptionTarget."""
+
+
+_OWN_LIMIT = re.compile(
+    r"exceeded its local ephemeral storage limit|exceeds the total limit of containers"
+    r'|Usage of EmptyDir volume "(?!tiercheck-)'
+)
+"""What a kubelet says where the pod itself is the reason (pkg/kubelet/eviction/helpers.go). Our own volumes
+are not the user's doing."""
+_LONGEST = 3600.0
+"""Seconds for which a node is remembered at most."""
+_PLACES, _SAID = 8, 300
+"""Nodes that are remembered, and characters of what was said of each."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,8 @@ class Loss:
     """Unix seconds, if known."""
     why: str = ""
     """The message without the pod."""
+    of_place: bool = False
+    """The pod did not start, or something on its node made it go."""
 
 
 @dataclass(frozen=True)
@@ -125,17 +141,29 @@ def _never_up(
     for pod in (pod for pods in living.values() for pod in pods):
         if pod.uid in obs.attempt_pods or pod.node is None or was_up(obs, pod):
             continue
-        waited = obs.now - obs.unclaimed.get(pod.uid, obs.now)
+        waited = obs.now - (pod.housed_since or obs.now)
         if pod.node in left:
             found.append((pod, "it has not come up, and nothing else answers there"))
-        elif waited > obs.patience.unclaimed:
+        elif obs.now - obs.kubelets.get(pod.node, 0.0) <= obs.patience.lease:
+            continue  # it lives, and is only late, as after an outage of the API server
+        elif not pod.claimed and waited > obs.patience.unclaimed:
             found.append((pod, f"no kubelet has taken it for {waited:.0f} s"))
     return found
 
 
-def _lost(pod: PodView, cause: Cause, why: str, *, node: str | None = None, at: float | None = None) -> Loss:
+def _lost(
+    pod: PodView,
+    cause: Cause,
+    why: str,
+    *,
+    node: str | None = None,
+    at: float | None = None,
+    of_place: bool = False,
+) -> Loss:
+    of_place = pod.node is not None and (of_place or bool(pod.ill) or cause in _OF_NODES)
     where = f" on node {pod.node}" if pod.node else ""
-    return Loss(pod.worker, cause, f"pod {pod.name} of worker {pod.worker}{where}: {why}", pod, node, at, why)
+    message = f"pod {pod.name} of worker {pod.worker}{where}: {why}"
+    return Loss(pod.worker, cause, message, pod, node, at, why, of_place)
 
 
 def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
@@ -157,14 +185,61 @@ def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -
         return lost(Cause.POD_DELETED, "the pod was deleted", at=pod.deleted_at)
     if pod.phase == "Failed":
         cause = Cause.POD_EVICTED if pod.disruption in _DISRUPTIONS else Cause.POD_FAILED
-        return lost(cause, f"the pod failed ({pod.disruption or 'no reason given'}) {pod.message}".strip())
+        if cause is Cause.POD_EVICTED and _OWN_LIMIT.search(pod.message):
+            why = f"{pod.message.strip().rstrip('.')}. Raise that limit in spec.template, or write less"
+            return lost(Cause.STORAGE_EXCEEDED, f"the pod was evicted: {why}")
+        why = f"the pod failed ({pod.disruption or 'no reason given'}) {pod.message}".strip()
+        return lost(cause, why, of_place=_refused_by_kubelet(obs, pod))
     if pod.phase == "Succeeded":
         return lost(Cause.POD_FAILED, "the pod ended although the job had not")
     doubt = doubted.get(pod.uid)
     if doubt is not None:
-        return lost(doubt.cause, doubt.why, node=pod.node if doubt.of_node else None, at=doubt.since)
+        here = pod.node if doubt.of_node else None
+        return lost(doubt.cause, doubt.why, node=here, at=doubt.since, of_place=doubt.of_node)
+    stuck = _why_not_started(obs, pod)
+    if stuck:
+        return lost(Cause.POD_FAILED, stuck, of_place=True)
     left_down = why_left_down(obs, pod) if pod.trainer.state is ContainerState.ENDED else ""
     return lost(Cause.POD_FAILED, left_down) if left_down else None
+
+
+def _refused_by_kubelet(obs: Observation, pod: PodView) -> bool:
+    """Whether a pod that has failed was not admitted, or not again: for every reason but those of others."""
+    came_up = pod.uid in obs.attempt_pods or pod.ip is not None
+    return bool(pod.disruption) and not (came_up and pod.disruption in (*_DISRUPTIONS, "DeadlineExceeded"))
+
+
+def _why_not_started(obs: Observation, pod: PodView) -> str:
+    """Why a pod on a node is given up that does not start, while one elsewhere has; empty: it is not."""
+    unborn = pod.trainer.state is ContainerState.UNBORN
+    if pod.housed_since is None or obs.job.spec.attach is not None or not unborn:
+        return ""
+    waited = obs.now - pod.housed_since
+    limit = obs.patience.start_said if pod.message else obs.patience.start
+    if waited <= limit or not (pod.message or pod.ip is None):
+        return ""
+    elsewhere = (other for other in obs.living if other.node != pod.node and not other.message)
+    if not any(was_up(obs, other) for other in elsewhere):
+        return ""  # what keeps all of them is not the fault of one node
+    return f"it has not started for {waited:.0f} s: {pod.message or 'Kubernetes gives no reason'}"
+
+
+def note_places(
+    known: Sequence[PlaceRecord], lost: Sequence[Loss], now: float, kept: float
+) -> tuple[PlaceRecord, ...]:
+    """`known` with the nodes of lost pods that did not start or had to go.
+
+    Each is kept for `kept` seconds after the first time, and for twice as long after each further one.
+    """
+    spans = {place.node: min(_LONGEST, kept * 2 ** min(place.times - 1, 10)) for place in known}
+    places = {place.node: place for place in known if now - place.time < spans[place.node]}
+    found = [(loss.pod, loss.why) for loss in lost if loss.of_place and loss.pod is not None]
+    for pod, why in sorted(found, key=lambda each: -each[0].created):
+        node = pod.node or ""
+        before = places.get(node, PlaceRecord(node, 0, "", 0.0, 0.0))
+        if pod.created > before.created:
+            places[node] = PlaceRecord(node, before.times + 1, why[:_SAID], now, pod.created)
+    return tuple(sorted(places.values(), key=lambda place: (-place.time, place.node))[:_PLACES])
 
 
 def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Collection[int]) -> list[Loss]:
@@ -187,7 +262,7 @@ _OF_NODES = (
     Cause.STUCK,
     Cause.RESTORE_STALLED,
 )
-NOTED_CAUSES = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED)
+NOTED_CAUSES = (*_OF_NODES, Cause.SIDECAR_SILENT, Cause.POD_FAILED, Cause.STORAGE_EXCEEDED)
 """Why a pod is deleted that nobody else has deleted. Those of nodes keep the node under suspicion until the
 pod is gone."""
 
@@ -196,12 +271,6 @@ def _given_up(pod: PodView) -> tuple[Cause, str] | None:
     """Why we deleted the pod, if it is one that we gave up."""
     cause, _, why = pod.given_up.partition(": ")
     return next(((known, why) for known in NOTED_CAUSES if known.value == cause), None)
-
-
-def left_nodes(obs: Observation) -> frozenset[str]:
-    """Names of nodes that we had reason to take a pod away from, as long as it is there."""
-    found = {pod.node: _given_up(pod) for pod in obs.all_pods if pod.deleting and pod.node is not None}
-    return frozenset(node for node, why in found.items() if why is not None and why[0] in _OF_NODES)
 
 
 def _left(departure: Departure) -> Loss:
@@ -251,20 +320,24 @@ class SparePool:
     """Sidecar and launcher wait."""
     coming: tuple[PodView, ...]
     lost: tuple[PodView, ...]
+    losses: tuple[Loss, ...] = ()
+    """Of those, where Kubernetes says why."""
 
 
 def find_spares(obs: Observation) -> SparePool:
     """Sorts the spares by the rules for members, but that nobody accuses one."""
-    ready, coming, lost = [], [], []
+    ready, coming, lost, losses = [], [], [], []
     silent = _silent(obs)
     for pod in sorted(obs.spares, key=lambda pod: (pod.spare or 0, pod.uid)):
-        if pod.uid in silent or classify_pod(obs, pod, {}) is not None:
+        loss = classify_pod(obs, pod, {})
+        if pod.uid in silent or loss is not None:
             lost.append(pod)
+            losses += [loss] if loss is not None else []
         elif _waits(obs, pod):
             ready.append(pod)
         else:
             coming.append(pod)
-    return SparePool(tuple(ready), tuple(coming), tuple(lost))
+    return SparePool(tuple(ready), tuple(coming), tuple(lost), tuple(losses))
 
 
 def _waits(obs: Observation, pod: PodView) -> bool:

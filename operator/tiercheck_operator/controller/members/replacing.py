@@ -9,10 +9,15 @@ when it is suspended and resumed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from tiercheck_operator.controller.members.lost_nodes import out_of_reach
 from tiercheck_operator.controller.members.membership import NOTED_CAUSES, Loss
-from tiercheck_operator.controller.members.suspicion import quiet_nodes
+from tiercheck_operator.controller.members.places import (
+    is_held_by_avoidance,
+    preferred_against,
+    required_against,
+)
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.owned import pod_name
 from tiercheck_operator.model.actions import Action, CreatePod, DeletePod
@@ -26,46 +31,43 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
     spare instead."""
     actions: list[Action] = []
     wait: float | None = None
-    avoid, unwelcome = avoided_hosts(situation), unwelcome_hosts(situation)
+    unwelcome = preferred_against(situation)
     for worker in range(situation.size):
         if worker in taken:
             continue
         pod, going = situation.members.get(worker), situation.membership.departures.get(worker)
         settled = going is None or going.new is not None
-        if pod is not None and settled and not is_held_by_avoidance(situation, pod):
+        held = pod is not None and is_held_by_avoidance(situation, pod)
+        if pod is not None and settled and not held:
             continue
         if pod is not None and going is None:
-            why = (
-                f"pod {pod.name} of worker {worker}: it found no node while it avoided some that are "
-                "well again"
-            )
+            why = f"pod {pod.name} of worker {worker}: it found no node, and its next pod avoids fewer"
             actions.append(DeletePod(pod.name, pod.uid, force=False, why=why))
         pause = _pause(situation, worker)
         if pause > 0:
             wait = pause if wait is None else min(wait, pause)
             continue
-        incarnation, home = next_incarnation(situation, worker), _home(situation, worker)
+        incarnation, home = next_incarnation(situation, worker), _home(situation, worker, unwelcome)
+        avoid = required_against(situation, held=held)
         actions.append(CreatePod(worker, incarnation, avoid, home, unwelcome))
     return actions + _removals(situation), wait
 
 
-def without_ended(obs: Observation, actions: Sequence[Action]) -> list[Action]:
+def evict_lost(situation: Situation, actions: Sequence[Action]) -> list[Action]:
     """What is left to us of `actions`, where another controller makes, counts and gives up the pods.
 
     None is created, and none that has ended is removed: its owner has yet to see it. Only lost pods
     that stand in the owner's way go, so that it makes others at once; the attempt fences them.
     """
-    ended = {pod.uid for pod in obs.pods if pod.terminal}
-    return [action for action in actions if isinstance(action, DeletePod) and action.uid not in ended]
+    lost = {loss.pod.uid for loss in situation.membership.lost.values() if loss.pod and not loss.pod.terminal}
+    return [
+        replace(action, evict=True)
+        for action in actions
+        if isinstance(action, DeletePod) and action.uid in lost
+    ]
 
 
-def unwelcome_hosts(situation: Situation) -> tuple[str, ...]:
-    """Host names that new pods stay away from if they can."""
-    unwelcome = situation.unwelcome | quiet_nodes(situation.testimony)
-    return tuple(sorted(situation.nodes[name].hostname for name in unwelcome if name in situation.nodes))
-
-
-def _home(situation: Situation, worker: int) -> str:
+def _home(situation: Situation, worker: int, unwelcome: Collection[str]) -> str:
     """Host name of the node where the worker's memory outlived its pod; empty: there is none, or it is not
     well."""
     if not situation.job.spec.node_memory:
@@ -81,29 +83,9 @@ def _home(situation: Situation, worker: int) -> str:
     node = situation.nodes.get(name)
     return (
         node.hostname
-        if node is not None and not node.lost and name not in situation.membership.suspects
+        if node is not None and node.hostname not in (*required_against(situation), *unwelcome)
         else ""
     )
-
-
-def avoided_hosts(situation: Situation) -> tuple[str, ...]:
-    """Host names that new pods stay away from."""
-    return tuple(
-        sorted(
-            situation.nodes[name].hostname if name in situation.nodes else name
-            for name in situation.membership.suspects
-        )
-    )
-
-
-def is_held_by_avoidance(obs: Observation, pod: PodView) -> bool:
-    """A pod that waits for a node only because it avoids nodes that are well again."""
-    if pod.node is not None or pod.unschedulable_since is None or not pod.avoided:
-        return False
-    if obs.now - pod.unschedulable_since < obs.patience.unschedulable:
-        return False
-    well = {node.hostname for node in obs.nodes.values() if not node.lost}
-    return bool(pod.avoided & well)
 
 
 def _pause(situation: Situation, worker: int) -> float:

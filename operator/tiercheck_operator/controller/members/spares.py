@@ -7,19 +7,21 @@ pod.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.controller.members.capacity import describe_refusal
 from tiercheck_operator.controller.members.membership import Membership, SparePool, classify_pod
-from tiercheck_operator.controller.members.replacing import (
-    avoided_hosts,
+from tiercheck_operator.controller.members.places import (
     is_held_by_avoidance,
+    preferred_against,
+    required_against,
+)
+from tiercheck_operator.controller.members.replacing import (
     next_incarnation,
     remove_pod,
-    unwelcome_hosts,
 )
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.owned import spare_name
@@ -27,8 +29,7 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, CreateSpare, Promote
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.status import SparesRecord
-from tiercheck_operator.planning.placement.replacement import choose_spare
-from tiercheck_operator.planning.topology import HOST, Topology
+from tiercheck_operator.planning.topology import HOST, Level, Topology
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ def keep_spares(situation: Situation) -> Upkeep:
     hindered = [pod for pod in left if is_held_by_avoidance(situation, pod)]
     surplus = _surplus(pool, [pod for pod in left if pod not in hindered], situation.wanted_spares)
     for pod in hindered:
-        actions += remove_pod(
-            situation, pod, "this spare found no node while it avoided some that are well again"
-        )
+        actions += remove_pod(situation, pod, "this spare found no node, and its next one avoids fewer")
     for pod in surplus:
         actions += remove_pod(situation, pod, "no more than so many spares are wanted")
     kept = len(left) - len(hindered) - len(surplus)
@@ -114,7 +113,7 @@ def keep_spares(situation: Situation) -> Upkeep:
     if pause > 0:
         return Upkeep(takeovers, tuple(actions), pause)
     first = max((pod.spare for pod in situation.all_pods if pod.spare is not None), default=-1) + 1
-    avoid, unwelcome = avoided_hosts(situation), unwelcome_hosts(situation)
+    avoid, unwelcome = required_against(situation, held=bool(hindered)), preferred_against(situation)
     free = (n for n in count(first) if spare_name(situation.job, n) not in situation.names_taken)
     actions += [CreateSpare(number, avoid, unwelcome) for number in islice(free, missing)]
     return Upkeep(takeovers, tuple(actions))
@@ -145,7 +144,7 @@ def _takeovers(situation: Situation, pool: SparePool, taken: set[int]) -> tuple[
     usable = {
         pod.spare or 0: pod
         for pod in pool.ready
-        if pod.node not in suspects and pod.resource_version and pod.uid not in situation.refused
+        if pod.node not in suspects and pod.resource_version and not (pod.uid in situation.refused or pod.ill)
     }
     if not usable:
         return ()
@@ -164,6 +163,34 @@ def _takeovers(situation: Situation, pool: SparePool, taken: set[int]) -> tuple[
         nodes.append(pod.node or "")
         found.append(Promote(pod, worker, next_incarnation(situation, worker)))
     return tuple(found)
+
+
+def choose_spare(
+    survivors: Sequence[str], spares: Mapping[int, str], topology: Topology, level: Level | str
+) -> int | None:
+    """The number of the spare to use; None if there is none.
+
+    A domain with more than half of the workers cannot be matched by holders outside of it. So the spare in
+    the least crowded domain is the one that costs least tolerance.
+
+    `survivors`: the node of each worker that has one. `spares`: number to node. Of the domains of `level` the
+    one with the fewest workers counts, then of the narrower levels, then of the wider ones; then the lowest
+    number. A node whose domain is not known counts as if all survivors were in it.
+    """
+    first = topology.level_index(level)
+    narrower, wider = topology.levels[first:], tuple(reversed(topology.levels[:first]))
+
+    def crowd(node: str) -> tuple[int, ...]:
+        return tuple(_together(survivors, node, topology, each) for each in (*narrower, *wider))
+
+    return min(spares, key=lambda number: (crowd(spares[number]), number), default=None)
+
+
+def _together(survivors: Sequence[str], node: str, topology: Topology, level: Level) -> int:
+    domain = topology.domain(node, level)
+    if domain is None:
+        return len(survivors)
+    return sum(topology.domain(other, level) == domain for other in survivors)
 
 
 def _needs_pod(membership: Membership, worker: int) -> bool:

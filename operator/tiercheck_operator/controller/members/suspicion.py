@@ -68,7 +68,11 @@ def restart_due(obs: Observation, pod: PodView) -> float | None:
     """Seconds until its kubelet starts its sidecar again, negative if it should be back by now; None: no
     kubelet says that it is away."""
     sidecar, node = pod.sidecar, obs.nodes.get(pod.node or "")
-    if not sidecar.restarting or (node is not None and node.lost):
+    if node is not None and node.lost:
+        return None
+    if pod.remade_since is not None:
+        return min(0.0, pod.remade_since - obs.now)
+    if not sidecar.restarting:
         return None
     said = sidecar.since if sidecar.since is not None else obs.now
     if sidecar.back_off and sidecar.ended_at is not None:
@@ -177,12 +181,6 @@ def seconds_to_next_look(obs: Observation, heard: Testimony) -> float | None:
     return _ASK_AGAIN if uneasy or any(not pod.claimed for pod in obs.living) else None
 
 
-def doubted_nodes(obs: Observation) -> frozenset[str]:
-    """Names of nodes that this job's own pods give reason to suspect."""
-    found = find_doubts(obs, hear_witnesses(obs))
-    return frozenset(pod.node for pod in obs.pods if pod.node and pod.uid in found and found[pod.uid].of_node)
-
-
 def quiet_nodes(heard: Testimony) -> frozenset[str]:
     """Names of nodes that may have died with one that is given up: a sidecar there does not answer us or a
     peer, not yet for long enough to count, and no kubelet says why."""
@@ -214,7 +212,9 @@ def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str
         pod.uid,
         pod.node or "",
         silent,
-        host_answers=known is not None and known.host is not HostSign.NOTHING,
+        # While its sandbox is made anew, nothing comes back from its address, and its kubelet lives.
+        host_answers=pod.remade_since is not None
+        or (known is not None and known.host is not HostSign.NOTHING),
         heard=0.0 if known is None or known.answered_at is None else obs.now - known.answered_at,
         held=None if silent is None else _held(obs, pod),
         takes_part=silent is None or pod.uid in obs.attempt_pods,

@@ -10,12 +10,18 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.members.membership import Membership, SparePool, find_members, find_spares
+from tiercheck_operator.controller.members.membership import (
+    Membership,
+    SparePool,
+    find_members,
+    find_spares,
+    note_places,
+)
 from tiercheck_operator.controller.members.suspicion import Testimony, find_doubts, hear_witnesses
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation, PodView
-from tiercheck_operator.model.status import JobRecord, Recovery, parse_time
+from tiercheck_operator.model.status import JobRecord, PlaceRecord, Recovery, parse_time
 from tiercheck_operator.planning.topology import Level, Topology, levels_from_spec, spread_level
 
 
@@ -45,6 +51,12 @@ class Situation(Observation):
     def members(self) -> Mapping[int, PodView]:
         """By worker."""
         return self.membership.members
+
+    @cached_property
+    def places(self) -> tuple[PlaceRecord, ...]:
+        """Nodes on which pods of the job did not start or had to be left lately, with those of this look."""
+        lost = [*self.membership.lost.values(), *self.spare_pool.losses]
+        return note_places(self.job.status.places, lost, self.now, self.patience.place)
 
     @cached_property
     def spare_pool(self) -> SparePool:

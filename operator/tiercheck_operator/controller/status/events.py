@@ -37,6 +37,9 @@ def notices(before: JobRecord, after: JobRecord) -> tuple[Notice, ...]:
     if ended.get("exact") == conditions.DIFFERS != known_end.get("exact"):
         found.append(Notice("Warning", conditions.DIFFERS, str(ended.get("exactMessage"))))
     found += _resized(before, after)
+    for place in after.places:
+        if place.node not in {known.node for known in before.places}:
+            found.append(Notice("Warning", "NodeAvoided", f"node {place.node}: {place.message}"))
     known_conditions = {entry.type: entry for entry in before.conditions}
     for condition in after.conditions:
         old = known_conditions.get(condition.type)
@@ -69,6 +72,8 @@ def _bad(condition: Condition) -> bool:
         conditions.SIDECAR_THROTTLED,
         conditions.INTERFACE_MISSING,
         conditions.NODE_NOT_READY,
+        conditions.DEVICE_UNHEALTHY,
+        conditions.OWNER_RESIZED,
         conditions.REMOTE_NOT_SAFE,
         conditions.RESTORE_STALLED,
     )

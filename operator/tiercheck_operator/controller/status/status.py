@@ -67,7 +67,10 @@ def derive_status(
     idle = over or findings.suspended or findings.suspending
     spares = describe_spares(situation) if situation.has_spares and not idle else None
     record = replace(
-        record, proofs=newest_proofs(situation, record, reports), spares=spares.record if spares else None
+        record,
+        proofs=newest_proofs(situation, record, reports),
+        spares=spares.record if spares else None,
+        places=() if idle else situation.places,
     )
     wanted = [
         _placed(situation, findings),

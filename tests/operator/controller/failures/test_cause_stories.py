@@ -71,6 +71,49 @@ def test_eviction_stays_an_eviction_when_its_pod_turns_failed() -> None:
     assert not {"PodFailed", "PodDeleted"} & set(world.notices)
 
 
+OWN_LIMITS = (
+    "Pod ephemeral local storage usage exceeds the total limit of containers 20Mi. ",
+    'Container trainer exceeded its local ephemeral storage limit "20Mi". ',
+    'Usage of EmptyDir volume "scratch" exceeds the limit "20Mi". ',
+)
+
+
+@pytest.mark.parametrize("said", OWN_LIMITS)
+def test_pod_that_is_evicted_for_its_own_storage_limit_spends_restarts_until_the_job_is_given_up(
+    said: str,
+) -> None:
+    world = World(make_spec(max_restarts=2), nodes_per_rack=3)
+    for attempt in (1, 2, 3):
+        world.until("Running", attempt=attempt)
+        assert world.status.counted == attempt - 1
+        world.train(9)
+        uid = world.member(1)
+        world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="Evicted", message=said)
+        world._vanish(uid)
+    world.until("Failed")
+    failed = world.status.condition("Failed")
+    assert failed is not None
+    assert failed.reason == "MaxRestartsExceeded"
+    assert said.strip().rstrip(".") in failed.message
+    assert not world.status.places
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "The node was low on resource: ephemeral-storage. Container trainer was using 60Mi, request is 0. ",
+        'Usage of EmptyDir volume "tiercheck-memory" exceeds the limit "1Gi". ',
+    ],
+)
+def test_eviction_that_is_not_the_pods_own_doing_spends_none(said: str) -> None:
+    world = training()
+    uid = world.member(1)
+    world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="Evicted", message=said)
+    world._vanish(uid)
+    assert world.recovered()["cause"] == "PodEvicted"
+    assert world.status.counted == 0
+
+
 def test_pod_that_was_given_up_keeps_the_cause_for_which_it_was() -> None:
     """Its network is cut, its kubelet is well: what we delete turns Failed there."""
     world = training()

@@ -9,9 +9,8 @@ import pytest
 from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.report import Break, Unreachable
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.controller.members.suspicion import doubted_nodes
+from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.actions import CreatePod, ProbeSidecar
-from tiercheck_operator.planning.placement.replacement import SuspectNodes
 
 
 def trained(**changes: object) -> World:
@@ -86,7 +85,7 @@ def test_new_pod_stays_away_from_a_node_that_has_just_fallen_silent(
     )
     world.kill_node(first)
     monkeypatch.setattr(world, "reconcile", lambda killed_after=None: None)  # what follows is decided below
-    while first not in doubted_nodes(world.observe()):
+    while first not in {place.node for place in Situation.of(world.observe()).places}:
         world.tick()
     seen, quiet = world.observe(), next(pod for pod in world.pods.values() if pod.node == second)
     reports = dict(seen.reports)
@@ -117,6 +116,43 @@ def test_new_pod_on_a_dead_node_that_nobody_could_tell_of_goes_elsewhere() -> No
     world.train(80)
     assert (world.status.phase, world.status.recovery) == ("Running", None)
     assert world.home(1) != empty
+
+
+def test_kubelet_that_renews_its_lease_is_late_and_not_dead() -> None:
+    """As after an outage of the API server, when it lists pods again only after its own back-off."""
+    world = World(make_spec(workers=2))
+    world.until("Running")
+    world.train(9)
+    late = next(name for name in world.nodes if name not in {world.home(0), world.home(1)})
+    world.liked = late
+    world.stopped_kubelets[late], world.node_grace = world.now, 1e9
+    world.end_gracefully(world.member(1))
+    for _ in range(60):
+        world.kubelets = {late: world.now}
+        world.tick()
+    assert len([action for action in world.created if action.worker == 1]) == 2
+    world.start_kubelet(late)
+    world.until("Running", attempt=2)
+    assert world.home(1) == late
+    world.evict(world.member(1))
+    world.stopped_kubelets[late] = world.now
+    world.kubelets = {late: world.now}
+    world.train(60)
+    assert world.home(1) != late, "it is heard of no more"
+
+
+def test_pod_whose_sandbox_is_made_anew_is_left_alone_although_nobody_hears_of_its_host() -> None:
+    world = trained()
+    pods, uid, node = set(world.pods), world.member(3), world.home(3)
+    cut_off(world, node, *(set(world.nodes) - {node}), "controller")
+    world.train(1)
+    world.pods[uid] = replace(world.pods[uid], remade_since=world.now)
+    world.train(60)
+    assert set(world.pods) == pods
+    world.cut.clear()
+    world.pods[uid] = replace(world.pods[uid], remade_since=None)
+    world.train(10)
+    assert (set(world.pods), world.status.phase) == (pods, "Running")
 
 
 def test_accused_pod_is_asked_at_once() -> None:
@@ -222,25 +258,18 @@ def test_flapping_link_moves_nobody() -> None:
     assert world.status.attempt == 1
 
 
-def test_node_that_one_job_had_to_leave_is_shunned_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_that_one_job_had_to_leave_is_shunned_by_the_others() -> None:
     world = trained()
     node = world.home(3)
-    known = SuspectNodes()
-    decides = world.reconcile
-
-    def look(killed_after: int | None = None) -> None:
-        known.note(doubted_nodes(world.observe()), world.now)  # as the operator does before each decision
-        decides(killed_after)
-
-    monkeypatch.setattr(world, "reconcile", look)
     world.kill_node(node)
     world.train(20)
-    assert known.unwelcome(world.now) == {node}, "it, and no other"
+    known = frozenset(place.node for place in world.status.places)
+    assert known == {node}, "it, and no other"
     other = World(make_spec())
     other.tick()
     (first, *_) = [
         action
-        for action in decide(replace(other.observe(), pods=(), unwelcome=known.unwelcome(world.now))).before
+        for action in decide(replace(other.observe(), pods=(), unwelcome=known)).before
         if isinstance(action, CreatePod)
     ]
     assert first.unwelcome == (node,)

@@ -15,7 +15,6 @@ from tests.examples import examples
 from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.members.membership import left_nodes
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, RuleAction
 
@@ -52,7 +51,7 @@ def test_worker_whose_processes_do_not_end_moves_to_another_node_and_nobody_star
     assert survivors <= set(world.pods)
     assert (world.status.crashes, world.status.disruptions) == (1, 1), "what does not end is nobody's crash"
     # As long as its pod is there, no other one goes to that node, and those of other jobs would rather not.
-    assert left_nodes(world.observe()) == {node}
+    assert [place.node for place in world.status.places] == [node]
     world.evict(world.member(3))
     world.recovered(4)
     assert world.home(3) != node
