@@ -58,10 +58,6 @@ _PROGRESS_WRITES = 50
 """A second, of all jobs together: each is a write to the API server's store, and news to all who watch."""
 
 
-async def _nothing_known(job: JobView) -> int | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Surroundings:
     """What all jobs share: the views of the cluster, kept up to date by the watches."""
@@ -83,7 +79,7 @@ class Surroundings:
     """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended.
     """
     leases: NodeLeases | None = None
-    owner_size: Callable[[JobView], Awaitable[int | None]] = _nothing_known
+    owner_size: Callable[[JobView], Awaitable[int | None]] | None = None
     """How many workers the owner of an attached job has now; None: that cannot be told."""
     cluster: ClusterIdentity | None = None
     """None: pods are not told which cluster they are in."""
@@ -306,8 +302,9 @@ class JobLoop:
         """Read what an attached job belongs to, sooner while pods are missing."""
         now, pods = self._around.clock(), sum(not pod.terminal for pod in self._pods(job))
         every = _OWNER_EVERY[pods < job.spec.workers]
-        if job.spec.attach is not None and not job.status.finished and now - self._owner_read >= every:
-            self._owner_read, self._owner_size = now, await self._around.owner_size(job)
+        read = self._around.owner_size if job.spec.attach is not None and not job.status.finished else None
+        if read is not None and now - self._owner_read >= every:
+            self._owner_read, self._owner_size = now, await read(job)
 
     async def _look_at_leases(self, job: JobView) -> None:
         """Of nodes whose kubelet is about to be given up."""

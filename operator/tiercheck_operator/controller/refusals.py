@@ -59,7 +59,8 @@ class RefusalMemory:
             if isinstance(error, NameTaken) and len(self.names_taken) < _NAMES:
                 self.names_taken |= {error.name}
                 pause = 0.0  # the next name is tried at once
-            told = error.refused or isinstance(error, NameTaken) or tries > _PATIENT_FAILURES
+            broken = tries > _PATIENT_FAILURES and error.status > 0
+            told = error.refused or isinstance(error, NameTaken) or broken
             known[subject] = Refusal(str(error), now + pause, tries, told)
         self.known = known
         return _told(before) != _told(known)

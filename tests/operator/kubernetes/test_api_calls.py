@@ -149,3 +149,13 @@ async def test_versions_are_read_however_deep_an_object_is(server: Scripted) -> 
 
 def _listed(uid: str, version: int) -> dict[str, Any]:
     return {"metadata": {"uid": uid, "resourceVersion": str(version)}}
+
+
+async def test_disruption_budget_that_refuses_an_eviction_holds_up_no_other_call(server: Scripted) -> None:
+    server.script = [BUSY]
+    kube = Kube(server.access())
+    with pytest.raises(ApiFailure, match="429"):
+        await kube.create("/api/v1/namespaces/{namespace}/pods/{name}/eviction", {}, namespace="a", name="p")
+    await kube.get("/other")
+    (_, _, first), (_, _, second) = server.asked
+    assert second - first < 1.0

@@ -320,24 +320,20 @@ class SparePool:
     """Sidecar and launcher wait."""
     coming: tuple[PodView, ...]
     lost: tuple[PodView, ...]
-    losses: tuple[Loss, ...] = ()
-    """Of those, where Kubernetes says why."""
 
 
 def find_spares(obs: Observation) -> SparePool:
     """Sorts the spares by the rules for members, but that nobody accuses one."""
-    ready, coming, lost, losses = [], [], [], []
+    ready, coming, lost = [], [], []
     silent = _silent(obs)
     for pod in sorted(obs.spares, key=lambda pod: (pod.spare or 0, pod.uid)):
-        loss = classify_pod(obs, pod, {})
-        if pod.uid in silent or loss is not None:
+        if pod.uid in silent or classify_pod(obs, pod, {}) is not None:
             lost.append(pod)
-            losses += [loss] if loss is not None else []
         elif _waits(obs, pod):
             ready.append(pod)
         else:
             coming.append(pod)
-    return SparePool(tuple(ready), tuple(coming), tuple(lost), tuple(losses))
+    return SparePool(tuple(ready), tuple(coming), tuple(lost))
 
 
 def _waits(obs: Observation, pod: PodView) -> bool:

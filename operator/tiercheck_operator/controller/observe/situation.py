@@ -13,6 +13,7 @@ from tiercheck.protocol.report import Report
 from tiercheck_operator.controller.members.membership import (
     Membership,
     SparePool,
+    classify_pod,
     find_members,
     find_spares,
     note_places,
@@ -55,7 +56,8 @@ class Situation(Observation):
     @cached_property
     def places(self) -> tuple[PlaceRecord, ...]:
         """Nodes on which pods of the job did not start or had to be left lately, with those of this look."""
-        lost = [*self.membership.lost.values(), *self.spare_pool.losses]
+        spares = (classify_pod(self, pod, {}) for pod in self.spare_pool.lost)
+        lost = [*self.membership.lost.values(), *filter(None, spares)]
         return note_places(self.job.status.places, lost, self.now, self.patience.place)
 
     @cached_property
