@@ -282,7 +282,7 @@ def _left(departure: Departure) -> Loss:
 def _moved(move: Move) -> Loss:
     pod = move.pod
     why = f"pod {pod.name} of worker {pod.worker} on node {pod.node}: {move.why}"
-    return Loss(pod.worker, move.cause, why, pod, pod.node, move.at, move.why)
+    return Loss(pod.worker, move.cause, why, pod, pod.node, move.at, move.why, of_place=True)
 
 
 def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence[Loss]) -> list[Loss]:
