@@ -103,7 +103,7 @@ class Operator:
             self._kube,
             Kube(access, called=self._metrics.called),
             config,
-            self._workers_of,
+            lambda namespace, uid: (namespace, uid) in self._known_as,
             self._view.pods_of,
         )
         self._around = Surroundings(
@@ -210,11 +210,6 @@ class Operator:
         return False
 
     # Who acts.
-
-    def _workers_of(self, namespace: str, identity: str) -> int:
-        """Of the job that its pods know by this UID; 0: there is none."""
-        raw = self._jobs.get(self._known_as.get((namespace, identity), ""))
-        return 0 if raw is None else int((raw.get("spec") or {}).get("workers") or 1)
 
     def _may_act(self) -> bool:
         """From any thread, right before something is written."""

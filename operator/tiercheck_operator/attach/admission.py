@@ -86,12 +86,6 @@ class Admission:
             # The job has it already; what pods of one job agree on must not depend on when they came.
             attach = job["spec"]["attach"]
             procs, workers = int(job["spec"]["procsPerWorker"]), int(job["spec"]["workers"])
-            if seat.worker >= workers:
-                raise Unattachable(
-                    f"{owner.kind} {owner.name} has {seat.workers} workers now, TierCheckJob "
-                    f"{job['metadata']['name']} has {workers}, and this would be worker {seat.worker}; set "
-                    f"it back to {workers}, or make {owner.kind} {owner.name} anew for another number"
-                )
             attachment = Attachment(
                 owner, attach.get("policy") or policy, attach["container"], workers, procs
             )

@@ -31,7 +31,7 @@ class Adoption:
     def __init__(
         self,
         kube: Kube,
-        has_job: Callable[[str, str], int],
+        has_job: Callable[[str, str], bool],
         pods_of: Callable[[str, str], Iterable[PodView]],
     ) -> None:
         self._kube, self._has_job, self._pods_of = kube, has_job, pods_of

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.attach.owners import COMPLETION_INDEX, Unattachable, find_owner
+from tiercheck_operator.attach.owners import Unattachable, find_owner
 from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import ObjectEvents
 
@@ -28,7 +28,7 @@ _SELECTOR = f"labelSelector={names.LABEL_INJECT},!{names.LABEL_JOB_UID}"
 _UNASKED = "TierCheck was not asked, or did not answer, when the pod was created, so the pod runs without it."
 
 
-def must_go(pod: Mapping[str, Any], has_job: Callable[[str, str], int]) -> bool:
+def must_go(pod: Mapping[str, Any], has_job: Callable[[str, str], bool]) -> bool:
     """Whether the pod keeps a job from going on that could go on with another in its place."""
     metadata = pod.get("metadata") or {}
     if names.ANNOTATION_NOT_ATTACHED in (metadata.get("annotations") or {}) or metadata.get(
@@ -38,10 +38,7 @@ def must_go(pod: Mapping[str, Any], has_job: Callable[[str, str], int]) -> bool:
     if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return False
     try:
-        workers = has_job(str(metadata.get("namespace") or ""), find_owner(pod).uid)
-        # Nobody waits for pods of a Job that was scaled up since; a JobSet's cannot be told by their index.
-        index = str((metadata.get("labels") or {}).get(COMPLETION_INDEX) or "0")
-        return workers > (int(index) if find_owner(pod).kind == "Job" and index.isdigit() else 0)
+        return has_job(str(metadata.get("namespace") or ""), find_owner(pod).uid)
     except Unattachable:
         return False
 
@@ -50,7 +47,7 @@ class LeftOut:
     """Looks every `every` seconds, in `namespaces` (empty: everywhere), while this replica leads."""
 
     def __init__(
-        self, kube: Kube, namespaces: Sequence[str], every: float, has_job: Callable[[str, str], int]
+        self, kube: Kube, namespaces: Sequence[str], every: float, has_job: Callable[[str, str], bool]
     ) -> None:
         self._kube, self._every, self._has_job = kube, every, has_job
         places = [f"/api/v1/namespaces/{namespace}/pods" for namespace in namespaces] or ["/api/v1/pods"]

@@ -20,8 +20,8 @@ class AttachService:
     """Does nothing if the webhook is not configured. Every replica answers the API server, only the leading
     one makes jobs.
 
-    `kube` writes only while this replica leads, `always` at any time. `has_job`, which gives the workers of
-    its job, and `pods_of` are asked with namespace and UID of an owner.
+    `kube` writes only while this replica leads, `always` at any time. `has_job` and `pods_of` are asked with
+    namespace and UID of an owner.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class AttachService:
         kube: Kube,
         always: Kube,
         config: Config,
-        has_job: Callable[[str, str], int],
+        has_job: Callable[[str, str], bool],
         pods_of: Callable[[str, str], Iterable[PodView]],
     ) -> None:
         self._always = always

@@ -369,11 +369,14 @@ def test_owner_of_the_same_name_that_came_later_is_another_one() -> None:
         find_seat(shapes.job_pod(0), owner, later)
 
 
-async def test_pod_of_an_owner_that_was_scaled_up_stays_as_it_is_and_the_others_are_attached() -> None:
-    for pod, attached in ((shapes.job_pod(3), True), (shapes.job_pod(4), False)):
-        made, warning = await admitted(pod, shapes.job(6), shapes.POLICY, made_job(4))
-        assert (names.LABEL_WORKER in made["metadata"]["labels"]) is attached
-        assert attached or "Job train has 6 workers now, TierCheckJob job-train has 4" in warning
+async def test_pod_of_an_owner_that_was_scaled_up_waits_with_a_launcher_and_does_not_fail_without_one() -> (
+    None
+):
+    """Its failures would spend the owner's budget, and end the workers that train."""
+    for index in (3, 4):
+        made, warning = await admitted(shapes.job_pod(index), shapes.job(6), shapes.POLICY, made_job(4))
+        assert (worker_of(made), warning) == (str(index), "")
+        assert container_of(made, "trainer")["command"][:3] == ["python3", "-m", "tiercheck.launcher"]
 
 
 @pytest.mark.parametrize(

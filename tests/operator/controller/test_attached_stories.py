@@ -185,6 +185,10 @@ def test_pods_beyond_the_jobs_size_are_left_alone_and_told() -> None:
     placed = world.status.condition("Placed")
     assert placed is not None
     assert placed.reason != "OwnerResized"
+    world.total_steps = world.newest_step() + 3
+    world.until("Completed")
+    world.train(3)
+    assert world.exit_codes == [0] * 6, "the owner counts all of its pods"
 
 
 def test_owner_that_was_scaled_down_is_named_with_its_size() -> None:

@@ -60,7 +60,7 @@ def describe_owner(situation: Situation) -> str:
     now, attach, workers = situation.owner_size, situation.job.spec.attach, situation.job.spec.workers
     if attach is None or now in (None, workers):
         return ""
-    beyond = "The pods beyond are left alone, and take no part. " if (now or 0) > workers else ""
+    beyond = "The pods beyond wait, are left alone and take no part. " if (now or 0) > workers else ""
     owner = f"{attach.kind} {attach.name}"
     return (
         f"{owner} has {now} workers now, and the job that was attached to it {workers}. {beyond}"
