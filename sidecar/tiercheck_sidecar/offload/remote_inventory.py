@@ -35,6 +35,8 @@ class RemoteListing:
         self._worlds: dict[Version, int] = {}
         """By how many ranks each stored version was made, 0 if that cannot be read."""
         self._examinations = 0
+        self._broken: dict[str, str] = {}
+        """What was found when the store was tried out, by the name of the check."""
 
     def look_again(self) -> None:
         """The store was in trouble: what this worker knows of it counts no more."""
@@ -44,11 +46,11 @@ class RemoteListing:
         """Each sidecar at its start, so that it is known whether its node reaches the store; later only
         worker 0, who tells the others."""
         now = time.monotonic()
+        self._tell_broken(store)
         mark = verdict.watermarks.remote if verdict else None
         if self._listed_at is None:
             store.check()
-            if store.weakness:
-                self._state.problem(_NOT_SAFE, store.weakness)
+            self._tell_broken(store)
         elif self._state.config.worker != 0:
             self._listed_as = self._state.config.worker
             if verdict is not None and verdict.stored is not None:
@@ -82,11 +84,17 @@ class RemoteListing:
                 finding.name,
                 finding.message,
             )
-        lasting = [f"{each.name}: {each.message}" for each in findings if not each.ok and not each.passing]
-        self._state.problem(_NOT_SAFE, " ".join(lasting))
+        self._broken = {each.name: each.message for each in findings if not each.ok and not each.passing}
+        self._tell_broken(store)
         self._examinations = (
             self._examinations + 1 if any(each.passing for each in findings) else _EXAMINATIONS
         )
+
+    def _tell_broken(self, store: RemoteStore) -> None:
+        """What the store showed when it was tried out comes before what is seen while it is used."""
+        seen = {"conditional create": store.weakness, "delete": store.untidied} | self._broken
+        told = " ".join(f"{name}: {message}" for name, message in seen.items() if message)
+        self._state.problem(_NOT_SAFE, told)
 
     def _ranks_of(self, store: RemoteStore, versions: tuple[Version, ...]) -> tuple[int, ...]:
         """By how many ranks each version was made. Manifests name every rank, so one worker of the job reads

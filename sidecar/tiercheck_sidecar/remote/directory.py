@@ -166,7 +166,8 @@ class DirectoryObjects(Objects):
         try:
             yield temporary, target
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # where nothing may be deleted; `forget_unfinished` tries again
+                temporary.unlink()
 
     @contextlib.contextmanager
     def _sentences(self) -> Iterator[None]:

@@ -38,6 +38,8 @@ from tiercheck_sidecar.remote.verify import (
 
 FETCH_BYTES = 8 * 1024 * 1024
 FETCH_THREADS = 4
+_REFUSALS = 3
+"""Versions whose deletion failed, after which the others wait for the next time."""
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 
@@ -54,6 +56,8 @@ class RemoteStore:
         self._closed = threading.Event()
         self._bucket = TokenBucket(None, wait=self._pause)
         self._known_as_ours = False
+        self.untidied = ""
+        """What could not be deleted when it was last tried, in the place's own words: a sentence."""
         self._ownership = Ownership(objects, claimant)
 
     @property
@@ -169,12 +173,13 @@ class RemoteStore:
 
     def begin_attempt(self, job_uid: str, attempt: int) -> None:
         """Announce an attempt to whoever still writes here for an older one; what was announced before it is
-        forgotten."""
+        forgotten, where that is allowed: the highest counts."""
         self._ownership.claim()
         key = keys.attempt_key(job_uid, attempt)
         self._objects.create(key, b"")
-        known = [stored.key for stored in self._objects.list(keys.ATTEMPTS)]
-        self._objects.delete([each for each in known if keys.attempt_of(each, job_uid) < attempt])
+        with self._tidying():
+            known = [stored.key for stored in self._objects.list(keys.ATTEMPTS)]
+            self._objects.delete([each for each in known if keys.attempt_of(each, job_uid) < attempt])
 
     def newest_attempt(self, job_uid: str) -> int:
         """The newest that the job's workers have announced; 0: none was."""
@@ -258,18 +263,24 @@ class RemoteStore:
         """Delete all but the newest `keep` versions, those that `history` accepts before all others, and, if
         given, those committed in the last `keep_seconds`; and what interrupted uploads left behind.
 
-        Never the newest complete version, and nothing of `protect` (complete or still being uploaded).
-        Returns the versions that are left.
+        Never the newest complete version, and nothing of `protect` (complete or still being uploaded). What
+        cannot be deleted is left, as `untidied` says. Returns the versions that are left.
         """
         self._ownership.claim()
         committed = self._committed()
-        doomed = retention.to_delete(committed, keep, protect, keep_seconds, history)
-        for version in doomed:
-            with contextlib.suppress(RemoteCorrupt):  # unreadable: nobody can restore it, so it may go
-                self._manifest(version)  # raises if the folder is another job's
-            self._objects.delete([keys.manifest_key(version)])
-            self._delete_artifacts(version)
-        kept = committed.keys() - set(doomed)
+        kept, self.untidied, refused = set(committed), "", 0
+        # The newest first: what was refused before is older, and a few of those are enough to know it.
+        for version in reversed(retention.to_delete(committed, keep, protect, keep_seconds, history)):
+            with self._tidying():
+                with contextlib.suppress(RemoteCorrupt):  # unreadable: nobody can restore it, so it may go
+                    self._manifest(version)  # raises if the folder is another job's
+                self._objects.delete([keys.manifest_key(version)])
+                kept.discard(version)
+                self._delete_artifacts(version)
+                continue
+            refused += 1
+            if refused == _REFUSALS:
+                break
 
         def abandoned(key: str) -> bool:
             version = keys.version_of(key)
@@ -279,8 +290,11 @@ class RemoteStore:
                 and retention.is_abandoned(version, kept, protect, history)
             )
 
-        self._objects.delete([each.key for each in self._objects.list(keys.ARTIFACTS) if abandoned(each.key)])
-        self._objects.forget_unfinished(abandoned)
+        with self._tidying():
+            stored = self._objects.list(keys.ARTIFACTS)
+            self._objects.delete([each.key for each in stored if abandoned(each.key)])
+        with self._tidying():
+            self._objects.forget_unfinished(abandoned)
         return tuple(sorted(kept))
 
     def close(self) -> None:
@@ -340,6 +354,16 @@ class RemoteStore:
         if manifest.version != version:
             raise RemoteCorrupt(f"{self.location}/{key} says that it is of {manifest.version}.")
         return manifest
+
+    @contextlib.contextmanager
+    def _tidying(self) -> Iterator[None]:
+        """Nothing that is needed waits for what is done within: its failure is noted."""
+        try:
+            yield
+        except RemoteError as error:
+            if self._closed.is_set():
+                raise
+            self.untidied = f"{error} Until it can be deleted, what is not kept any more piles up there."
 
     def _delete_artifacts(self, version: Version) -> None:
         self._objects.delete([stored.key for stored in self._objects.list(keys.artifacts_of(version))])

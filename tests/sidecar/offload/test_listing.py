@@ -26,7 +26,7 @@ FIRST, SECOND = Version(10, 1), Version(20, 1)
 class Store:
     """Counts how often it is listed."""
 
-    weakness = ""
+    weakness = untidied = ""
 
     def __init__(self) -> None:
         self.listed = 0

@@ -171,6 +171,7 @@ def test_job_on_a_store_that_ignores_conditions_says_so_and_goes_on(
 
 def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: Path) -> None:
     class Store:
+        weakness = untidied = ""
         examined = 0
 
         def examine(self) -> list[StoreFinding]:

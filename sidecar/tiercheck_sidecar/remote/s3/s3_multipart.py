@@ -7,6 +7,7 @@ with an upload, so boto3 sends the parts that are missing, at several times the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import logging
@@ -45,6 +46,8 @@ class Leftover:
 
     def complete(self, gate: Gate) -> bool:
         """Send what is missing; False if nothing was left. Raises RemoteError and botocore's errors."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
         name, parts = self._find()
         if not parts:
             return False
@@ -58,7 +61,8 @@ class Leftover:
                 finally:
                     pool.shutdown(wait=True, cancel_futures=True)
         except RemoteCorrupt:
-            self._boto.abort_multipart_upload(**name)
+            with contextlib.suppress(BotoCoreError, ClientError):  # `forget_unfinished` tries again
+                self._boto.abort_multipart_upload(**name)
             raise
         listed = [{"PartNumber": number, "ETag": parts[number]} for number in sorted(parts)]
         self._boto.complete_multipart_upload(**name, MultipartUpload={"Parts": listed})

@@ -17,8 +17,9 @@ Responder = Callable[[str, str, dict[str, str]], Answer]
 """(method, path with query, headers in lower case) -> (status, body)."""
 
 
-def refusal(code: str, status: int = 403) -> Answer:
-    return status, f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+def refusal(code: str, status: int = 403, message: str = "no") -> Answer:
+    said = f"<Code>{code}</Code><Message>{message}</Message>"
+    return status, f"<?xml version='1.0'?><Error>{said}</Error>".encode()
 
 
 @contextlib.contextmanager
