@@ -408,7 +408,7 @@ class SidecarModel:
             holdings=tuple(holdings),
             remote=RemoteReport(
                 remote, world.remote_up if remote else None,
-                "" if world.remote_up else "the bucket does not answer.",
+                "" if world.remote_up else world.remote_said,
                 tuple(sorted(world.remote)) if world.remote_up else (),
                 tuple(world.made.get(version, 0) for version in sorted(world.remote))
                 if world.remote_up and self.worker == 0

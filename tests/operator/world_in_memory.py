@@ -131,6 +131,8 @@ class World:
         self.poisoned: set[int] = set()
         """Attempts whose loss is not finite any more."""
         self.remote_up = True
+        self.remote_said = "the bucket does not answer."
+        """While it is not up."""
         self.committed: Version | None = None
         self.copied: dict[tuple[int, str], Version] = {}
         """By attempt and placement, the newest version that all its holders have."""

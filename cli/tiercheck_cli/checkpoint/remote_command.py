@@ -39,7 +39,8 @@ def check(
 
     failed = 0
     for finding in tier.examine(tier.settings_of_url(place, endpoint, region)):
-        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name:20} {finding.message}", flush=True)
+        mark = "skip" if not finding.tried else "ok  " if finding.ok else "FAIL"
+        print(f"{mark}  {finding.name:20} {finding.message}", flush=True)
         failed += not finding.ok
     if failed:
         remark(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tiercheck.protocol.report import SPARE
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.remote import RemoteCorrupt, RemoteMissing, RemoteStore
+from tiercheck_sidecar.remote import RemoteArchived, RemoteCorrupt, RemoteMissing, RemoteStore
 from tiercheck_sidecar.versions.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class RemoteListing:
         for version in set(versions) - set(self._worlds):
             try:
                 self._worlds[version] = store.read_manifest(version).world_size
-            except (RemoteCorrupt, RemoteMissing) as error:
+            except (RemoteArchived, RemoteCorrupt, RemoteMissing) as error:
                 log.warning("manifest of %s: %s", version, error)
                 self._worlds[version] = 0
         self._worlds = {version: self._worlds[version] for version in versions}

@@ -13,6 +13,7 @@ from tiercheck_sidecar.remote import keys
 from tiercheck_sidecar.remote.config import DirectorySettings, S3Settings, parse, take_over_from
 from tiercheck_sidecar.remote.errors import (
     Reason,
+    RemoteArchived,
     RemoteClosed,
     RemoteConfigError,
     RemoteCorrupt,
@@ -29,6 +30,7 @@ from tiercheck_sidecar.remote.store import RemoteStore
 __all__ = [
     "Claimant",
     "Reason",
+    "RemoteArchived",
     "RemoteClosed",
     "RemoteConfigError",
     "RemoteCorrupt",

@@ -166,7 +166,9 @@ class DirectoryObjects(Objects):
         try:
             yield temporary, target
         finally:
-            with contextlib.suppress(OSError):  # where nothing may be deleted; `forget_unfinished` tries again
+            with contextlib.suppress(
+                OSError
+            ):  # where nothing may be deleted; `forget_unfinished` tries again
                 temporary.unlink()
 
     @contextlib.contextmanager

@@ -26,6 +26,8 @@ class Reason(str, Enum):
     """No space is left, or a quota is used up."""
     CORRUPT = "Corrupt"
     """What is stored is not what was written."""
+    ARCHIVED = "Archived"
+    """It is there, and cannot be read before it is brought back from the store's archive."""
     OWNED = "Owned"
     """The folder is another job's, or one of the same name in another cluster."""
     OTHER = "Other"
@@ -50,6 +52,17 @@ class RemoteCorrupt(RemoteError):
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.CORRUPT, message, retriable=False)
+
+
+class RemoteArchived(RemoteError):
+    """The store has what was asked for in an archive, where it cannot be read."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            Reason.ARCHIVED,
+            f"{what}; bring it back from there, and end the lifecycle rule that moves it.",
+            retriable=False,
+        )
 
 
 class RemoteMissing(RemoteError):

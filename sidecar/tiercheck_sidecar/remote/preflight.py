@@ -11,7 +11,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiercheck_sidecar.remote import keys
 from tiercheck_sidecar.remote.errors import RemoteError
@@ -35,10 +35,40 @@ class StoreFinding:
     """What was seen; of a promise that is not kept also what to do."""
     passing: bool = False
     """It could not be tried, which may be otherwise in a moment."""
+    tried: bool = True
+    """False: what it needs was not there, so nothing was seen that is not well."""
 
 
-Check = Callable[[Objects, str], str]
-"""Given the place and a folder of its own; what was seen. Raises Broken, RemoteError."""
+@dataclass
+class _Trial:
+    """A place, a folder of its own there, and what the checks have written so far."""
+
+    objects: Objects
+    folder: str
+    written: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    """By key: bytes, and the time by this machine before and after."""
+
+    def need(self, *names: str) -> list[str]:
+        """The keys of those of `names` that were written. Raises NotTried if none was."""
+        found = [self.folder + name for name in names if self.folder + name in self.written]
+        if not found:
+            raise NotTried("not tried: an earlier check wrote nothing that it could look at")
+        return found
+
+    @contextlib.contextmanager
+    def writing(self, key: str, size: int) -> Iterator[None]:
+        """Around what writes `size` bytes."""
+        before = time.time()
+        yield
+        self.written[key] = size, before, time.time()
+
+
+Check = Callable[[_Trial], str]
+"""What was seen. Raises Broken, NotTried, RemoteError."""
+
+
+class NotTried(Exception):
+    """What a check looks at is not there, for another reason that is told already."""
 
 
 class Broken(Exception):
@@ -47,38 +77,44 @@ class Broken(Exception):
 
 def examine(objects: Objects) -> Iterator[StoreFinding]:
     """One finding after the other; only the first, if the place cannot be used at all."""
-    folder = f"{keys.CHECK}{uuid.uuid4().hex}/"
+    trial = _Trial(objects, f"{keys.CHECK}{uuid.uuid4().hex}/")
     try:
         for name, check in _CHECKS:
-            finding = _tried(name, check, objects, folder)
+            finding = _tried(name, check, trial)
             yield finding
             if check is _access and not finding.ok:
                 return
     finally:
         with contextlib.suppress(RemoteError):
-            objects.delete([stored.key for stored in objects.list(folder)])
+            objects.delete([stored.key for stored in objects.list(trial.folder)])
 
 
-def _tried(name: str, check: Check, objects: Objects, folder: str) -> StoreFinding:
+def _tried(name: str, check: Check, trial: _Trial) -> StoreFinding:
     try:
-        return StoreFinding(name, True, check(objects, folder))
+        return StoreFinding(name, True, check(trial))
+    except NotTried as reason:
+        return StoreFinding(name, True, str(reason), tried=False)
     except Broken as broken:
         return StoreFinding(name, False, str(broken))
     except RemoteError as error:
         return StoreFinding(name, False, str(error), passing=error.retriable)
 
 
-def _access(objects: Objects, folder: str) -> str:
-    objects.check()
-    return f"{objects.location} can be listed and written"
+def _access(trial: _Trial) -> str:
+    trial.objects.check()
+    return f"{trial.objects.location} can be listed and written"
 
 
-def _conditional(objects: Objects, folder: str) -> str:
+def _conditional(trial: _Trial) -> str:
+    objects, key = trial.objects, f"{trial.folder}once"
+    with trial.writing(key, 5):
+        first = objects.create(key, b"first")
     if objects.weakness:
         raise Broken(objects.weakness)
-    key = f"{folder}once"
-    first, second = objects.create(key, b"first"), objects.create(key, b"second")
-    found = objects.read(key)
+    second = objects.create(key, b"second")
+    found: bytes | None = b"first"
+    with contextlib.suppress(RemoteError):  # whether what is there can be read is another check
+        found = objects.read(key)
     if not first or second or found != b"first":
         raise Broken(
             f"of two writers of one new object the first {'won' if first else 'lost'} and the second "
@@ -90,12 +126,14 @@ def _conditional(objects: Objects, folder: str) -> str:
     return "the second of two writers of a new object is refused"
 
 
-def _parts(objects: Objects, folder: str) -> str:
-    objects.upload(f"{folder}large", memoryview(_content()), CHUNK, _pass)
+def _parts(trial: _Trial) -> str:
+    with trial.writing(f"{trial.folder}large", SIZE):
+        trial.objects.upload(f"{trial.folder}large", memoryview(_content()), CHUNK, _pass)
     return f"{SIZE // CHUNK} MiB were uploaded in parts"
 
 
-def _ranges(objects: Objects, folder: str) -> str:
+def _ranges(trial: _Trial) -> str:
+    (key,) = trial.need("large")
     content = _content()
     for begin, length in (
         (0, CHUNK),
@@ -103,7 +141,7 @@ def _ranges(objects: Objects, folder: str) -> str:
         (SIZE - 3, 8),
     ):  # the second of both parts, the third beyond the end
         into = bytearray(length)
-        got = objects.read_into(f"{folder}large", begin, memoryview(into))
+        got = trial.objects.read_into(key, begin, memoryview(into))
         wanted = content[begin : begin + length]
         if into[:got] != wanted:
             raise Broken(
@@ -114,25 +152,26 @@ def _ranges(objects: Objects, folder: str) -> str:
     return "ranges come as they were written"
 
 
-def _listing(objects: Objects, folder: str) -> str:
-    sizes = {stored.key: stored.size for stored in objects.list(folder)}
-    if sizes != {f"{folder}once": 5, f"{folder}large": SIZE}:
+def _listing(trial: _Trial) -> str:
+    written = trial.need("once", "large")
+    listed = {stored.key: stored.size for stored in trial.objects.list(trial.folder)}
+    late = [key for key in written if listed.get(key) != trial.written[key][0]]
+    if late:
         raise Broken(
-            f"two objects were written and {len(sizes)} of them are listed right after that, or with "
-            "another size. Use a store "
+            f"of {len(written)} objects that were written {len(late)} are not listed right after that, or "
+            "with another size. Use a store "
             "that lists what is written at once; a manifest that is listed late is a version that a "
             "restore does not find."
         )
     return "what was written is listed at once, in full size"
 
 
-def _clock(objects: Objects, folder: str) -> str:
-    before = time.time()
-    objects.write(f"{folder}clock", b"now")
-    after = time.time()
-    stored = next(iter(objects.list(f"{folder}clock")), None)
+def _clock(trial: _Trial) -> str:
+    key = trial.need("once", "large")[0]
+    _, before, after = trial.written[key]
+    stored = next(iter(trial.objects.list(key)), None)
     if stored is None:
-        raise Broken("what was written is not listed, so its time is not known.")
+        raise NotTried("not tried: what was written is not listed")
     skew = min(max(stored.modified, before - 1.0), after) - stored.modified  # stores tell whole seconds
     seen = f"the store's clock is {abs(skew):.0f} s {'behind' if skew > 0 else 'ahead of'} this machine's"
     if abs(skew) > MOST_SKEW:
@@ -142,15 +181,17 @@ def _clock(objects: Objects, folder: str) -> str:
     return "the store's clock and this machine's agree" if abs(skew) < 2 else seen
 
 
-def _delete(objects: Objects, folder: str) -> str:
-    written = [stored.key for stored in objects.list(folder)]
+def _delete(trial: _Trial) -> str:
+    objects, written = trial.objects, trial.need("once", "large")
     objects.delete(written)
-    left = [key for key in written if objects.read(key) is not None] or objects.list(folder)
+    try:
+        left = [key for key in written if objects.read(key) is not None]
+    except RemoteError as error:
+        raise NotTried("deleting is allowed; not tried whether it is done, as nothing can be read") from error
     if left:
         raise Broken(
-            f"{len(left)} of {len(written)} objects are still there after they were deleted. Allow these "
-            "credentials to delete; without "
-            "that, old versions pile up for ever."
+            f"{len(left)} of {len(written)} objects are still there after they were deleted. Use a store "
+            "that deletes; without that, old versions pile up for ever."
         )
     return "what is deleted is gone at once"
 

@@ -23,7 +23,14 @@ from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.offload.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys, retention
-from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, RemoteMissing
+from tiercheck_sidecar.remote.errors import (
+    Reason,
+    RemoteArchived,
+    RemoteClosed,
+    RemoteCorrupt,
+    RemoteError,
+    RemoteMissing,
+)
 from tiercheck_sidecar.remote.objects import Objects
 from tiercheck_sidecar.remote.ownership import Claimant, Ownership, StoreOwner
 from tiercheck_sidecar.remote.preflight import StoreFinding, examine
@@ -72,7 +79,8 @@ class RemoteStore:
         if not self._known_as_ours:
             complete = self.versions()
             if complete:
-                self.read_manifest(complete[-1])
+                with contextlib.suppress(RemoteArchived):
+                    self.read_manifest(complete[-1])
             self._known_as_ours = True
 
     @property
@@ -272,7 +280,8 @@ class RemoteStore:
         # The newest first: what was refused before is older, and a few of those are enough to know it.
         for version in reversed(retention.to_delete(committed, keep, protect, keep_seconds, history)):
             with self._tidying():
-                with contextlib.suppress(RemoteCorrupt):  # unreadable: nobody can restore it, so it may go
+                # Unreadable: nobody can restore it, so it may go.
+                with contextlib.suppress(RemoteCorrupt, RemoteArchived):
                     self._manifest(version)  # raises if the folder is another job's
                 self._objects.delete([keys.manifest_key(version)])
                 kept.discard(version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ class Keeps(DirectoryObjects):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[RemoteStore]:
+def store(tmp_path: Path) -> RemoteStore:
     (tmp_path / "shared").mkdir()
-    yield RemoteStore(Keeps(str(tmp_path / "shared"), "job"), JOB)
+    return RemoteStore(Keeps(str(tmp_path / "shared"), "job"), JOB)
 
 
 def save(store: RemoteStore, step: int, tmp_path: Path) -> None:
@@ -105,11 +105,12 @@ def test_uploads_go_on_after_a_recovery_where_nothing_may_be_deleted(
             with world.ranks() as (rank,):
                 for step in steps:
                     rank.save(step)
+                    version = Version(step, attempt)
                     until(
-                        lambda wanted=Version(step, attempt): world.report(0).watermarks.remote == wanted,
+                        lambda wanted=version: world.report(0).watermarks.remote == wanted,
                         f"step {step} of attempt {attempt} is in the bucket",
                     )
         (problem,) = world.report(0).problems
         assert problem.reason == "RemoteNotSafe"
-        assert "AccessDenied" in problem.message
+        assert LOCKED in problem.message
         world.close()

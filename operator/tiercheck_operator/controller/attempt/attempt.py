@@ -32,6 +32,7 @@ from tiercheck_operator.controller.observe.inventories import (
     adopted_history,
     bad_everywhere,
     build_inventories,
+    find_remote_trouble,
     last_attempt,
     oldest_step,
     remote_inventory,
@@ -126,9 +127,9 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
     problem = _recovery_problem(situation, placed, history, reports, remote, first=first)
     outcome = _decided(problem, recovery)
     if isinstance(outcome, (Wait, Refuse)):
-        said = next((f" {report.remote.message}" for report in reports if report.remote.message), "")
-        refused = conditions.REMOTE_OWNED if _is_owned(reports) else conditions.REMOTE_UNREACHABLE
-        reason = refused if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
+        trouble = find_remote_trouble(reports)
+        said = f" {trouble.message}" if remote.undecided and remote.reachable is False else ""
+        reason = trouble.reason if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
         return Waiting(reason, f"{outcome.reason}.{said}", wake_after=situation.patience.retry)
     begun = _next_status(
         situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed
@@ -281,17 +282,10 @@ def _counted(reports: list[Report]) -> bool:
     )
 
 
-def _is_owned(reports: list[Report]) -> bool:
-    """Whether the job's folder in the remote tier is somebody else's."""
-    return any(problem.reason == conditions.REMOTE_OWNED for report in reports for problem in report.problems)
-
-
 def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Waiting:
     """Before the first attempt: what an earlier job left there decides where we begin and how attempts are
     counted."""
-    said = next((report.remote.message for report in reports if report.remote.message), "")
-    if _is_owned(reports):
-        return Waiting(conditions.REMOTE_OWNED, f"{said} Training has not begun.", wake_after=5.0)
+    trouble = find_remote_trouble(reports)
     if remote.reachable is None:
         return Waiting(
             conditions.WAITING_FOR_SIDECARS,
@@ -299,8 +293,7 @@ def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Waiting:
             wake_after=1.0,
         )
     return Waiting(
-        conditions.REMOTE_UNREACHABLE,
-        f"the remote tier does not answer: {said or 'no reason given'} "
-        "Check spec.tiers.remote and its credentials; training starts as soon as it can be read.",
+        trouble.reason,
+        f"{trouble.message} Training begins as soon as the remote tier can be read.",
         wake_after=5.0,
     )

@@ -11,13 +11,15 @@ nothing that we write can be mistaken for what is already stored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tiercheck.protocol.directive import ParityGroup, Peer, Source, Tier
-from tiercheck.protocol.report import Holding, Quarantined, Report
+from tiercheck.protocol.report import Holding, Problem, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version
+from tiercheck_operator.model import conditions
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.model.spec import JobSpec
@@ -30,6 +32,8 @@ from tiercheck_operator.planning.recovery.inventory import (
 )
 from tiercheck_operator.planning.recovery.recovery import RecoveryProblem
 
+_SAID_OF_REMOTE = re.compile(r"(?s)(?:([A-Z][A-Za-z]{1,30}): )?(.*)")
+"""The reason, if there is one, and the sentence."""
 _Numbers = tuple[list[int], list[int]]
 """Of the versions of which there are snapshots, and deltas."""
 
@@ -139,6 +143,25 @@ def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventor
         if count
     }
     return RemoteInventory(configured=True, reachable=reachable, versions=versions, ranks=ranks)
+
+
+def find_remote_trouble(reports: Iterable[Report]) -> Problem:
+    """Why the remote tier cannot be used, by what the sidecars say of it; that it has another owner first."""
+    known = list(reports)
+    found = [problem for report in known for problem in report.problems if _is_remote_trouble(problem.reason)]
+    found += [
+        Problem(f"Remote{said[1]}" if said[1] else conditions.REMOTE_UNREACHABLE, said[2])
+        for said in (_SAID_OF_REMOTE.match(report.remote.message) for report in known)
+        if said and said[2]
+    ]
+    nothing = Problem(
+        conditions.REMOTE_UNREACHABLE, "the remote tier cannot be used, and no sidecar says why."
+    )
+    return min(found, key=lambda problem: problem.reason != conditions.REMOTE_OWNED, default=nothing)
+
+
+def _is_remote_trouble(reason: str) -> bool:
+    return reason.startswith("Remote") and reason != conditions.REMOTE_NOT_SAFE
 
 
 def to_sources(

@@ -15,6 +15,7 @@ from tiercheck_operator.controller.failures.standstill import restored_bytes
 from tiercheck_operator.controller.members.capacity import describe_refusal
 from tiercheck_operator.controller.members.elastic import describe_size
 from tiercheck_operator.controller.members.spares import SparesStanding, describe_spares
+from tiercheck_operator.controller.observe.inventories import find_remote_trouble
 from tiercheck_operator.controller.observe.memory import (
     equal_share,
     forecast_memory,
@@ -230,11 +231,8 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
         report for report in reports.values() if report.remote.configured and report.remote.reachable is False
     ]
     if unreachable:
-        return Finding(
-            conditions.REMOTE_UNREACHABLE,
-            f"{unreachable[0].remote.message or 'the remote tier does not answer.'} "
-            "Training goes on; check spec.tiers.remote and its credentials.",
-        )
+        trouble = find_remote_trouble(unreachable)
+        return Finding(trouble.reason, f"{trouble.message} Training goes on.")
     if not _placed_for_others(obs):
         return Finding(
             conditions.NO_COPIES,

@@ -6,7 +6,9 @@ path or virtual-host addressing, region, authorities and proxies. obstore is tol
 
 from __future__ import annotations
 
+import html
 import os
+import random
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 5
 READ_SECONDS = 10
 TRIES = 3
+BUSY_TRIES, BUSY_PAUSE = 6, 0.1
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Clients:
             )
         except ValueError as error:
             raise RemoteError(Reason.OTHER, _no_client(settings, location), retriable=False) from error
+        boto.meta.events.register("needs-retry.s3", _wait_while_busy)
         boto._endpoint.http_session = _BoundedAnswers(boto._endpoint.http_session, location)
         transfers = Transfers(
             _address(boto, settings.bucket), _connections(boto, authorities), credentials, location, closed
@@ -92,23 +96,31 @@ class Clients:
             if self._probed:
                 return
             body = b"tiercheck\n"
-            try:
-                self.transfers.send(key, body)
-            except RemoteError as refusal:
-                if refusal.reason is not Reason.OTHER:
-                    raise
-                self.transfers.send_checksums(False)
-                self.transfers.send(key, body)
+            self._choose_checksum(key, body)
             try:
                 self.boto.put_object(Bucket=self.bucket, Key=key, Body=body, IfNoneMatch="*")
                 self.conditional = False
             except ClientError as error:
-                status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+                answer = s3_errors.answer_of(error.response)
                 # 409: another probe is under way. Old servers ignore the condition, or say that they cannot.
-                self.conditional = status in (409, 412)
-                if not self.conditional and status not in (400, 501):
+                self.conditional = not answer.refuses("if-none-match")
+                if self.conditional and answer.status not in (409, 412):
                     raise
             self._probed = True
+
+    def _choose_checksum(self, key: str, body: bytes) -> None:
+        """The cheapest that the server takes: none before SHA-256, which some buckets with a lock demand."""
+        refusals = []
+        for algorithm in ("CRC64NVME", "", "SHA256"):
+            self.transfers.use_checksum(algorithm)
+            try:
+                self.transfers.send(key, body)
+                return
+            except RemoteError as refusal:
+                if refusal.reason is not Reason.OTHER:
+                    raise
+                refusals.append(refusal)
+        raise refusals[1]  # without a checksum: the others may have been refused for that
 
     def close(self) -> None:
         """Release connections."""
@@ -117,6 +129,14 @@ class Clients:
         if self._trust is not None:
             os.close(self._trust)
             self._trust = None
+
+
+def _wait_while_busy(response: Any, attempts: int, **_: Any) -> float | None:
+    """Seconds until the next try of what a busy server refused in a spelling that botocore does not know."""
+    if response is None or attempts >= BUSY_TRIES or response[0].status_code >= 500:
+        return None
+    answer = s3_errors.answer_of(response[1])
+    return random.uniform(0, BUSY_PAUSE * 2**attempts) if answer.is_busy and answer.status >= 400 else None
 
 
 def _address(boto: Any, bucket: str) -> S3Config:
@@ -166,6 +186,14 @@ class _BoundedAnswers:
             except BaseException:
                 response.raw.close()
                 raise
+            if request.method == "HEAD" and response.status_code in (301, 307):
+                response.status_code = (
+                    400  # botocore asks so for a region, and would ask again for that answer
+                )
+            if response.status_code >= 400 and b"<Error" not in response._content:
+                # Of a page that is not S3's botocore would keep the status alone.
+                said = html.escape(s3_errors.read_page(response._content.decode(errors="replace"))[1])
+                response._content = f"<Error><Message>{said}</Message></Error>".encode()
         return response
 
     def close(self) -> None:

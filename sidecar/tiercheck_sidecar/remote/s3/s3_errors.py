@@ -6,39 +6,109 @@ broken connection, in their text alone.
 
 from __future__ import annotations
 
+import html
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from tiercheck_sidecar.remote.config import give_credentials, mend_credentials
-from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck_sidecar.remote.errors import Reason, RemoteArchived, RemoteError
 
 _CREDENTIALS = {
     "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
     "ExpiredToken",
+    "ExpiredTokenException",
     "InvalidToken",
+    "InvalidClientTokenId",
     "TokenRefreshRequired",
 }
 _FORBIDDEN = {"AccessDenied", "Forbidden", "AllAccessDisabled", "AccountProblem", "Unauthorized"}
-_BUSY = {
-    "SlowDown",
-    "InternalError",
-    "ServiceUnavailable",
-    "RequestTimeout",
-    "Throttling",
-    "OperationAborted",
-}
 _CLOCK = "RequestTimeTooSkewed"
-_FULL = {
-    "QuotaExceeded",
-    "InsufficientStorage",
-    "InsufficientCapacity",
-    "XMinioStorageFull",
-    "XMinioAdminBucketQuotaExceeded",
-}
-_CODE = re.compile(r"<Code>(\w+)</Code>")
-_STATUS = re.compile(r"status code: (\d{3})")
+_ARCHIVED = "InvalidObjectState"
+# Each server has its own spelling of these two, also behind a prefix as in `KMS.ThrottlingException`.
+_FULL = re.compile(r"(?i)quota|(storage|disk).?(full|limit)|insufficient.?(storage|capacity|space)|no.?space")
+_BUSY = re.compile(
+    r"(?i)slow.?down|throttl|too.?many.?requests|busy|overload|limit.?exceeded|unavailable|time.?out"
+    r"|internal|PriorRequestNotComplete|TransactionInProgress|OperationAborted|NotInitialized"
+)
+_ADVICE = (
+    (r"PathStyle|PathAccess|VirtualHost|SecondLevelDomain", "set tiers.remote.s3.addressing: Virtual"),
+    (r"InvalidStorageClass", "correct tiers.remote.s3.storageClass"),
+    (r"KMS\.", "see that the key of the encryption exists, is enabled and may be used"),
+    (r"EntityTooLarge|HTTP 413", "let the server, or the proxy in between, take requests of 16 MiB and more"),
+)
+"""What to do, by the code of the answer."""
+_OF_S3 = re.compile(r"<(?:Code|Message)>")
+_CODE = re.compile(r"<Code>\s{0,9}([\w.:-]{1,99})\s{0,9}</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_REGION = re.compile(r"<Region>([\w-]{1,40})</Region>")
+_TITLE = re.compile(r"(?i)<title>([^<]*)</title>")
+_TAG = re.compile(r"<[^<>]*>")
+_ACTION = re.compile(r"not authorized to perform: ([\w:]+)")
+_STATUS = re.compile(r"status code: (\d{3})(?: [^:]{0,40}: )?")
+_LONGEST_PAGE, _LONGEST_SENTENCE = 8192, 300
+"""Characters that are looked at, and kept, of what a server says."""
+_BYTE = re.compile(r"\d+")
 _CAUSE = re.compile(r'(?:message|error): "([^"]+)"')
 _OF_CREDENTIALS = "External AWS credential provider: "
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said that did not do what was asked."""
+
+    status: int = 0
+    """Of HTTP; 0: unknown."""
+    code: str = ""
+    """As S3 has them; empty: none, so it may be no S3 that answered."""
+    sentence: str = ""
+    region: str = ""
+    """Where the bucket is, if that was said."""
+    header: str = ""
+    """The one that the server does not know, if that was said."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the same may succeed in a moment."""
+        if self.status == 429 or not self.code:
+            return self.status in (429, 500, 502, 503, 504)
+        return not _FULL.search(self.code) and (
+            bool(_BUSY.search(self.code)) or self.status in (500, 502, 503, 504)
+        )
+
+    def refuses(self, header: str) -> bool:
+        """Whether it says that the server does not know this header."""
+        if self.code.endswith("NotImplemented") or self.status == 501:
+            return self.header.lower() in ("", header)
+        return self.status == 400 and header in self.sentence.lower()
+
+    def __str__(self) -> str:
+        said = self.code or (f"HTTP {self.status}" if self.status else "an answer that is no text")
+        return f"{said}: {self.sentence.rstrip('. ')}" if self.sentence else said
+
+
+def read_page(text: str) -> tuple[str, str]:
+    """Code and sentence of an answer's body, be it S3's XML or the page of a proxy."""
+    text = text[:_LONGEST_PAGE]
+    code, found = _CODE.search(text), _MESSAGE.search(text) or _TITLE.search(text)
+    said = found[1] if found else "" if _OF_S3.search(text) else _TAG.sub(" ", text)
+    readable = "".join(each if each.isprintable() else " " for each in html.unescape(said))
+    return code[1] if code else "", " ".join(readable.split())[:_LONGEST_SENTENCE]
+
+
+def answer_of(response: Mapping[str, Any]) -> Answer:
+    """For what botocore makes of an answer."""
+    told, more = response.get("Error", {}), response.get("ResponseMetadata", {})
+    code = str(told.get("Code") or "")
+    return Answer(
+        int(more.get("HTTPStatusCode", 0)),
+        "" if code.isdigit() else code,
+        read_page(f"<Message>{html.escape(str(told.get('Message') or ''))}</Message>")[1],
+        str(told.get("Region") or more.get("HTTPHeaders", {}).get("x-amz-bucket-region") or ""),
+        str(told.get("Header") or ""),
+    )
 
 
 def from_boto(error: Exception, location: str) -> RemoteError:
@@ -46,8 +116,7 @@ def from_boto(error: Exception, location: str) -> RemoteError:
     from botocore import exceptions as boto
 
     if isinstance(error, boto.ClientError):
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return of_answer(int(status), str(error.response.get("Error", {}).get("Code", "")), location)
+        return of_answer(answer_of(error.response), location)
     if isinstance(
         error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError)
     ):
@@ -64,11 +133,14 @@ def from_boto(error: Exception, location: str) -> RemoteError:
 def from_obstore(error: Exception, location: str) -> RemoteError:
     """For what obstore raises: BaseError, and FileNotFoundError for any 404."""
     said, _, causes = str(error).partition("\n\nDebug source")
-    status, code = _answer_in(said)
-    if code or status:
-        return of_answer(status, code, location)
+    answer = _answer_in(said)
+    if answer.code or answer.status:
+        return of_answer(answer, location)
+    if "FromUtf8Error" in causes:
+        page = bytes(map(int, _BYTE.findall(causes.partition("bytes: [")[2].partition("]")[0])))
+        return of_answer(Answer(0, *read_page(page.decode(errors="replace"))), location)
     if "redirect without LOCATION" in said:
-        return of_answer(301, "", location)
+        return of_answer(Answer(301), location)
     if _OF_CREDENTIALS in said:
         return credentials_missing(location, _first_line(said.partition(_OF_CREDENTIALS)[2]))
     if "InvalidCertificate" in causes:
@@ -92,22 +164,25 @@ def silence(location: str, seconds: float) -> RemoteError:
 
 def is_absent(error: Exception) -> bool:
     """Whether the object that obstore was to read does not exist, or ends before the range."""
-    status, code = _answer_in(str(error))
-    return status == 416 or code == "NoSuchKey"
+    answer = _answer_in(str(error))
+    return answer.status == 416 or answer.code == "NoSuchKey"
 
 
-def _answer_in(text: str) -> tuple[int, str]:
-    status, code = _STATUS.search(text), _CODE.search(text)
-    return int(status[1]) if status else 0, code[1] if code else ""
+def _answer_in(text: str) -> Answer:
+    status = _STATUS.search(text)
+    if status is None:
+        return Answer()
+    region = _REGION.search(text[:_LONGEST_PAGE])
+    return Answer(int(status[1]), *read_page(text[status.end() :]), region[1] if region else "")
 
 
-def of_answer(status: int, code: str, location: str) -> RemoteError:
-    """For a server that answered with an error: HTTP status (0 if unknown) and S3 error code ("" if none)."""
-    said = code or f"HTTP {status}"
+def of_answer(answer: Answer, location: str) -> RemoteError:
+    """For a server that answered with an error. What to do is said where the code is known."""
+    status, code, said = answer.status, answer.code, str(answer)
     if code == "NoSuchBucket":
         return RemoteError(
             Reason.NO_SUCH_BUCKET,
-            f"The bucket of {location} does not exist; create it or correct tiers.remote.s3.bucket.",
+            f"The bucket of {location} does not exist ({said}); create it or correct tiers.remote.s3.bucket.",
             retriable=False,
         )
     if code in _CREDENTIALS:
@@ -122,29 +197,54 @@ def of_answer(status: int, code: str, location: str) -> RemoteError:
             f"{location} refused this node's clock ({said}); synchronise it.",
             retriable=True,
         )
-    if code in _FULL or status == 507:
+    if code == _ARCHIVED:
+        return RemoteArchived(f"{location} has moved what was asked for into an archive ({said})")
+    if answer.is_busy:
+        return RemoteError(
+            Reason.UNREACHABLE,
+            f"{location} is in trouble or overloaded ({said}); uploads go on when it recovers.",
+            retriable=True,
+        )
+    if _FULL.search(code) or status == 507:
         return RemoteError(
             Reason.FULL,
             f"{location} is full ({said}); free space, raise its quota, or keep fewer versions "
             "(tiers.remote.keep).",
             retriable=True,
         )
-    if code in _FORBIDDEN or status in (401, 403):
-        return RemoteError(
-            Reason.FORBIDDEN,
-            f"{location} refused access ({said}); allow these credentials to list, get, put and delete "
-            "there.",
-            retriable=False,
-        )
-    if code in _BUSY or status in (429, 500, 502, 503, 504):
-        return RemoteError(
-            Reason.UNREACHABLE,
-            f"{location} is in trouble or overloaded ({said}); uploads go on when it recovers.",
-            retriable=True,
-        )
     if code in ("PermanentRedirect", "AuthorizationHeaderMalformed") or status in (301, 307):
-        return _other(location, f"{said}: the bucket is in another region; correct tiers.remote.s3.region")
-    return _other(location, said)
+        right = (
+            f"set tiers.remote.s3.region: {answer.region}"
+            if answer.region
+            else "correct tiers.remote.s3.region"
+        )
+        return _other(location, f"{said}: the bucket is in another region; {right}")
+    advice = _advice(answer)
+    if code in _FORBIDDEN or status in (401, 403):
+        return RemoteError(Reason.FORBIDDEN, f"{location} refused access ({said}){advice}.", retriable=False)
+    return _other(location, f"{said}{advice}")
+
+
+def _advice(answer: Answer) -> str:
+    """With a semicolon before it; empty: nobody knows."""
+    said = answer.code or f"HTTP {answer.status}"
+    found = next((advice for pattern, advice in _ADVICE if re.search(pattern, said)), "")
+    if not found and answer.code in _FORBIDDEN:
+        action = _ACTION.search(answer.sentence)
+        if "explicit deny" in answer.sentence:
+            found = (
+                "a policy denies it explicitly, so a further permission changes nothing: change that policy"
+            )
+        elif action is not None:
+            found = f"allow these credentials {action[1]}"
+        else:
+            found = (
+                "allow these credentials to list, get, put and delete there; if the bucket demands a header "
+                "(encryption, requesterPays, storageClass), set it in tiers.remote.s3"
+            )
+    if not found and not answer.code and answer.sentence:
+        found = "no S3 answers so: look for a proxy in between"
+    return f"; {found}" if found else ""
 
 
 def credentials_missing(location: str, detail: str = "") -> RemoteError:

@@ -40,7 +40,7 @@ class Leftover:
     def __init__(self, clients: Clients, key: str, source: memoryview, part: int, closed: Event) -> None:
         self._boto, self._place = clients.boto, {"Bucket": clients.bucket, "Key": key}
         self._location = clients.location
-        self._checksums = clients.transfers.checksums and crc64nvme.available()
+        self._checksum = clients.transfers.checksum
         self._source, self._part, self._closed = source, part, closed
         self._count = -(-len(source) // part)
 
@@ -49,7 +49,7 @@ class Leftover:
         from botocore.exceptions import BotoCoreError, ClientError
 
         name, parts = self._find()
-        if not parts:
+        if not parts or self._checksum == "SHA256":
             return False
         log.info("%s goes on: %d of %d parts are stored already", self._place["Key"], len(parts), self._count)
         missing = [number for number in range(1, self._count + 1) if number not in parts]
@@ -73,7 +73,8 @@ class Leftover:
             raise RemoteClosed
         piece = self._piece(number)
         gate((number - 1) * self._part, piece)
-        more = {"ChecksumCRC64NVME": crc64nvme.header_value(piece)} if self._checksums else {}
+        crc = self._checksum and crc64nvme.available()
+        more = {"ChecksumCRC64NVME": crc64nvme.header_value(piece)} if crc else {}
         answer = self._boto.upload_part(**name, PartNumber=number, Body=io.BytesIO(piece), **more)
         return str(answer["ETag"])
 

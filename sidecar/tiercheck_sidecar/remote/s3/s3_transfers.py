@@ -67,12 +67,12 @@ class Transfers:
         longest, stall = timedelta(days=1), timedelta(seconds=STALL_SECONDS)
         self._receiving = self._store(config, {"timeout": longest, "read_timeout": stall}, retries=0)
         self._asking = self._store(config, {"timeout": stall}, retries=0)
-        self.send_checksums(True)
+        self.use_checksum("CRC64NVME")
 
-    def send_checksums(self, wanted: bool) -> None:
-        """Whether what is sent carries a CRC64NVME, which the server compares on arrival."""
-        self.checksums = wanted
-        config: S3Config = {**self._config, "checksum_algorithm": "CRC64NVME"} if wanted else self._config
+    def use_checksum(self, algorithm: str) -> None:
+        """What is sent carries this one, which the server compares on arrival; empty: none."""
+        self.checksum = algorithm
+        config: S3Config = {**self._config, "checksum_algorithm": algorithm} if algorithm else self._config
         patience = timedelta(seconds=SEND_SECONDS)
         self._sending = self._store(config, {"timeout": patience}, retries=TRIES - 1)
 

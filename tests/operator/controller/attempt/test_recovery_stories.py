@@ -176,6 +176,20 @@ def test_job_whose_folder_is_anothers_waits_and_says_whose_it_is() -> None:
     world.until("Running")
 
 
+@pytest.mark.parametrize("reason", ["NoSuchBucket", "Forbidden", "CredentialsMissing", "Unreachable"])
+def test_new_job_whose_store_cannot_be_used_says_what_the_store_said(reason: str) -> None:
+    world = World(make_spec(remote=REMOTE))
+    world.remote_up, world.remote_said = False, f"{reason}: The store says why."
+    world.train(30)
+    waiting = world.status.condition("Running")
+    assert waiting is not None
+    assert (waiting.status, waiting.reason) == (False, f"Remote{reason}")
+    assert "The store says why." in waiting.message
+    assert "does not answer" not in waiting.message
+    world.remote_up = True
+    world.until("Running")
+
+
 def test_running_job_whose_folder_was_taken_over_trains_on_and_never_goes_back_to_it() -> None:
     world = running_world(remote=REMOTE)
     owned(world, "it was taken over by job UID other.")

@@ -1,0 +1,225 @@
+"""An answer of a store is taken for what it says, and its own sentence reaches whoever has to act on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sidecar.remote.remote_places import S3Place
+from tests.sidecar.remote.s3.faulty_proxy import Fault, Proxy, Seen, proxying
+from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, Answer, refusal, serving
+from tests.sidecar.remote.test_remote_preflight import ALL
+from tests.sidecar.remote.test_remote_trouble import VERSION, opened, operations, sealed
+from tiercheck_sidecar.remote import Reason, RemoteError, examine_place, preflight
+from tiercheck_sidecar.remote.preflight import CHUNK
+from tiercheck_sidecar.remote.s3 import s3_clients, s3_multipart, s3_transfers
+
+SENTENCE = "The department of records says no."
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
+    monkeypatch.setattr(s3_clients, "BUSY_PAUSE", 0.001)
+    monkeypatch.setattr(s3_multipart, "PART", 5 * CHUNK)
+    monkeypatch.setattr(preflight, "SIZE", 6 * CHUNK)
+
+
+@pytest.fixture
+def proxy(s3_endpoint: str) -> Iterator[Proxy]:
+    with proxying(s3_endpoint) as proxy:
+        yield proxy
+
+
+OTHER, FORBIDDEN, FULL, BUSY = Reason.OTHER, Reason.FORBIDDEN, Reason.FULL, Reason.UNREACHABLE
+PAGE = f"<html><title>{SENTENCE}</title><style>a{{}}</style><body><b>nginx</b></body></html>".encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "advice"),
+    [
+        (refusal("AccessDenied", 403, SENTENCE), FORBIDDEN, "allow these credentials to list"),
+        (refusal("AccessDenied", 403, f"not authorized to perform: s3:PutObject. {SENTENCE}"), FORBIDDEN,
+         "allow these credentials s3:PutObject."),
+        (refusal("AccessDenied", 403, f"with an explicit deny in a policy. {SENTENCE}"), FORBIDDEN,
+         "change that policy"),
+        (refusal("SecondLevelDomainForbidden", 403, SENTENCE), FORBIDDEN, "tiers.remote.s3.addressing"),
+        (refusal("NobodyKnowsThis", 403, SENTENCE), FORBIDDEN, ""),
+        (refusal("InvalidStorageClass", 400, SENTENCE), OTHER, "tiers.remote.s3.storageClass"),
+        (refusal("KMS.DisabledException", 400, SENTENCE), OTHER, "key"),
+        (refusal("NotImplemented", 501, SENTENCE), OTHER, ""),
+        (refusal("PermanentRedirect", 301, SENTENCE), OTHER, "tiers.remote.s3.region"),
+        (refusal("QuotaExceeded", 403, SENTENCE), FULL, "raise its quota"),
+        (refusal("XMinioStorageFull", 507, SENTENCE), FULL, "raise its quota"),
+        (refusal("ServiceUnavailable", 503, SENTENCE), BUSY, "uploads go on"),
+        (refusal("KMS.ThrottlingException", 400, SENTENCE), BUSY, "uploads go on"),
+        (refusal("RequestLimitExceeded", 403, SENTENCE), BUSY, "uploads go on"),
+        (refusal("InvalidObjectState", 403, SENTENCE), Reason.ARCHIVED, "lifecycle rule"),
+        ((403, PAGE), FORBIDDEN, "a proxy in between"),
+        ((413, PAGE), OTHER, "requests of 16 MiB"),
+        ((502, PAGE), BUSY, "uploads go on"),
+        ((403, f"RBAC: {SENTENCE}\n".encode()), FORBIDDEN, "a proxy in between"),
+    ],
+)  # fmt: skip
+def test_server_is_quoted_by_every_operation_with_advice_where_its_code_is_known(
+    tmp_path: Path, answer: Answer, reason: Reason, advice: str
+) -> None:
+    with serving(lambda *_: answer) as endpoint, opened(endpoint) as store:
+        for operation in operations(store, tmp_path):
+            with pytest.raises(RemoteError) as caught:
+                operation()
+            said = str(caught.value)
+            assert (caught.value.reason, caught.value.retriable) == (reason, reason in (FULL, BUSY)), said
+            if not (answer[0] == 301 and "HTTP 301" in said):  # obstore reads no body of a redirect
+                assert SENTENCE[:-1] in said
+            assert advice in said
+            assert ("allow these" in said) == ("allow these" in advice)
+            assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<Error><Code>Odd</Code></Error>", b"<Error></Error>", b"\xff" * 99999]
+)
+def test_answer_without_a_sentence_is_named_by_what_it_has(tmp_path: Path, body: bytes) -> None:
+    with serving(lambda *_: (400, body)) as endpoint, opened(endpoint) as store:
+        for operation in operations(store, tmp_path):
+            with pytest.raises(RemoteError, match="Odd" if b"Odd" in body else "HTTP 400|no text") as caught:
+                operation()
+            assert len(str(caught.value)) < 600
+
+
+def test_credentials_in_a_servers_sentence_are_told_to_nobody() -> None:
+    said = refusal("SignatureDoesNotMatch", 403, "signed with password=hunter2hunter2")
+    with (
+        serving(lambda *_: said) as endpoint,
+        opened(endpoint) as store,
+        pytest.raises(RemoteError) as caught,
+    ):
+        store.versions()
+    assert "signed with" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def of_key(seen: Seen, word: str) -> bool:
+    return word in seen.key
+
+
+@pytest.mark.parametrize("code", ["KMS.ThrottlingException", "RequestThrottled", "BandwidthLimitExceeded"])
+def test_moment_of_throttling_is_waited_out_by_reads_and_costs_no_checksums(
+    proxy: Proxy, s3_client: Any, tmp_path: Path, code: str
+) -> None:
+    with opened(proxy.url) as store:
+        throttled = Fault(answer=refusal(code, 400))
+        first = [True]
+        proxy.rule = lambda seen: throttled if of_key(seen, "/probe") and first and first.pop() else None
+        with pytest.raises(RemoteError) as caught:
+            store.check()
+        assert caught.value.reason is Reason.UNREACHABLE
+        store.check()
+        artifact = store.put_artifact(0, VERSION, *sealed(tmp_path), None)
+        assert [
+            each.headers.get("x-amz-checksum-crc64nvme") for each in proxy.seen if of_key(each, "rank-0.s")
+        ]
+        often = [True] * 4
+        proxy.rule = lambda seen: throttled if seen.method == "GET" and often and often.pop() else None
+        into = bytearray(5)
+        store.fetch(store._detailed(artifact), memoryview(into))
+        assert bytes(into) == b"state"
+        often += [True] * 4
+        store.fetch(artifact, memoryview(into))
+
+
+@pytest.mark.parametrize(
+    ("answer", "conditional"),
+    [
+        (refusal("InvalidRequest", 400, SENTENCE), None),
+        (refusal("NotImplemented", 501, SENTENCE), False),
+        (refusal("InvalidArgument", 400, "Unsupported header If-None-Match"), False),
+    ],
+)
+def test_only_who_says_so_is_taken_to_ignore_conditions(
+    proxy: Proxy, s3_client: Any, answer: Answer, conditional: bool | None
+) -> None:
+    proxy.rule = lambda seen: Fault(answer=answer) if "if-none-match" in seen.headers else None
+    with opened(proxy.url) as store:
+        if conditional is None:
+            with pytest.raises(RemoteError, match=SENTENCE[:-1]):
+                store.check()
+            assert store.weakness == ""
+        else:
+            store.check()
+            assert "If-None-Match" in store.weakness
+
+
+BROKEN = {
+    "requests of 1 MiB at most": (
+        lambda seen: (413, PAGE) if int(seen.headers.get("content-length", 0)) > 1024 * 1024 else None,
+        {"upload in parts"},
+        {"ranged reads"},
+    ),
+    "no parts": (
+        lambda seen: refusal("NotImplemented", 501, SENTENCE) if "uploads" in seen.path else None,
+        {"upload in parts"},
+        {"ranged reads"},
+    ),
+    "no reads": (
+        lambda seen: (
+            refusal("AccessDenied") if seen.method == "GET" and "list-type" not in seen.path else None
+        ),
+        {"ranged reads"},
+        {"delete"},
+    ),
+    "no new objects": (
+        lambda seen: refusal("AccessDenied") if seen.method == "PUT" and "/check/" in seen.path else None,
+        {"conditional create", "upload in parts"},
+        {"ranged reads", "listing after write", "clock", "delete"},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_check_that_fails_blames_no_later_one(proxy: Proxy, s3_client: Any, fault: str) -> None:
+    rule, failed, skipped = BROKEN[fault]
+    proxy.rule = lambda seen: Fault(answer=found) if (found := rule(seen)) else None
+    findings = list(examine_place(S3Place(proxy.url, s3_client).settings()))
+    assert [each.name for each in findings] == ALL
+    assert {each.name for each in findings if not each.ok} == failed
+    assert {each.name for each in findings if not each.tried} == skipped
+    assert all("not tried" in each.message for each in findings if not each.tried)
+
+
+def test_version_in_an_archive_is_named_and_ends_no_upload(
+    proxy: Proxy, s3_client: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    archived = Fault(answer=refusal("InvalidObjectState", 403, SENTENCE))
+    with opened(proxy.url) as store:
+        artifact = store.put_artifact(0, VERSION, *sealed(tmp_path), None)
+        proxy.rule = lambda seen: archived if seen.method == "GET" and "list-type" not in seen.path else None
+        store.check()
+        for operation in (
+            lambda: store.fetch(artifact, memoryview(bytearray(5))),
+            lambda: store.read_manifest(VERSION),
+        ):
+            with pytest.raises(RemoteError, match="archive") as caught:
+                operation()
+            assert caught.value.reason is Reason.ARCHIVED
+
+
+def test_empty_bucket_of_another_region_is_named_with_its_region() -> None:
+    def elsewhere(method: str, path: str, headers: dict[str, str]) -> Answer:
+        if "list-type" in path:
+            return 200, EMPTY_LIST
+        said = "<Code>AuthorizationHeaderMalformed</Code><Message>wrong</Message><Region>eu-west-3</Region>"
+        return 400, f"<Error>{said}</Error>".encode()
+
+    with (
+        serving(elsewhere) as endpoint,
+        opened(endpoint) as store,
+        pytest.raises(RemoteError, match=r"set tiers\.remote\.s3\.region: eu-west-3"),
+    ):
+        store.check()
