@@ -179,6 +179,19 @@ REFUSED_AT_CREATION: list[tuple[str, Any, str]] = [
     ("spec.tiers.remote", {"s3": {**_S3, "endpoint": "minio:9000"}}, "endpoint must be a URL"),
     ("spec.tiers.remote", {"s3": {**_S3, "prefix": "/a"}}, "prefix must not begin or end with"),
     ("spec.tiers.remote", {"s3": {**_S3, "credentialsSecretName": "A_B"}}, "must be the name of a Secret"),
+    ("spec.tiers.remote", {"s3": {**_S3, "addressing": "path"}}, "Virtual"),
+    (
+        "spec.tiers.remote",
+        {"s3": {**_S3, "encryption": {"type": "SSE-S3", "kmsKeyId": "k"}}},
+        "needs encryption of type: SSE-KMS",
+    ),
+    ("spec.tiers.remote", {"s3": {**_S3, "storageClass": "GLACIER"}}, "an archive cannot be restored from"),
+    (
+        "spec.tiers.remote",
+        {"s3": {**_S3, "caBundle": "x", "caBundleConfigMap": {"name": "c", "key": "k"}}},
+        "not both",
+    ),
+    ("spec.sidecar", {"env": [{"name": "TIERCHECK_JOB", "value": "x"}]}, "are TierCheck's own"),
     ("spec.tiers.remote", {"directory": {"volume": {}}}, "at least 1 properties"),
     (
         "spec.tiers.remote",
@@ -291,6 +304,25 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.tiers.peer", {"encryption": "Required"}),
     ("spec.tiers.remote", {"s3": _S3, "everySteps": 75}),
     ("spec.tiers.remote", {"s3": _S3, "keepFor": "7d12h"}),
+    (
+        "spec.tiers.remote.s3",
+        {
+            **_S3,
+            "caBundleConfigMap": {"name": "trust", "key": "ca.crt"},
+            "addressing": "Virtual",
+            "encryption": {"type": "SSE-KMS", "kmsKeyId": "arn:aws:kms:eu-west-1:1:key/k"},
+            "requesterPays": True,
+            "storageClass": "STANDARD_IA",
+        },
+    ),
+    (
+        "spec.tiers.remote.s3",
+        {**_S3, "caBundle": "-----BEGIN CERTIFICATE-----", "encryption": {"type": "SSE-S3"}},
+    ),
+    (
+        "spec.sidecar",
+        {"env": [{"name": "NO_PROXY", "value": ".svc"}, {"name": "A", "valueFrom": {"fieldRef": {}}}]},
+    ),
     ("spec.failurePolicy.rollbackAfterNonFinite", 5),
     ("spec.failurePolicy.resetAfterSeconds", 2147483647),
     ("spec.failurePolicy.hang", {"mode": "Off"}),

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
@@ -18,6 +18,7 @@ from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
 
 try:
     from tiercheck_sidecar.remote import (
+        S3_FIELDS,
         RemoteConfigError,
         RemoteError,
         RemoteStore,
@@ -34,7 +35,8 @@ except ModuleNotFoundError as missing:
 
 
 def settings_of_url(url: str, endpoint: str | None, region: str | None) -> str:
-    """What `open_store` wants, of s3://BUCKET/PREFIX or the path of a shared directory. Raises CannotDo."""
+    """What `open_store` wants, of s3://BUCKET/PREFIX?FIELD=VALUE or the path of a shared directory. Raises
+    CannotDo."""
     if "://" not in url:
         return json.dumps({"directory": {"path": url}})
     parts = urlsplit(url)
@@ -42,7 +44,12 @@ def settings_of_url(url: str, endpoint: str | None, region: str | None) -> str:
         raise CannotDo(
             f"{url} is no remote tier; give s3://BUCKET/PREFIX, or the path of a shared directory", USAGE
         )
-    given = {"prefix": parts.path.strip("/"), "endpoint": endpoint, "region": region}
+    given: dict[str, Any] = {"prefix": parts.path.strip("/"), "endpoint": endpoint, "region": region}
+    for name, value in parse_qsl(parts.query):
+        field, _, part = name.partition(".")
+        if field not in S3_FIELDS:
+            raise CannotDo(f"tiers.remote.s3 has no {field}; there are {', '.join(S3_FIELDS)}", USAGE)
+        given |= {field: {**given.get(field, {}), part: value} if part else value == "true" or value}
     return json.dumps(
         {"s3": {"bucket": parts.netloc, **{key: value for key, value in given.items() if value}}}
     )
@@ -57,10 +64,9 @@ def settings_of_job(job: Mapping[str, Any], endpoint: str | None = None, region:
     name = job["metadata"]["name"]
     remote = ((job["spec"].get("tiers") or {}).get("remote")) or {}
     if remote.get("s3"):
-        keys = ("bucket", "prefix", "region", "endpoint", "caBundle")
         given = {"endpoint": endpoint, "region": region}
         found = {**remote["s3"], **{key: value for key, value in given.items() if value}}
-        return json.dumps({"s3": {key: found[key] for key in keys if found.get(key)}})
+        return json.dumps({"s3": {key: found[key] for key in S3_FIELDS if found.get(key)}})
     if remote.get("directory"):
         raise CannotDo(
             f"the remote tier of {name} is a volume; mount it here and give --remote PATH --job "

@@ -277,6 +277,13 @@ def _sidecar(
         env += [{"name": names.ENV_CLUSTER, "value": job.cluster}] if job.cluster else []
     if pod_settings.remote_volume(job) is not None:
         mounts.append({"name": pod_settings.REMOTE_VOLUME, "mountPath": pod_settings.REMOTE_DIR})
+    authorities = pod_settings.authorities_volume(job)
+    if authorities is not None:
+        mounts.append(
+            {"name": authorities["name"], "mountPath": pod_settings.AUTHORITIES_DIR, "readOnly": True}
+        )
+    ours = {entry["name"] for entry in env}
+    env = [*(dict(entry) for entry in job.spec.sidecar_env if entry["name"] not in ours), *env]
     container: dict[str, Any] = {
         "name": names.SIDECAR_CONTAINER,
         "image": kit.image,
@@ -380,8 +387,8 @@ def _volumes(job: JobView, node_memory: NodeMemory) -> list[dict[str, Any]]:
     if secret:
         source = {"secretName": secret, "optional": True, "defaultMode": 0o440}
         volumes.append({"name": _REMOTE_CREDENTIALS, "secret": source})
-    remote = pod_settings.remote_volume(job)
-    return [*volumes, remote] if remote is not None else volumes
+    remote = (pod_settings.remote_volume(job), pod_settings.authorities_volume(job))
+    return [*volumes, *(each for each in remote if each is not None)]
 
 
 def _pod_security(spec: Mapping[str, Any]) -> dict[str, Any]:

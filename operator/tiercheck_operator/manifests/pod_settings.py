@@ -74,6 +74,10 @@ def with_pull_settings(pod: Mapping[str, Any], policy: str, secrets: Sequence[st
 
 REMOTE_DIR = "/tiercheck/remote"
 REMOTE_VOLUME = "tiercheck-remote"
+AUTHORITIES_DIR = "/tiercheck/remote-authorities"
+AUTHORITIES_VOLUME = "tiercheck-remote-authorities"
+_OF_THE_POD = ("credentialsSecretName", "caBundleConfigMap")
+"""What the pod gives to its sidecar otherwise. All other fields of tiers.remote.s3 go there as they are."""
 
 
 def remote_environment(job: JobView) -> str | None:
@@ -83,11 +87,10 @@ def remote_environment(job: JobView) -> str | None:
         return None
     former = {"takeOverFrom": remote["takeOverFrom"]} if remote.get("takeOverFrom") else {}
     if remote.get("s3"):
-        s3 = {
-            key: remote["s3"][key]
-            for key in ("bucket", "prefix", "region", "endpoint", "caBundle")
-            if remote["s3"].get(key)
-        }
+        s3 = {key: value for key, value in remote["s3"].items() if value and key not in _OF_THE_POD}
+        source = remote["s3"].get("caBundleConfigMap")
+        if source:
+            s3["caBundle"] = f"{AUTHORITIES_DIR}/{source['key']}"
         return _compact({"s3": s3, **former})
     if remote.get("directory"):
         folder = {"path": REMOTE_DIR, "subPath": str(remote["directory"].get("subPath") or "")}
@@ -101,6 +104,18 @@ def remote_volume(job: JobView) -> dict[str, Any] | None:
     if not directory:
         return None
     return {"name": REMOTE_VOLUME, **(directory.get("volume") or {})}
+
+
+def authorities_volume(job: JobView) -> dict[str, Any] | None:
+    """The volume of `remote.s3.caBundleConfigMap`, or None. It may be missing: the sidecar says so."""
+    source = ((job.spec.remote or {}).get("s3") or {}).get("caBundleConfigMap")
+    if not source:
+        return None
+    items = [{"key": source["key"], "path": source["key"]}]
+    return {
+        "name": AUTHORITIES_VOLUME,
+        "configMap": {"name": source["name"], "items": items, "optional": True},
+    }
 
 
 def credentials_secret(job: JobView) -> str | None:

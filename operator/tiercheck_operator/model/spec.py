@@ -191,6 +191,8 @@ class JobSpec:
         Mapping[str, Mapping[str, str]], At("sidecar.resources"), As(_read_resources)
     ] = field(default_factory=dict)
     """Requests and limits that the user gives the sidecar."""
+    sidecar_env: Annotated[tuple[Mapping[str, Any], ...], At("sidecar.env"), As(tuple)] = ()
+    """Variables of the sidecar, as a container has them."""
     attach: Attach | None = None
     """None: the pods are made from the template."""
     parity: Annotated[tuple[int, int] | None, At("tiers.peer.parity"), As(_read_parity)] = None

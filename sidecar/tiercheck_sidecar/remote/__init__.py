@@ -10,7 +10,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from tiercheck_sidecar.remote import keys
-from tiercheck_sidecar.remote.config import DirectorySettings, S3Settings, parse, take_over_from
+from tiercheck_sidecar.remote.config import (
+    S3_FIELDS,
+    DirectorySettings,
+    S3Settings,
+    parse,
+    take_over_from,
+)
 from tiercheck_sidecar.remote.errors import (
     Reason,
     RemoteArchived,
@@ -28,6 +34,7 @@ from tiercheck_sidecar.remote.seeding import put_alone
 from tiercheck_sidecar.remote.store import RemoteStore
 
 __all__ = [
+    "S3_FIELDS",
     "Claimant",
     "Reason",
     "RemoteArchived",

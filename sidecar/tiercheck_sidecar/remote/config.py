@@ -6,10 +6,13 @@ hold.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import logging
 import os
 from collections.abc import MutableMapping
 from pathlib import PurePosixPath
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -17,6 +20,13 @@ import msgspec
 from tiercheck.protocol.names import ENV_POD_UID
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.remote.errors import Reason, RemoteConfigError, RemoteError
+
+
+class Encryption(msgspec.Struct, frozen=True, rename="camel"):
+    """What the server encrypts each object with."""
+
+    type: Literal["SSE-S3", "SSE-KMS"]
+    kms_key_id: str | None = None
 
 
 class S3Settings(msgspec.Struct, frozen=True, rename="camel"):
@@ -29,6 +39,17 @@ class S3Settings(msgspec.Struct, frozen=True, rename="camel"):
     """Base URL of an S3-compatible server; None: AWS."""
     ca_bundle: str | None = None
     """PEM text, or the path of a PEM file, of the authority that signed the endpoint's certificate."""
+    addressing: Literal["Path", "Virtual"] | None = None
+    """Where the bucket's name is; None: in the path if there is an endpoint."""
+    encryption: Encryption | None = None
+    requester_pays: bool = False
+    storage_class: str | None = None
+
+
+ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
+"""Storage classes whose objects cannot be read before somebody brings them back."""
+S3_FIELDS = S3Settings.__struct_encode_fields__
+"""As in `spec.tiers.remote.s3`, which has besides what only a pod can be given: a Secret, a ConfigMap."""
 
 
 class DirectorySettings(msgspec.Struct, frozen=True, rename="camel"):
@@ -62,7 +83,7 @@ def parse(remote_json: str) -> S3Settings | DirectorySettings:
     if remote.directory is not None:
         if not PurePosixPath(remote.directory.path).is_absolute():
             raise RemoteConfigError(
-                f"tiers.remote.directory.path must be absolute, not {remote.directory.path!r}."
+                f"The path of the remote tier's directory must be absolute, not {remote.directory.path!r}."
             )
         _check_folders("tiers.remote.directory.subPath", remote.directory.sub_path)
         return remote.directory
@@ -75,6 +96,11 @@ def _check_s3(settings: S3Settings) -> None:
     if not settings.bucket or "/" in settings.bucket:
         raise RemoteConfigError(f"tiers.remote.s3.bucket is the bucket's bare name, not {settings.bucket!r}.")
     _check_folders("tiers.remote.s3.prefix", settings.prefix)
+    if settings.storage_class in ARCHIVES:
+        raise RemoteConfigError(
+            f"tiers.remote.s3.storageClass is {settings.storage_class}, an archive, from which nothing can "
+            "be restored; give one that can be read at once, such as STANDARD_IA."
+        )
     if settings.endpoint:
         try:
             url = urlsplit(settings.endpoint)
@@ -120,6 +146,23 @@ def clean_credentials(env: MutableMapping[str, str]) -> None:
             )
 
 
+def mend_proxies(endpoint: str, env: MutableMapping[str, str]) -> None:
+    """Spell out for botocore what curl and Go understand too: networks in NO_PROXY, and ALL_PROXY."""
+    bypassed = f"{env.get('no_proxy', '')},{env.get('NO_PROXY', '')}"
+    url = urlsplit(endpoint)
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(url.hostname or "")
+        for entry in bypassed.split(","):
+            with contextlib.suppress(ValueError):
+                if str(address) not in bypassed and address in ipaddress.ip_network(
+                    entry.strip(), strict=False
+                ):
+                    env["no_proxy"] = env["NO_PROXY"] = f"{bypassed},{address},[{address}]".strip(",")
+    for_all = env.get("all_proxy") or env.get("ALL_PROXY")
+    if for_all and not env.get(f"{url.scheme}_proxy") and not env.get(f"{url.scheme.upper()}_PROXY"):
+        env[f"{url.scheme}_proxy"] = for_all
+
+
 def give_credentials() -> str:
     """What to do where there are none. In a pod they are the job's, at a command line the caller's own."""
     if os.environ.get(ENV_POD_UID):
@@ -130,6 +173,12 @@ def give_credentials() -> str:
     return (
         "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE to a profile of ~/.aws that has them"
     )
+
+
+def give_authority() -> str:
+    """What to do where the certificate of an endpoint is not trusted."""
+    in_spec = "give its authority in tiers.remote.s3.caBundle"
+    return in_spec if os.environ.get(ENV_POD_UID) else f"{in_spec}, or here in AWS_CA_BUNDLE"
 
 
 def mend_credentials() -> str:

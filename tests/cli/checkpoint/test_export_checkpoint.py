@@ -379,13 +379,26 @@ def test_places_are_named_as_people_know_them() -> None:
     assert json.loads(settings_of_url("s3://bucket/a/b/", None, "eu-1")) == {
         "s3": {"bucket": "bucket", "prefix": "a/b", "region": "eu-1"}
     }
+    more = "addressing=Virtual&requesterPays=true&encryption.type=SSE-KMS&encryption.kmsKeyId=arn:aws:k"
+    assert json.loads(settings_of_url(f"s3://bucket/a?{more}", None, None)) == {
+        "s3": {
+            "bucket": "bucket",
+            "prefix": "a",
+            "addressing": "Virtual",
+            "requesterPays": True,
+            "encryption": {"type": "SSE-KMS", "kmsKeyId": "arn:aws:k"},
+        }
+    }
+    with pytest.raises(CannotDo, match=r"no requester.*requesterPays"):
+        settings_of_url("s3://bucket?requester=true", None, None)
     with pytest.raises(CannotDo, match="is no remote tier"):
         settings_of_url("https://bucket/x", None, None)
     job: dict[str, Any] = {
         "metadata": {"name": "gpt"},
-        "spec": {"tiers": {"remote": {"s3": {"bucket": "b", "x": 1}}}},
+        "spec": {"tiers": {"remote": {"s3": {"bucket": "b", "x": 1, "storageClass": "STANDARD_IA"}}}},
     }
-    assert json.loads(settings_of_job(job)) == {"s3": {"bucket": "b"}}
+    assert json.loads(settings_of_job(job)) == {"s3": {"bucket": "b", "storageClass": "STANDARD_IA"}}
+    del job["spec"]["tiers"]["remote"]["s3"]["storageClass"]
     # From outside, the bucket may have another address than from inside the cluster.
     assert json.loads(settings_of_job(job, "https://outside:9000", "eu-1")) == {
         "s3": {"bucket": "b", "endpoint": "https://outside:9000", "region": "eu-1"}

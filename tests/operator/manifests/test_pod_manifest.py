@@ -270,6 +270,41 @@ def test_pod_without_affinity_avoids_nodes_too() -> None:
     ]
 
 
+def test_sidecar_gets_what_the_bucket_demands_and_the_authorities_of_a_config_map() -> None:
+    demands = {
+        "bucket": "b",
+        "addressing": "Virtual",
+        "encryption": {"type": "SSE-KMS", "kmsKeyId": "k"},
+        "requesterPays": True,
+        "storageClass": "STANDARD_IA",
+    }
+    more = {"credentialsSecretName": "s", "caBundleConfigMap": {"name": "trust", "key": "ca.crt"}}
+    pod = build_pod(make_job(tiers={"remote": {"s3": {**demands, **more}}}), 0, 0, (), "sidecar:1")
+    kubernetes_validate.validate(pod, "1.33", strict=True)
+    sidecar = container(pod, names.SIDECAR_CONTAINER)
+    told = json.loads(env(sidecar)[names.ENV_REMOTE])["s3"]
+    volume = next(each for each in pod["spec"]["volumes"] if each.get("configMap", {}).get("name") == "trust")
+    mount = next(each for each in sidecar["volumeMounts"] if each["name"] == volume["name"])
+    assert told == {**demands, "caBundle": f"{mount['mountPath']}/ca.crt"}
+    assert volume["configMap"]["optional"], "a missing one is told by the sidecar, in a pod that starts"
+
+
+def test_sidecar_has_the_variables_of_the_spec_and_keeps_its_own() -> None:
+    secret = {"secretKeyRef": {"name": "proxy", "key": "url"}}
+    given = [
+        {"name": "HTTPS_PROXY", "valueFrom": secret},
+        {"name": "NO_PROXY", "value": ".svc"},
+        {"name": names.ENV_JOB, "value": "another"},
+    ]
+    pod = build_pod(make_job(sidecar={"env": given}), 0, 0, (), "sidecar:1")
+    kubernetes_validate.validate(pod, "1.33", strict=True)
+    sidecar = container(pod, names.SIDECAR_CONTAINER)
+    found = env(sidecar)
+    assert (found["HTTPS_PROXY"], found["NO_PROXY"], found[names.ENV_JOB]) == (secret, ".svc", "ml/gpt")
+    assert len(found) == len(sidecar["env"])
+    assert "HTTPS_PROXY" not in env(container(pod, names.TRAINER_CONTAINER))
+
+
 def test_shared_directory_is_mounted_in_the_sidecar_only() -> None:
     directory = {"volume": {"persistentVolumeClaim": {"claimName": "c"}}, "subPath": "runs"}
     pod = build_pod(make_job(tiers={"remote": {"directory": directory}}), 0, 0, (), "sidecar:1")

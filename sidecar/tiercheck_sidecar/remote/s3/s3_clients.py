@@ -6,16 +6,19 @@ path or virtual-host addressing, region, authorities and proxies. obstore is tol
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import html
 import os
 import random
 import threading
+from base64 import b64encode
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercheck_sidecar.remote.config import S3Settings, clean_credentials, mend_credentials
+from tiercheck_sidecar.remote.config import S3Settings, clean_credentials, mend_credentials, mend_proxies
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.objects import read_all
 from tiercheck_sidecar.remote.s3 import s3_errors
@@ -53,6 +56,8 @@ class Clients:
         from botocore.config import Config
 
         clean_credentials(os.environ)
+        endpoint = settings.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or "https://s3.amazonaws.com"
+        mend_proxies(endpoint, os.environ)
         session = boto3.Session(region_name=settings.region)
         credentials = session.get_credentials()
         if credentials is None:
@@ -65,7 +70,9 @@ class Clients:
             read_timeout=READ_SECONDS,
             retries={"mode": "standard", "total_max_attempts": TRIES},
             max_pool_connections=16,
-            s3={"addressing_style": "path" if settings.endpoint else "auto"},
+            s3={
+                "addressing_style": (settings.addressing or ("Path" if settings.endpoint else "auto")).lower()
+            },
             # Many S3-compatible servers refuse the checksum trailers that newer clients add on their own.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -81,10 +88,11 @@ class Clients:
         except ValueError as error:
             raise RemoteError(Reason.OTHER, _no_client(settings, location), retriable=False) from error
         boto.meta.events.register("needs-retry.s3", _wait_while_busy)
+        boto.meta.events.register("before-call.s3", functools.partial(_add_headers, settings))
         boto._endpoint.http_session = _BoundedAnswers(boto._endpoint.http_session, location)
-        transfers = Transfers(
-            _address(boto, settings.bucket), _connections(boto, authorities), credentials, location, closed
-        )
+        where: S3Config = {**_address(boto, settings.bucket), **_demanded(settings)}
+        client, more = _connections(boto, authorities), settings.storage_class
+        transfers = Transfers(where, client, credentials, location, closed, storage_class=more)
         return Clients(boto, transfers, settings.bucket, location, _trust=trust)
 
     def probe(self, key: str) -> None:
@@ -137,6 +145,39 @@ def _wait_while_busy(response: Any, attempts: int, **_: Any) -> float | None:
         return None
     answer = s3_errors.answer_of(response[1])
     return random.uniform(0, BUSY_PAUSE * 2**attempts) if answer.is_busy and answer.status >= 400 else None
+
+
+_ENCRYPTIONS = {"SSE-S3": "AES256", "SSE-KMS": "aws:kms"}
+
+
+def _demanded(settings: S3Settings) -> S3Config:
+    """What the bucket's owner demands of each request, as obstore is told."""
+    config: S3Config = {"request_payer": True} if settings.requester_pays else {}
+    if settings.encryption is not None:
+        config["server_side_encryption"] = _ENCRYPTIONS[settings.encryption.type]
+        if settings.encryption.kms_key_id:
+            config["sse_kms_key_id"] = settings.encryption.kms_key_id
+    return config
+
+
+def _add_headers(settings: S3Settings, model: Any, params: dict[str, Any], **_: Any) -> None:
+    """The same, in what boto3 is about to sign; and a checksum, which buckets with a lock demand."""
+    headers, body = params["headers"], params["body"]
+    if settings.requester_pays:
+        headers["x-amz-request-payer"] = "requester"
+    if model.name not in ("PutObject", "UploadPart"):
+        return
+    if not any(name.lower().startswith("x-amz-checksum-") for name in headers):
+        content = body if isinstance(body, bytes) else body.getbuffer()
+        headers["Content-MD5"] = b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
+    if model.name == "UploadPart":
+        return
+    if settings.encryption is not None:
+        headers["x-amz-server-side-encryption"] = _ENCRYPTIONS[settings.encryption.type]
+        if settings.encryption.kms_key_id:
+            headers["x-amz-server-side-encryption-aws-kms-key-id"] = settings.encryption.kms_key_id
+    if settings.storage_class:
+        headers["x-amz-storage-class"] = settings.storage_class
 
 
 def _address(boto: Any, bucket: str) -> S3Config:
@@ -226,8 +267,8 @@ def _authorities(settings: S3Settings, session: Any, location: str) -> bytes | N
     except OSError as error:
         raise RemoteError(
             Reason.OTHER,
-            f"The caBundle for {location} cannot be read ({error}); give PEM text or the path of a "
-            "mounted file.",
+            f"The caBundle for {location} cannot be read ({error}); give PEM text in "
+            "tiers.remote.s3.caBundle, or the name of a ConfigMap and its key in caBundleConfigMap.",
             retriable=True,
         ) from error
 

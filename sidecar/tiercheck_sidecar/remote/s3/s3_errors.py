@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.request import getproxies
 
-from tiercheck_sidecar.remote.config import give_credentials, mend_credentials
+from tiercheck_sidecar.remote.config import give_authority, give_credentials, mend_credentials
 from tiercheck_sidecar.remote.errors import Reason, RemoteArchived, RemoteError
 
 _CREDENTIALS = {
@@ -257,9 +258,15 @@ def credentials_missing(location: str, detail: str = "") -> RemoteError:
 
 
 def _unreachable(location: str, detail: str) -> RemoteError:
+    proxies = (
+        " and at HTTPS_PROXY, HTTP_PROXY and NO_PROXY of its environment"
+        if getproxies().keys() - {"no"}
+        else ""
+    )
     return RemoteError(
         Reason.UNREACHABLE,
-        f"{location} does not answer ({detail}); look at tiers.remote.s3.endpoint and at network policies.",
+        f"{location} does not answer ({detail}); look at tiers.remote.s3.endpoint, at network "
+        f"policies{proxies}.",
         retriable=True,
     )
 
@@ -267,8 +274,7 @@ def _unreachable(location: str, detail: str) -> RemoteError:
 def _tls(location: str, detail: str) -> RemoteError:
     return RemoteError(
         Reason.UNREACHABLE,
-        f"The certificate of {location} is not trusted ({detail}); give its authority in "
-        "tiers.remote.s3.caBundle.",
+        f"The certificate of {location} is not trusted ({detail}); {give_authority()}.",
         retriable=False,
     )
 

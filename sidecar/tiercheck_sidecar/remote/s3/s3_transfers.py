@@ -25,6 +25,7 @@ from tiercheck_sidecar.remote.objects import Arrived, Gate
 from tiercheck_sidecar.remote.s3 import s3_errors
 
 if TYPE_CHECKING:
+    from obstore import Attributes
     from obstore.store import ClientConfig, S3Config, S3Credential
 
 STALL_SECONDS = 10
@@ -55,9 +56,17 @@ class Transfers:
     """Thread-safe. All methods raise RemoteError."""
 
     def __init__(
-        self, config: S3Config, client: ClientConfig, credentials: Any, location: str, closed: threading.Event
+        self,
+        config: S3Config,
+        client: ClientConfig,
+        credentials: Any,
+        location: str,
+        closed: threading.Event,
+        *,
+        storage_class: str | None = None,
     ) -> None:
         """`credentials` are botocore's."""
+        self._attributes: Attributes = {"Storage-Class": storage_class} if storage_class else {}
         self._config, self._client, self._credentials = config, client, _Renewed(credentials)
         self._location, self._closed = location, closed
         self._lock = threading.Lock()
@@ -80,7 +89,9 @@ class Transfers:
         """Store `body` by one request."""
 
         async def upload() -> None:
-            await obstore.put_async(self._sending, key, body, use_multipart=False)
+            await obstore.put_async(
+                self._sending, key, body, use_multipart=False, attributes=self._attributes
+            )
 
         self._finish(key, upload(), _Upload())
 
@@ -106,8 +117,10 @@ class Transfers:
                     known.taken += 1
                     yield piece
 
-            store, most = self._sending, PARALLEL_PARTS
-            await obstore.put_async(store, key, pieces(), chunk_size=part, max_concurrency=most)
+            store, most, more = self._sending, PARALLEL_PARTS, self._attributes
+            await obstore.put_async(
+                store, key, pieces(), chunk_size=part, max_concurrency=most, attributes=more
+            )
 
         self._finish(key, upload(), known)
 

@@ -86,9 +86,11 @@ def proxying(endpoint: str) -> Iterator[Proxy]:
         protocol_version = "HTTP/1.1"
 
         def _pass_on(self) -> None:
-            seen = Seen(
-                self.command, self.path, {name.lower(): value for name, value in self.headers.items()}
-            )
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            if "://" in self.path:  # we are a proxy to a host named after its bucket, behind which is a path
+                self.path = f"/{headers['host'].partition('.')[0]}/{self.path.split('/', 3)[3]}"
+                self.headers.replace_header("Host", target.netloc)
+            seen = Seen(self.command, self.path, headers)
             fault = proxy.rule(seen) or Fault()
             length = int(self.headers.get("Content-Length", 0))
             if fault.cut:

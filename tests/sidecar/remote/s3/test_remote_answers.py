@@ -1,4 +1,4 @@
-"""An answer of a store is taken for what it says, and its own sentence reaches whoever has to act on it."""
+"""An answer of a store is taken for what it says, and whoever has to act reads its own sentence."""
 
 from __future__ import annotations
 
