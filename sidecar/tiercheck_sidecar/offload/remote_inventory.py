@@ -92,7 +92,7 @@ class RemoteListing:
 
     def _tell_broken(self, store: RemoteStore) -> None:
         """What the store showed when it was tried out comes before what is seen while it is used."""
-        seen = {"conditional create": store.weakness, "delete": store.untidied} | self._broken
+        seen = store.shortcomings | self._broken
         told = " ".join(f"{name}: {message}" for name, message in seen.items() if message)
         self._state.problem(_NOT_SAFE, told)
 

@@ -47,6 +47,8 @@ class Stored:
     """Bytes."""
     modified: float
     """Unix seconds by the clock of the place, or of whoever wrote it: says nothing about which came first."""
+    archived: bool = False
+    """It is listed as in an archive, from which it may have been brought back."""
 
 
 _PIECE = 1024 * 1024
@@ -141,6 +143,11 @@ class Objects(ABC):
     def forget_unfinished(self, dead: Callable[[str], bool]) -> None:
         """Free what killed uploads left behind invisibly, where `dead(key)` says that nobody writes it any
         more."""
+
+    def remains_of_deleted(self) -> str:
+        """What is known to stay for ever of what was deleted, and what to do; empty: nothing. Raises
+        RemoteError."""
+        return ""
 
     def close(self) -> None:  # noqa: B027  (nothing to release by default)
         """Release connections."""

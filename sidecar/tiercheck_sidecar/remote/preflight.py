@@ -193,6 +193,15 @@ def _delete(trial: _Trial) -> str:
             f"{len(left)} of {len(written)} objects are still there after they were deleted. Use a store "
             "that deletes; without that, old versions pile up for ever."
         )
+    try:
+        remains = objects.remains_of_deleted()
+    except RemoteError as error:
+        return (
+            "what is deleted is gone at once; see that a lifecycle rule with NoncurrentVersionExpiration "
+            f"ends its old versions, which the bucket keeps (the rules cannot be read: {error})"
+        )
+    if remains:
+        raise Broken(remains)
     return "what is deleted is gone at once"
 
 

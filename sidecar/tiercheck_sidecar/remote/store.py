@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +31,7 @@ from tiercheck_sidecar.remote.errors import (
     RemoteError,
     RemoteMissing,
 )
-from tiercheck_sidecar.remote.objects import Objects
+from tiercheck_sidecar.remote.objects import Objects, Stored
 from tiercheck_sidecar.remote.ownership import Claimant, Ownership, StoreOwner
 from tiercheck_sidecar.remote.preflight import StoreFinding, examine
 from tiercheck_sidecar.remote.verify import (
@@ -65,6 +65,7 @@ class RemoteStore:
         self._known_as_ours = False
         self.untidied = ""
         """What could not be deleted when it was last tried, in the place's own words: a sentence."""
+        self._in_archive = ""
         self._ownership = Ownership(objects, claimant)
 
     @property
@@ -84,9 +85,14 @@ class RemoteStore:
             self._known_as_ours = True
 
     @property
-    def weakness(self) -> str:
-        """What the place was found not to do as promised: a sentence. Known after `check`."""
-        return self._objects.weakness
+    def shortcomings(self) -> dict[str, str]:
+        """Sentences on what the place was found not to do as it should, by the name of the check that asks
+        for it; empty: nothing is known."""
+        return {
+            "conditional create": self._objects.weakness,
+            "delete": self.untidied,
+            "archive": self._in_archive,
+        }
 
     def owner(self) -> StoreOwner | None:
         """Whose the job's folder is; None: nobody has written there."""
@@ -98,6 +104,11 @@ class RemoteStore:
 
     def examine(self) -> Iterator[StoreFinding]:
         """Try out all that the remote tier relies on, one thing after the other. Raises nothing."""
+        with contextlib.suppress(RemoteError):
+            self._note_archived(
+                [*self._objects.list(keys.MANIFESTS), *self._objects.list(keys.ARTIFACTS)],
+                self._committed().keys(),
+            )
         return examine(self._objects)
 
     def put_artifact(
@@ -301,6 +312,7 @@ class RemoteStore:
 
         with self._tidying():
             stored = self._objects.list(keys.ARTIFACTS)
+            self._note_archived(stored, kept)
             self._objects.delete([each.key for each in stored if abandoned(each.key)])
         with self._tidying():
             self._objects.forget_unfinished(abandoned)
@@ -363,6 +375,18 @@ class RemoteStore:
         if manifest.version != version:
             raise RemoteCorrupt(f"{self.location}/{key} says that it is of {manifest.version}.")
         return manifest
+
+    def _note_archived(self, stored: Iterable[Stored], complete: AbstractSet[Version]) -> None:
+        """Which of the complete versions cannot be read, because something of them is in an archive."""
+        listed = {keys.version_of(each.key): each.key for each in stored if each.archived}
+        found = []
+        for version in sorted(complete & listed.keys()):
+            try:
+                self._objects.read_into(listed[version], 0, memoryview(bytearray(1)))
+            except RemoteArchived:
+                found.append(version)
+        named = ", ".join(map(str, found))
+        self._in_archive = str(RemoteArchived(f"{self.location} has in an archive: {named}")) if found else ""
 
     @contextlib.contextmanager
     def _tidying(self) -> Iterator[None]:

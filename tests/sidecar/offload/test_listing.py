@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -26,7 +27,7 @@ FIRST, SECOND = Version(10, 1), Version(20, 1)
 class Store:
     """Counts how often it is listed."""
 
-    weakness = untidied = ""
+    shortcomings: ClassVar[dict[str, str]] = {}
 
     def __init__(self) -> None:
         self.listed = 0

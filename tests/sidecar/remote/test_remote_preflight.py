@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -171,7 +171,7 @@ def test_job_on_a_store_that_ignores_conditions_says_so_and_goes_on(
 
 def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: Path) -> None:
     class Store:
-        weakness = untidied = ""
+        shortcomings: ClassVar[dict[str, str]] = {}
         examined = 0
 
         def examine(self) -> list[StoreFinding]:

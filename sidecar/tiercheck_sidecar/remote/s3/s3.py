@@ -13,10 +13,10 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiercheck_sidecar.remote import keys as layout
-from tiercheck_sidecar.remote.config import S3Settings
+from tiercheck_sidecar.remote.config import ARCHIVES, S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, read_all
 from tiercheck_sidecar.remote.s3 import s3_errors
@@ -44,6 +44,7 @@ class S3Objects(Objects):
         self._connecting = threading.Lock()
         self._connected: Clients | None = None
         self._closed = threading.Event()
+        self._keeps_versions = False
 
     def check(self) -> None:
         clients = self._clients()
@@ -150,7 +151,12 @@ class S3Objects(Objects):
                 Bucket=self._bucket, Prefix=self._key(prefix)
             )
             return [
-                Stored(entry["Key"].removeprefix(root), entry["Size"], entry["LastModified"].timestamp())
+                Stored(
+                    entry["Key"].removeprefix(root),
+                    entry["Size"],
+                    entry["LastModified"].timestamp(),
+                    entry.get("StorageClass") in ARCHIVES,
+                )
                 for page in pages
                 for entry in page.get("Contents", ())
             ]
@@ -159,7 +165,8 @@ class S3Objects(Objects):
         clients = self._clients()
 
         def delete_one(key: str) -> None:
-            clients.boto.delete_object(Bucket=self._bucket, Key=self._key(key))
+            answer = clients.boto.delete_object(Bucket=self._bucket, Key=self._key(key))
+            self._keeps_versions |= bool(answer.get("DeleteMarker") or answer.get("VersionId"))
 
         # Not in bulk: that needs an MD5 or CRC header which S3-compatible servers disagree about.
         with self._boto(), ThreadPoolExecutor(PARALLEL_DELETES, thread_name_prefix="remote-delete") as pool:
@@ -182,6 +189,32 @@ class S3Objects(Objects):
             # Not every server or policy lets us; a lifecycle rule of the bucket does the same work.
             if error.reason not in (Reason.FORBIDDEN, Reason.OTHER):
                 raise
+
+    def remains_of_deleted(self) -> str:
+        from botocore.exceptions import ClientError
+
+        if not self._keeps_versions:
+            return ""
+        rules: list[Any] = []
+        with self._boto():
+            try:
+                rules = self._clients().boto.get_bucket_lifecycle_configuration(Bucket=self._bucket)["Rules"]
+            except ClientError as error:
+                if s3_errors.answer_of(error.response).code != "NoSuchLifecycleConfiguration":
+                    raise
+        if any(self._expires_versions(rule) for rule in rules):
+            return ""
+        return (
+            f"the bucket of {self.location} keeps the old versions of what is deleted, and no lifecycle rule "
+            "ends them, so it grows for ever. Add one with NoncurrentVersionExpiration (NoncurrentDays: 1) "
+            "and Expiration (ExpiredObjectDeleteMarker: true) for this prefix."
+        )
+
+    def _expires_versions(self, rule: Any) -> bool:
+        only = rule.get("Filter", rule)
+        prefix = only.get("Prefix") or only.get("And", {}).get("Prefix") or ""
+        enabled = rule.get("Status") == "Enabled" and "NoncurrentVersionExpiration" in rule
+        return enabled and self._folder.startswith(prefix.rstrip("/"))
 
     def close(self) -> None:
         self._closed.set()

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.remote.remote_places import S3Place
+from tests.sidecar.remote.remote_places import BUCKET, S3Place
 from tests.sidecar.remote.s3.faulty_proxy import Fault, Proxy, Seen, proxying
 from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, Answer, refusal, serving
 from tests.sidecar.remote.test_remote_preflight import ALL
 from tests.sidecar.remote.test_remote_trouble import VERSION, opened, operations, sealed
+from tiercheck.protocol.manifest import Manifest
 from tiercheck_sidecar.remote import Reason, RemoteError, examine_place, preflight
 from tiercheck_sidecar.remote.preflight import CHUNK
 from tiercheck_sidecar.remote.s3 import s3_clients, s3_multipart, s3_transfers
@@ -149,10 +150,10 @@ def test_only_who_says_so_is_taken_to_ignore_conditions(
         if conditional is None:
             with pytest.raises(RemoteError, match=SENTENCE[:-1]):
                 store.check()
-            assert store.weakness == ""
+            assert not store.shortcomings["conditional create"]
         else:
             store.check()
-            assert "If-None-Match" in store.weakness
+            assert "If-None-Match" in store.shortcomings["conditional create"]
 
 
 BROKEN = {
@@ -208,6 +209,47 @@ def test_version_in_an_archive_is_named_and_ends_no_upload(
             with pytest.raises(RemoteError, match="archive") as caught:
                 operation()
             assert caught.value.reason is Reason.ARCHIVED
+
+
+def test_version_that_is_listed_in_an_archive_is_told_until_it_is_brought_back(
+    s3_endpoint: str, s3_client: Any, tmp_path: Path
+) -> None:
+    with opened(s3_endpoint) as store:
+        artifact = store.put_artifact(0, VERSION, *sealed(tmp_path), None)
+        store.commit(Manifest(store.job, "uid", VERSION, 1, (artifact,), 1.0))
+        place = {"Bucket": BUCKET, "Key": f"{store.job}/{artifact.key}"}
+        s3_client.copy_object(**place, CopySource=place, StorageClass="GLACIER")
+        for look in (lambda: list(store.examine()), lambda: store.retain(1, frozenset())):
+            look()
+            assert f"{VERSION}; bring it back" in store.shortcomings["archive"]
+        s3_client.restore_object(**place, RestoreRequest={"Days": 1})
+        store.retain(1, frozenset())
+        assert store.shortcomings["archive"] == ""
+
+
+RULE = {"ID": "a", "Status": "Enabled", "NoncurrentVersionExpiration": {"NoncurrentDays": 1}}
+
+
+@pytest.mark.parametrize("prefix", [None, "", "tea", "other"])
+def test_bucket_that_keeps_old_versions_needs_a_rule_that_ends_them(
+    proxy: Proxy, s3_client: Any, prefix: str | None
+) -> None:
+    s3_client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"})
+    if prefix is not None:
+        rules = [{**RULE, "Filter": {"Prefix": prefix}}]
+        s3_client.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration={"Rules": rules})
+    settings = S3Place(proxy.url, s3_client).settings()
+    broken = {each.name: each.message for each in examine_place(settings) if not each.ok}
+    assert broken.keys() == (set() if prefix in ("", "tea") else {"delete"})
+    assert all("NoncurrentVersionExpiration" in message for message in broken.values())
+    denied = Fault(answer=refusal("AccessDenied", 403, SENTENCE))
+    proxy.rule = lambda seen: denied if "lifecycle" in seen.path else None
+    (last,) = [each for each in examine_place(settings) if each.name == "delete"]
+    assert last.ok, "nobody knows"
+    assert "NoncurrentVersionExpiration" in last.message
+    for kind in ("Versions", "DeleteMarkers"):
+        for entry in s3_client.list_object_versions(Bucket=BUCKET).get(kind, ()):
+            s3_client.delete_object(Bucket=BUCKET, Key=entry["Key"], VersionId=entry["VersionId"])
 
 
 def test_empty_bucket_of_another_region_is_named_with_its_region() -> None:
