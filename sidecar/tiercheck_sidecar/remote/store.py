@@ -396,7 +396,8 @@ class RemoteStore:
         except RemoteError as error:
             if self._closed.is_set():
                 raise
-            self.untidied = f"{error} Until it can be deleted, what is not kept any more piles up there."
+            if not error.retriable:
+                self.untidied = f"{error} Until it can be deleted, what is not kept any more piles up there."
 
     def _delete_artifacts(self, version: Version) -> None:
         self._objects.delete([stored.key for stored in self._objects.list(keys.artifacts_of(version))])

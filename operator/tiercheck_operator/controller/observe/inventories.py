@@ -148,7 +148,8 @@ def remote_inventory(spec: JobSpec, reports: Iterable[Report]) -> RemoteInventor
 def find_remote_trouble(reports: Iterable[Report]) -> Problem:
     """Why the remote tier cannot be used, by what the sidecars say of it; that it has another owner first."""
     known = list(reports)
-    found = [problem for report in known for problem in report.problems if _is_remote_trouble(problem.reason)]
+    found = [each for report in known for each in report.problems if each.reason.startswith("Remote")]
+    found = [each for each in found if each.reason != conditions.REMOTE_NOT_SAFE]
     found += [
         Problem(f"Remote{said[1]}" if said[1] else conditions.REMOTE_UNREACHABLE, said[2])
         for said in (_SAID_OF_REMOTE.match(report.remote.message) for report in known)
@@ -158,10 +159,6 @@ def find_remote_trouble(reports: Iterable[Report]) -> Problem:
         conditions.REMOTE_UNREACHABLE, "the remote tier cannot be used, and no sidecar says why."
     )
     return min(found, key=lambda problem: problem.reason != conditions.REMOTE_OWNED, default=nothing)
-
-
-def _is_remote_trouble(reason: str) -> bool:
-    return reason.startswith("Remote") and reason != conditions.REMOTE_NOT_SAFE
 
 
 def to_sources(

@@ -147,16 +147,26 @@ def _wait_while_busy(response: Any, attempts: int, **_: Any) -> float | None:
     return random.uniform(0, BUSY_PAUSE * 2**attempts) if answer.is_busy and answer.status >= 400 else None
 
 
-_ENCRYPTIONS = {"SSE-S3": "AES256", "SSE-KMS": "aws:kms"}
+_SSE, _SSE_KEY = "x-amz-server-side-encryption", "x-amz-server-side-encryption-aws-kms-key-id"
+
+
+def _made_with(settings: S3Settings) -> dict[str, str]:
+    """Headers that the bucket's owner demands of what makes an object."""
+    found = {"x-amz-storage-class": settings.storage_class}
+    if settings.encryption is not None:
+        found[_SSE] = "AES256" if settings.encryption.type == "SSE-S3" else "aws:kms"
+        found[_SSE_KEY] = settings.encryption.kms_key_id
+    return {name: value for name, value in found.items() if value}
 
 
 def _demanded(settings: S3Settings) -> S3Config:
-    """What the bucket's owner demands of each request, as obstore is told."""
+    """The same, as obstore is told."""
     config: S3Config = {"request_payer": True} if settings.requester_pays else {}
-    if settings.encryption is not None:
-        config["server_side_encryption"] = _ENCRYPTIONS[settings.encryption.type]
-        if settings.encryption.kms_key_id:
-            config["sse_kms_key_id"] = settings.encryption.kms_key_id
+    headers = _made_with(settings)
+    if _SSE in headers:
+        config["server_side_encryption"] = headers[_SSE]
+    if _SSE_KEY in headers:
+        config["sse_kms_key_id"] = headers[_SSE_KEY]
     return config
 
 
@@ -165,19 +175,11 @@ def _add_headers(settings: S3Settings, model: Any, params: dict[str, Any], **_: 
     headers, body = params["headers"], params["body"]
     if settings.requester_pays:
         headers["x-amz-request-payer"] = "requester"
-    if model.name not in ("PutObject", "UploadPart"):
-        return
-    if not any(name.lower().startswith("x-amz-checksum-") for name in headers):
+    if model.name == "PutObject":
+        headers.update(_made_with(settings))
+    if model.name in ("PutObject", "UploadPart") and "x-amz-checksum-crc64nvme" not in headers:
         content = body if isinstance(body, bytes) else body.getbuffer()
         headers["Content-MD5"] = b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
-    if model.name == "UploadPart":
-        return
-    if settings.encryption is not None:
-        headers["x-amz-server-side-encryption"] = _ENCRYPTIONS[settings.encryption.type]
-        if settings.encryption.kms_key_id:
-            headers["x-amz-server-side-encryption-aws-kms-key-id"] = settings.encryption.kms_key_id
-    if settings.storage_class:
-        headers["x-amz-storage-class"] = settings.storage_class
 
 
 def _address(boto: Any, bucket: str) -> S3Config:
@@ -228,9 +230,8 @@ class _BoundedAnswers:
                 response.raw.close()
                 raise
             if request.method == "HEAD" and response.status_code in (301, 307):
-                response.status_code = (
-                    400  # botocore asks so for a region, and would ask again for that answer
-                )
+                # botocore asks so for a region, and would ask again for that answer, without an end.
+                response.status_code = 400
             if response.status_code >= 400 and b"<Error" not in response._content:
                 # Of a page that is not S3's botocore would keep the status alone.
                 said = html.escape(s3_errors.read_page(response._content.decode(errors="replace"))[1])

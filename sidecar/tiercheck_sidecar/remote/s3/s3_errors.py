@@ -31,7 +31,7 @@ _ARCHIVED = "InvalidObjectState"
 # Each server has its own spelling of these two, also behind a prefix as in `KMS.ThrottlingException`.
 _FULL = re.compile(r"(?i)quota|(storage|disk).?(full|limit)|insufficient.?(storage|capacity|space)|no.?space")
 _BUSY = re.compile(
-    r"(?i)slow.?down|throttl|too.?many.?requests|busy|overload|limit.?exceeded|unavailable|time.?out"
+    r"(?i)slow.?down|throttl|too.?many.?requests|busy|overload|(limit|rate|qps|throughput).?exceeded|unavailable|time.?out"
     r"|internal|PriorRequestNotComplete|TransactionInProgress|OperationAborted|NotInitialized"
 )
 _ADVICE = (
@@ -43,9 +43,10 @@ _ADVICE = (
 """What to do, by the code of the answer."""
 _OF_S3 = re.compile(r"<(?:Code|Message)>")
 _CODE = re.compile(r"<Code>\s{0,9}([\w.:-]{1,99})\s{0,9}</Code>")
-_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_MESSAGE = re.compile(r"<(?:Message|Details)>([^<]*)</")
+_SENTENCES = ("Message", "Details")
 _REGION = re.compile(r"<Region>([\w-]{1,40})</Region>")
-_TITLE = re.compile(r"(?i)<title>([^<]*)</title>")
+_TITLE = re.compile(r"(?i)<title>([^<]+)</title>")
 _TAG = re.compile(r"<[^<>]*>")
 _ACTION = re.compile(r"not authorized to perform: ([\w:]+)")
 _STATUS = re.compile(r"status code: (\d{3})(?: [^:]{0,40}: )?")
@@ -73,11 +74,10 @@ class Answer:
     @property
     def is_busy(self) -> bool:
         """Whether the same may succeed in a moment."""
-        if self.status == 429 or not self.code:
-            return self.status in (429, 500, 502, 503, 504)
-        return not _FULL.search(self.code) and (
-            bool(_BUSY.search(self.code)) or self.status in (500, 502, 503, 504)
-        )
+        if self.status in (408, 429):
+            return True
+        failing = self.status >= 500 and self.status not in (501, 505, 507)
+        return (failing or bool(_BUSY.search(self.code))) and not _FULL.search(self.code)
 
     def refuses(self, header: str) -> bool:
         """Whether it says that the server does not know this header."""
@@ -93,8 +93,8 @@ class Answer:
 def read_page(text: str) -> tuple[str, str]:
     """Code and sentence of an answer's body, be it S3's XML or the page of a proxy."""
     text = text[:_LONGEST_PAGE]
-    code, found = _CODE.search(text), _MESSAGE.search(text) or _TITLE.search(text)
-    said = found[1] if found else "" if _OF_S3.search(text) else _TAG.sub(" ", text)
+    code, found = _CODE.search(text), _MESSAGE.findall(text) or _TITLE.findall(text)
+    said = " ".join(found) or ("" if _OF_S3.search(text) else _TAG.sub(" ", text))
     readable = "".join(each if each.isprintable() else " " for each in html.unescape(said))
     return code[1] if code else "", " ".join(readable.split())[:_LONGEST_SENTENCE]
 
@@ -106,7 +106,7 @@ def answer_of(response: Mapping[str, Any]) -> Answer:
     return Answer(
         int(more.get("HTTPStatusCode", 0)),
         "" if code.isdigit() else code,
-        read_page(f"<Message>{html.escape(str(told.get('Message') or ''))}</Message>")[1],
+        read_page("".join(f"<Message>{html.escape(str(told.get(key) or ''))}</" for key in _SENTENCES))[1],
         str(told.get("Region") or more.get("HTTPHeaders", {}).get("x-amz-bucket-region") or ""),
         str(told.get("Header") or ""),
     )
@@ -179,73 +179,50 @@ def _answer_in(text: str) -> Answer:
 
 def of_answer(answer: Answer, location: str) -> RemoteError:
     """For a server that answered with an error. What to do is said where the code is known."""
-    status, code, said = answer.status, answer.code, str(answer)
-    if code == "NoSuchBucket":
-        return RemoteError(
-            Reason.NO_SUCH_BUCKET,
-            f"The bucket of {location} does not exist ({said}); create it or correct tiers.remote.s3.bucket.",
-            retriable=False,
-        )
-    if code in _CREDENTIALS:
-        return RemoteError(
-            Reason.FORBIDDEN,
-            f"{location} refused the credentials ({said}); {mend_credentials()}.",
-            retriable=False,
-        )
-    if code == _CLOCK:
-        return RemoteError(
-            Reason.FORBIDDEN,
-            f"{location} refused this node's clock ({said}); synchronise it.",
-            retriable=True,
-        )
+    status, code, passing = answer.status, answer.code, False
     if code == _ARCHIVED:
-        return RemoteArchived(f"{location} has moved what was asked for into an archive ({said})")
-    if answer.is_busy:
-        return RemoteError(
-            Reason.UNREACHABLE,
-            f"{location} is in trouble or overloaded ({said}); uploads go on when it recovers.",
-            retriable=True,
+        return RemoteArchived(f"{location} has moved what was asked for into an archive ({answer})")
+    if code == "NoSuchBucket":
+        reason, what, advice = (
+            Reason.NO_SUCH_BUCKET,
+            "has no bucket",
+            "create it or correct tiers.remote.s3.bucket",
         )
-    if _FULL.search(code) or status == 507:
-        return RemoteError(
-            Reason.FULL,
-            f"{location} is full ({said}); free space, raise its quota, or keep fewer versions "
-            "(tiers.remote.keep).",
-            retriable=True,
-        )
-    if code in ("PermanentRedirect", "AuthorizationHeaderMalformed") or status in (301, 307):
-        right = (
-            f"set tiers.remote.s3.region: {answer.region}"
-            if answer.region
-            else "correct tiers.remote.s3.region"
-        )
-        return _other(location, f"{said}: the bucket is in another region; {right}")
-    advice = _advice(answer)
-    if code in _FORBIDDEN or status in (401, 403):
-        return RemoteError(Reason.FORBIDDEN, f"{location} refused access ({said}){advice}.", retriable=False)
-    return _other(location, f"{said}{advice}")
+    elif code in _CREDENTIALS:
+        reason, what, advice = Reason.FORBIDDEN, "refused the credentials", mend_credentials()
+    elif code == _CLOCK:
+        reason, what, advice, passing = Reason.FORBIDDEN, "refused this node's clock", "synchronise it", True
+    elif answer.is_busy:
+        reason, what, passing = Reason.UNREACHABLE, "is in trouble or overloaded", True
+        advice = "uploads go on when it recovers"
+    elif _FULL.search(code) or status == 507:
+        reason, what, passing = Reason.FULL, "is full", True
+        advice = "free space, raise its quota, or keep fewer versions (tiers.remote.keep)"
+    elif code in ("PermanentRedirect", "AuthorizationHeaderMalformed") or status in (301, 307):
+        reason, what, advice = Reason.OTHER, "is in another region", "correct tiers.remote.s3.region"
+        if answer.region:
+            advice = f"set tiers.remote.s3.region: {answer.region}"
+    elif code in _FORBIDDEN or status in (401, 403):
+        reason, what, advice = Reason.FORBIDDEN, "refused access", _advice(answer)
+    else:
+        reason, what, advice = Reason.OTHER, "failed", _advice(answer)
+    said = f"{location} {what} ({answer})"
+    return RemoteError(reason, f"{said}; {advice}." if advice else f"{said}.", retriable=passing)
 
 
 def _advice(answer: Answer) -> str:
-    """With a semicolon before it; empty: nobody knows."""
+    """Empty: nobody knows."""
     said = answer.code or f"HTTP {answer.status}"
-    found = next((advice for pattern, advice in _ADVICE if re.search(pattern, said)), "")
-    if not found and answer.code in _FORBIDDEN:
+    for pattern, advice in _ADVICE:
+        if re.search(pattern, said):
+            return advice
+    if answer.code in _FORBIDDEN:
         action = _ACTION.search(answer.sentence)
+        allow = f"allow these credentials {action[1] if action else 'to list, get, put and delete there'}"
         if "explicit deny" in answer.sentence:
-            found = (
-                "a policy denies it explicitly, so a further permission changes nothing: change that policy"
-            )
-        elif action is not None:
-            found = f"allow these credentials {action[1]}"
-        else:
-            found = (
-                "allow these credentials to list, get, put and delete there; if the bucket demands a header "
-                "(encryption, requesterPays, storageClass), set it in tiers.remote.s3"
-            )
-    if not found and not answer.code and answer.sentence:
-        found = "no S3 answers so: look for a proxy in between"
-    return f"; {found}" if found else ""
+            allow = "a policy denies it whatever else allows it, so change that policy"
+        return f"{allow}, or set what the bucket demands (encryption, requesterPays, ...) in tiers.remote.s3"
+    return "no S3 answers so: look for a proxy in between" if not answer.code and answer.sentence else ""
 
 
 def credentials_missing(location: str, detail: str = "") -> RemoteError:

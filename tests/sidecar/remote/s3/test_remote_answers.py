@@ -45,7 +45,7 @@ PAGE = f"<html><title>{SENTENCE}</title><style>a{{}}</style><body><b>nginx</b></
     [
         (refusal("AccessDenied", 403, SENTENCE), FORBIDDEN, "allow these credentials to list"),
         (refusal("AccessDenied", 403, f"not authorized to perform: s3:PutObject. {SENTENCE}"), FORBIDDEN,
-         "allow these credentials s3:PutObject."),
+         "allow these credentials s3:PutObject,"),
         (refusal("AccessDenied", 403, f"with an explicit deny in a policy. {SENTENCE}"), FORBIDDEN,
          "change that policy"),
         (refusal("SecondLevelDomainForbidden", 403, SENTENCE), FORBIDDEN, "tiers.remote.s3.addressing"),
@@ -61,6 +61,9 @@ PAGE = f"<html><title>{SENTENCE}</title><style>a{{}}</style><body><b>nginx</b></
         (refusal("RequestLimitExceeded", 403, SENTENCE), BUSY, "uploads go on"),
         (refusal("InvalidObjectState", 403, SENTENCE), Reason.ARCHIVED, "lifecycle rule"),
         ((403, PAGE), FORBIDDEN, "a proxy in between"),
+        ((403, b"<Error><Code>Odd</Code><Message>Denied.</Message><Details>" + SENTENCE.encode() +
+          b"</Details></Error>"), FORBIDDEN, ""),
+        (refusal("ProvisionedThroughputExceededException", 400, SENTENCE), BUSY, "uploads go on"),
         ((413, PAGE), OTHER, "requests of 16 MiB"),
         ((502, PAGE), BUSY, "uploads go on"),
         ((403, f"RBAC: {SENTENCE}\n".encode()), FORBIDDEN, "a proxy in between"),
