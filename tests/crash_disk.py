@@ -45,22 +45,27 @@ class CrashDisk:
 
     def _watching(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
         def act(*arguments: object, **more: object) -> object:
-            target = None
             if name == "fsync":
-                target = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
+                paths = [_opened(arguments[0])]
+            else:
+                folders = more.get("dir_fd", more.get("src_dir_fd")), more.get("dst_dir_fd")
+                paths = [
+                    _opened(folder) / str(path) if folder is not None else Path(str(path))
+                    for path, folder in zip(arguments, folders, strict=False)
+                ]
             answer = real(*arguments, **more)
-            if target is not None:
-                self._synced(target)
+            if name == "fsync":
+                self._synced(paths[0])
             elif name in ("unlink", "rmdir"):
-                self._gone(Path(str(arguments[0])))
+                self._gone(paths[0])
             elif name == "rename":
-                self._gone(Path(str(arguments[0])))
-                self._new(Path(str(arguments[1])))
+                self._gone(paths[0])
+                self._new(paths[1])
             elif name == "link":
-                self._new(Path(str(arguments[1])))
+                self._new(paths[1])
             elif name == "mkdir":
-                self._entries[str(arguments[0])] = set()
-                self._new(Path(str(arguments[0])))
+                self._entries[str(paths[0])] = set()
+                self._new(paths[0])
             self.look()
             return answer
 
@@ -79,3 +84,7 @@ class CrashDisk:
     def _gone(self, path: Path) -> None:
         self._entries.get(str(path.parent), set()).discard(path.name)
         self._lingering.setdefault(str(path.parent), set()).add(path.name)
+
+
+def _opened(descriptor: object) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{descriptor}"))

@@ -9,13 +9,14 @@ from pathlib import Path
 _NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
 
 
-def sync_folder(folder: Path) -> None:
-    """Its entries: names that were made in it, or taken out of it.
+def sync_folder(folder: Path, parent: int | None = None) -> None:
+    """Its entries: names that were made in it, or taken out of it. `parent`: a descriptor of the folder that
+    it is in.
 
     Raises OSError, but not where folders may not be opened, or the file system syncs none.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
         try:
             os.fsync(descriptor)
         finally:

@@ -2,8 +2,8 @@
 
 Each call has a thread of its own, and is left behind when nothing comes. No thread can be ended from outside,
 and one that waits for a dead file server not even by SIGKILL. What is left behind is told with its next byte
-that nobody wants it any more, and gives back what it holds. Until then its place is not called again: one
-that hangs costs a thread for each call that was under way, and not one more for each restore.
+that nobody wants it any more, and gives back what it holds. Until then its place is called again only now and
+then, ever more seldom: one that hangs costs a thread for each call that was under way, and few more.
 
 Exchange, parity and the remote tier fail by the same errors, so that a restore treats all sources alike.
 """
@@ -33,6 +33,9 @@ class SourceCorrupt(SourceFailed):
 T = TypeVar("T")
 
 _LOOK_EVERY = 1.0
+_AGAIN = 300.0
+"""Seconds, for each call that was left behind, until its place is tried by one call more: what hangs may be
+one file of many."""
 _LONGEST_LOOK = 5.0
 """Seconds that one look counts for at most: after a longer one it was we who were stopped."""
 
@@ -96,6 +99,8 @@ class BoundedCalls:
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._bytes: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
+        self._tried: dict[str, float] = {}
+        """When each place was last called that calls were left behind at."""
 
     def make(
         self, place: str, body: Callable[[BoundedCall], T], heard: Callable[[int], None] = lambda count: None
@@ -104,7 +109,9 @@ class BoundedCalls:
         thread."""
         with self._lock:
             if self._left[place]:
-                raise Stalled("an earlier call to it has not come back")
+                if self._clock() - self._tried[place] < _AGAIN * self._left[place]:
+                    raise Stalled("an earlier call to it has not come back")
+                self._tried[place] = self._clock()
         future = Future[T]()
 
         def count(more: int) -> None:
@@ -140,6 +147,7 @@ class BoundedCalls:
                 return False
             call.leave()
             self._left[place] += 1
+            self._tried[place] = self._clock()
         self._tell()
         return True
 

@@ -1,20 +1,17 @@
 """Decodes the protocol's messages and files strictly, from any thread.
 
-Sealed files tell whether a bit of them has changed. Trainers write into the same folders, so only plain
-files are opened: whoever opens a FIFO waits for its writer, for ever, and a link leads anywhere.
+Sealed files tell whether a bit of them has changed.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import stat
 import threading
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec.json import Decoder, Encoder
 
+from tiercheck.plain_files import open_plain
 from tiercheck.protocol.plain_json import MOST_BYTES, Malformed, decode_with
 from tiercheck.protocol.requests import REQUESTS, NamedRequest, Request
 from tiercheck_sidecar.digest import digest_chunk
@@ -73,28 +70,3 @@ def read_checked(path: Path, cls: type[T], most: int = MOST_BYTES) -> T:
 
 def _end_of(text: bytes) -> bytes:
     return f"\n{digest_chunk(text)}\n".encode()
-
-
-def is_plain(path: Path) -> bool:
-    """Whether it is a file of bytes: no link, no folder, and nothing that could keep its reader waiting."""
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
-
-
-def create_plain(path: Path) -> int:
-    """A descriptor of a new, empty file to write to, in place of whatever is there. Raises OSError."""
-    path.unlink(missing_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-
-def open_plain(path: Path, *, write: bool = False) -> int:
-    """A descriptor to read from, or to `write` to as well, without waiting for anybody. Raises OSError, also
-    if it is no plain file."""
-    access = os.O_RDWR if write else os.O_RDONLY
-    file = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return file
-    os.close(file)
-    raise OSError(errno.EINVAL, "no plain file", str(path))

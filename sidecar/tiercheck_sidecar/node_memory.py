@@ -24,15 +24,15 @@ import contextlib
 import fcntl
 import logging
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiercheck.plain_files import NotPlain, is_plain, open_plain
 from tiercheck.protocol.encoding import to_json
 from tiercheck.redaction import log_redacted
-from tiercheck_sidecar.decoding import Malformed, is_plain, open_plain, read_checked, with_checksum
+from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX
 from tiercheck_sidecar.vault.seal import seal_path
 
@@ -61,6 +61,8 @@ class FolderClaim:
 
     def __init__(self, folder: Path, worker: int, now: float) -> None:
         self.folder = folder
+        if folder.is_symlink():  # a trainer of this pod made it, while the sidecar was not running
+            folder.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):
             folder.chmod(0o777)  # so that a janitor without capabilities can remove it
@@ -130,13 +132,14 @@ class FolderClaim:
 
 
 def sweep_job(job: Path, keep: float, now: float) -> int:
-    """Remove folders of dead pods that nothing was written into for `keep` seconds; how many."""
+    """Remove folders of dead pods that nothing was written into for `keep` seconds, and what else lies there
+    for so long; how many."""
     removed = 0
-    for folder in _folders(job):
-        with _dead(folder) as dead:
-            if dead and now - _newest(folder) > keep:
-                _remove(folder)
-                removed += not folder.exists()
+    for path in _entries(job):
+        with _dead(path) as dead:
+            if dead and now - _newest(path, now + keep) > keep:
+                _remove(path)
+                removed += not os.path.lexists(path)
     return removed
 
 
@@ -146,7 +149,7 @@ def sweep(base: Path, keep: float, now: float) -> int:
     for job in _folders(base):
         removed += sweep_job(job, keep, now)
         with contextlib.suppress(OSError):  # not empty, or gone
-            if now - job.stat().st_mtime > keep:
+            if now - _newest(job, now + keep) > keep:
                 job.rmdir()
     return removed
 
@@ -159,21 +162,23 @@ def prepare(base: Path, job_uid: str) -> None:
     os.utime(folder)  # or a sweep might find it empty and old, between here and the sidecar's start
 
 
-def _folders(parent: Path) -> list[Path]:
+def _entries(parent: Path) -> list[Path]:
     try:
-        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(parent.iterdir())
     except OSError:
         return []
+
+
+def _folders(parent: Path) -> list[Path]:
+    return [path for path in _entries(parent) if path.is_dir() and not path.is_symlink()]
 
 
 @contextlib.contextmanager
 def _dead(folder: Path) -> Iterator[bool]:
     """Whether no process has claimed the folder; none can while this lasts."""
     try:
-        if not stat.S_ISREG((folder / OWNER).lstat().st_mode):
-            raise FileNotFoundError  # nobody's claim: those are plain files
         file = open_plain(folder / OWNER)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotPlain):  # nobody's claim: those are plain files in folders
         yield True
         return
     except OSError:
@@ -206,21 +211,20 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+        if os.path.lexists(path):
+            log.warning("%s cannot be removed: something in it is another user's", path)
     except (OSError, RecursionError) as error:  # folders nested too deep
         log.warning("%s cannot be removed: %s", path, error)
 
 
-def _newest(folder: Path) -> float:
-    """When anything was last written: every snapshot leaves a new seal."""
+def _newest(path: Path, latest: float) -> float:
+    """When anything was last written: every snapshot leaves a new seal. A date after `latest` is no date:
+    whoever owns a file gives it any."""
     times = [0.0]
-    try:
-        paths = [folder, *folder.iterdir()]
-    except OSError:  # gone, or not ours to read
-        paths = [folder]
-    for path in paths:
+    for each in [path, *([] if path.is_symlink() else _entries(path))]:
         with contextlib.suppress(OSError):
-            times.append(path.lstat().st_mtime)
-    return max(times)
+            times.append(each.lstat().st_mtime)
+    return max(moment for moment in times if moment <= latest)
 
 
 def main(arguments: list[str]) -> int:
@@ -243,7 +247,7 @@ def main(arguments: list[str]) -> int:
     while True:
         removed = sweep(base, keep, time.time())
         if removed:
-            log.info("removed %d folders that no pod needs any more", removed)
+            log.info("removed %d folders and files that no pod needs any more", removed)
         if what != "--watch":
             return 0
         time.sleep(min(_WATCH_EVERY, max(1.0, keep)))

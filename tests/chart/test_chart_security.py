@@ -206,7 +206,10 @@ def test_janitor_has_nothing_but_the_folder_that_it_clears() -> None:
     ]
     (container,) = spec["containers"]
     assert container["command"][-3:] == ["/tiercheck/node", "--watch", "1800"]
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["securityContext"]["capabilities"] == {
+        "drop": ["ALL"],
+        "add": ["DAC_OVERRIDE", "FOWNER"],
+    }
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
     operator = only("Deployment", values)["spec"]["selector"]["matchLabels"]

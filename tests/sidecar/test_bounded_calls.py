@@ -69,6 +69,32 @@ def test_call_that_brings_nothing_is_left_behind_and_told_so_when_something_come
     assert calls.make(PLACE, lambda call: "well again") == "well again"
 
 
+def test_place_where_a_call_hangs_is_tried_again_ever_more_seldom() -> None:
+    """One file of many may hang, as one on a bad disk of the server does."""
+    now, patience, hanging = [0.0], [0.1], Hanging()
+    calls = BoundedCalls(lambda: patience[0], clock=lambda: now[0])
+
+    def hang() -> None:
+        with pytest.raises(Stalled, match="nothing came"):
+            calls.make(PLACE, hanging)
+
+    def passing_clock() -> float:
+        now[0] += 0.05
+        return now[0]
+
+    calls._clock = passing_clock
+    hang()
+    for waited in (300, 600):
+        with pytest.raises(Stalled, match="has not come back"):
+            calls.make(PLACE, lambda call: "too soon")
+        now[0] += waited
+        hang()
+    now[0] += 900
+    patience[0] = 40.0
+    assert calls.make(PLACE, lambda call: "a good file") == "a good file"
+    hanging.server_is_back.set()
+
+
 def test_as_long_as_bytes_come_it_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look takes four seconds, and ten without a byte are too many; a byte comes between any two."""
     monkeypatch.setattr(bounded_calls, "_LOOK_EVERY", 0.001)

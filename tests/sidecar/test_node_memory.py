@@ -246,6 +246,49 @@ def test_folder_that_nobody_can_have_claimed_is_swept_in_time(
     assert not evil.exists()
 
 
+@pytest.mark.parametrize("put", [put_fifo, put_link, Path.touch])
+def test_what_a_trainer_leaves_beside_the_folders_of_pods_is_swept_in_time(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    put(tmp_path / "junk")
+    assert sweep_job(tmp_path, 3600, time.time()) == 0
+    assert sweep_job(tmp_path, 3600, time.time() + 7200) == 1
+    assert not os.path.lexists(tmp_path / "junk")
+
+
+def test_date_in_the_future_keeps_nothing(tmp_path: Path) -> None:
+    dead = left_behind(tmp_path / "job", "x", 0, 1.0, "own-0-a")
+    age(dead, -1e9)
+    age(tmp_path / "job", -1e9)
+    now = time.time()
+    assert sweep(tmp_path, 3600, now) == 1
+    age(tmp_path / "job", -1e9)
+    sweep(tmp_path, 3600, now)
+    assert not (tmp_path / "job").exists()
+    dead = left_behind(tmp_path / "job", "x", 0, 1.0, "own-0-a")
+    age(dead, -600)
+    assert sweep(tmp_path, 3600, now) == 0, "a clock that was set back by minutes costs nothing"
+
+
+def test_link_in_place_of_the_own_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "pod").symlink_to(tmp_path / "elsewhere")
+    FolderClaim(tmp_path / "pod", 0, 1.0).close()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_folder_of_slots_that_became_a_link_gets_nothing(tmp_path: Path) -> None:
+    """A trainer of the same user can rename the folder of its pod."""
+    own = Vault(tmp_path / "pod", 1 << 20, [0])
+    own.open()
+    (tmp_path / "pod").rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "pod").symlink_to(tmp_path / "elsewhere")
+    own.reserve(0, 4096, 4096)
+    own.prepare()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_folders_nested_too_deep_to_be_removed_stop_no_sweep(tmp_path: Path) -> None:
     old = [left_behind(tmp_path, name, 1, 1.0) for name in ("a", "z")]
     before = os.getcwd()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiercheck.plain_files import open_plain
 from tiercheck.protocol.artifacts.contents import (
     DCP,
     FORMAT,
@@ -195,21 +196,23 @@ def open_folder(folder: Path, step: int | None) -> Saved:
 def _file(folder: Path, rank: int, world: int, version: Version) -> SavedArtifact:
     path = folder / f"rank-{rank}-of-{world}" / f"{version_name(version)}.safetensors"
     try:
-        with open(path.with_suffix(".json"), "rb") as file:
+        with open(open_plain(path.with_suffix(".json"), folder), "rb") as file:
             record = parse_json(file.read(MOST_BYTES + 1))
         size, chunk, sums = record["size"], record["chunk"], record["crc32"]
         if not all(type(each) is int and each > 0 for each in (size, chunk)) or len(sums) != -(
             -size // chunk
         ):
             raise ValueError("sizes and checksums do not belong together")
-        if path.stat().st_size < size:
-            raise CannotDo(f"{path} is cut off: it has {path.stat().st_size} bytes, {size} are needed")
+        with open(open_plain(path, folder), "rb") as file:
+            held = file.seek(0, 2)
+        if held < size:
+            raise CannotDo(f"{path} is cut off: it has {held} bytes, {size} are needed")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CannotDo(f"{path.with_suffix('.json')} cannot be read: {error}") from error
 
     def fetch(index: int, length: int) -> bytes:
         try:
-            with open(path, "rb") as file:
+            with open(open_plain(path, folder), "rb") as file:
                 file.seek(index * chunk)
                 found = file.read(length)
         except OSError as error:

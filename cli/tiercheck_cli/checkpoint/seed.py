@@ -6,16 +6,18 @@ Tensors go one by one into a mapped file, so the model does not have to fit into
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+from tiercheck.plain_files import open_plain
 from tiercheck.protocol.artifacts.contents import FORMAT, IMPORT
 from tiercheck.protocol.artifacts.pieces import Box, Piece, pieces_table
 from tiercheck.protocol.artifacts.slot import PIECES, SlotLayout, read_tensors
@@ -98,8 +100,8 @@ def from_safetensors(folder: Path) -> Incoming:
         raise CannotDo(f"{folder} has no *.safetensors", USAGE)
     for path in files:
         try:
-            with open(path, "rb") as file:
-                tensors = read_tensors(file.read, path.stat().st_size)
+            with _opened(path) as file:
+                tensors = read_tensors(file.read, os.fstat(file.fileno()).st_size)
             for tensor in tensors:
                 if f"model/{tensor.name}" in found.tensors:
                     raise CannotDo(f"{tensor.name} is in two files of {folder}")
@@ -110,12 +112,17 @@ def from_safetensors(folder: Path) -> Incoming:
     return found
 
 
+def _opened(path: Path) -> BinaryIO:
+    """Links are followed: a cache of Hugging Face's is made of them."""
+    return open(open_plain(path.resolve()), "rb")
+
+
 def _from_file(path: Path, begin: int, end: int, most: int = 64 * 1024 * 1024) -> Fill:
     def fill(view: Tensor) -> None:
         if begin == end:
             return
         target = view.reshape(-1).view(torch.uint8)
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             file.seek(begin)
             for at in range(0, end - begin, most):
                 content = file.read(min(most, end - begin - at))
@@ -163,7 +170,7 @@ def from_dcp(folder: Path, prefix: str) -> Incoming:
 
 def _from_dcp(folder: Path, prefix: str) -> Incoming:
     try:
-        with open(folder / ".metadata", "rb") as file:
+        with _opened(folder / ".metadata") as file:
             metadata: Metadata = _MetadataOnly(file).load()
         if not isinstance(metadata, Metadata):
             raise ValueError("it is no metadata of torch.distributed.checkpoint")
@@ -276,9 +283,9 @@ class _DcpFolder:
         if getattr(place, "transform_descriptors", None) or not path.is_relative_to(self._folder.resolve()):
             raise CannotDo(f"{fqn} is stored in a way that is not known here")
         try:
-            with open(path, "rb") as file:
+            with _opened(path) as file:
                 file.seek(place.offset)
-                content = file.read(min(place.length, path.stat().st_size))
+                content = file.read(min(place.length, os.fstat(file.fileno()).st_size))
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:  # pickle raises many kinds, all meaning the same here
             raise CannotDo(f"{fqn} cannot be read from {path}: {error}") from error

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tiercheck.failpoints import failpoint
+from tiercheck.plain_files import open_plain
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import (
     END,

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from tiercheck.plain_files import open_plain
 from tiercheck.protocol.directive import ParityGroup, Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
-from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.parity import coding, isal
 from tiercheck_sidecar.parity.coding import coded_with
 from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart

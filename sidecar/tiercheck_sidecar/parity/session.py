@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from tiercheck.plain_files import open_plain
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, ListedArtifact, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim

@@ -3,6 +3,9 @@
 Nothing is visible before it is complete and on disk: bytes go to a temporary file, are synced, then renamed;
 then every folder up to the root is synced. The manifest is hard-linked into place instead, because a link
 fails where a rename would silently replace.
+
+Training scripts often mount the same volume: nothing below the root is reached through a symbolic link, and
+what is no plain file is neither read nor listed.
 """
 
 from __future__ import annotations
@@ -10,19 +13,44 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tiercheck.durable import sync_folder
-from tiercheck_sidecar.decoding import open_plain
-from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck.plain_files import NotPlain, folder_beneath, open_plain
+from tiercheck_sidecar.remote.errors import Reason, RemoteCorrupt, RemoteError
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, read_all
 from tiercheck_sidecar.remote.verify import ignore_arrival
 
 PIECE = 4 * 1024 * 1024
 _TEMPORARY = ".tmp-"
+_DEEPEST = 8
+"""Folders below the job's; what we write lies in three."""
+
+
+@dataclass(frozen=True)
+class _NewFile:
+    """A file that is written under a name of its own, beside the place where it will be."""
+
+    folder: int
+    parts: tuple[str, ...]
+    """Of the folder, below the root."""
+    temporary: str
+    name: str
+
+    def create(self) -> int:
+        access = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(self.temporary, access, 0o666, dir_fd=self.folder)
+
+    def rename(self) -> None:
+        os.rename(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
+
+    def link(self) -> None:
+        os.link(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
 
 
 class DirectoryObjects(Objects):
@@ -30,8 +58,8 @@ class DirectoryObjects(Objects):
 
     def __init__(self, root: str, folder: str) -> None:
         self._root = Path(root)
-        self._folder = self._root / folder
-        self.location = str(self._folder)
+        self._folder = Path(folder).parts
+        self.location = str(self._root / folder)
 
     def check(self) -> None:
         with self._sentences():
@@ -46,36 +74,36 @@ class DirectoryObjects(Objects):
 
     def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
         stride = max(1, PIECE // chunk) * chunk
-        with self._sentences(), self._temporary(key) as (temporary, target):
-            with open(temporary, "wb", buffering=0) as sink:
+        with self._sentences(), self._new(key) as new:
+            with open(new.create(), "wb", buffering=0) as sink:
                 for begin in range(0, len(source), stride):
                     with source[begin : begin + stride] as piece:
                         gate(begin, piece)
                         _write_all(sink.fileno(), piece)
                 os.fsync(sink.fileno())
-            os.rename(temporary, target)
-            self._sync_up(target.parent)
+            new.rename()
+            self._sync_up(new.parts)
 
     def write(self, key: str, body: bytes) -> None:
-        with self._sentences(), self._temporary(key) as (temporary, target):
-            _write_synced(temporary, body)
-            os.rename(temporary, target)
-            self._sync_up(target.parent)
+        with self._sentences(), self._new(key) as new:
+            _write_synced(new, body)
+            new.rename()
+            self._sync_up(new.parts)
 
     def create(self, key: str, body: bytes) -> bool:
-        with self._sentences(), self._temporary(key) as (temporary, target):
-            _write_synced(temporary, body)
+        with self._sentences(), self._new(key) as new:
+            _write_synced(new, body)
             try:
-                os.link(temporary, target)
+                new.link()
             except FileExistsError:
                 return False
-            self._sync_up(target.parent)
+            self._sync_up(new.parts)
             return True
 
     def read(self, key: str) -> bytes | None:
         with self._sentences():
             try:
-                with open(open_plain(self._path(key)), "rb", buffering=0) as source:
+                with open(self._open(key), "rb", buffering=0) as source:
                     return read_all(source.read, f"{self.location}/{key}", os.fstat(source.fileno()).st_size)
             except FileNotFoundError:
                 return None
@@ -83,7 +111,7 @@ class DirectoryObjects(Objects):
     def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore_arrival) -> int:
         with self._sentences():
             try:
-                source = os.open(self._path(key), os.O_RDONLY)
+                source = self._open(key)
             except FileNotFoundError:
                 return 0
             try:
@@ -100,81 +128,84 @@ class DirectoryObjects(Objects):
                 os.close(source)
 
     def list(self, prefix: str) -> list[Stored]:
-        folder, _, beginning = prefix.rpartition("/")
-        found = []
         with self._sentences():
-            for path, name in _walk(self._folder / folder):
-                key = path.relative_to(self._folder).as_posix()
-                if name.startswith(_TEMPORARY) or not key.startswith(
-                    f"{folder}/{beginning}" if folder else beginning
-                ):
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # deleted since
-                    status = path.stat()
-                    found.append(Stored(key, status.st_size, status.st_mtime))
-        return found
+            return [each for each in self._walk(prefix) if not _is_temporary(each.key)]
 
     def delete(self, keys: Iterable[str]) -> None:
         folders = set()
         with self._sentences():
             for key in keys:
-                path = self._path(key)
-                path.unlink(missing_ok=True)
-                folders.add(path.parent)
-            for folder in folders:
+                parts = self._parts(key)
+                with contextlib.suppress(FileNotFoundError), folder_beneath(self._root, parts[:-1]) as folder:
+                    os.unlink(parts[-1], dir_fd=folder)
+                folders.add(parts[:-1])
+            for parts in folders:
                 with contextlib.suppress(FileNotFoundError):
-                    sync_folder(folder)  # a manifest must be gone for good before its artifacts go
-                self._remove_empty(folder)
+                    self._sync(parts)  # a manifest must be gone for good before its artifacts go
+                self._remove_empty(parts)
 
     def forget_unfinished(self, dead: Callable[[str], bool]) -> None:
         with self._sentences():
-            for path, name in _walk(self._folder / ARTIFACTS):
-                if name.startswith(_TEMPORARY):
-                    with contextlib.suppress(FileNotFoundError):
-                        if dead(path.relative_to(self._folder).as_posix()):
-                            path.unlink()
-                            self._remove_empty(path.parent)
+            keys = [each.key for each in self._walk(ARTIFACTS) if _is_temporary(each.key)]
+        self.delete(key for key in keys if dead(key))
 
-    def _sync_up(self, folder: Path) -> None:
+    def _walk(self, prefix: str) -> Iterator[Stored]:
+        """Every plain file whose key begins with `prefix`. Raises OSError."""
+        parts = prefix.split("/")[:-1]
+        below = (*self._folder, *parts)
+        with contextlib.suppress(FileNotFoundError), folder_beneath(self._root, below) as folder:
+            yield from _files(folder, ".", "".join(f"{part}/" for part in parts), prefix)
+
+    def _sync_up(self, parts: tuple[str, ...]) -> None:
         """A folder that was just made is an entry of its parent, and lost with it: so every one up to the
         root is synced."""
-        while folder != self._root:
-            sync_folder(folder)
-            folder = folder.parent
-        sync_folder(folder)
+        for depth in range(len(parts), -1, -1):
+            self._sync(parts[:depth])
 
-    def _remove_empty(self, folder: Path) -> None:
+    def _sync(self, parts: tuple[str, ...]) -> None:
+        with folder_beneath(self._root, parts) as folder:
+            sync_folder(Path("."), folder)
+
+    def _remove_empty(self, parts: tuple[str, ...]) -> None:
         """With its parents, but not those that every job has: others may be writing there."""
         with contextlib.suppress(OSError):  # not empty, or already gone
-            while self._folder not in (folder, folder.parent):
-                folder.rmdir()
-                folder = folder.parent
+            while len(parts) > len(self._folder) + 1:
+                with folder_beneath(self._root, parts[:-1]) as folder:
+                    os.rmdir(parts[-1], dir_fd=folder)
+                parts = parts[:-1]
 
-    def _path(self, key: str) -> Path:
+    def _open(self, key: str) -> int:
+        return open_plain(self._root.joinpath(*self._parts(key)), self._root)
+
+    def _parts(self, key: str) -> tuple[str, ...]:
+        """Of the path below the root."""
+        parts = key.split("/")
         # Keys of artifacts come out of manifests, that is, from the store: never let one point elsewhere.
-        if key.startswith("/") or ".." in key.split("/"):
+        if "\0" in key or {"", ".", ".."} & set(parts):
             raise RemoteError(Reason.OTHER, f"{key!r} is no key of {self.location}.", retriable=False)
-        return self._folder / key
+        return (*self._folder, *parts)
 
     @contextlib.contextmanager
-    def _temporary(self, key: str) -> Iterator[tuple[Path, Path]]:
-        target = self._path(key)
-        if not self._root.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "not mounted", str(self._root))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.parent / f"{_TEMPORARY}{target.name}-{uuid.uuid4().hex}"
-        try:
-            yield temporary, target
-        finally:
-            with contextlib.suppress(
-                OSError
-            ):  # where nothing may be deleted; `forget_unfinished` tries again
-                temporary.unlink()
+    def _new(self, key: str) -> Iterator[_NewFile]:
+        *parts, name = self._parts(key)
+        temporary = f"{_TEMPORARY}{name}-{uuid.uuid4().hex}"
+        with folder_beneath(self._root, parts, make=True) as folder:
+            try:
+                yield _NewFile(folder, tuple(parts), temporary, name)
+            finally:
+                # Where nothing may be deleted, `forget_unfinished` tries again.
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
 
     @contextlib.contextmanager
     def _sentences(self) -> Iterator[None]:
         try:
             yield
+        except NotPlain as error:
+            raise RemoteCorrupt(
+                f"{error.filename} is a link, or of another kind than what is stored there, so it is neither "
+                "read nor written. Remove it."
+            ) from error
         except OSError as error:
             raise _as_remote_error(error, self.location) from error
 
@@ -204,8 +235,8 @@ def _as_remote_error(error: OSError, location: str) -> RemoteError:
     )
 
 
-def _write_synced(path: Path, body: bytes) -> None:
-    with open(path, "wb", buffering=0) as sink:
+def _write_synced(new: _NewFile, body: bytes) -> None:
+    with open(new.create(), "wb", buffering=0) as sink:
         _write_all(sink.fileno(), memoryview(body))
         os.fsync(sink.fileno())
 
@@ -216,7 +247,22 @@ def _write_all(descriptor: int, view: memoryview) -> None:
         done += os.write(descriptor, view[done:])
 
 
-def _walk(folder: Path) -> Iterator[tuple[Path, str]]:
-    for root, _, names in os.walk(folder):
-        for name in names:
-            yield Path(root) / name, name
+def _is_temporary(key: str) -> bool:
+    return key.rpartition("/")[2].startswith(_TEMPORARY)
+
+
+def _files(parent: int, name: str, above: str, prefix: str, depth: int = _DEEPEST) -> Iterator[Stored]:
+    """Plain files in folder `name` of `parent` and below; `above` is what their keys begin with."""
+    access = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = os.open(name, access, dir_fd=parent)
+    try:
+        for entry in os.scandir(folder):
+            key = f"{above}{entry.name}"
+            with contextlib.suppress(OSError):  # deleted since, or a folder that may not be read
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and key.startswith(prefix):
+                    yield Stored(key, status.st_size, status.st_mtime)
+                elif stat.S_ISDIR(status.st_mode) and depth:
+                    yield from _files(folder, entry.name, f"{key}/", prefix, depth - 1)
+    finally:
+        os.close(folder)

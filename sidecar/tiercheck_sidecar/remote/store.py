@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from tiercheck.failpoints import failpoint
+from tiercheck.plain_files import open_plain
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.offload.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import (
@@ -236,7 +236,7 @@ class RemoteStore:
         """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify
         every chunk. `heard` is told of the bytes as they come, and what it raises ends the reading.
 
-        Raises RemoteCorrupt; `into` is then garbage.
+        Raises RemoteCorrupt; nothing unverified is then left in `into`.
         """
         artifact = self._detailed(artifact)
         digests = artifact.digests
@@ -267,7 +267,7 @@ class RemoteStore:
         """Read whole chunks from byte `begin` on, the start of one, and verify them; for those who cannot
         hold all of an artifact.
 
-        `artifact` with its digests. Raises RemoteCorrupt; `into` is then garbage.
+        `artifact` with its digests. Raises RemoteCorrupt; nothing unverified is then left in `into`.
         """
         assert artifact.digests is not None
         self._fetch_range(artifact.key, artifact.digests, begin, into)
@@ -335,10 +335,14 @@ class RemoteStore:
             raise RemoteClosed
         place = f"{self.location}/{key}"
         arriving = Arriving(into, begin, digests, place, heard)
-        got = self._objects.read_into(key, begin, into, arriving)
-        if got < len(into):
-            raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {digests.size}.")
-        arriving(got)
+        try:
+            got = self._objects.read_into(key, begin, into, arriving)
+            if got < len(into):
+                raise RemoteCorrupt(f"{place} is missing or ends at byte {begin + got} of {digests.size}.")
+            arriving(got)
+        except BaseException:
+            into[:] = bytes(len(into))  # a trainer can read this memory, and may have chosen what came
+            raise
 
     def _detailed(self, artifact: RankArtifact) -> RankArtifact:
         """With its digests, from the object beside it."""

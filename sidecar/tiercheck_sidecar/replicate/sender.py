@@ -11,8 +11,8 @@ from enum import Enum
 from typing import TypeVar
 
 from tiercheck.failpoints import failpoint
+from tiercheck.plain_files import open_plain
 from tiercheck.protocol.directive import Tier
-from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, BytePace, Say, Wire, WireBroken, from_bitmap
 from tiercheck_sidecar.replicate.streams import Deal, Line, StreamCrew, Take, stream_count

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from tiercheck.plain_files import create_plain, folder_beneath, open_plain
 from tiercheck.protocol.artifacts.slot import NotASlot, beginning
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.bounded_calls import BoundedCall, SourceCorrupt, SourceFailed, Stalled
-from tiercheck_sidecar.decoding import create_plain, open_plain
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
@@ -105,6 +105,7 @@ class Lender:
         """`bounded` makes calls to the places."""
         self._vault, self._dial, self._remote, self._bounded = vault, dial, remote, bounded
         self._folder = folder / uuid.uuid4().hex[:8]
+        self._root = folder.parent.parent
         self._loans: dict[Artifact, _Loan] = {}
         self._pinned = contextlib.ExitStack()
         self._lent: dict[Artifact, Path] = {}
@@ -193,7 +194,7 @@ class Lender:
         found = Rebuild(artifact, group.ranks, group, lambda peer: call.own(self._dial(peer)))
 
         def bring(indices: Sequence[int], into: memoryview) -> None:
-            with open(open_plain(self._path(artifact), write=True), "r+b") as file:
+            with open(open_plain(self._path(artifact), self._root, write=True), "r+b") as file:
                 found.unfold(file.fileno(), indices)
 
         yield found.digests, bring
@@ -212,7 +213,7 @@ class Lender:
         if loan is None or loan.digests != digests:
             loan = self._loans[artifact] = self._open(artifact, digests)
         with (
-            open(open_plain(loan.path, write=True), "r+b") as file,
+            open(open_plain(loan.path, self._root, write=True), "r+b") as file,
             mmap.mmap(file.fileno(), digests.size) as pages,
             memoryview(pages) as view,
         ):
@@ -242,10 +243,10 @@ class Lender:
             raise SourceCorrupt(reason)
 
     def _open(self, artifact: Artifact, digests: Digests) -> _Loan:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._folder.chmod(0o755)
+        with folder_beneath(self._root, self._folder.relative_to(self._root).parts, make=True):
+            self._folder.chmod(0o755)
         path = self._path(artifact)
-        with open(create_plain(path), "wb") as file:
+        with open(create_plain(path, self._root), "wb") as file:
             file.truncate(digests.size)
         return _Loan(path, digests)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tiercheck.plain_files import is_plain
 from tiercheck.protocol.artifacts.slot import NotASlot, read_header
-from tiercheck_sidecar.decoding import is_plain
 from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.vault.seal import SUFFIX, Seal, read_seal, seal_path
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove

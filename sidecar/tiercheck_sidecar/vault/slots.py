@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from tiercheck.plain_files import create_plain, open_plain
 from tiercheck.protocol.artifacts.mapping import map_aligned
 from tiercheck.protocol.artifacts.slot import TORN
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Kind, Share
-from tiercheck_sidecar.decoding import open_plain
 from tiercheck_sidecar.vault.pages import collapse, populate
 from tiercheck_sidecar.vault.seal import Seal, break_seal
 
@@ -141,8 +141,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def create(path: Path, size: int, hands: int = 1) -> memoryview:
     """Create and pre-fault a slot file in that many threads, and map it. Raises OSError (ENOSPC if the volume
     is full); then there is no file."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = create_plain(path)
     try:
         os.fchmod(descriptor, 0o666)  # the trainer may run as another user of the same pod
         os.ftruncate(descriptor, size)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from tiercheck.dcp import Storage
 from tiercheck.protocol.artifacts.contents import Chunk, WholeTensor
 from tiercheck.protocol.artifacts.pieces import Box
 from tiercheck_cli.checkpoint.remote import settings_of_job, settings_of_url
-from tiercheck_cli.checkpoint.saved import SavedArtifact, read_box, slabs
+from tiercheck_cli.checkpoint.saved import SavedArtifact, open_folder, read_box, slabs
 from tiercheck_cli.failure import CannotDo
 
 ROOT = Path(__file__).parents[3]
@@ -161,6 +163,26 @@ def test_what_is_corrupt_is_not_exported(sharded: Path, tmp_path: Path) -> None:
     assert ran.status == 1
     assert "is corrupt at byte" in ran.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors", ""])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_folder_with_a_pipe_or_a_link_is_a_sentence_at_once(
+    tmp_path: Path, suffix: str, put: Callable[[Path], None]
+) -> None:
+    rank = tmp_path / "run" / "rank-0-of-1"
+    rank.mkdir(parents=True)
+    (rank / f"{12:012d}-1.safetensors").write_bytes(b"x")
+    (rank / f"{12:012d}-1.json").write_text(json.dumps({"size": 1, "chunk": 1, "crc32": [1]}))
+    if suffix:
+        path = rank / f"{12:012d}-1{suffix}"
+        path.unlink()
+        put(path)
+    else:
+        rank.rename(tmp_path / "elsewhere")
+        rank.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CannotDo, match="no plain file"):
+        open_folder(tmp_path / "run", None)
 
 
 def test_what_cannot_be_done_is_a_sentence(sharded: Path, tmp_path: Path) -> None:
