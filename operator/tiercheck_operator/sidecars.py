@@ -13,19 +13,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import hmac
 import logging
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import aiohttp
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.json import Decoder
 
-from tiercheck.protocol import names
+from tiercheck.protocol import names, signing
 from tiercheck.protocol.directive import Directive, Restore, SourceTable
 from tiercheck.protocol.names import endpoint, join_address
 from tiercheck.protocol.plain_json import Malformed, decode_with
@@ -85,6 +87,26 @@ def _only(credentials: Credentials) -> aiohttp.Fingerprint:
     """
     certificate = ssl.PEM_cert_to_DER_cert(credentials.certificate.decode())
     return aiohttp.Fingerprint(hashlib.sha256(certificate).digest())
+
+
+class _Signer:
+    """Signs for one job. A signature is always the same, so one that is made again tells a true one."""
+
+    def __init__(self, job_uid: str, key: bytes) -> None:
+        self._job_uid, self._key = job_uid, Ed25519PrivateKey.from_private_bytes(key)
+        self.sign_attempt = lru_cache(maxsize=8)(self._sign_attempt)
+
+    def sign_pod(self, uid: str) -> str:
+        return self._key.sign(signing.pod_statement(uid)).hex()
+
+    def _sign_attempt(self, attempt: int) -> str:
+        return self._key.sign(signing.attempt_statement(self._job_uid, attempt)).hex()
+
+    def without_hearsay(self, report: Report) -> Report:
+        """`report` with the newest attempt only if that is signed."""
+        claimed, given = report.newest_attempt, report.newest_signature
+        true = claimed > 0 and hmac.compare_digest(self.sign_attempt(claimed).encode(), given.encode())
+        return replace(report, newest_attempt=claimed if true else 0, newest_signature="")
 
 
 class SidecarError(Exception):
@@ -150,6 +172,9 @@ class JobSidecars:
         self._wake = wake
         self._poll, self._call, self._clock = poll_seconds, call_seconds, clock
         self._believed, self._token = _only(credentials), f"Bearer {credentials.token}"
+        self._signer = _Signer(job_uid, credentials.operator_key)
+        self._of_pod: dict[str, str] = {}
+        """By host, the signature that its pod knows the operator by."""
         self._lines, self._shares_lines = lines or Lines(), lines is not None
         self._skew = ClockSkew()
         self._directives = DirectiveEncoder()
@@ -177,6 +202,7 @@ class JobSidecars:
                 if task is not None:
                     task.cancel()
             self._skew.forget(self._hosts[uid])
+            self._of_pod.pop(self._hosts[uid], None)
             self._lines.kept.discard(self._hosts[uid])
             self._again.discard(uid)
             self._silent.discard(uid)
@@ -185,6 +211,7 @@ class JobSidecars:
         for uid, host in hosts.items():
             if uid not in self._hosts:
                 self._hosts[uid] = host
+                self._of_pod[host] = self._signer.sign_pod(uid)
                 if len(self._lines.kept) < _MOST_KEPT:
                     self._lines.kept.add(host)
                 self._reports[uid] = WorkerReport(None, None, None)
@@ -218,6 +245,7 @@ class JobSidecars:
         host = self._hosts.get(uid)
         if host is None:
             raise SidecarError(f"pod {uid} is not followed")
+        directive = replace(directive, signature=self._signer.sign_attempt(directive.attempt))
         self._heard(
             uid,
             await self._request(
@@ -345,7 +373,7 @@ class JobSidecars:
         next call."""
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
-        headers = {"Authorization": self._token}
+        headers = {"Authorization": self._token, signing.HEADER: self._of_pod.get(host, "")}
         if not polls and not (keeps and host in self._lines.kept):
             headers["Connection"] = "close"
         length = sum(map(len, body))
@@ -381,7 +409,7 @@ class JobSidecars:
             raise SidecarError(f"{host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:
             raise SidecarError(f"{host} belongs to another job")
-        return make_plausible(by_our_clock(report, ahead))
+        return make_plausible(by_our_clock(self._signer.without_hearsay(report), ahead))
 
     def _heard(self, uid: str, report: Report) -> None:
         known = self._reports.get(uid)

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.images.building import ROOT
 from tests.images.conftest import StartPod
 from tests.images.container import Container
 from tests.images.pods import Pod
-from tiercheck.protocol import names
+from tiercheck.protocol import names, signing
 from tiercheck.protocol.directive import Directive, Peer, Phase
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.report import Report
@@ -113,7 +114,10 @@ class Worker:
         connection = http.client.HTTPConnection(self.pod.ip, names.CONTROL_PORT)
         try:
             connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
-            connection.request(method, path, body, {"Authorization": f"Bearer {self.credentials.token}"})
+            key = Ed25519PrivateKey.from_private_bytes(self.credentials.operator_key)
+            signature = key.sign(signing.pod_statement(self.pod.uid)).hex()
+            headers = {"Authorization": f"Bearer {self.credentials.token}", signing.HEADER: signature}
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
             text = answer.read()
             assert answer.status == 200, text

@@ -69,6 +69,8 @@ class SidecarModel:
     serial: int = 0
     instance: str = field(default_factory=lambda: f"life-{next(_LIVES)}")
     followed: int = 0
+    learned: int = 0
+    """The newest attempt that it heard of elsewhere."""
     flushed_for: int = 0
     owes: bool = False
     killed_at: float | None = None
@@ -429,4 +431,5 @@ class SidecarModel:
             unreachable=world.missed_by(self),
             counters=Counters(deltas=self.captured_deltas),
             followed=self.followed,
+            newest_attempt=max(self.learned, self.directive.attempt if self.directive else 0),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.operator.sidecar_model import SidecarModel
 from tests.operator.world_in_memory import World
-from tiercheck.protocol import names
+from tiercheck.protocol import names, signing
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.report import Report
@@ -39,14 +39,14 @@ class ServedSidecar:
         """Of each question and directive: which holdings its sender knows."""
         self.headers: dict[str, str] = {}
         self.directives: list[Directive] = []
-        self.connection = ""
+        self.connection = self.shown = self.signature = ""
         """What the last directive came with under that name."""
         self.answer: Answer | None = None
         """What it answers instead, whatever the model says."""
         self.answered = self.sent = 0
 
     def become(self, model: SidecarModel) -> None:
-        self.model, self.report = model, dataclasses.replace(model.report(), held=1)
+        self.model, self.report = model, _unsigned(model.report(), held=1)
 
     def tell(self, **changes: object) -> None:
         """With another number of what it holds, unless the test names that."""
@@ -81,13 +81,21 @@ class ServedSidecar:
         return dataclasses.replace(said, holdings=(), tells_holdings=False)
 
     async def put(self, request: web.Request) -> web.Response:
-        self.directives.append(from_json(await request.read(), Directive))
+        signed = from_json(await request.read(), Directive)
+        self.signature = signed.signature
+        self.directives.append(dataclasses.replace(signed, signature=""))
         self.connection = request.headers.get("Connection", "")
+        self.shown = request.headers.get(signing.HEADER, "")
         self.model.accept(self.directives[-1])
         said, known = self.model.report(), self.report
-        self.report = dataclasses.replace(said, serial=known.serial + 1, held=said.held or known.held + 1)
+        self.report = _unsigned(said, serial=known.serial + 1, held=said.held or known.held + 1)
         self.changed.set()
         return web.Response(body=to_json(self._said(request)))
+
+
+def _unsigned(report: Report, **changes: int) -> Report:
+    """What would be changed on its way, as the model has no signature of the operator."""
+    return dataclasses.replace(report, newest_attempt=0, **changes)
 
 
 def some_sidecar() -> SidecarModel:

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 from aiohttp import web
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from tests.operator.moments import TURNS, ends, turns
 from tests.operator.moments import until as until_turn
@@ -28,7 +29,7 @@ from tests.operator.sidecar_over_https import (
     until,
 )
 from tests.operator.world_in_memory import World
-from tiercheck.protocol import names
+from tiercheck.protocol import names, signing
 from tiercheck.protocol.directive import Directive, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.names import join_address
@@ -64,6 +65,34 @@ async def listening() -> AsyncIterator[JobSidecars]:
     client = JobSidecars("job-uid", CREDENTIALS, woken.set, poll_seconds=30.0, call_seconds=5.0)
     yield client
     await client.close()
+
+
+async def test_what_a_sidecar_claims_of_a_newer_attempt_counts_if_the_operator_signed_it(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid, key = sidecar.report.pod_uid, Ed25519PrivateKey.from_private_bytes(CREDENTIALS.operator_key)
+    statement = signing.attempt_statement("job-uid", 40)
+    signature = key.sign(statement).hex()
+    listening.follow({uid: HOST})
+    for claimed, given, believed in ((41, signature, 0), (1000, "", 0), (-1, "²", 0), (40, signature, 40)):
+        sidecar.tell(newest_attempt=claimed, newest_signature=given)
+        serial = sidecar.report.serial
+        await until(lambda serial=serial: (found := heard(listening, uid)) and found.serial == serial)
+        assert heard(listening, uid).newest_attempt == believed  # type: ignore[union-attr]
+
+
+async def test_each_pod_is_shown_a_signature_of_its_own_and_gets_that_of_the_attempt(
+    sidecar: ServedSidecar, listening: JobSidecars
+) -> None:
+    uid = sidecar.report.pod_uid
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid) is not None)
+    directive = sidecar.model.directive
+    assert directive is not None
+    await listening.push(uid, dataclasses.replace(directive, number=directive.number + 1))
+    public = Ed25519PublicKey.from_public_bytes(CREDENTIALS.operator_public)
+    public.verify(bytes.fromhex(sidecar.shown), signing.pod_statement(uid))
+    public.verify(bytes.fromhex(sidecar.signature), signing.attempt_statement("job-uid", directive.attempt))
 
 
 async def test_news_arrives_while_a_long_poll_waits(sidecar: ServedSidecar, listening: JobSidecars) -> None:

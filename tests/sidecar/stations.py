@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests import operator_key
 from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
@@ -98,6 +99,7 @@ class Stations:
             master_host=self.host(0),
             master_port=29500,
             pod_uid=f"pod-{worker}",
+            signature=operator_key.sign_attempt(JOB_UID, self.attempt).signature,
         )
 
     def name(self, version: Version | None, **more: Any) -> None:
@@ -130,6 +132,7 @@ class Station:
                 credentials_dir=self.directory,
                 remote=None,
                 token=TOKEN,
+                operator_public=operator_key.PUBLIC,
             ),
             lambda: job.own(worker),
         )

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests import operator_key
 from tests.sidecar.exchange.pod_networks import PodNetworks
 from tests.sidecar.nursery import Process, nursery
 from tiercheck.protocol import names
@@ -91,6 +92,7 @@ def write_credentials(folder: Path) -> str:
     )
     token = secrets.token_hex(32)
     (folder / "token").write_text(token)
+    (folder / names.OPERATOR_PUBLIC).write_bytes(operator_key.PUBLIC)
     return token
 
 
@@ -272,7 +274,11 @@ class World:
                 method,
                 path,
                 body,
-                {"Authorization": f"Bearer {self.token if token is None else token}", **(headers or {})},
+                {
+                    "Authorization": f"Bearer {self.token if token is None else token}",
+                    **operator_key.sign_pod(self.pods[worker]),
+                    **(headers or {}),
+                },
             )
             response = connection.getresponse()
             return response.status, response.read()
@@ -324,6 +330,7 @@ class World:
             placement=repr(distances),
             pod_uid=self.pods[worker],
             revision=f"{self.attempt}-{phase.value}-{self._life}",
+            signature=operator_key.sign_attempt(JOB_UID, self.attempt).signature,
         )
 
     def direct(self, phase: Phase, sources: dict[int, tuple[Source, ...]] | None = None, **more: Any) -> None:

@@ -278,3 +278,5 @@ class Directive:
     """`Report.instance` of the process that is meant: one that is started again counts anew."""
     number: int = 0
     """One more than `Report.followed` was when this was decided upon."""
+    signature: str = ""
+    """The operator's, of the attempt (`protocol.signing`): by it those believe it who are not told."""

@@ -350,3 +350,7 @@ class Report:
     one that he knows, and is told them only if they are others."""
     followed: int = 0
     """Directives that this process has followed so far; the next one's number must be greater."""
+    newest_attempt: int = 0
+    """The newest that is known to have begun, whoever was told to follow it; 0: none, or it is not signed."""
+    newest_signature: str = ""
+    """The operator's, of that attempt."""

@@ -15,6 +15,7 @@ from ipaddress import ip_address
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tiercheck.protocol.names import TLS_SERVER_NAME
@@ -117,6 +118,12 @@ _LIFETIME = datetime.timedelta(days=3650)
 def issue(job_uid: str) -> Credentials:
     """New, random credentials for one job."""
     pair = issue_pair(f"tiercheck job {job_uid}", [TLS_SERVER_NAME], _LIFETIME)
+    operator = Ed25519PrivateKey.generate()
     return Credentials(
-        ca=pair.ca, certificate=pair.certificate, key=pair.key, token=secrets.token_urlsafe(32)
+        ca=pair.ca,
+        certificate=pair.certificate,
+        key=pair.key,
+        token=secrets.token_urlsafe(32),
+        operator_key=operator.private_bytes_raw(),
+        operator_public=operator.public_key().public_bytes_raw(),
     )

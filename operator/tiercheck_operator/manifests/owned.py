@@ -22,6 +22,9 @@ from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.saved_placement import SavedPlacement, placement_data, read_placement_data
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
+SIDECAR_CREDENTIALS = ("ca.crt", "tls.crt", "tls.key", "token", names.OPERATOR_PUBLIC)
+"""The keys of the Secret that pods mount."""
+_OPERATOR_KEY = "operator.key"
 
 
 def metadata(job: JobView, name: str) -> dict[str, Any]:
@@ -93,12 +96,15 @@ def build_service(job: JobView) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Credentials:
-    """PEM texts and the bearer token of one job. Made once by `credentials.issue`."""
+    """PEM texts, the bearer token and the operator's keys of one job. Made once by `credentials.issue`."""
 
     ca: bytes
     certificate: bytes
     key: bytes
     token: str
+    operator_key: bytes
+    """Ed25519, private, 32 bytes."""
+    operator_public: bytes
 
 
 def build_secret(job: JobView, credentials: Credentials) -> dict[str, Any]:
@@ -107,6 +113,8 @@ def build_secret(job: JobView, credentials: Credentials) -> dict[str, Any]:
         "tls.crt": credentials.certificate,
         "tls.key": credentials.key,
         "token": credentials.token.encode(),
+        names.OPERATOR_PUBLIC: credentials.operator_public,
+        _OPERATOR_KEY: credentials.operator_key,
     }
     return {
         "apiVersion": "v1",
@@ -124,11 +132,20 @@ def parse_secret(secret: dict[str, Any]) -> Credentials:
     try:
         parts = {
             name: base64.b64decode(data[name], validate=True)
-            for name in ("ca.crt", "tls.crt", "tls.key", "token")
+            for name in (*SIDECAR_CREDENTIALS, _OPERATOR_KEY)
         }
+        if len(parts[_OPERATOR_KEY]) != 32:
+            raise KeyError(_OPERATOR_KEY)
     except (KeyError, binascii.Error) as error:
         raise ValueError(f"not a credentials Secret of a job: {error}") from error
-    return Credentials(parts["ca.crt"], parts["tls.crt"], parts["tls.key"], parts["token"].decode())
+    return Credentials(
+        parts["ca.crt"],
+        parts["tls.crt"],
+        parts["tls.key"],
+        parts["token"].decode(),
+        parts[_OPERATOR_KEY],
+        parts[names.OPERATOR_PUBLIC],
+    )
 
 
 def build_placement(job: JobView, placement: SavedPlacement) -> dict[str, Any]:

@@ -380,7 +380,12 @@ def _volumes(job: JobView, node_memory: NodeMemory) -> list[dict[str, Any]]:
         {"name": "tiercheck-library", "emptyDir": {}},
         {
             "name": "tiercheck-credentials",
-            "secret": {"secretName": owned.credentials_name(job), "defaultMode": 0o440},
+            "secret": {
+                "secretName": owned.credentials_name(job),
+                "defaultMode": 0o440,
+                # Not the operator's key: who takes a sidecar over shall not speak for the operator.
+                "items": [{"key": key, "path": key} for key in owned.SIDECAR_CREDENTIALS],
+            },
         },
     ]
     secret = pod_settings.credentials_secret(job)

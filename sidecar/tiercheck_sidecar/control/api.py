@@ -16,12 +16,14 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from tiercheck.protocol import signing
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.fence import is_signed
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState, StaleRefused
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAX_BODY = 64 * 1024 * 1024
 _MAX_WAIT = 60.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def server_context(config: SidecarConfig) -> ssl.SSLContext:
@@ -46,6 +49,8 @@ class ControlApi:
     def __init__(self, state: SidecarState, reporter: Reporter) -> None:
         self._state, self._reporter = state, reporter
         self._expected = f"Bearer {state.config.token}".encode()
+        self._signatures: frozenset[str] = frozenset()
+        """The operator's, once it was checked."""
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_proof: Callable[[web.Request], None] = lambda _: None
@@ -55,9 +60,8 @@ class ControlApi:
 
     def build(self, *more: web.RouteDef) -> web.Application:
         app = web.Application(middlewares=[self._authenticate], client_max_size=_MAX_BODY)
-        app.add_routes(
-            [web.put("/v1/directive", self._directive), web.get("/v1/report", self._report), *more]
-        )
+        directive, report = self._of_operator(self._directive), self._of_operator(self._report)
+        app.add_routes([web.put("/v1/directive", directive), web.get("/v1/report", report), *more])
         app.on_startup.append(self._listen)
         return app
 
@@ -75,14 +79,27 @@ class ControlApi:
         self._changed = asyncio.Event()
 
     @web.middleware
-    async def _authenticate(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, self._expected):
             return text_response(401, "the job's token is required")
         self.on_proof(request)
         return await handler(request)
+
+    def _of_operator(self, handler: Handler) -> Handler:
+        """Every worker has the job's token, and none of them speaks for the operator."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            given = request.headers.get(signing.HEADER, "")
+            if given not in self._signatures:
+                config = self._state.config
+                statement = signing.pod_statement(config.pod_uid)
+                if not is_signed(config.operator_public, statement, given):
+                    return text_response(403, "only the operator may ask that; its signature is required")
+                self._signatures = frozenset({given})
+            return await handler(request)
+
+        return guarded
 
     async def _directive(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -87,6 +87,8 @@ class Reporter:
                 proofs=state.proofs,
                 followed=state.followed,
                 settled=settled,
+                newest_attempt=state.newest_attempt.attempt,
+                newest_signature=state.newest_attempt.signature,
             )
 
     def _holdings(self) -> tuple[Holding, ...]:

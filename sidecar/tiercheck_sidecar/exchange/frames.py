@@ -121,7 +121,9 @@ class Say:
     """With "send": which chunks an earlier stream brought already (`bitmap`)."""
     listed: tuple[ListedArtifact, ...] = ()
     attempt: int = 0
-    """The newest attempt that the one who answers follows; 0: not said."""
+    """The newest attempt that the one who answers knows; 0: not said."""
+    signature: str = ""
+    """The operator's, of that attempt."""
     tags: Tags | None = None
     addresses: tuple[NamedAddress, ...] = ()
     """With "ok" to the handshake: where the one who answers listens beside its pod's address."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.names import endpoint
+from tiercheck.protocol.signing import SignedAttempt
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, WireBroken, wire_error
 from tiercheck_sidecar.exchange.network.addresses import PeerAddresses
@@ -37,8 +38,8 @@ CONNECT_TIMEOUT = 3.0
 class PeerRefused(Exception):
     """The other sidecar does not talk to us, or is not one of this job; the message is a sentence."""
 
-    def __init__(self, message: str, attempt: int | None = None) -> None:
-        """`attempt`: the one that it follows; None: it did not prove to be who was meant."""
+    def __init__(self, message: str, attempt: SignedAttempt | None = None) -> None:
+        """`attempt`: the one that it knows; None: it did not prove to be who was meant."""
         super().__init__(message)
         self.attempt = attempt
 
@@ -53,6 +54,8 @@ class CallerClaim:
     nonce: str
     encrypted: bool = False
     """Whether it wants the connection to be encrypted."""
+    signature: str = ""
+    """The operator's, of the attempt."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Challenge:
     attempt: int = 0
     encrypted: bool = False
     """Whether the connection will be encrypted: if either wants it."""
+    signature: str = ""
+    """The operator's, of the attempt."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class Identity:
     """Whether nothing may leave or arrive in the clear."""
     ucx: Callable[[], bool] = lambda: False
     """Whether UCX shall carry what follows a handshake, and is there."""
+    signature: Callable[[], str] = lambda: ""
+    """The operator's, of the attempt that is followed."""
     addresses: PeerAddresses = field(default_factory=PeerAddresses)
     """Of this sidecar and its peers, beside those of their pods."""
 
@@ -176,7 +183,12 @@ def _meet(
     wire = Wire(connection, CONNECT_TIMEOUT)
     try:
         claim = CallerClaim(
-            identity.job_uid, identity.worker, attempt, secrets.token_hex(16), identity.encrypts()
+            identity.job_uid,
+            identity.worker,
+            attempt,
+            secrets.token_hex(16),
+            identity.encrypts(),
+            identity.signature(),
         )
         wire.send(claim)
         challenge = wire.receive(Challenge, LONGEST_STRANGER)
@@ -190,7 +202,9 @@ def _meet(
             called = f"worker {challenge.worker}, not {peer.worker}, in attempt {challenge.attempt}"
             raise PeerRefused(
                 f"{host} is the sidecar of {called}",
-                None if challenge.attempt == attempt else challenge.attempt,
+                None
+                if challenge.attempt == attempt
+                else SignedAttempt(challenge.attempt, challenge.signature),
             )
         if claim.encrypted and not challenge.encrypted:
             raise PeerRefused(f"{host} does not encrypt")
@@ -201,7 +215,7 @@ def _meet(
         wire.protect(out, into, identity.tagger)
         said = wire.receive(Say, LONGEST_STRANGER)
         if said.state != "ok":
-            raise PeerRefused(f"{host}: {said.message}", said.attempt)
+            raise PeerRefused(f"{host}: {said.message}", SignedAttempt(said.attempt, said.signature))
         wire.patience(IO_TIMEOUT)
         wire.offers_ucx = said.ucx
     except BaseException:
@@ -214,8 +228,8 @@ def admit(
     wire: Wire,
     identity: Identity,
     objection: Callable[[CallerClaim], str],
-    attempt: Callable[[], int] = lambda: 0,
-    newest: Callable[[], int] = lambda: 0,
+    attempt: Callable[[], SignedAttempt] = lambda: SignedAttempt(0),
+    newest: Callable[[], SignedAttempt] = lambda: SignedAttempt(0),
 ) -> CallerClaim:
     """The other end of `dial`. `objection` gives a sentence if a proven caller is refused. It is told the
     `attempt` that we follow, and the `newest` that we know.
@@ -227,7 +241,8 @@ def admit(
     claim = wire.receive(CallerClaim, LONGEST_STRANGER)
     follows = attempt()  # first: who is another worker from an attempt on is so before it follows that
     encrypted = claim.encrypted or identity.encrypts()
-    blank = Challenge(identity.worker, secrets.token_hex(16), "", follows, encrypted)
+    nonce = secrets.token_hex(16)
+    blank = Challenge(identity.worker, nonce, "", follows.attempt, encrypted, follows.signature)
     proof = _proof(identity.token, "server", claim, blank, wire.near_end)
     wire.send(dataclasses.replace(blank, proof=proof))
     given = wire.receive(CallerProof, LONGEST_STRANGER).proof
@@ -236,7 +251,7 @@ def admit(
     into, out = directions(identity.token, _said("keys", claim, blank, wire.near_end), encrypted)
     wire.protect(out, into, identity.tagger)
     reason = objection(claim)
-    said = Say("refused" if reason else "ok", reason, attempt=newest())
+    said = Say("refused" if reason else "ok", reason, **newest()._asdict())
     if not reason:
         said = dataclasses.replace(said, addresses=identity.addresses.own, ucx=identity.ucx())
     wire.send(said)

@@ -15,6 +15,7 @@ import threading
 
 from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.report import Break
+from tiercheck.protocol.signing import SignedAttempt
 from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial_pod
 from tiercheck_sidecar.model.state import SidecarState
@@ -83,7 +84,7 @@ class HeartbeatSender:
                         said = _ask(wire)
                         connected = True
                         watch.answered(peer)
-                        self._state.learn(said.attempt)
+                        self._state.learn(SignedAttempt(said.attempt, said.signature))
                         self._pause(peer)
             except PeerRefused as error:
                 if error.attempt is None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tiercheck.connections import Guest, Strangers, hang_up
+from tiercheck.protocol.report import SPARE
+from tiercheck.protocol.signing import SignedAttempt
 from tiercheck_sidecar.control.ports import named_addresses
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 _MOST_STRANGERS = 256
 """Connections of unknown addresses that have not proved anything yet; each has a few seconds for it."""
 _MOST_CONNECTIONS = 512
-_MOST_PER_WORKER = 64
 _SWEEP_SECONDS = 5.0
 
 
@@ -49,8 +48,8 @@ class ExchangeServer:
         self._strangers = Strangers(
             lambda: _MOST_STRANGERS, lambda: named_addresses(state.directive) | identity.addresses.hosts
         )
-        self._lock = threading.Lock()
-        self._known: Counter[int] = Counter()
+        # Who has the token may call in anybody's name, but only from addresses of its own.
+        self._known = Strangers(lambda: _MOST_CONNECTIONS, per_address=_MOST_CONNECTIONS)
         self.inbox = Inbox(vault)
         self.languages: dict[str, Language] = {}
         """What else can be spoken here, by the message that turns a conversation to it."""
@@ -83,40 +82,39 @@ class ExchangeServer:
                         wire,
                         self._identity,
                         self._objection,
-                        lambda: state.attempt,
+                        lambda: state.signed_attempt,
                         lambda: state.newest_attempt,
                     )
                 finally:
                     self._strangers.leave(guest)
-                with contextlib.closing(wire), self._place(claim.worker):
-                    Session(
-                        self._state, self._vault, self.inbox, wire, claim, languages=self.languages
-                    ).serve()
+                known = self._known.enter(guest.address, guest.cut)
+                try:
+                    with contextlib.closing(wire):
+                        Session(
+                            self._state, self._vault, self.inbox, wire, claim, languages=self.languages
+                        ).serve()
+                finally:
+                    self._known.leave(known)
         except PeerRefused as error:
             log.warning("a connection is refused: %s", error)
         except (WireBroken, OSError, ValueError) as error:
             log.debug("a connection ended: %s", error)
 
-    @contextlib.contextmanager
-    def _place(self, worker: int) -> Iterator[None]:
-        """No worker, however many connections it forgets, takes the room of the others."""
-        with self._lock:
-            if self._known[worker] >= _MOST_PER_WORKER or self._known.total() >= _MOST_CONNECTIONS:
-                raise PeerRefused(f"worker {worker} has {self._known[worker]} connections already")
-            self._known[worker] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._known[worker] -= 1
-
     def _objection(self, claim: CallerClaim) -> str:
         if claim.job_uid != self._identity.job_uid:
             return f"this sidecar belongs to job {self._identity.job_uid}"
-        late = self._state.fence.refuse_past(claim.attempt, self._state.directive)
-        if not late:
-            self._state.learn(claim.attempt)
-        return late
+        directive = self._state.directive
+        late = self._state.fence.refuse_past(claim.attempt, directive)
+        if late:
+            return late
+        if (
+            directive is not None
+            and claim.attempt == directive.attempt
+            and not SPARE <= claim.worker < directive.workers
+        ):
+            return f"the job has no worker {claim.worker}"
+        self._state.learn(SignedAttempt(claim.attempt, claim.signature))
+        return ""
 
     def _sweep(self) -> None:
         while not self._state.wait_until(lambda: False, _SWEEP_SECONDS) and not self._state.stopping:

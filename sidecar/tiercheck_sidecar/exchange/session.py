@@ -68,7 +68,7 @@ class Session:
             elif ask.op == "corrupt":
                 self._wire.send(self._corrupt(ask.artifact))
             elif ask.op == "pulse":
-                self._wire.send(Say("ok", attempt=self._state.newest_attempt))
+                self._wire.send(Say("ok", **self._state.newest_attempt._asdict()))
             elif ask.op == "list":
                 self._wire.send(self._list(ask.rank))
             elif ask.op == "ucx":

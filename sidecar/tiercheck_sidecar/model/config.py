@@ -43,6 +43,8 @@ class SidecarConfig:
     remote: str | None
     """JSON of the remote tier's settings; None: no remote tier."""
     token: str
+    operator_public: bytes = b""
+    """The operator's key: 32 bytes; empty: nothing is believed to be the operator's."""
     cluster: str = ""
     """UID of the cluster's namespace kube-system; empty: not known."""
     remote_credentials_dir: Path | None = None
@@ -86,12 +88,15 @@ class SidecarConfig:
         memory = Path(env.get(names.ENV_MEMORY_DIR) or names.MEMORY_DIR)
         try:
             token = (credentials / "token").read_text().strip()
+            operator_public = (credentials / names.OPERATOR_PUBLIC).read_bytes()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{names.ENV_CREDENTIALS_DIR}: the job's token cannot be read ({error})"
+                f"{names.ENV_CREDENTIALS_DIR}: the job's credentials cannot be read ({error})"
             ) from error
         if not token:
             raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token is empty")
+        if len(operator_public) != 32:
+            raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: {names.OPERATOR_PUBLIC} has no 32 bytes")
         return SidecarConfig(
             job=_text(env, names.ENV_JOB),
             job_uid=_text(env, names.ENV_JOB_UID),
@@ -107,6 +112,7 @@ class SidecarConfig:
             credentials_dir=credentials,
             remote=env.get(names.ENV_REMOTE) or None,
             token=token,
+            operator_public=operator_public,
             cluster=env.get(names.ENV_CLUSTER, ""),
             remote_credentials_dir=Path(text)
             if (text := env.get(names.ENV_REMOTE_CREDENTIALS_DIR))

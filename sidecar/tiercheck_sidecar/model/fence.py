@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
 from tiercheck.protocol.directive import Directive
+
+
+def is_signed(key: bytes, statement: bytes, signature: str) -> bool:
+    """Whether the operator, whose public key this is, signed the statement."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(bytes.fromhex(signature), statement)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 class Fence:

@@ -25,9 +25,10 @@ from tiercheck.protocol.report import (
     RestoreReport,
     RestoreState,
 )
+from tiercheck.protocol.signing import SignedAttempt, attempt_statement
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.model.fence import Fence
+from tiercheck_sidecar.model.fence import Fence, is_signed
 from tiercheck_sidecar.model.peer_watch import PeerWatch
 from tiercheck_sidecar.model.trainer_watch import TrainerWatch
 from tiercheck_sidecar.restore.progress_meter import ProgressMeter
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 
 _MOMENT = 0.02
 """Seconds between two looks of a loop for which nobody waits."""
-_MOST_AHEAD = 1000
-"""Attempts that may have begun since the newest directive."""
 
 
 class DirectiveRefused(Exception):
@@ -118,7 +117,7 @@ class SidecarState:
         """What the rehearsal can show."""
         self.counters = Counters()
         self.fence = Fence(lambda: self.count(refused_stale=1))
-        self._learned = 0
+        self._learned = SignedAttempt(0)
         self._problems: dict[str, Problem] = {}
         self._quarantined: dict[tuple[int, Version, Kind, int], Quarantined] = {}
 
@@ -173,30 +172,40 @@ class SidecarState:
         return directive.attempt if directive else 0
 
     @property
-    def newest_attempt(self) -> int:
+    def signed_attempt(self) -> SignedAttempt:
+        """The attempt that is followed."""
+        directive = self.directive
+        return SignedAttempt(directive.attempt, directive.signature) if directive else SignedAttempt(0)
+
+    @property
+    def newest_attempt(self) -> SignedAttempt:
         """The newest that is known to have begun, whether or not we were told to follow it."""
-        return max(self._learned, self.attempt) if self._is_credible(self._learned) else self.attempt
+        learned, followed = self._learned, self.signed_attempt
+        return learned if learned.attempt > followed.attempt else followed
 
     @property
     def fenced(self) -> bool:
         """Whether the job goes on without us as far as we know: then nothing is written that others could
         read."""
-        return self.newest_attempt > self.attempt
+        return self.newest_attempt.attempt > self.attempt
 
-    def _is_credible(self, attempt: int) -> bool:
-        """One wrong number must not end this sidecar's attempts for good. Before the first directive any may
-        be the job's."""
-        return self.directive is None or attempt <= self.attempt + _MOST_AHEAD
-
-    def learn(self, attempt: int) -> None:
-        """A proven peer, or the remote tier, knows this attempt. What is too far ahead to be true is not
-        believed."""
+    def learn(self, told: SignedAttempt) -> None:
+        """A peer, or the remote tier, knows this attempt. It counts only if the operator has signed it."""
+        if told.attempt <= self.newest_attempt.attempt:
+            return
+        if not self._is_signed(told):
+            log.warning("attempt %d is not signed by the operator, and does not count", told.attempt)
+            return
         with self.lock:
-            if attempt <= self.newest_attempt or not self._is_credible(attempt):
+            if told.attempt <= self.newest_attempt.attempt:
                 return
-            self._learned = attempt
-        log.warning("attempt %d has begun elsewhere; ours (%d) is over", attempt, self.attempt)
+            self._learned = told
+        log.warning("attempt %d has begun elsewhere; ours (%d) is over", told.attempt, self.attempt)
         self.bump()
+
+    def _is_signed(self, told: SignedAttempt) -> bool:
+        statement = attempt_statement(self.config.job_uid, told.attempt)
+        return is_signed(self.config.operator_public, statement, told.signature)
 
     def isolated(self, seconds: float) -> bool:
         """Whether for so long neither the controller nor any of our peers was heard. Never without peers:

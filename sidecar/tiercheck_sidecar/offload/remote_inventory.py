@@ -59,11 +59,17 @@ class RemoteListing:
         elif self._listed_as == 0 and mark == self._listed_for and now - self._listed_at <= _LIST_EVERY:
             return
         versions = tuple(store.versions())
-        self._state.learn(store.newest_attempt(self._state.config.job_uid))
+        self.learn_attempts(store)
         self._listed_at, self._listed_for, self._listed_as = now, mark, self._state.config.worker
         self.publish(store, versions)
         if self._state.config.worker == 0 and self._examinations < _EXAMINATIONS:
             self._examine(store)
+
+    def learn_attempts(self, store: RemoteStore) -> None:
+        """Learn of newer attempts that are announced in the store."""
+        state = self._state
+        for told in store.newest_attempts(state.config.job_uid, state.newest_attempt.attempt):
+            state.learn(told)
 
     def publish(self, store: RemoteStore, versions: tuple[Version, ...]) -> None:
         """The store holds these versions."""

@@ -90,7 +90,7 @@ class Uploader:
             ready = self._state.restore.state is RestoreState.READY
         self._inventory.list_when_due(store, verdict)
         if directive is not None and self._state.config.worker == 0 and self._announced != directive.attempt:
-            store.begin_attempt(directive.job_uid, directive.attempt)
+            store.begin_attempt(directive.job_uid, directive.attempt, directive.signature)
             self._announced = directive.attempt
         if directive is None or not ready or self._state.fenced:
             return
@@ -108,7 +108,7 @@ class Uploader:
         """Whether no newer attempt has announced itself. Asked before anything that readers could see is made
         or deleted: the versions of the next attempt must not be pushed out by ours, which nobody will read.
         """
-        self._state.learn(store.newest_attempt(directive.job_uid))
+        self._inventory.learn_attempts(store)
         return not self._state.fenced and self._state.attempt == directive.attempt
 
     def _upload(self, store: RemoteStore, directive: Directive, version: Version) -> None:

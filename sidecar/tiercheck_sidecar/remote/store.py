@@ -20,6 +20,7 @@ from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import open_plain
 from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
+from tiercheck.protocol.signing import SignedAttempt
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.offload.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys, retention
@@ -47,6 +48,8 @@ FETCH_BYTES = 8 * 1024 * 1024
 FETCH_THREADS = 4
 _REFUSALS = 3
 """Versions whose deletion failed, after which the others wait for the next time."""
+_ANNOUNCED = 8
+"""Attempts that are read: the newest, and what else may lie there."""
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 
@@ -190,20 +193,26 @@ class RemoteStore:
                 raise
         return _content(self.read_manifest(manifest.version)) == _content(manifest)
 
-    def begin_attempt(self, job_uid: str, attempt: int) -> None:
+    def begin_attempt(self, job_uid: str, attempt: int, signature: str = "") -> None:
         """Announce an attempt to whoever still writes here for an older one; what was announced before it is
-        forgotten, where that is allowed: the highest counts."""
+        forgotten, where that is allowed: the highest counts. `signature`: the operator's, by which it is
+        believed."""
         self._ownership.claim()
-        key = keys.attempt_key(job_uid, attempt)
-        self._objects.create(key, b"")
+        self._objects.write(keys.attempt_key(job_uid, attempt), signature.encode())
         with self._tidying():
             known = [stored.key for stored in self._objects.list(keys.ATTEMPTS)]
             self._objects.delete([each for each in known if keys.attempt_of(each, job_uid) < attempt])
 
-    def newest_attempt(self, job_uid: str) -> int:
-        """The newest that the job's workers have announced; 0: none was."""
-        listed = self._objects.list(keys.ATTEMPTS)
-        return max((keys.attempt_of(stored.key, job_uid) for stored in listed), default=0)
+    def newest_attempts(self, job_uid: str, above: int = 0) -> list[SignedAttempt]:
+        """The newest few after `above` that are announced, newest first: anybody who can write here may have
+        announced any."""
+        listed = {keys.attempt_of(each.key, job_uid): each.key for each in self._objects.list(keys.ATTEMPTS)}
+        found = []
+        for attempt in sorted(listed, reverse=True)[:_ANNOUNCED]:
+            if attempt > above:
+                said = self._objects.read(listed[attempt]) or b""
+                found.append(SignedAttempt(attempt, said.decode(errors="replace")))
+        return found
 
     def versions(self) -> list[Version]:
         """Complete versions, oldest (lowest step) first."""

@@ -179,7 +179,7 @@ class TrainerSocket:
             return None
         attempt, phase = directive.attempt, directive.phase
         if self._state.fenced:  # whatever it would compute from here on belongs to no history
-            attempt, phase = self._state.newest_attempt, Phase.HOLD
+            attempt, phase = self._state.newest_attempt.attempt, Phase.HOLD
         if phase is Phase.RELEASE and self._state.trainer.lost_container:
             phase = (
                 Phase.HOLD

@@ -17,6 +17,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.operator_key import sign_pod
 from tests.sidecar.stations import Stations
 from tests.sidecar.world import World, write_credentials
 from tiercheck import connections
@@ -153,7 +154,9 @@ class Port:
     ) -> bytes:
         """The status line of an answer."""
         given = self.token.encode() if token is None else token
-        text = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ".encode() + given + b"\r\n\r\n"
+        (header,) = (": ".join(pair) for pair in sign_pod("pod-0").items())
+        text = f"GET {path} HTTP/1.1\r\nHost: x\r\n{header}\r\nAuthorization: Bearer ".encode()
+        text += given + b"\r\n\r\n"
         if wire is None:
             with self.dial() as own:
                 own.sendall(text)

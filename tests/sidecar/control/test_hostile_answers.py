@@ -10,12 +10,14 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.operator_key import sign_attempt
 from tests.sidecar.stations import Stations
 from tests.sidecar.versions.reports import RankTiers, TierReport, tell
 from tests.sidecar.world import JOB_UID, World, error_of
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.signing import SignedAttempt
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Challenge
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
@@ -50,28 +52,33 @@ def test_every_senseless_message_breaks_its_connection_and_nothing_else(text: by
         wire.close()
 
 
-@pytest.mark.parametrize("claimed", [10**4, 10**9, 10**18, 2**63 - 1])
-def test_an_attempt_that_cannot_be_is_not_believed(state: SidecarState, claimed: int) -> None:
-    assert state.attempt == 1
+SIGNED = sign_attempt(JOB_UID, 40)
+UNSIGNED = [SignedAttempt(2), SignedAttempt(40), SignedAttempt(2, SIGNED.signature), SignedAttempt(2, "²"),
+    SignedAttempt(41, SIGNED.signature), SignedAttempt(2**63, "00" * 64),
+    sign_attempt("another job", 40)]  # fmt: skip
+
+
+@pytest.mark.parametrize("claimed", UNSIGNED)
+def test_an_attempt_that_the_operator_has_not_signed_is_not_believed(
+    state: SidecarState, claimed: SignedAttempt
+) -> None:
     state.learn(claimed)
-    assert (state.newest_attempt, state.fenced) == (1, False)
-    state.learn(3)
-    assert (state.newest_attempt, state.fenced) == (3, True), "one that can be is believed all the same"
+    assert (state.newest_attempt.attempt, state.fenced) == (1, False)
 
 
-def test_what_was_claimed_before_the_first_directive_counts_if_it_can_be_true(state: SidecarState) -> None:
-    for claimed, fenced in ((7, True), (10**18, False)):
-        fresh = SidecarState(state.config)
-        fresh.learn(claimed)
-        assert state.directive is not None
-        fresh.accept(dataclasses.replace(state.directive, attempt=5, instance=fresh.instance))
-        assert fresh.fenced is fenced
+def test_a_signed_attempt_is_believed_however_far_ahead_it_is(state: SidecarState) -> None:
+    state.learn(SIGNED)
+    assert (state.newest_attempt, state.fenced) == (SIGNED, True)
 
 
-def test_step_by_step_nobody_is_led_away_either(state: SidecarState) -> None:
-    for claimed in range(500, 100_000, 500):
-        state.learn(claimed)
-    assert state.newest_attempt <= state.attempt + 1000
+def test_what_was_learned_before_the_first_directive_counts(state: SidecarState) -> None:
+    fresh = SidecarState(state.config)
+    fresh.learn(SIGNED)
+    assert state.directive is not None
+    fresh.accept(dataclasses.replace(state.directive, attempt=5, instance=fresh.instance))
+    assert fresh.fenced
+    fresh.accept(dataclasses.replace(state.directive, attempt=41, instance=fresh.instance, number=2))
+    assert not fresh.fenced, "the operator began above it"
 
 
 def test_an_environment_of_nonsense_is_named(make_world: MakeWorld) -> None:

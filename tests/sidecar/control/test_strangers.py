@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.operator_key import sign_pod
 from tests.sidecar.journeys.test_cluster import save_everywhere
 from tests.sidecar.stations import Stations, send_bytes
 from tests.sidecar.world import JOB_UID, World, content, error_of, layout, until
@@ -16,6 +17,7 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, Watermarks
+from tiercheck.protocol.signing import HEADER
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.control.tier_line import PATH
 from tiercheck_sidecar.decoding import decode
@@ -50,6 +52,21 @@ def test_control_api_refuses_without_the_token(make_world: MakeWorld) -> None:
     for method, path in (("PUT", "/v1/directive"), ("GET", "/v1/report"), ("GET", PATH)):
         for token in ("", "wrong", world.token[:-1]):
             assert world.call(0, method, path, body, token=token)[0] == 401
+    assert world.report(0).attempt == 0
+
+
+@pytest.mark.parametrize("signature", ["", "00" * 64, "²", "that of another pod"])
+def test_who_has_the_token_of_the_job_does_not_speak_for_the_operator(
+    make_world: MakeWorld, signature: str
+) -> None:
+    """Each sidecar has the token. What the operator shows to one pod is worth nothing at another."""
+    world = make_world()
+    world.start()
+    world.new_attempt()
+    shown = sign_pod("pod-1") if " " in signature else {HEADER: signature}
+    body = meant_for(world.report(0), world.directive(0, Phase.FINISH))
+    for method, path in (("PUT", "/v1/directive"), ("GET", "/v1/report")):
+        assert world.call(0, method, path, body, headers=shown)[0] == 403
     assert world.report(0).attempt == 0
 
 

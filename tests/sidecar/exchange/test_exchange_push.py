@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange import server, transfers
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken, from_bitmap
-from tiercheck_sidecar.exchange.handshake import CallerClaim
+from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, push
 from tiercheck_sidecar.replicate.streams import Line, TooDamaged
@@ -289,19 +290,23 @@ def test_rank_that_is_not_the_senders_is_refused(stations: Callable[..., Station
         push(job[0].vault, seal, line)
 
 
-def test_one_worker_cannot_take_all_connections(
-    stations: Callable[..., Stations], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [0, 2])
+def test_one_worker_cannot_take_all_connections_in_whoevers_name(
+    stations: Callable[..., Stations], monkeypatch: pytest.MonkeyPatch, name: int
 ) -> None:
-    monkeypatch.setattr(server, "_MOST_PER_WORKER", 2)
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 4)
     job = stations(workers=3)
-    wires = [job[0].connect(1) for _ in range(3)]
-    for wire in wires[:2]:
-        wire.send(Ask("list", 0))
-        assert wire.receive(Say).state == "listed"
-    with pytest.raises(WireBroken):
-        wires[2].receive(Say)
-    seal = job[1].save(Version(5, 1), MIB)
-    with job[1].line(2) as line:
-        assert push(job[1].vault, seal, line) is Pushed.KEPT
+    thief = replace(job[2].identity, worker=name)
+    wires = [dial(thief, 1, job.peer(1), job.port) for _ in range(8)]
+    seal = job[0].save(Version(5, 1), MIB)
+    for _ in range(3):
+        with job[0].line(1) as line:
+            assert push(job[0].vault, seal, line) is Pushed.KEPT
     for wire in wires:
         wire.close()
+
+
+def test_worker_that_the_job_does_not_have_is_refused(stations: Callable[..., Stations]) -> None:
+    job = stations(workers=3)
+    with pytest.raises(PeerRefused, match="the job has no worker 1000"):
+        dial(replace(job[2].identity, worker=1000), 1, job.peer(1), job.port)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.operator_key import sign_attempt
 from tests.sidecar.stations import TOKEN, Stations, send_bytes
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.directive import Peer, Tier
@@ -142,7 +143,16 @@ def test_caller_that_is_late_learns_of_the_attempt_in_which_workers_have_other_n
     job.next_attempt()
     with pytest.raises(PeerRefused, match="in attempt 2") as refused:
         dial(job[0].identity, 1, Peer(1, job.host(2)), job.port)
-    assert refused.value.attempt == 2
+    assert refused.value.attempt == sign_attempt(JOB_UID, 2)
+
+
+def test_caller_ends_nobodys_attempt_unless_the_operator_signed_a_newer_one(stations: MakeStations) -> None:
+    job = stations(workers=3)
+    for attempt, signature, fenced in ((1001, "", False), (40, sign_attempt(JOB_UID, 40).signature, True)):
+        caller = replace(job[2].identity, signature=lambda signature=signature: signature)
+        dial(caller, attempt, job.peer(0), job.port).close()
+        assert job[0].state.fenced is fenced
+    assert job[0].sidecar.reporter.report().newest_attempt == 40
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from tests.sidecar.stations import Stations
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
+from tiercheck.protocol.signing import SignedAttempt
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
@@ -41,8 +42,8 @@ class Store:
         self.listed += 1
         return [FIRST] if self.listed == 1 else [FIRST, SECOND]
 
-    def newest_attempt(self, job_uid: str) -> int:
-        return 0
+    def newest_attempts(self, job_uid: str, above: int) -> list[SignedAttempt]:
+        return []
 
     def read_manifest(self, version: Version) -> object:
         raise AssertionError("only worker 0 asks how many ranks made a version")
@@ -55,6 +56,7 @@ def ignore(stored: tuple[Version, ...]) -> None:
 @pytest.fixture
 def state(tmp_path: Path) -> SidecarState:
     (tmp_path / "token").write_text("x")
+    (tmp_path / "operator.pub").write_bytes(bytes(32))
     env = {
         "JOB": "ns/j",
         "JOB_UID": "u",
@@ -87,7 +89,7 @@ def test_worker_asks_once_per_version_whether_its_attempt_is_over_however_many_r
     for rank in range(4):
         job[0].save(FIRST, 10_000, rank=rank)
     state, store, asked, put = job[0].state, Store(), list[str](), list[int]()
-    monkeypatch.setattr(store, "newest_attempt", lambda uid: asked.append(uid) or 0)
+    monkeypatch.setattr(store, "newest_attempts", lambda uid, above: asked.append(uid) or [])
     store.put_artifact = lambda rank, version, *_, **more: put.append(rank) or RankArtifact(rank, version, "")  # type: ignore[attr-defined]
     uploader = Uploader(
         state, job[0].vault, JobStore(state.config), RemoteListing(state, ignore), lambda: None

@@ -441,11 +441,16 @@ def test_closed_store_refuses(store: RemoteStore, slots: Slots) -> None:
 
 
 def test_attempts_are_announced_once_and_only_the_newest_stays(store: RemoteStore, place: Place) -> None:
-    assert store.newest_attempt("uid") == 0
+    assert store.newest_attempts("uid") == []
     for attempt in (3, 12, 12, 7):
-        store.begin_attempt("uid", attempt)
-    assert store.newest_attempt("uid") == 12, "one that was cut off and announces itself late changes nothing"
-    assert store.newest_attempt("other") == 0
+        store.begin_attempt("uid", attempt, f"of {attempt}")
+    assert store.newest_attempts("uid")[0] == (12, "of 12"), (
+        "one that was cut off and announces itself late changes nothing"
+    )
+    assert store.newest_attempts("uid", above=12) == []
+    store.begin_attempt("uid", 13, "of 13")
+    assert store.newest_attempts("uid") == [(13, "of 13")]
+    assert store.newest_attempts("other") == []
     store.begin_attempt("other", 1)
-    assert (store.newest_attempt("uid"), store.newest_attempt("other")) == (0, 1)
+    assert [len(store.newest_attempts(job)) for job in ("uid", "other")] == [0, 1]
     assert store.versions() == []

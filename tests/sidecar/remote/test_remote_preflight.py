@@ -183,6 +183,7 @@ def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: 
 
     env = {name: "1" for name in ("PROCS_PER_WORKER", "POD_UID", "MEMORY_LIMIT", "JOB", "JOB_UID", "POD_IP")}
     (tmp_path / "token").write_text("x")
+    (tmp_path / "operator.pub").write_bytes(bytes(32))
     config = SidecarConfig.from_env(
         {f"TIERCHECK_{name}": value for name, value in env.items()}
         | {"TIERCHECK_WORKER": "0", "TIERCHECK_CREDENTIALS_DIR": str(tmp_path)}

@@ -115,7 +115,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
     status = situation.job.status
     first = status.attempt == 0
     # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
-    history, number = status.history, max([status.attempt, *(report.attempt for report in reports)]) + 1
+    history, number = status.history, max(status.attempt, situation.newest_attempt) + 1
     if first and remote.versions and not _counted(reports):
         return _remote_unknown(replace(remote, reachable=None), reports)
     if first and remote.configured:

@@ -45,6 +45,13 @@ def find_trigger(situation: Situation) -> Trigger | None:
     complete = not situation.membership.missing(situation.size)
     if not complete or members_digest(situation.members) != status.members:
         return _lost_members(situation)
+    if situation.newest_attempt > status.attempt:
+        return Trigger(
+            Cause.OVERTAKEN,
+            f"attempt {situation.newest_attempt} has begun before, and the status knows of {status.attempt} "
+            "only: it was edited or restored. The next attempt is counted from there",
+            None,
+        )
     mismatch = replay_mismatch(situation)
     if mismatch is not None:
         return mismatch

@@ -87,6 +87,12 @@ class Situation(Observation):
         return max([*steps, status.step or 0])
 
     @cached_property
+    def newest_attempt(self) -> int:
+        """The newest attempt that the operator has signed, as far as sidecars know; 0: none."""
+        reports = [known.report for known in self.reports.values() if known.report is not None]
+        return max((report.newest_attempt for report in reports), default=0)
+
+    @cached_property
     def resumption(self) -> Recovery | None:
         """The recovery that brings a suspended job back; None: it was not suspended."""
         status = self.job.status

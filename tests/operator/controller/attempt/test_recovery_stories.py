@@ -481,6 +481,33 @@ def test_sidecars_that_know_a_newer_attempt_than_the_status_are_overtaken() -> N
     assert world.status.attempt == 2
 
 
+def test_status_that_was_restored_from_a_backup_is_brought_on_in_one_attempt() -> None:
+    """etcd came back as it was many recoveries ago; sidecars and the remote tier are where they were."""
+    world = running_world(remote=REMOTE)
+    world.train(9)
+    old = world.job.status
+    for _ in range(3):
+        world.crash(1)
+        world.until("Running", attempt=world.status.attempt + 1)
+    newest = world.status.attempt
+    world.job = replace(world.job, status=old)
+    world.tick()
+    assert world.status.recovery is not None
+    world.until("Running", attempt=newest + 1)
+    assert world.status.last_recovery is not None
+    assert world.status.attempt == newest + 1
+    assert (world.status.last_recovery["cause"], world.status.counted) == ("Overtaken", 0)
+    assert f"attempt {newest} has begun before" in world.status.last_recovery["message"]
+
+
+def test_attempt_that_one_sidecar_learned_of_elsewhere_is_passed_at_once() -> None:
+    """As from an announcement in the remote tier, which the operator signed."""
+    world = running_world()
+    world.sidecars[world.member(1)].learned = 40
+    world.until("Running", attempt=41)
+    assert world.status.attempt == 41
+
+
 @pytest.mark.parametrize("moment", range(1, 12))
 def test_operator_killed_in_the_middle_of_a_recovery_continues(moment: int) -> None:
     world = running_world()
