@@ -59,7 +59,7 @@ def trainer_alone(start_pod: StartPod, folder: Path) -> tuple[Pod, str]:
     (container,) = pod.spec["containers"]
     del container["command"]
     container["args"] = ["--folder", "/tmp/checkpoints"]
-    container["env"] = [entry for entry in container["env"] if entry["name"] == "PYTHONPATH"]
+    container["env"] = [{"name": "PYTHONPATH", "value": names.LIBRARY_DIR}]
     return pod, name
 
 

@@ -16,6 +16,7 @@ from tests.scripted_sidecar import until
 from tiercheck.launcher import app
 from tiercheck.launcher.environment import command_environment
 from tiercheck.protocol.directive import Phase
+from tiercheck_sidecar.install_library import install
 
 Launch = Callable[..., Launched]
 
@@ -76,6 +77,40 @@ def test_newer_attempt_stops_the_command_and_starts_it_again_in_place(launch: La
     assert not any(
         event.event == "exited" for event in launched.sidecar.events
     )  # it was told to stop, it did not fail
+
+
+SHOW = """
+import os, sys
+import tiercheck.launcher
+print(os.environ["PYTHONPATH"], tiercheck.__file__, *map(os.environ.get, sys.argv[1:]), sep="|")
+"""
+
+
+@pytest.mark.parametrize("former", [None, "", "{theirs}", "{theirs}:/opt/other"])
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_command_sees_the_variables_of_its_container_with_the_library_in_front(
+    tmp_path: Path, launch: Launch, former: str | None, safe: str
+) -> None:
+    """The image may set any of them; the modules of the launcher's own folder hide none of the script's."""
+    install(tmp_path / "lib")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "command.py").write_text("WORD = 'theirs'")
+    script = SHOW if not former else f"import command; assert command.WORD == 'theirs'\n{SHOW}"
+    (tmp_path / "show.py").write_text(script)
+    kept = {"LD_LIBRARY_PATH": "/opt/lib", "PYTHONSTARTUP": "/opt/start.py", "PYTHONNOUSERSITE": "1"}
+    paths = {} if former is None else {"PYTHONPATH": former.format(theirs=theirs)}
+    launched = launch(
+        [sys.executable, str(tmp_path / "show.py"), *kept],
+        program=(str(tmp_path / "lib/tiercheck/launcher/__main__.py"),),
+        cleared="PYTHONPATH",
+        **kept, **paths, PYTHONSAFEPATH=safe, TIERCHECK_WARM="0",
+    )  # fmt: skip
+    launched.sidecar.say(order(1, Phase.RELEASE))
+    path, library, *others = launched.line().split("|")
+    assert path == ":".join(filter(None, [str(tmp_path / "lib"), paths.get("PYTHONPATH")]))
+    assert library.startswith(str(tmp_path / "lib"))
+    assert others == list(kept.values())
 
 
 def test_order_of_an_older_attempt_is_ignored(launch: Launch) -> None:

@@ -1,6 +1,8 @@
 """Runs the launcher, which the operator puts in front of the user's command.
 
-`python3 -m tiercheck.launcher -- COMMAND...`
+`python3 FOLDER/tiercheck/launcher/__main__.py -- COMMAND...`: only here the variables of the container are
+all known, whether the image, a ConfigMap or the template set them. So here, and not in the manifest, the
+library comes first on PYTHONPATH.
 """
 
 import os
@@ -10,6 +12,13 @@ import sys
 if __name__ == "__main__":
     # PID 1 ends by no signal that it does not catch. The loop takes over when it can start something.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+    if not __package__:  # started by its path
+        own = os.path.dirname(os.path.realpath(__file__))
+        library = os.path.dirname(os.path.dirname(own))
+        sys.path[:] = [library, *(path for path in sys.path if path != own)]
+        former = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = f"{library}{os.pathsep}{former}" if former else library
 
     from tiercheck.launcher.app import main
 

@@ -431,7 +431,7 @@ def main(arguments: Sequence[str]) -> int:
     """The command line `[--] COMMAND [ARGUMENT...]`; returns the exit code."""
     command = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
     if not command:
-        print("usage: python3 -m tiercheck.launcher -- COMMAND [ARGUMENT...]", file=sys.stderr)
+        print("usage: python3 -m tiercheck launch -- COMMAND [ARGUMENT...]", file=sys.stderr)
         return 2
     run_dir = Path(os.environ.get(ENV_RUN_DIR, RUN_DIR))
     stop_seconds = seconds_of(os.environ, ENV_STOP_SECONDS, 5.0)

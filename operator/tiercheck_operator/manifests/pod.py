@@ -38,7 +38,6 @@ GROUP = 65532
 """Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their
 users are."""
 _REMOTE_CREDENTIALS = "tiercheck-remote-credentials"
-_USERS_PATH = "TIERCHECK_USER_PYTHONPATH"
 _GRACE = 30
 """Seconds between SIGTERM and SIGKILL if the template says nothing; Kubernetes' own default."""
 _GRACE_WITH_REMOTE = 300
@@ -316,11 +315,15 @@ def _sidecar(
 def _trainer(job: JobView, worker: str, container: Mapping[str, Any]) -> dict[str, Any]:
     wrapped = dict(container)
     wrapped["command"] = [
-        "python3", "-m", "tiercheck.launcher", "--",
+        "python3", names.LAUNCHER, "--",
         *(container.get("command") or []), *(container.get("args") or []),
     ]  # fmt: skip
     wrapped.pop("args", None)
-    wrapped["env"] = [*_identity(job, worker), *_trainer_environment(job, container.get("env") or [])]
+    identity = _identity(job, worker)
+    # A variable that is set here hides the one of the image or of envFrom, so all of these are ours by name.
+    ours = {entry["name"] for entry in identity}
+    theirs = [entry for entry in container.get("env") or [] if entry.get("name") not in ours]
+    wrapped["env"] = [*identity, *theirs]
     wrapped["volumeMounts"] = [
         *(container.get("volumeMounts") or []),
         {"name": "tiercheck-memory", "mountPath": names.MEMORY_DIR},
@@ -328,34 +331,6 @@ def _trainer(job: JobView, worker: str, container: Mapping[str, Any]) -> dict[st
         {"name": "tiercheck-library", "mountPath": names.LIBRARY_DIR, "readOnly": True},
     ]
     return wrapped
-
-
-def _trainer_environment(job: JobView, theirs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The user's variables, in their order because they may refer to one another, with the library first on
-    PYTHONPATH."""
-    ours = {entry["name"] for entry in _identity(job, "0")}
-    env: list[dict[str, Any]] = []
-    found = False
-    for entry in theirs:
-        if entry.get("name") in ours:
-            continue
-        if entry.get("name") != "PYTHONPATH":
-            env.append(dict(entry))
-            continue
-        found = True
-        if entry.get("valueFrom"):
-            # Only Kubernetes can look that up, so it gets a name of its own that PYTHONPATH refers to.
-            env.append({**entry, "name": _USERS_PATH})
-            env.append({"name": "PYTHONPATH", "value": f"{names.LIBRARY_DIR}:$({_USERS_PATH})"})
-        else:
-            value = entry.get("value")
-            env.append(
-                {
-                    "name": "PYTHONPATH",
-                    "value": f"{names.LIBRARY_DIR}:{value}" if value else names.LIBRARY_DIR,
-                }
-            )
-    return env if found else [{"name": "PYTHONPATH", "value": names.LIBRARY_DIR}, *env]
 
 
 def _identity(job: JobView, worker: str) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ async def test_command_is_wrapped_and_all_else_of_the_users_stays() -> None:
     pod = shapes.trainjob_pod(1)
     made, _ = await admitted(pod, shapes.trainjob(), shapes.POLICY)
     node = container_of(made, "node")
-    assert node["command"] == ["python3", "-m", "tiercheck.launcher", "--", "torchrun", "train.py"]
+    assert node["command"] == ["python3", names.LAUNCHER, "--", "torchrun", "train.py"]
     assert environment(node)["PET_MASTER_ADDR"] == "tune-node-0-0.tune", (
         "the launcher sets its own at each attempt"
     )
@@ -265,7 +265,7 @@ async def test_annotation_names_the_container_that_trains() -> None:
     pod["metadata"]["annotations"][names.ANNOTATION_CONTAINER] = "b"
     made, warning = await admitted(pod, shapes.job(), shapes.POLICY)
     assert warning == ""
-    assert container_of(made, "b")["command"][:3] == ["python3", "-m", "tiercheck.launcher"]
+    assert container_of(made, "b")["command"][:2] == ["python3", names.LAUNCHER]
     assert container_of(made, "a")["command"] == ["torchrun", "train.py"]
 
 

@@ -151,19 +151,19 @@ def trainer_env(*theirs: dict[str, Any]) -> list[dict[str, Any]]:
     return list(container(pod, names.TRAINER_CONTAINER)["env"])
 
 
-def test_search_path_keeps_its_place_because_it_may_refer_to_variables_before_it() -> None:
-    given = trainer_env({"name": "ROOT", "value": "/app"}, {"name": "PYTHONPATH", "value": "$(ROOT)/src"})
-    ordered = [entry["name"] for entry in given]
-    assert ordered.index("ROOT") < ordered.index("PYTHONPATH")
-    assert {"name": "PYTHONPATH", "value": "/tiercheck/lib:$(ROOT)/src"} in given
+HIDING = ("PYTHONPATH", "LD_LIBRARY_PATH", "PATH", "PYTHONSTARTUP", "PYTHONSAFEPATH", "PYTHONNOUSERSITE")
 
 
-def test_search_path_that_only_kubernetes_can_look_up_is_kept() -> None:
+def test_variables_of_image_and_config_maps_are_hidden_by_none_of_ours() -> None:
+    assert all(entry["name"].startswith("TIERCHECK_") for entry in trainer_env())
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_variables_of_the_template_stay_as_they_are(name: str) -> None:
     reference = {"configMapKeyRef": {"name": "settings", "key": "path"}}
-    given = trainer_env({"name": "PYTHONPATH", "valueFrom": reference})
-    held, path = given[-2:]
-    assert held["valueFrom"] == reference
-    assert path == {"name": "PYTHONPATH", "value": f"/tiercheck/lib:$({held['name']})"}
+    theirs = [{"name": "ROOT", "value": "/app"}, {"name": name, "value": "$(ROOT)/src"},
+        {"name": name, "valueFrom": reference}]  # fmt: skip
+    assert trainer_env(*theirs)[-3:] == theirs
 
 
 def test_sidecar_starts_first_is_native_and_owns_the_memory() -> None:
@@ -208,15 +208,14 @@ def test_trainer_runs_the_users_command_under_the_launcher_and_sees_no_credentia
     trainer = container(build_pod(make_job(), 1, 3, (), "sidecar:1"), names.TRAINER_CONTAINER)
     assert trainer["command"] == [
         "python3",
-        "-m",
-        "tiercheck.launcher",
+        "/tiercheck/lib/tiercheck/launcher/__main__.py",
         "--",
         "torchrun",
         "train.py",
         "--lr=1",
     ]
     assert "args" not in trainer
-    assert env(trainer)["PYTHONPATH"] == "/tiercheck/lib:/app"
+    assert env(trainer)["PYTHONPATH"] == "/app"
     assert env(trainer)["LR"] == "1"
     assert env(trainer)[names.ENV_WORKER] == "1"
     mounts = {mount["name"] for mount in trainer["volumeMounts"]}
