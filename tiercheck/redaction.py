@@ -109,6 +109,17 @@ def redacted(text: str, known: Iterable[str] = ()) -> str:
     return _TOKEN.sub(GONE, _SCHEME.sub(rf"\1{GONE}", text))
 
 
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys, or that reorder what is read; not the tab and the end of a line."""
+
+
+def escape_controls(text: str, *, breaks: bool = False) -> str:
+    """Returns `text` with escapes such as \\x1b in place of characters that a terminal obeys, and with
+    `breaks` in place of line ends too."""
+    text = CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return text.replace("\n", "\\n") if breaks else text
+
+
 def is_secret_name(name: str) -> bool:
     """Returns whether the value of a field, variable or option of this name is a credential."""
     return _IS_NAME.search(name) is not None
@@ -143,7 +154,12 @@ class _Redacting(logging.Formatter):
         self._known = tuple(known)
 
     def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record), self._known)
+        whole = super().format(record)
+        said = self.formatMessage(record)  # then follows a traceback, if there is one
+        message = escape_controls(redacted(said, self._known), breaks=True)
+        # Indented: else a line of an exception's own text could look like one of the log.
+        lines = escape_controls(redacted(whole[len(said) :], self._known)).split("\n")
+        return "\n    ".join([message, *lines[1:]])
 
 
 def _process_ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

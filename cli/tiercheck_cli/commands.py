@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from tiercheck.about import __version__
+from tiercheck.redaction import log_redacted
 from tiercheck_cli.checkpoint.command import import_checkpoint
 from tiercheck_cli.checkpoint.remote_command import remote
 from tiercheck_cli.events.command import events
@@ -19,16 +19,18 @@ from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.plan.command import plan
 from tiercheck_cli.simulate.command import simulate
 from tiercheck_cli.status.command import status
+from tiercheck_cli.terminal import remark, say
 
 
 class _Commands(TyperGroup):
     """A failure that was foreseen is a sentence and an exit status, never a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        log_redacted("WARNING")
         try:
             return super().invoke(ctx)
         except CannotDo as failure:
-            print(f"error: {failure}", file=sys.stderr)
+            remark(f"error: {failure}")
             raise typer.Exit(failure.status) from failure
 
 
@@ -56,7 +58,7 @@ app.add_typer(remote, name="remote", rich_help_panel=_JOBS)
 @app.command(rich_help_panel=_OTHERS)
 def version() -> None:
     """Print the version."""
-    print(__version__)
+    say(__version__)
 
 
 @app.command(context_settings={"ignore_unknown_options": True}, rich_help_panel=_OTHERS)
@@ -74,6 +76,6 @@ def demo(
     try:
         from tiercheck_local.demo.__main__ import main
     except ModuleNotFoundError as error:
-        print(f"the demo needs {error.name}; run: pip install 'tiercheck[demo]'", file=sys.stderr)
+        remark(f"the demo needs {error.name}; run: pip install 'tiercheck[demo]'")
         raise typer.Exit(1) from error
     raise typer.Exit(main([f"--report={report}", *(["--keep"] if keep else [])]))

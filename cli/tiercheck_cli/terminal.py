@@ -1,4 +1,8 @@
-"""Writes answers to a terminal, a pipe, or a program that reads JSON or YAML."""
+"""Writes answers to a terminal, a pipe, or a program that reads JSON or YAML.
+
+Names, Events and what a training script said are written by others. So all text passes here, where control
+characters become visible ones: none of them moves a cursor, sets a title or fills a clipboard.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,10 @@ from enum import Enum
 from typing import Annotated, Any
 
 import typer
+from rich import text as rich_text
 from rich.console import Console, RenderableType
+
+from tiercheck.redaction import CONTROLS, escape_controls
 
 _CLUSTER = "Cluster"
 
@@ -47,14 +54,30 @@ _PIPE_WIDTH = 120
 """Columns where there is no terminal, unless $COLUMNS says."""
 
 
+class Text(rich_text.Text):
+    """Rich's text, in which nothing controls the terminal."""
+
+    def __init__(self, text: str = "", *arguments: Any, **more: Any) -> None:
+        super().__init__(escape_controls(text), *arguments, **more)
+
+    def append(self, text: rich_text.Text | str, *arguments: Any, **more: Any) -> Text:
+        super().append(escape_controls(text) if isinstance(text, str) else text, *arguments, **more)
+        return self
+
+
+class _Console(Console):
+    def render_str(self, text: str, **more: Any) -> rich_text.Text:
+        return super().render_str(escape_controls(text), **more)
+
+
 def console() -> Console:
     """On standard output. Colours only on a terminal, and never with NO_COLOR; what the encoding lacks
     becomes "?"."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    made = Console(highlight=False, soft_wrap=False)
+    made = _Console(highlight=False, soft_wrap=False)
     if not made.is_terminal and "COLUMNS" not in made._environ:
-        return Console(highlight=False, width=_PIPE_WIDTH)
+        return _Console(highlight=False, width=_PIPE_WIDTH)
     return made
 
 
@@ -66,13 +89,18 @@ def plural(count: int, noun: str) -> str:
 def to_plain_text(shown: RenderableType, width: int) -> str:
     """As text without colours, for a file."""
     sink = io.StringIO()
-    Console(file=sink, width=width, highlight=False, color_system=None, force_terminal=False).print(shown)
+    _Console(file=sink, width=width, highlight=False, color_system=None, force_terminal=False).print(shown)
     return "".join(line.rstrip() + "\n" for line in sink.getvalue().splitlines())
+
+
+def say(sentence: object) -> None:
+    """The answer, as one line."""
+    print(escape_controls(str(sentence)), flush=True)
 
 
 def remark(sentence: str) -> None:
     """For people, beside the answer."""
-    print(sentence, file=sys.stderr)
+    print(escape_controls(sentence), file=sys.stderr)
 
 
 def write(answer: Mapping[str, Any], output: Output) -> None:
@@ -80,6 +108,10 @@ def write(answer: Mapping[str, Any], output: Output) -> None:
     if output is Output.YAML:
         import yaml
 
-        print(yaml.safe_dump(answer, sort_keys=False, allow_unicode=True, width=120), end="")
+        text = yaml.safe_dump(answer, sort_keys=False, allow_unicode=True, width=120)
+        if CONTROLS.search(text):
+            text = yaml.safe_dump(answer, sort_keys=False, width=120)
+        print(text, end="")
     else:
-        print(json.dumps(answer, indent=2, ensure_ascii=False))
+        text = json.dumps(answer, indent=2, ensure_ascii=False)
+        print(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))

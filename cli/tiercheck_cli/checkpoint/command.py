@@ -15,11 +15,12 @@ from typing import Annotated
 
 import typer
 
+from tiercheck.redaction import escape_controls
 from tiercheck_cli.checkpoint import to_safetensors
 from tiercheck_cli.checkpoint.saved import Saved, check_new, open_folder
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.terminal import remark
+from tiercheck_cli.terminal import remark, say
 
 _PANEL = "Checkpoint"
 _UNITS = {
@@ -125,7 +126,7 @@ def export_checkpoint(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     progress.end()
-    print(to)
+    say(to)
     remark(f"{saved.version}, saved by {len(saved.slots)} ranks")
     if saved.unequal:
         some = ", ".join(saved.unequal[:3]) + ("" if len(saved.unequal) < 4 else ", ...")
@@ -148,8 +149,9 @@ class Progress:
         if self._on and now - self._shown > 0.2:
             self._shown = now
             share = 100 * self._done // max(1, self._total)
+            name = escape_controls(name[:40])
             print(
-                f"\r{share:3d} %  {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB  {name[:40]:40}",
+                f"\r{share:3d} %  {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB  {name:40}",
                 end="",
                 file=sys.stderr,
             )
@@ -211,7 +213,7 @@ def import_checkpoint(
         with tempfile.TemporaryDirectory(prefix="tiercheck-import-") as folder:
             tier.put(store, version, seed.write(found, Path(folder), version, progress))
     progress.end()
-    print(to)
+    say(to)
     for name in found.left_out[:3]:
         remark(f"left out: {name}")
     if len(found.left_out) > 3:

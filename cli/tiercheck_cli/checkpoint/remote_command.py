@@ -10,7 +10,7 @@ import typer
 from tiercheck_cli.checkpoint.command import Endpoint, Region
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import FAILED, USAGE, CannotDo
-from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, remark
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, remark, say
 
 remote = typer.Typer(
     no_args_is_help=True, help="Try a durable store out; say, or change, whose a job's folder there is."
@@ -40,7 +40,7 @@ def check(
     failed = 0
     for finding in tier.examine(tier.settings_of_url(place, endpoint, region)):
         mark = "skip" if not finding.tried else "ok  " if finding.ok else "FAIL"
-        print(f"{mark}  {finding.name:20} {finding.message}", flush=True)
+        say(f"{mark}  {finding.name:20} {finding.message}")
         failed += not finding.ok
     if failed:
         remark(
@@ -71,7 +71,7 @@ def owner(
         namespace = cluster.namespace
         settings = _settings(lambda: cluster.job(job), place, endpoint, region)
     found = tier.owner_of(tier.open_remote(settings, f"{namespace}/{job}"))
-    print("nobody's yet" if found is None else found.described)
+    say("nobody's yet" if found is None else found.described)
 
 
 @remote.command("take-over")
@@ -118,9 +118,9 @@ def take_over(
         cluster_uid = cluster_uid or cluster.uid()
     former = tier.give_to(tier.open_remote(settings, f"{namespace}/{job}"), uid, cluster_uid)
     if former is not None and former.job_uid == uid and cluster_uid in ("", former.cluster):
-        print(f"{namespace}/{job} has it already")
+        say(f"{namespace}/{job} has it already")
         return
-    print(f"{namespace}/{job}, UID {uid}, has it now")
+    say(f"{namespace}/{job}, UID {uid}, has it now")
     remark("before: " + ("nobody" if former is None else former.described))
 
 

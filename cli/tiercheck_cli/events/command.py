@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
@@ -21,6 +20,7 @@ from tiercheck_cli.terminal import (
     Namespace,
     Output,
     OutputFormat,
+    Text,
     console,
     remark,
     write,

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.durations import age, clock, short
@@ -15,7 +14,7 @@ from tiercheck_cli.events.recoveries import TIERS, PastRecovery
 from tiercheck_cli.explain.answer import WhatIf
 from tiercheck_cli.explain.losses import hit
 from tiercheck_cli.layout import JobLayout
-from tiercheck_cli.terminal import PHASES, TIER_COLOURS, plural
+from tiercheck_cli.terminal import PHASES, TIER_COLOURS, Text, plural
 from tiercheck_operator.model.status import parse_time
 
 _WHENCE = {

@@ -24,7 +24,7 @@ from tiercheck_cli.checkpoint.command import (
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.export.collect import collect, gaps
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, remark
+from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, remark, say
 
 _CHECKPOINT = "Checkpoint"
 _ARCHIVES = (".tar.gz", ".tgz")
@@ -124,7 +124,7 @@ def export(
             _folder(path, collection.files)
     except OSError as error:
         raise CannotDo(f"{path} cannot be written: {error.strerror}") from error
-    print(path)
+    say(path)
     remark(f"{len(collection.files)} files; look through them before you publish them")
     for line in gaps(collection.missing):
         remark(f"not there: {line}")

@@ -10,11 +10,10 @@ from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
 
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.plan.links import Domain, Links, links
-from tiercheck_cli.terminal import plural
+from tiercheck_cli.terminal import Text, plural
 
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#B8A900", "#8C8C8C")
 """Of domains, in turn. Okabe and Ito's, with the yellow darkened for light paper."""

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from tiercheck_cli.durations import short
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.simulate.assumptions import Assumptions
 from tiercheck_cli.simulate.play import Simulation
-from tiercheck_cli.terminal import TIER_COLOURS, plural
+from tiercheck_cli.terminal import TIER_COLOURS, Text, plural
 from tiercheck_operator.planning.placement.placement import Placement
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

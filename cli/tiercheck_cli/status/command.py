@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.text import Text
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
@@ -22,6 +21,7 @@ from tiercheck_cli.terminal import (
     Namespace,
     Output,
     OutputFormat,
+    Text,
     console,
     remark,
     write,

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from tiercheck_cli.durations import age, short
 from tiercheck_cli.events.recoveries import EXACT_WORDS, PastRecovery
 from tiercheck_cli.status.view import Attention, RestoreView, StatusView, TierView, WorkerView
-from tiercheck_cli.terminal import PHASE_WORDS, PHASES, TIER_COLOURS
+from tiercheck_cli.terminal import PHASE_WORDS, PHASES, TIER_COLOURS, Text
 
 _PHASES = {
     "Running": "bold green", "Completed": "bold green", "Failed": "bold red", "Pending": "bold yellow",
@@ -72,7 +71,7 @@ def jobs_table(views: Sequence[StatusView], everywhere: bool) -> Table:
     return table
 
 
-def _headline(view: StatusView) -> Text:
+def _headline(view: StatusView) -> RenderableType:
     ranks = "" if view.procs_per_worker == 1 else f" × {view.procs_per_worker} ranks"
     return Text.assemble(
         (f"{view.namespace}/", "dim"),
@@ -127,7 +126,7 @@ def _facts(view: StatusView) -> Table:
     return grid
 
 
-def _restored(restoring: RestoreView) -> Text:
+def _restored(restoring: RestoreView) -> RenderableType:
     pace = "" if not restoring.bytes_per_second else f", {_gib(int(restoring.bytes_per_second))}/s"
     share = min(100, 100 * restoring.bytes // restoring.wanted)
     return Text.assemble(
@@ -143,7 +142,7 @@ def _survives(view: StatusView) -> str:
     return "nothing" if view.spread else "nothing is placed yet"
 
 
-def _restarts(view: StatusView) -> Text:
+def _restarts(view: StatusView) -> RenderableType:
     if not view.restarts:
         return Text("none")
     nearly = view.crashes >= max(1, view.max_restarts - 1)
@@ -153,7 +152,7 @@ def _restarts(view: StatusView) -> Text:
     )
 
 
-def _resume(entry: PastRecovery) -> Text:
+def _resume(entry: PastRecovery) -> RenderableType:
     style = {"Proven": "green", "Differs": "bold red"}.get(entry.exact, "")
     return Text.assemble(
         (EXACT_WORDS.get(entry.exact, entry.exact), style), (f"   {entry.exact_message}", "dim")

@@ -1,0 +1,101 @@
+"""What others wrote moves no cursor, sets no title, fills no clipboard and reorders no line of a terminal."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.table import Table
+
+from tests.cli.commands_run import run
+from tiercheck_cli import terminal
+from tiercheck_cli.events.command import events_table
+from tiercheck_cli.events.story import story
+from tiercheck_cli.terminal import Output, Text
+
+CLI = Path(terminal.__file__).parent
+EVIL = [
+    "\x1b]0;title\x07", "\x1b]52;c;cm0gLXJmIH4K\x07", "\x1b[2J\x1b[1;1H", "\x9b2K", "\x1b]8;;http://x\x1b\\",
+    "\x08\x7f",
+    "a\rb", "\u202egpj.exe", "\u2066x\u2069", "\u200fx", "\u2028", "\x85", "\x00",
+]  # fmt: skip
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def shown(what: RenderableType | str) -> str:
+    """On a terminal without colours."""
+    made, sink = terminal.console(), io.StringIO()
+    made.file, made._color_system = sink, None
+    made.print(what)
+    return sink.getvalue()
+
+
+def table(cell: object) -> Table:
+    made = Table(str(cell))
+    made.add_row(cell)  # type: ignore[arg-type]
+    return made
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_text_of_any_kind_is_shown_without_what_a_terminal_obeys(evil: str) -> None:
+    event = {"type": "Normal", "reason": evil, "message": f"it {evil} ended", "metadata": {}}
+    told = story(
+        {"metadata": {"name": evil}, "status": {}}, [{**event, "lastTimestamp": "2026-11-26T08:00:00Z"}]
+    )
+    ways: list[RenderableType] = [
+        Text(evil), Text("x").append(evil), Text.assemble(("x", "bold"), evil, (evil, "dim")),
+        Text(" ").join([Text(evil), Text(evil)]), evil, table(evil), table(Text(evil)),
+        Panel(Text(evil), title=Text(evil)), events_table(told),
+    ]  # fmt: skip
+    for way in ways:
+        assert not OBEYED.search(shown(way))
+        assert not OBEYED.search(terminal.to_plain_text(way, 80))
+
+
+@pytest.mark.parametrize("evil", EVIL)
+def test_sentences_and_documents_are_written_without_it_and_say_the_same(
+    evil: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal.say(evil)
+    terminal.remark(evil)
+    written = capsys.readouterr()
+    assert not OBEYED.search(written.out + written.err)
+    for output, read in ((Output.JSON, json.loads), (Output.YAML, yaml.safe_load)):
+        terminal.write({"name": evil, "list": [f"é {evil}"]}, output)
+        text = capsys.readouterr().out
+        assert not OBEYED.search(text)
+        assert read(text) == {"name": evil, "list": [f"é {evil}"]}
+
+
+def test_error_of_a_command_is_a_sentence_without_it(tmp_path: Path) -> None:
+    odd = f"{tmp_path}/\x1b]0;x\x07\u202ejob"
+    ran = run("export", "--folder", odd, "--format", "safetensors", "--to", str(tmp_path / "to"))
+    assert ran.status != 0
+    assert "has no complete version" in ran.err
+    assert not OBEYED.search(ran.err)
+
+
+@pytest.mark.parametrize("path", sorted(CLI.rglob("*.py")), ids=lambda path: path.relative_to(CLI).as_posix())
+def test_nothing_is_shown_by_another_way(path: Path) -> None:
+    """Rich's own `Text` and `Console`, and `print`, pass everything on."""
+    exempt = {"terminal.py": "the way itself", "main.py": "has only the standard library",
+        "simulate/command.py": "counts its runs"}  # fmt: skip
+    odd = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module in ("rich.text", "rich.console", "rich"):
+            odd |= {name.name for name in node.names} & {"Text", "Console", "print"}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "print",
+            "typer.echo",
+            "Text.from_markup",
+        ):
+            odd.add(ast.unparse(node.func))
+    allowed = {"checkpoint/command.py": {"print"}}.get(path.relative_to(CLI).as_posix(), set())
+    assert path.relative_to(CLI).as_posix() in exempt or odd <= allowed
