@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from benchmarks.machine import shared_memory
-from tiercheck.protocol import names
+from tiercheck.protocol import names, signing
 from tiercheck.protocol.directive import (
     DeltaMode,
     Directive,
@@ -34,6 +34,7 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, RestoreState
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.kubernetes.certificates import issue
+from tiercheck_operator.sidecars import Signer
 from tiercheck_sidecar.decoding import decode
 
 T = TypeVar("T")
@@ -77,13 +78,14 @@ class Job:
         self._memory = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         credentials = issue(_JOB_UID)
-        self._token = credentials.token
+        self._token, self._signer = credentials.token, Signer(_JOB_UID, credentials.operator_key)
         folder = self._root / "credentials"
         folder.mkdir()
         (folder / "ca.crt").write_bytes(credentials.ca)
         (folder / "tls.crt").write_bytes(credentials.certificate)
         (folder / "tls.key").write_bytes(credentials.key)
         (folder / "token").write_text(credentials.token)
+        (folder / names.OPERATOR_PUBLIC).write_bytes(credentials.operator_public)
 
     def __enter__(self) -> Job:
         try:
@@ -234,7 +236,8 @@ class Job:
         connection = http.client.HTTPConnection(host, names.CONTROL_PORT)
         with socket.create_connection((host, names.CONTROL_PORT), timeout=10) as raw:
             connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
-            connection.request(method, path, body, {"Authorization": f"Bearer {self._token}"})
+            shown = {signing.HEADER: self._signer.sign_pod(f"pod-{worker}")}
+            connection.request(method, path, body, {"Authorization": f"Bearer {self._token}", **shown})
             response = connection.getresponse()
             answer = response.read()
             connection.close()

@@ -89,7 +89,7 @@ def _only(credentials: Credentials) -> aiohttp.Fingerprint:
     return aiohttp.Fingerprint(hashlib.sha256(certificate).digest())
 
 
-class _Signer:
+class Signer:
     """Signs for one job. A signature is always the same, so one that is made again tells a true one."""
 
     def __init__(self, job_uid: str, key: bytes) -> None:
@@ -172,7 +172,7 @@ class JobSidecars:
         self._wake = wake
         self._poll, self._call, self._clock = poll_seconds, call_seconds, clock
         self._believed, self._token = _only(credentials), f"Bearer {credentials.token}"
-        self._signer = _Signer(job_uid, credentials.operator_key)
+        self._signer = Signer(job_uid, credentials.operator_key)
         self._of_pod: dict[str, str] = {}
         """By host, the signature that its pod knows the operator by."""
         self._lines, self._shares_lines = lines or Lines(), lines is not None

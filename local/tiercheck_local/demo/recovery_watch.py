@@ -1,12 +1,11 @@
 """Watches one job come back, by the operator's status and by what each sidecar says.
 
 The status carries counts only (a thousand ranks would not fit); the rank-by-rank answer is in the sidecars'
-reports, which are asked here the way the operator asks: over HTTPS, with the job's own CA and token.
+reports, which are asked here the way the operator asks: over HTTPS, with the job's own credentials.
 """
 
 from __future__ import annotations
 
-import base64
 import http.client
 import socket
 import ssl
@@ -14,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiercheck.protocol import names
+from tiercheck.protocol import names, signing
 from tiercheck.protocol.encoding import Malformed, from_json
 from tiercheck.protocol.report import RankRestore, Report
+from tiercheck_operator.manifests.owned import parse_secret
+from tiercheck_operator.sidecars import Signer
 
 
 @dataclass
@@ -54,13 +55,19 @@ class RecoveryWatch:
 
     def reports(self) -> dict[int, Report]:
         """What each worker's sidecar reports now; workers whose sidecar does not answer are left out."""
-        context, token = self._credentials()
+        credentials = parse_secret(dict(self.get_secret()))
+        context = ssl.create_default_context(cadata=credentials.ca.decode())
+        signer = Signer("", credentials.operator_key)
         found = {}
         for pod in self.get_pods():
             address = (pod.get("status") or {}).get("podIP")
             if not address or pod["metadata"].get("deletionTimestamp"):
                 continue
-            report = ask(address, context, token)
+            shown = {
+                "Authorization": f"Bearer {credentials.token}",
+                signing.HEADER: signer.sign_pod(pod["metadata"]["uid"]),
+            }
+            report = ask(address, context, shown)
             if report is not None:
                 found[report.worker] = report
         return found
@@ -68,20 +75,17 @@ class RecoveryWatch:
     def _of(self, attempt: int) -> WatchedRecovery:
         return self.attempts.setdefault(attempt, WatchedRecovery(attempt))
 
-    def _credentials(self) -> tuple[ssl.SSLContext, str]:
-        data = self.get_secret()["data"]
-        context = ssl.create_default_context(cadata=base64.b64decode(data["ca.crt"]).decode())
-        return context, base64.b64decode(data["token"]).decode()
 
-
-def ask(address: str, context: ssl.SSLContext, token: str, timeout: float = 3.0) -> Report | None:
+def ask(
+    address: str, context: ssl.SSLContext, headers: Mapping[str, str], timeout: float = 3.0
+) -> Report | None:
     """The report of the sidecar at `address`; None if it does not answer."""
     try:
         plain = socket.create_connection((address, names.CONTROL_PORT), timeout=timeout)
         with context.wrap_socket(plain, server_hostname=names.TLS_SERVER_NAME) as connection:
             http_connection = http.client.HTTPConnection(address)
             http_connection.sock = connection
-            http_connection.request("GET", "/v1/report", headers={"Authorization": f"Bearer {token}"})
+            http_connection.request("GET", "/v1/report", headers=dict(headers))
             response = http_connection.getresponse()
             body = response.read()
             return from_json(body, Report) if response.status == http.HTTPStatus.OK else None
