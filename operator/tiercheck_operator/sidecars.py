@@ -112,6 +112,29 @@ class Signer:
 class SidecarError(Exception):
     """The sidecar did not answer, or not as one of ours; the message is a sentence."""
 
+    def __init__(self, message: str, failure: str = "not answered by a sidecar of this job") -> None:
+        """`failure`: what becomes of calls to it, as a clause."""
+        super().__init__(message)
+        self.failure = failure
+
+
+_FAILURES: tuple[tuple[str, tuple[type[BaseException], ...]], ...] = (
+    ("refused", (ConnectionRefusedError,)),
+    ("broken by TLS", (ssl.SSLError, ssl.CertificateError, aiohttp.ServerFingerprintMismatch)),
+    ("reset", (ConnectionError, aiohttp.ServerDisconnectedError)),
+    ("timed out", (TimeoutError,)),
+)
+
+
+def _failure_of(error: BaseException | None) -> str:
+    """What became of a call, as a clause; by the innermost error that tells."""
+    while error is not None:
+        for clause, kinds in _FAILURES:
+            if isinstance(error, kinds):
+                return clause
+        error = getattr(error, "os_error", None) or error.__cause__
+    return "failing"
+
 
 class Lines:
     """What the sidecars of all jobs share: one session, turns to begin a call, and who has a second
@@ -286,7 +309,7 @@ class JobSidecars:
             except SidecarError as error:
                 now = self._clock()
                 due = max(due, now - self._call)  # before that it may have waited for its turn
-                await self._lost(uid, host, str(error), min(due, now))
+                await self._lost(uid, host, error, min(due, now))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
                 pause = max(_FIRST_RETRY if never else _RETRY, len(self._silent) / _RETRIES_PER_SECOND)
@@ -325,7 +348,7 @@ class JobSidecars:
                     self._heard(uid, await self._get_all(uid, host))
                     self._wake()
                 except SidecarError as error:
-                    await self._lost(uid, host, str(error), self._clock())
+                    await self._lost(uid, host, error, self._clock())
                     if (waiting := self._waiting.pop(uid, None)) is not None:
                         waiting.reschedule(0)
         finally:
@@ -354,7 +377,7 @@ class JobSidecars:
         report = known.report if known is not None and known.holdings_at is not None else None
         return {} if report is None else {"held": f"{report.instance}.{report.held}"}
 
-    async def _lost(self, uid: str, host: str, why: str, since: float) -> None:
+    async def _lost(self, uid: str, host: str, why: SidecarError, since: float) -> None:
         self._not_heard(uid, why, since, await _knock(host))
 
     async def _request(
@@ -395,14 +418,16 @@ class JobSidecars:
                 ahead = self._skew.heard(host, response.headers.get("Date"), self._clock())
                 if response.status != 200:
                     raise SidecarError(
-                        f"{host} answered {response.status}: {text[:300].decode(errors='replace')}"
+                        f"{host} answered {response.status}: {text[:300].decode(errors='replace')}",
+                        f"answered with {response.status}",
                     )
         except SidecarError:
             raise
         except (
             Exception
         ) as error:  # whatever it may be: nothing that a sidecar answers ends the listening to it
-            raise SidecarError(f"{host} does not answer: {type(error).__name__} {error}") from error
+            what = f"{host} does not answer: {type(error).__name__} {error}"
+            raise SidecarError(what, _failure_of(error)) from error
         try:
             report = read_report(text)
         except Malformed as error:
@@ -417,7 +442,8 @@ class JobSidecars:
             return
         now, before = self._clock(), known.report
         if report.pod_uid != uid:
-            self._not_heard(uid, "another pod answers at this address", now, HostSign.NOTHING)
+            other = SidecarError("another pod answers at this address", "answered by another pod")
+            self._not_heard(uid, other, now, HostSign.NOTHING)
             return
         same = before is not None and before.instance == report.instance
         if before is not None and same and report.serial < before.serial:
@@ -435,7 +461,7 @@ class JobSidecars:
         if before != report or known.silent_since is not None:
             self._wake()
 
-    def _not_heard(self, uid: str, why: str, since: float, sign: HostSign) -> None:
+    def _not_heard(self, uid: str, why: SidecarError, since: float, sign: HostSign) -> None:
         """`since`: when it ought to have answered; `sign`: what came back from its host."""
         known = self._reports.get(uid)
         if known is None:
@@ -448,10 +474,10 @@ class JobSidecars:
                 uid,
                 why,
             )
-            self._reports[uid] = replace(known, silent_since=since, host=sign)
+            self._reports[uid] = replace(known, silent_since=since, host=sign, failure=why.failure)
             self._wake()
-        elif known.host is not sign:
-            self._reports[uid] = replace(known, host=sign)
+        elif (known.host, known.failure) != (sign, why.failure):
+            self._reports[uid] = replace(known, host=sign, failure=why.failure)
             self._wake()
 
 

@@ -8,6 +8,8 @@ import dataclasses
 import email.utils
 import gc
 import socket
+import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -409,6 +411,59 @@ async def test_sidecar_that_stops_answering_is_silent_from_then_on(
     runner = await serve(served, CREDENTIALS, tmp_path)
     await until(lambda: listening.reports[uid].silent_since is None)
     await runner.cleanup()
+
+
+def drops(connection: socket.socket) -> None:
+    """As a policy that lets nothing through, once it is there."""
+
+
+def resets(connection: socket.socket) -> None:
+    """As a mesh in STRICT mode."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def speaks_plainly(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+FAILURES = {"refused": None, "reset": resets, "broken by TLS": speaks_plainly, "timed out": drops}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_what_becomes_of_calls_that_fail_is_known(failure: str) -> None:
+    meddle, held = FAILURES[failure], list[socket.socket]()
+    client = JobSidecars("job-uid", CREDENTIALS, lambda: None, call_seconds=0.5)
+    with socket.create_server((HOST, names.CONTROL_PORT)) as listener:
+        if meddle is None:
+            listener.close()
+        else:
+
+            def serve_all() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        held.append(listener.accept()[0])
+                        meddle(held[-1])
+
+            threading.Thread(target=serve_all, daemon=True).start()
+        client.follow({"pod": HOST})
+        await until(lambda: client.reports["pod"].failure)
+        assert client.reports["pod"].failure == failure
+        await client.close()
+        if meddle is not None:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+async def test_sidecar_that_answers_as_another_proxy_would_is_named_so(sidecar: ServedSidecar) -> None:
+    async def refuse(_: web.Request) -> web.Response:
+        return web.Response(status=503)
+
+    sidecar.answer = refuse
+    client = JobSidecars("job-uid", CREDENTIALS, lambda: None, call_seconds=5.0)
+    client.follow({"pod": HOST})
+    await until(lambda: client.reports["pod"].failure)
+    assert client.reports["pod"].failure == "answered with 503"
+    await client.close()
 
 
 async def test_long_poll_ends_once_a_call_beside_it_has_shown_that_it_waits_in_vain(

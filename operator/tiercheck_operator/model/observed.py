@@ -260,6 +260,8 @@ class WorkerReport:
     """First call in vain since the last answer; None: the last call was answered."""
     host: HostSign = HostSign.NOTHING
     """While it is silent."""
+    failure: str = ""
+    """The same: what becomes of calls to it, as a clause; empty: not known."""
     stepped_at: float | None = None
     """When its trainer was last heard to have made a step in the attempt of the report."""
     held_at: float | None = None

@@ -84,6 +84,7 @@ def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | 
     # Those that have answered are only asked once more; to name one now and then would change at every look.
     silent = [pod for pod in owing if not _answered(situation, pod, recovery.detected_at)]
     said = next((f"; {pod.name}: {pod.message}" for pod in silent if pod.message), "")
+    said = said or _failing_calls(situation, silent)
     told = f"no answer yet from the sidecars of workers {_some([pod.worker for pod in silent])}{said}"
     return Waiting(
         conditions.WAITING_FOR_SIDECARS,
@@ -91,6 +92,20 @@ def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | 
         tuple(ProbeSidecar(pod.uid) for pod in owing),
         wake_after=1.0,
     )
+
+
+def _failing_calls(obs: Observation, pods: list[PodView]) -> str:
+    """What becomes of calls to sidecars that have not answered for a while, as a clause; empty: nothing."""
+    for pod in pods:
+        known = obs.reports.get(pod.uid)
+        if known is None or known.silent_since is None or not known.failure:
+            continue
+        if obs.now - known.silent_since > obs.patience.suspect:
+            return (
+                f"; calls to {pod.name} ({pod.ip}) are {known.failure}. Network policies and service "
+                "meshes must leave its ports 8470 to 8472 alone"
+            )
+    return ""
 
 
 def waiting_for_hand_over(obs: Observation) -> Waiting | None:

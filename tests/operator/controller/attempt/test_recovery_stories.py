@@ -481,6 +481,22 @@ def test_sidecars_that_know_a_newer_attempt_than_the_status_are_overtaken() -> N
     assert world.status.attempt == 2
 
 
+@pytest.mark.parametrize("failure", ["refused", "timed out", "reset", "broken by TLS"])
+def test_what_keeps_sidecars_from_being_reached_is_told_with_who_may_be_in_between(failure: str) -> None:
+    world = World()
+    world._reaches = lambda uid: False  # type: ignore[method-assign]
+    told = list[str]()
+    for _ in range(20):
+        world.tick()
+        world.reports = {uid: replace(known, failure=failure) for uid, known in world.reports.items()}
+        said = world.status.condition("Running")
+        assert said is not None
+        told.append(said.message)
+    assert said.reason == "WaitingForSidecars"
+    assert f"are {failure}. Network policies and service meshes must" in told[-1]
+    assert "meshes" not in told[8], "not while they may just be starting"
+
+
 def test_status_that_was_restored_from_a_backup_is_brought_on_in_one_attempt() -> None:
     """etcd came back as it was many recoveries ago; sidecars and the remote tier are where they were."""
     world = running_world(remote=REMOTE)
