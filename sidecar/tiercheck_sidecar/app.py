@@ -96,7 +96,6 @@ class Sidecar:
             config.pod_ip,
             lambda: self.state.peers_encrypted,
             lambda: self.state.peers_by_ucx and not why_no_ucx(),
-            lambda: self.state.signed_attempt.signature,
         )
         self.exchange = ExchangeServer(
             self.state, self.vault, self.identity, config.exchange_port, interfaces

@@ -1,4 +1,4 @@
-"""What others wrote moves no cursor, sets no title, fills no clipboard and reorders no line of a terminal."""
+"""Text of others reaches a terminal without anything that the terminal would obey."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each message is one line of a log, which nobody else's text can forge, and a terminal obeys none of it."""
+"""Each message is one line of the log, and a terminal obeys nothing in it."""
 
 from __future__ import annotations
 

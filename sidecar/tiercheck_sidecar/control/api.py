@@ -49,8 +49,6 @@ class ControlApi:
     def __init__(self, state: SidecarState, reporter: Reporter) -> None:
         self._state, self._reporter = state, reporter
         self._expected = f"Bearer {state.config.token}".encode()
-        self._signatures: frozenset[str] = frozenset()
-        """The operator's, once it was checked."""
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_proof: Callable[[web.Request], None] = lambda _: None
@@ -90,13 +88,9 @@ class ControlApi:
         """Every worker has the job's token, and none of them speaks for the operator."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            given = request.headers.get(signing.HEADER, "")
-            if given not in self._signatures:
-                config = self._state.config
-                statement = signing.pod_statement(config.pod_uid)
-                if not is_signed(config.operator_public, statement, given):
-                    return text_response(403, "only the operator may ask that; its signature is required")
-                self._signatures = frozenset({given})
+            config, given = self._state.config, request.headers.get(signing.HEADER, "")
+            if not is_signed(config.operator_public, signing.pod_statement(config.pod_uid), given):
+                return text_response(403, "only the operator may ask that; its signature is required")
             return await handler(request)
 
         return guarded

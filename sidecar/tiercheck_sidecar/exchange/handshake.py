@@ -54,8 +54,6 @@ class CallerClaim:
     nonce: str
     encrypted: bool = False
     """Whether it wants the connection to be encrypted."""
-    signature: str = ""
-    """The operator's, of the attempt."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,6 @@ class Challenge:
     attempt: int = 0
     encrypted: bool = False
     """Whether the connection will be encrypted: if either wants it."""
-    signature: str = ""
-    """The operator's, of the attempt."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,6 @@ class Identity:
     """Whether nothing may leave or arrive in the clear."""
     ucx: Callable[[], bool] = lambda: False
     """Whether UCX shall carry what follows a handshake, and is there."""
-    signature: Callable[[], str] = lambda: ""
-    """The operator's, of the attempt that is followed."""
     addresses: PeerAddresses = field(default_factory=PeerAddresses)
     """Of this sidecar and its peers, beside those of their pods."""
 
@@ -183,12 +177,7 @@ def _meet(
     wire = Wire(connection, CONNECT_TIMEOUT)
     try:
         claim = CallerClaim(
-            identity.job_uid,
-            identity.worker,
-            attempt,
-            secrets.token_hex(16),
-            identity.encrypts(),
-            identity.signature(),
+            identity.job_uid, identity.worker, attempt, secrets.token_hex(16), identity.encrypts()
         )
         wire.send(claim)
         challenge = wire.receive(Challenge, LONGEST_STRANGER)
@@ -196,16 +185,11 @@ def _meet(
             raise PeerRefused(
                 f"{host} does not know this job's token, or was meant to be reached at another address"
             )
-        # Workers are numbered anew between attempts, and not all are told at once. Within one, somebody else
-        # has the address now.
-        if challenge.worker != peer.worker and challenge.attempt >= attempt:
+        # Workers are numbered anew between attempts, and not all are told at once: one of a newer attempt
+        # will say so. Within one, somebody else has the address now.
+        if challenge.worker != peer.worker and challenge.attempt == attempt:
             called = f"worker {challenge.worker}, not {peer.worker}, in attempt {challenge.attempt}"
-            raise PeerRefused(
-                f"{host} is the sidecar of {called}",
-                None
-                if challenge.attempt == attempt
-                else SignedAttempt(challenge.attempt, challenge.signature),
-            )
+            raise PeerRefused(f"{host} is the sidecar of {called}")
         if claim.encrypted and not challenge.encrypted:
             raise PeerRefused(f"{host} does not encrypt")
         wire.send(CallerProof(_proof(identity.token, "client", claim, challenge, wire.far_end)))
@@ -228,7 +212,7 @@ def admit(
     wire: Wire,
     identity: Identity,
     objection: Callable[[CallerClaim], str],
-    attempt: Callable[[], SignedAttempt] = lambda: SignedAttempt(0),
+    attempt: Callable[[], int] = lambda: 0,
     newest: Callable[[], SignedAttempt] = lambda: SignedAttempt(0),
 ) -> CallerClaim:
     """The other end of `dial`. `objection` gives a sentence if a proven caller is refused. It is told the
@@ -241,8 +225,7 @@ def admit(
     claim = wire.receive(CallerClaim, LONGEST_STRANGER)
     follows = attempt()  # first: who is another worker from an attempt on is so before it follows that
     encrypted = claim.encrypted or identity.encrypts()
-    nonce = secrets.token_hex(16)
-    blank = Challenge(identity.worker, nonce, "", follows.attempt, encrypted, follows.signature)
+    blank = Challenge(identity.worker, secrets.token_hex(16), "", follows, encrypted)
     proof = _proof(identity.token, "server", claim, blank, wire.near_end)
     wire.send(dataclasses.replace(blank, proof=proof))
     given = wire.receive(CallerProof, LONGEST_STRANGER).proof

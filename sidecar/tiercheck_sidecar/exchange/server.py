@@ -13,7 +13,6 @@ from functools import partial
 
 from tiercheck.connections import Guest, Strangers, hang_up
 from tiercheck.protocol.report import SPARE
-from tiercheck.protocol.signing import SignedAttempt
 from tiercheck_sidecar.control.ports import named_addresses
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
@@ -82,7 +81,7 @@ class ExchangeServer:
                         wire,
                         self._identity,
                         self._objection,
-                        lambda: state.signed_attempt,
+                        lambda: state.attempt,
                         lambda: state.newest_attempt,
                     )
                 finally:
@@ -104,17 +103,10 @@ class ExchangeServer:
         if claim.job_uid != self._identity.job_uid:
             return f"this sidecar belongs to job {self._identity.job_uid}"
         directive = self._state.directive
-        late = self._state.fence.refuse_past(claim.attempt, directive)
-        if late:
-            return late
-        if (
-            directive is not None
-            and claim.attempt == directive.attempt
-            and not SPARE <= claim.worker < directive.workers
-        ):
+        same = directive is not None and claim.attempt == directive.attempt
+        if directive is not None and same and not SPARE <= claim.worker < directive.workers:
             return f"the job has no worker {claim.worker}"
-        self._state.learn(SignedAttempt(claim.attempt, claim.signature))
-        return ""
+        return self._state.fence.refuse_past(claim.attempt, directive)
 
     def _sweep(self) -> None:
         while not self._state.wait_until(lambda: False, _SWEEP_SECONDS) and not self._state.stopping:

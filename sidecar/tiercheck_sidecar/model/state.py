@@ -172,16 +172,12 @@ class SidecarState:
         return directive.attempt if directive else 0
 
     @property
-    def signed_attempt(self) -> SignedAttempt:
-        """The attempt that is followed."""
-        directive = self.directive
-        return SignedAttempt(directive.attempt, directive.signature) if directive else SignedAttempt(0)
-
-    @property
     def newest_attempt(self) -> SignedAttempt:
         """The newest that is known to have begun, whether or not we were told to follow it."""
-        learned, followed = self._learned, self.signed_attempt
-        return learned if learned.attempt > followed.attempt else followed
+        learned, directive = self._learned, self.directive
+        if directive is None or learned.attempt > directive.attempt:
+            return learned
+        return SignedAttempt(directive.attempt, directive.signature)
 
     @property
     def fenced(self) -> bool:

@@ -164,7 +164,7 @@ class DirectoryObjects(Objects):
 
     def _sync(self, parts: tuple[str, ...]) -> None:
         with folder_beneath(self._root, parts) as folder:
-            sync_folder(Path("."), folder)
+            sync_folder(folder)
 
     def _remove_empty(self, parts: tuple[str, ...]) -> None:
         """With its parents, but not those that every job has: others may be writing there."""
