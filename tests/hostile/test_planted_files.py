@@ -79,7 +79,7 @@ class Shared:
         return [
             store.check, store.versions, lambda: store.read_manifest(VERSION), store.owner,
             lambda: store.artifact(0, VERSION), lambda: store.fetch(self.artifact, memoryview(bytearray(5))),
-            lambda: store.newest_attempt("uid"), lambda: store.begin_attempt("uid", 2),
+            lambda: store.newest_attempts("uid"), lambda: store.begin_attempt("uid", 2),
             lambda: store.put_artifact(0, VERSION, self.slot, self.digests, None),
             lambda: store.commit(self.manifest), lambda: store.retain(1),
         ]  # fmt: skip

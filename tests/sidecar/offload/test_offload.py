@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.operator_key import sign_attempt
 from tests.sidecar.journeys.test_cluster import save_everywhere
 from tests.sidecar.stations import Stations
 from tests.sidecar.world import JOB_UID, FakeLauncher, World, until
@@ -131,7 +132,7 @@ def test_workers_that_nobody_can_reach_learn_from_the_store_that_the_job_went_on
     while launcher.order().phase is not Phase.RELEASE:
         pass
     elsewhere = open_store(world.remote, "default/gpt")
-    elsewhere.begin_attempt(JOB_UID, 2)
+    elsewhere.begin_attempt(JOB_UID, *sign_attempt(JOB_UID, 2))
     save_everywhere(world, 20, 30, 40)
     order = launcher.order()
     assert (order.attempt, order.phase) == (2, Phase.HOLD), "worker 0 read it, worker 1 heard its heartbeat"

@@ -48,11 +48,12 @@ def directive(job: Group, rank: int, group: ParityGroup) -> Directive:
 def without(job: Group, *lost: int, ranks: tuple[int, ...]) -> ParityGroup:
     """The group of `ranks` as a controller names it when other workers than theirs are there: all are
     numbered anew."""
+    last = len(job.stations) - 1
     for station in job.stations:
-        station.identity.worker = 100 + station.worker
+        station.identity.worker = last - station.worker
 
     def now(worker: int) -> Peer:
-        return NOBODY if worker in lost else Peer(100 + worker, job.host(worker))
+        return NOBODY if worker in lost else Peer(last - worker, job.host(worker))
 
     group = job.group
     return ParityGroup(

@@ -226,23 +226,39 @@ def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
     assert "the remote tier: nothing came from it for " in report.ranks[0].failures[0]
 
 
-def hung_object(world: World) -> Path:
-    """The rank's object in the shared directory is one whose reader waits for ever: a FIFO that nobody writes
-    to."""
-    (path,) = (world.root / "store").glob("**/rank-0.safetensors")
-    path.unlink()
-    os.mkfifo(path)
+HANG = """
+import os, time
+read = os.preadv
+def preadv(*arguments):
+    while os.path.exists({path!r}):
+        time.sleep(0.01)
+    return read(*arguments)
+os.preadv = preadv
+"""
+
+
+def hang_store(world: World, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Whoever is started from now on waits for the bytes of artifacts in the shared directory as long as the
+    file that is returned is there, as on a mount whose server is gone."""
+    folder = world.root / "hanging"
+    folder.mkdir()
+    path = folder / "hangs"
+    path.touch()
+    (folder / "sitecustomize.py").write_text(HANG.format(path=str(path)))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return path
 
 
-def test_worker_goes_on_to_its_peer_and_says_what_hangs(make_world: MakeWorld) -> None:
+def test_worker_goes_on_to_its_peer_and_says_what_hangs(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = training(make_world(workers=2), remote=True)
     with world.ranks(100_000) as ranks:
         for rank in ranks:
             assert rank.save(1)
         until(lambda: world.report(0).watermarks.remote == Version(1, 1), "uploaded")
         until(lambda: world.report(0).watermarks.peer == Version(1, 1), "copied")
-    path = hung_object(world)
+    path = hang_store(world, monkeypatch)
     world.lose(0)
     world.start(0)
     world.policy = replace(world.policy, restore_stall=4.0)
@@ -254,16 +270,16 @@ def test_worker_goes_on_to_its_peer_and_says_what_hangs(make_world: MakeWorld) -
     restore = world.report(0).restore
     assert (restore.stalled, restore.progress) == (("the remote tier",), None)
     assert [each.reason for each in world.report(0).problems] == [SOURCE_STALLED]
-    with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb"):
-        until(lambda: not world.report(0).problems, "the mount is back")
+    path.unlink()
+    until(lambda: not world.report(0).problems, "the mount is back")
 
 
-def restore_from_hung_store(world: World, seconds: float) -> None:
+def restore_from_hung_store(world: World, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only worker has nothing but an object that never comes. `seconds`: its bound."""
     with world.ranks(100_000) as (rank,):
         assert rank.save(1)
         until(lambda: world.report(0).watermarks.remote == Version(1, 1), "uploaded")
-    hung_object(world)
+    hang_store(world, monkeypatch)
     world.lose(0)
     world.start(0)
     world.policy = replace(world.policy, restore_stall=seconds)
@@ -271,20 +287,24 @@ def restore_from_hung_store(world: World, seconds: float) -> None:
     world.direct(Phase.HOLD, {0: (REMOTE,)})
 
 
-def test_worker_without_another_source_says_so_and_which_one_hangs(make_world: MakeWorld) -> None:
+def test_worker_without_another_source_says_so_and_which_one_hangs(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = training(make_world(), remote=True)
-    restore_from_hung_store(world, seconds=0.3)
+    restore_from_hung_store(world, 0.3, monkeypatch)
     until(lambda: world.report(0).restore.state is RestoreState.FAILED, "it is reported")
     restore = world.report(0).restore
     assert restore.stalled == ("the remote tier",)
     assert "the remote tier: nothing came from it for " in restore.ranks[0].failures[0]
 
 
-def test_worker_says_what_it_waits_for_and_how_long_and_wakes_nobody_by_it(make_world: MakeWorld) -> None:
+def test_worker_says_what_it_waits_for_and_how_long_and_wakes_nobody_by_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A report's serial grows with what the controller may act on, and it looks at the progress every few
     seconds anyway."""
     world = training(make_world(), remote=True)
-    restore_from_hung_store(world, seconds=60.0)
+    restore_from_hung_store(world, 60.0, monkeypatch)
 
     def progress() -> RestoreProgress:
         found = world.report(0).restore.progress
