@@ -24,6 +24,7 @@ from tiercheck.launcher.command import dump_stacks
 from tiercheck.launcher.environment import command_environment, seconds_of, torch_missing
 from tiercheck.launcher.health_check import RunningCheck
 from tiercheck.launcher.out_of_memory import CGROUP, OutOfMemory
+from tiercheck.launcher.output import RelayedOutput
 from tiercheck.launcher.sidecar_line import SidecarLine
 from tiercheck.launcher.warm import ENV_WARM_AFTER_SECONDS, WarmInterpreter
 from tiercheck.protocol import names
@@ -77,7 +78,9 @@ class Launcher:
         self._out_of_memory = OutOfMemory(Path(environment.get(ENV_CGROUP_DIR, CGROUP)))
         self._dumped = 0
         """Newest attempt whose stacks were asked for."""
-        self._warm = WarmInterpreter(command, environment)
+        self._errors = RelayedOutput()
+        """What the command writes to stderr."""
+        self._warm = WarmInterpreter(command, environment, self._errors.writing)
         self._warm_after = seconds_of(environment, ENV_WARM_AFTER_SECONDS, 10.0)
         self._warm_at = 0.0
         """When the next interpreter may be made ready beside the running command."""
@@ -102,12 +105,14 @@ class Launcher:
                 pass
         self._warm.close()
         self._line.close()
+        self._errors.relay()
         return code
 
     def _turn(self, selector: selectors.BaseSelector, wakeups: socket.socket) -> int | None:
         """Wait for the next thing, and do what follows from it. The container's exit code when its work is
         over."""
         try:
+            self._errors.relay()  # first: a fault in what follows must not hold back the command
             self._connect()
             self._prepare()
             self._watch(selector)
@@ -118,7 +123,7 @@ class Launcher:
                     self._warm.listen()
                 elif key.data == "check":
                     self._listen_to_check()
-                else:
+                elif key.data == "sidecar":
                     self._on_orders()
             self._collect()
             return None if self._busy or self._check is not None else self._next()
@@ -146,7 +151,12 @@ class Launcher:
         """Have the selector look at what is open now. Whoever finds a socket broken closes it, and its number
         is given out again, so all that are gone are forgotten first."""
         check = None if self._check is None else self._check.channel
-        now = {"sidecar": self._line.channel, "warm": self._warm.channel, "check": check}
+        now = {
+            "sidecar": self._line.channel,
+            "warm": self._warm.channel,
+            "check": check,
+            "errors": self._errors.channel,
+        }
         for name, channel in list(self._watched.items()):
             if channel is not now[name]:
                 selector.unregister(self._watched.pop(name))
@@ -218,7 +228,7 @@ class Launcher:
         if not self._stuck(now):
             return
         if self._sweeping and self._stop_deadline is None and not self._exit_code:
-            event = _exited(self._attempt, 0, "")  # it did its work
+            event = _exited(self._attempt, 0, "", "")  # it did its work
         else:
             event = LauncherEvent("stuck", self._attempt, message=processes.describe_stuck(left))
         if event.event != self._state.event:
@@ -263,7 +273,8 @@ class Launcher:
         if order is not None and not stopped and self._signalled is None:
             self._execute(order)
         elif not stopped or self._signalled is not None:
-            self._tell(_exited(self._attempt, self._exit_code, self._out_of_memory.verdict()))
+            said = self._errors.last_lines()
+            self._tell(_exited(self._attempt, self._exit_code, self._out_of_memory.verdict(), said))
 
     def _next(self) -> int | None:
         """Nothing runs: what now? Returns the container's exit code when its work is over."""
@@ -323,6 +334,7 @@ class Launcher:
             self._checked = True
         self._marker.write_text(str(order.attempt))
         self._out_of_memory.begin()
+        self._errors.forget()
         self._warm_at = time.monotonic() + self._warm_after
         self._pid = self._warm.release(command_environment(self._environment, order))
         if self._pid is None:
@@ -334,7 +346,8 @@ class Launcher:
     def _execute(self, order: Order) -> None:
         """Start the command with a new interpreter."""
         try:
-            self._pid = processes.start(self._command, command_environment(self._environment, order))
+            environment = command_environment(self._environment, order)
+            self._pid = processes.start(self._command, environment, errors=self._errors.writing)
         except OSError as error:
             self._tell(_cannot_start(order.attempt, "the trainer container", self._command[0], error))
             return
@@ -366,6 +379,8 @@ class Launcher:
     def _pause(self) -> float | None:
         """Seconds that the loop may sleep; None: until something happens."""
         pauses = []
+        if self._errors.blocked:
+            pauses.append(_SWEEP_EVERY)
         if not self._line.connected:
             pauses.append(_CONNECT_EVERY)
         if self._sweeping:
@@ -391,18 +406,14 @@ def _cannot_start(attempt: int, whose: str, program: str, error: OSError) -> Lau
     return LauncherEvent("exited", attempt, code, names.CANNOT_START, message)
 
 
-def _exited(attempt: int, code: int, out_of_memory: str) -> LauncherEvent:
+def _exited(attempt: int, code: int, out_of_memory: str, said: str) -> LauncherEvent:
     if code == 0:
         return LauncherEvent("exited", attempt, 0)
     if out_of_memory:  # torchrun ends with 1 when a rank was killed, so the code alone would not tell
         return LauncherEvent("exited", attempt, code, names.OOM_KILLED, out_of_memory)
     if name := processes.signal_of(code):
-        return LauncherEvent(
-            "exited", attempt, code, names.SIGNALLED, f"The training command was ended by {name}."
-        )
-    return LauncherEvent(
-        "exited", attempt, code, names.CRASHED, f"The training command ended with exit code {code}."
-    )
+        return LauncherEvent("exited", attempt, code, names.SIGNALLED, f"{name}{': ' + said if said else ''}")
+    return LauncherEvent("exited", attempt, code, names.CRASHED, said)
 
 
 class _signals:  # noqa: N801  (used as a context manager)

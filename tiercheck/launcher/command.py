@@ -35,9 +35,10 @@ def start(
     environment: Mapping[str, str],
     descriptors: Sequence[int] = (),
     output: int | None = None,
+    errors: int | None = None,
 ) -> int:
     """Start `command` in a session of its own and return its pid; it inherits `descriptors`, and writes to
-    `output` if given.
+    `output` and `errors` if given.
 
     Raises OSError if it cannot be executed.
     """
@@ -51,7 +52,7 @@ def start(
         start_new_session=True,
         pass_fds=descriptors,
         stdout=output,
-        stderr=output,
+        stderr=errors,
         preexec_fn=die_with_launcher,  # noqa: PLW1509  (the launcher has one thread)
     )
     process.returncode = 0  # the launcher's own loop waits for it; this keeps Popen from trying

@@ -5,20 +5,15 @@ Its exit code decides, its last lines are the reason.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
 from collections.abc import Mapping
 from io import FileIO
 
 from tiercheck.launcher import command as processes
+from tiercheck.launcher.output import RelayedOutput
 from tiercheck.protocol.directive import HealthCheck
 
-_KEPT = 4096
-"""Bytes of output that are kept."""
-_LINES, _CHARACTERS = 5, 600
-"""Of the output that are told."""
 _LAST_WAIT = 2.0
 """Seconds for what was killed to be gone."""
 
@@ -28,36 +23,30 @@ class RunningCheck:
 
     def __init__(self, wanted: HealthCheck, attempt: int, environment: Mapping[str, str]) -> None:
         self.wanted, self.attempt = wanted, attempt
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        self._output = open(reading, "rb", buffering=0)  # noqa: SIM115
-        self.channel: FileIO | None = self._output
-        """For a selector: where its output comes from. None: no more comes, and it may still run."""
+        self._output = RelayedOutput()
         try:
-            self.pid = processes.start(wanted.command, environment, output=writing)
+            writing = self._output.writing
+            self.pid = processes.start(wanted.command, environment, output=writing, errors=writing)
         except OSError:
             self._output.close()
             raise
         finally:
-            os.close(writing)
+            self._output.close_writing()
         self._deadline = time.monotonic() + wanted.seconds
-        self._said = b""
         self._stays = ""
         """What of it SIGKILL does not end."""
         self.code: int | None = None
         """None: it has not ended by itself."""
         self._killed = False
 
+    @property
+    def channel(self) -> FileIO | None:
+        """For a selector: where its output comes from. None: no more comes, and it may still run."""
+        return self._output.channel
+
     def listen(self) -> None:
         """Take what was written."""
-        piece = self._output.read(65536)
-        if piece is None:
-            return
-        if not piece:
-            self.channel = None
-        self._said = (self._said + piece)[-_KEPT:]
-        with contextlib.suppress(OSError):
-            os.write(sys.stderr.fileno(), piece)
+        self._output.relay()
 
     def ended(self, code: int) -> None:
         """The command itself has ended; what it started may still be there."""
@@ -88,7 +77,6 @@ class RunningCheck:
 
     def failure(self) -> str:
         """Why it has failed, as a clause; empty: it passed. Once it is over and killed."""
-        self.listen()
         check = f"failurePolicy.healthCheck ({os.path.basename(self.wanted.command[0])})"
         if self.code == 0 and not self._stays:
             return ""
@@ -100,8 +88,7 @@ class RunningCheck:
             why = f"was ended by {name}"
         else:
             why = f"ended with exit code {self.code}"
-        lines = [line.strip() for line in self._said.decode(errors="replace").splitlines() if line.strip()]
-        said = " / ".join(lines[-_LINES:])[-_CHARACTERS:]
+        said = self._output.last_lines()
         return f"{check} {why}{': ' + said if said else ' and said nothing'}"
 
     def close(self) -> None:

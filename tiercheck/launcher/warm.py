@@ -40,8 +40,11 @@ class WarmInterpreter:
     then.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], errors: int | None = None
+    ) -> None:
         self._command = list(command)
+        self._errors = errors
         self._environment = dict(environment)
         self._recipe = _recipe(command) if environment.get(ENV_WARM, "1") != "0" else None
         self._expected: dict[str, str] = {}
@@ -78,6 +81,7 @@ class WarmInterpreter:
                 [recipe.interpreter, *flags, str(_ENTRY), *arguments],
                 {**self._environment, **self._expected},
                 [theirs.fileno()],
+                errors=self._errors,
             )
         except OSError:
             ours.close()

@@ -131,7 +131,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         trainer=_container(
             spec.get("containers"),
             status.get("containerStatuses"),
-            _trainer_name(attached),
+            trainer_name(attached),
             policy=str(spec.get("restartPolicy") or "Always"),
         ),
         spare=spare,
@@ -173,7 +173,7 @@ def _vouched_for(maker: Mapping[str, Any], labels: Mapping[str, str]) -> set[Any
     return found
 
 
-def _trainer_name(attached: str) -> str:
+def trainer_name(attached: str) -> str:
     """Of the container that trains; in an attached pod its annotation tells."""
     try:
         return (

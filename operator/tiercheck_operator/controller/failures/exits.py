@@ -11,11 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import IntEnum
 
-from tiercheck.protocol.names import COLLECTIVE_FAILED, CONTAINER_RESTARTED, GPU_FAULT, OOM_KILLED, VANISHED
+from tiercheck.protocol.names import (
+    COLLECTIVE_FAILED,
+    CONTAINER_RESTARTED,
+    CRASHED,
+    GPU_FAULT,
+    OOM_KILLED,
+    VANISHED,
+)
 from tiercheck.protocol.report import Report, TrainerReport, TrainerState
 from tiercheck_operator.controller.failures.failure_rules import first_match
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.parsing import trainer_name
 from tiercheck_operator.model.spec import RuleAction
 from tiercheck_operator.model.status import Facts, FailedStartRecord, Recovery
 
@@ -130,15 +138,25 @@ def describe_exit(report: Report, pod: PodView | None = None) -> str:
     code = "" if trainer.exit_code is None else f" with exit code {trainer.exit_code}"
     if pod is not None and oom_killed(trainer, pod):
         return _out_of_memory(report, pod, code)[:1000]
-    reason = f" ({trainer.reason})" if trainer.reason else ""
+    reason = f" ({trainer.reason})" if trainer.reason not in ("", CRASHED) else ""
     detail = f": {trainer.message}" if trainer.message else ""
     if trainer.exit_code in _HINTS:
-        detail = f"{detail or '.'} {_HINTS[trainer.exit_code]}"
-    if trainer.failure is not None:
+        detail = f"{detail.rstrip('.')}. {_HINTS[trainer.exit_code]}"
+    # What a rank says is better than the last lines of all; that it said nothing is not.
+    if trainer.failure is not None and not (trainer.failure.reason == VANISHED and trainer.message):
         said = trainer.failure
         own = f" (exit code {said.exit_code})" if said.exit_code not in (0, 1, trainer.exit_code) else ""
         detail = f": rank {said.rank}: {said.message}{own}"
-    return f"the training command of worker {report.worker} ended{code}{reason}{detail}"[:1000]
+    log = "" if pod is None else f". Its log: {_logs(pod, trainer)}"
+    told = f"the training command of worker {report.worker} ended{code}{reason}{detail}"
+    return told.rstrip(".")[: 1000 - len(log)] + log
+
+
+def _logs(pod: PodView, trainer: TrainerReport) -> str:
+    """The command that shows what the training command wrote."""
+    where = f" -n {pod.namespace}" if pod.namespace else ""
+    before = " --previous" if trainer.reason == CONTAINER_RESTARTED else ""
+    return f"kubectl logs{where} {pod.name} -c {trainer_name(pod.attached)}{before}"
 
 
 def oom_killed(trainer: TrainerReport, pod: PodView) -> bool:
@@ -164,8 +182,8 @@ def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
         f" {report.trainer.message}" if report.trainer.reason == OOM_KILLED and report.trainer.message else ""
     )
     return (
-        f"the trainer container of worker {report.worker} needed more than {bound}, and was killed for "
-        f"it{code} (OOMKilled).{said} "
+        f"the trainer container of worker {report.worker} in pod {pod.name} needed more than {bound}, and was "
+        f"killed for it{code} (OOMKilled).{said} "
         "Raise resources.limits.memory of the container trainer in spec.template, or load less into "
         "memory: fewer data-loader workers, "
         "smaller prefetch. The slots of tiers.local are not part of it; they are charged to the sidecar"

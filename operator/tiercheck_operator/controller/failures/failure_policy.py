@@ -55,7 +55,7 @@ def fail_hopeless_start(situation: Situation) -> GivenUp | None:
         known = _HOPELESS.get(names.CANNOT_START if shell else trainer.reason)
         if known is not None:
             reason, advice = known
-            return GivenUp(reason, f"{describe_exit(report).rstrip('.')}. {advice}")
+            return GivenUp(reason, f"{describe_exit(report, situation.members[report.worker])}. {advice}")
     return None
 
 

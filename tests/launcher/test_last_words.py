@@ -1,0 +1,82 @@
+"""Promise: the last lines that a command wrote to stderr are told with its end, and its log has them all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.launcher_harness import Launched, order
+from tiercheck.launcher.output import RelayedOutput
+from tiercheck.protocol.directive import Phase
+
+Launch = Callable[[str], Launched]
+
+TORCHRUN = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+RuntimeError: boom
+W1126 12:00:00.000000 9 site-packages/torch/distributed/elastic/multiprocessing/api.py:1010] Sending process 11 closing signal SIGTERM
+E1126 12:00:00.000000 9 site-packages/torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 0 (pid: 10) of binary: python
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""  # noqa: E501
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    running: list[Launched] = []
+
+    def start(script: str) -> Launched:
+        command: Sequence[str] = ["sh", "-c", script]
+        running.append(Launched(tmp_path, command, merge_errors=True, cleared="TIERCHECK_WARM"))
+        running[-1].sidecar.say(order(1, Phase.RELEASE))
+        return running[-1]
+
+    yield start
+    for launched in running:
+        launched.end()
+
+
+def test_last_lines_of_stderr_come_with_the_exit_code_and_reach_the_log(launch: Launch) -> None:
+    launched = launch("echo one >&2; echo 'CUDA error: out of memory' >&2; exit 3")
+    event = launched.sidecar.hears("exited", 1)
+    assert (event.exit_code, event.message) == (3, "one / CUDA error: out of memory")
+    assert [launched.line(), launched.line()] == ["one", "CUDA error: out of memory"]
+
+
+def test_lines_of_an_earlier_attempt_are_not_told_again(launch: Launch) -> None:
+    launched = launch("[ $TIERCHECK_ATTEMPT = 1 ] && echo first >&2; exit 3")
+    assert launched.sidecar.hears("exited", 1).message == "first"
+    launched.sidecar.say(order(2, Phase.RELEASE))
+    assert launched.sidecar.hears("exited", 2).message == ""
+
+
+def test_signal_is_named_beside_the_last_lines(launch: Launch) -> None:
+    launched = launch("echo it hangs >&2; kill -SEGV $$")
+    assert launched.sidecar.hears("exited", 1).message.startswith("SIGSEGV: it hangs")
+
+
+def test_command_that_writes_megabytes_is_held_back_by_nobody_and_nothing_is_lost(launch: Launch) -> None:
+    launched = launch("head -c 3000000 /dev/zero | tr '\\0' x >&2; exit 3")
+    assert launched.process.stdout is not None
+    assert launched.process.stdout.read(3_000_000) == "x" * 3_000_000
+    assert launched.sidecar.hears("exited", 1).message == "x" * 600
+
+
+def test_log_that_nobody_takes_keeps_no_order_from_being_followed(launch: Launch) -> None:
+    launched = launch("yes >&2")
+    launched.sidecar.hears("started", 1)
+    launched.sidecar.say(order(2, Phase.HOLD))
+    launched.sidecar.hears("idle", 2)
+
+
+def test_words_of_a_rank_are_told_rather_than_torchruns_report() -> None:
+    output = RelayedOutput()
+    os.write(output.writing, TORCHRUN.encode())
+    assert output.last_lines().endswith("RuntimeError: boom")
+    output.close_writing()
+    output.close()
