@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from tiercheck.protocol import names
+
 _ITEM = re.compile(r"^- `(\w+)`: (.+?)(?:\s\*\*Do:\*\*\s(.+?))?(?=\n- |\n\n|\Z)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _QUIET = ("Nothing", "As you wish", "Normal", "See ", "Read ")
 _PATIENCE = "Nothing for a minute."
 _MINUTE = 90.0
+_WITH_REMOTE = re.compile(r" *With tiers\.remote, [^.]*\.")
+_PLACEHOLDER = re.compile(r"\b(?:NAMESPACE|NAME|POD)\b")
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,15 @@ class GuideEntry:
             return seconds > _MINUTE
         return not self.advice.startswith(_QUIET)
 
-    @property
-    def to_do(self) -> str:
-        """The advice without the call for patience."""
-        return self.advice.removeprefix(_PATIENCE).removeprefix(" Then ").strip()
+    def advise(self, namespace: str, job: str, message: str, *, remote: bool) -> str:
+        """Returns the advice about a job: with its names in place of the guide's, without the call for
+        patience, and without a remote tier that it lacks. `message`: the condition's, which may name a pod.
+        """
+        text = self.advice.removeprefix(_PATIENCE).removeprefix(" Then ").strip()
+        if not remote:
+            text = _WITH_REMOTE.sub("", text)
+        named = {"NAMESPACE": namespace, "NAME": job, "POD": f"-n {namespace} {_pod(job, message)}"}
+        return _PLACEHOLDER.sub(lambda word: named[word[0]], text)
 
 
 def entry(reason: str) -> GuideEntry | None:
@@ -46,6 +55,14 @@ def _entries() -> dict[str, GuideEntry]:
     for item in _ITEM.finditer(conditions):
         found.setdefault(item[1], GuideEntry(_plain(item[2]), _plain(item[3] or "Nothing.")))
     return found
+
+
+def _pod(job: str, message: str) -> str:
+    """The pod that `message` is about, for kubectl: by its name, else by the labels of its worker."""
+    if pod := re.search(rf"(?<![\w.-]){re.escape(job)}-(?:spare-)?\d+-\d+(?![\w-])", message):
+        return pod[0]
+    worker = re.search(r"\bworkers? (\d+)", message)
+    return f"-l {names.LABEL_JOB}={job}" + (f",{names.LABEL_WORKER}={worker[1]}" if worker else "")
 
 
 def _plain(text: str) -> str:

@@ -136,7 +136,7 @@ def test_columns_point_at_fields_of_the_status() -> None:
     assert {match[1] for match in asked if match} <= {conditions.PROTECTED}
     assert {by_type.sub("[]", column["jsonPath"]) for column in columns} <= known
     normal = [column["name"] for column in columns if not column.get("priority")]
-    assert normal == ["Phase", "Protected", "Step", "Peer-lag", "Remote-step", "Restarts", "Age"]
+    assert normal == ["Phase", "Reason", "Protected", "Step", "Peer-lag", "Remote-step", "Restarts", "Age"]
     assert [column["name"] for column in columns if column.get("priority")] == [
         "Tolerates",
         "Smaller",

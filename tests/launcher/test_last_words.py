@@ -1,4 +1,4 @@
-"""Promise: the last lines that a command wrote to stderr are told with its end, and its log has them all."""
+"""Promise: the last lines of a command on stderr are told with its end, and its log has them all."""
 
 from __future__ import annotations
 

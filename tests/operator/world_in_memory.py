@@ -562,13 +562,14 @@ class World:
         if pod is not None and not pod.deleting:
             self.end_gracefully(uid, "EvictionByEvictionAPI")
 
-    def crash(self, worker: int, code: int = 1, reason: str = "Crashed") -> bool:
+    def crash(self, worker: int, code: int = 1, reason: str = "Crashed", message: str = "") -> bool:
         sidecar = self.live_sidecar(worker)
         if sidecar is None or sidecar.trainer.state is not TrainerState.RUNNING:
             return False
         sidecar.trainer = replace(
-            sidecar.trainer, state=TrainerState.FAILED, exit_code=code, reason=reason, ended_at=self.now
-        )
+            sidecar.trainer,
+            state=TrainerState.FAILED, exit_code=code, reason=reason, message=message, ended_at=self.now,
+        )  # fmt: skip
         return True
 
     def spoil_copies(self, worker: int) -> None:

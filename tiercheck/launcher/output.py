@@ -15,7 +15,9 @@ _LINES, _CHARACTERS = 5, 600
 """Of the output that are told."""
 _PIECE, _PIECES = 4096, 64
 """Bytes that a pipe with room takes at once (PIPE_BUF), and how many such pieces are passed on in a turn."""
-_TORCHRUN = re.compile(rb"^.*elastic/multiprocessing/api\.py:\d+\] (?:failed \(exitcode|Sending process)", re.M)
+_TORCHRUN = re.compile(
+    rb"^.*elastic/multiprocessing/api\.py:\d+\] (?:failed \(exitcode|Sending process)", re.M
+)
 """Where the words of a rank end and torchrun's report about them begins."""
 
 

@@ -25,7 +25,7 @@ _BAR = 24
 def screen(view: StatusView, width: int, wide: bool = False) -> Group:
     """For a terminal of `width` columns."""
     parts: list[RenderableType] = [_headline(view)]
-    if view.doing:
+    if view.doing and view.doing not in {entry.message for entry in view.attention}:
         parts.append(Padding(Text(view.doing), (0, 0, 0, 2)))
     parts += [Text(), _facts(view), Text(), _tiers(view)]
     if view.attention:
@@ -178,7 +178,8 @@ def _tiers(view: StatusView) -> Table:
 
 def _tier_cells(tier: TierView) -> tuple[Text, ...]:
     if tier.step is None:
-        return (Text("nothing yet", style="dim"), Text(), Text(), Text(), Text())
+        told = "nothing yet" if tier.configured else "not configured"
+        return (Text(told, style="dim"), Text(), Text(), Text(), Text())
     lag = tier.lag_steps or 0
     return (
         Text(_number(tier.step)),

@@ -31,6 +31,8 @@ class TierView:
     proof_step: int | None = None
     """Of the last proof that all ranks would come back from here; None: there is none."""
     proof_age_seconds: float | None = None
+    configured: bool = True
+    """Whether the job has this tier."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def status_view(
         unprotected_workers=int(placement.get("unprotectedWorkers") or 0),
         memory_needed=memory.get("neededBytes"),
         memory_limit=memory.get("limitBytes"),
-        attention=_attention(status, now),
+        attention=_attention(job, now),
         recoveries=recoveries(job),
         restoring=_restoring(status, now),
         levels=levels,
@@ -211,7 +213,7 @@ def _tier(
 ) -> TierView:
     found = (status.get("tiers") or {}).get(name) or {}
     if "step" not in found:
-        return TierView(name, None, None, None, None)
+        return TierView(name, None, None, None, None, configured=_has_tier(name, spec))
     lag = int(found.get("lagSteps") or 0)
     proof = (((status.get("restore") or {}).get("lastProof") or {}).get("tiers") or {}).get(name) or {}
     return TierView(
@@ -246,19 +248,30 @@ def _doing(status: Mapping[str, Any]) -> str:
     return str(restoring.get("message") or "") if restoring.get("status") == "True" else ""
 
 
-def _attention(status: Mapping[str, Any], now: float) -> tuple[Attention, ...]:
+def _attention(job: Mapping[str, Any], now: float) -> tuple[Attention, ...]:
     """One for each reason, in the order of the conditions."""
+    namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
+    remote = _has_tier("remote", job.get("spec") or {})
     found: dict[str, Attention] = {}
-    for condition in status.get("conditions") or []:
-        reason = str(condition.get("reason") or "")
+    for condition in (job.get("status") or {}).get("conditions") or []:
+        reason, message = str(condition.get("reason") or ""), str(condition.get("message") or "")
         entry = guide.entry(reason)
         since = _since(condition.get("lastTransitionTime"), now)
         if entry is None or reason in found or not entry.calls_for_action(since or 0.0):
             continue
-        found[reason] = Attention(
-            str(condition.get("type")), reason, str(condition.get("message") or ""), entry.to_do, since
-        )
+        advice = entry.advise(namespace, name, message, remote=remote)
+        found[reason] = Attention(str(condition.get("type")), reason, message, advice, since)
     return tuple(found.values())
+
+
+def _has_tier(name: str, spec: Mapping[str, Any]) -> bool:
+    """Whether the job asks for this tier."""
+    tiers = spec.get("tiers") or {}
+    if name == "remote":
+        return bool(tiers.get("remote"))
+    peer = tiers.get("peer") or {}
+    default = 0 if peer.get("parity") is None and int(spec.get("workers") or 0) < 2 else 1
+    return name != "peer" or bool(_or(peer.get("copies"), default))
 
 
 def _since(text: object, now: float) -> float | None:

@@ -65,6 +65,7 @@ from tiercheck_operator.model.status import JobRecord
 _PASSING = (
     conditions.NO_ROOM_TO_MOVE, conditions.MOVING, conditions.NODE_NOT_READY, conditions.REFUSED,
     conditions.DEVICE_UNHEALTHY, conditions.OWNER_RESIZED,
+    conditions.IMAGE_PULL, conditions.CONTAINER_CANNOT_START,
 )  # fmt: skip
 """Reasons of Placed that say what goes on, and not what the placement is worth."""
 _LOOK_AGAIN = 10.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from tiercheck_operator.model.status import SENTENCES, JobRecord, render_record
 
-LIMIT = 16 * 1024
+LIMIT = 17 * 1024
 """Bytes of the status as JSON; with spec, metadata and managedFields the object stays below 20 KiB."""
 _MESSAGES = 5000
 """Characters of the messages of all conditions together."""

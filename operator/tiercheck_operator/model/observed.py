@@ -160,6 +160,9 @@ class PodView:
     """Reason of the DisruptionTarget condition, or of the pod's status (Evicted, ...)."""
     message: str = ""
     """What Kubernetes says about why the pod does not run; empty if nothing."""
+    held: str = ""
+    """The kubelet's word for why a container of it does not start, which stands in the message: ErrImagePull,
+    CreateContainerConfigError, ..."""
     unschedulable_since: float | None = None
     claimed: bool = True
     """Its node's kubelet has taken it, or it has no node yet."""

@@ -117,6 +117,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
             or ""
         ),
         message=_pod_message(status, scheduled if unschedulable else {}),
+        held=_shared(held[1] if (held := _held(status)) else ""),
         # A kubelet that takes a pod says since when (PodStatus of the API reference).
         claimed=not spec.get("nodeName") or bool(status.get("startTime")),
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created)
@@ -254,15 +255,18 @@ def _back_off(message: str) -> float:
 def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str:
     if scheduled:
         return f"{scheduled.get('reason') or 'Unschedulable'}: {scheduled.get('message') or 'no node fits'}"
+    if held := _held(status):
+        return f"container {held[0]}: {held[1]}: {held[2]}".rstrip(": ")
+    return str(status.get("message") or "")
+
+
+def _held(status: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The first container that its kubelet does not start, the kubelet's word for why, and its sentence."""
     for entry in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
         waiting = (entry.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") not in (None, "", "PodInitializing", "ContainerCreating"):
-            return (
-                f"container {entry.get('name')}: {waiting['reason']}: {waiting.get('message') or ''}".rstrip(
-                    ": "
-                )
-            )
-    return str(status.get("message") or "")
+            return str(entry.get("name")), str(waiting["reason"]), str(waiting.get("message") or "")
+    return None
 
 
 def parse_node(raw: Mapping[str, Any], signs: NodeSigns = NO_SETTINGS) -> NodeView:

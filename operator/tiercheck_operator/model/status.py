@@ -312,6 +312,28 @@ class JobRecord:
         return made if made and now and made != now else 0
 
 
+_TELLING = (
+    (kinds.FAILED, True),
+    (kinds.COMPLETED, True),
+    (kinds.SUSPENDED, True),
+    (kinds.PLACED, False),
+    (kinds.RUNNING, False),
+    (kinds.PROTECTED, False),
+    (kinds.REMOTE_SAFE, False),
+    (kinds.EXACT, False),
+    (kinds.FULL_SIZE, False),
+    (kinds.SPARES_READY, False),
+    (kinds.THROTTLED, True),
+)
+"""Conditions in the order in which they say why a job is as it is, each with the status that does."""
+
+
+def _reason(record: JobRecord) -> str:
+    """For the column of `kubectl get`; empty: the job trains, and nothing is wrong."""
+    found = (record.condition(kind) for kind, status in _TELLING if record.holds(kind) is status)
+    return next((entry.reason for entry in found if entry is not None and entry.status is not None), "")
+
+
 def parse_record(raw: Mapping[str, Any]) -> JobRecord:
     """Of `status` as the API gives it. Raises as `read_as`."""
     if placement := raw.get("placement"):
@@ -322,6 +344,8 @@ def parse_record(raw: Mapping[str, Any]) -> JobRecord:
 def render_record(record: JobRecord) -> dict[str, Any]:
     """`status` for the API: what the record's fields say, and what people want to read beside it."""
     raw: dict[str, Any] = spell(record if record.restore_bytes else replace(record, restored_bytes=0))
+    if reason := _reason(record):
+        raw["reason"] = reason
     raw["restarts"]["total"] = record.crashes + record.disruptions
     if record.restore_bytes:
         raw["progress"]["restoredBytes"] = record.restored_bytes

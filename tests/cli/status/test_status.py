@@ -65,7 +65,7 @@ def test_what_needs_a_person_comes_with_the_advice_of_the_troubleshooting_guide(
     entry = guide.entry("RemoteForbidden")
     assert entry is not None
     assert attention.reason == "RemoteForbidden"
-    assert attention.advice == entry.to_do
+    assert attention.advice == entry.advice
 
 
 def test_restore_under_way_shows_how_much_is_back_and_how_fast() -> None:
@@ -143,3 +143,43 @@ def test_resume_that_differs_needs_attention_and_one_that_had_nothing_to_compare
         job["status"]["conditions"] = [recorded.condition("Exact", value, reason, "m", 20)]
         attention = status_view(job, recorded.NOW).attention
         assert [entry.reason for entry in attention] == (["Differs"] if reason == "Differs" else [])
+
+
+def crashed(**spec: object) -> str:
+    """The screen of a job that has failed."""
+    job = recorded.job()
+    job["spec"] |= spec
+    job["spec"]["tiers"].pop("remote", None)
+    told = "the training command of worker 1 ended with exit code 3: CUDA error: out of memory"
+    job["status"] = {"phase": "Failed", "conditions": [
+        recorded.condition("Failed", "True", "MaxRestartsExceeded", told, 60)
+    ]}  # fmt: skip
+    return rendered(screen(status_view(job, recorded.NOW), 200), 200)
+
+
+def test_why_a_job_failed_stands_once_on_its_screen() -> None:
+    assert crashed().count("CUDA error: out of memory") == 1
+
+
+def test_tiers_that_a_job_lacks_are_not_waited_for_and_no_advice_counts_on_them() -> None:
+    shown = crashed()
+    assert shown.count("not configured") == 1
+    assert "goes on from there" not in shown
+    alone = crashed(workers=1, tiers={"local": {"sizeLimit": "1Gi"}})
+    assert [line.split()[1] for line in alone.splitlines() if "not configured" in line] == ["peer", "remote"]
+
+
+@pytest.mark.parametrize(
+    ("message", "which"),
+    [
+        ("the sidecar of worker 3 in pod a-3-12 is gone", "-l tiercheck.io/job=gpt,tiercheck.io/worker=3"),
+        ("the sidecar of worker 3 in pod gpt-3-12 does not answer", "gpt-3-12"),
+        ("gpt-spare-0-1: nothing", "gpt-spare-0-1"),
+        ("nobody answers", "-l tiercheck.io/job=gpt"),
+    ],
+)  # fmt: skip
+def test_command_in_an_advice_names_namespace_and_pod(message: str, which: str) -> None:
+    entry = guide.entry("SidecarNotAnswering")
+    assert entry is not None
+    advice = entry.advise("team-a", "gpt", message, remote=True)
+    assert f"kubectl logs -n team-a {which} -c tiercheck-sidecar" in advice

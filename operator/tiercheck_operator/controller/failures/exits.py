@@ -182,8 +182,8 @@ def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
         f" {report.trainer.message}" if report.trainer.reason == OOM_KILLED and report.trainer.message else ""
     )
     return (
-        f"the trainer container of worker {report.worker} in pod {pod.name} needed more than {bound}, and was "
-        f"killed for it{code} (OOMKilled).{said} "
+        f"the trainer container of worker {report.worker} in pod {pod.name} needed more than {bound}, and "
+        f"was killed for it{code} (OOMKilled).{said} "
         "Raise resources.limits.memory of the container trainer in spec.template, or load less into "
         "memory: fewer data-loader workers, "
         "smaller prefetch. The slots of tiers.local are not part of it; they are charged to the sidecar"

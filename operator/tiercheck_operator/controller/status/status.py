@@ -45,6 +45,7 @@ def derive_status(
 ) -> tuple[JobRecord, Budget]:
     """`record` with everything that follows from it, evictions included. `reports`: those of the current
     attempt, by worker."""
+    findings = _with_held_containers(situation, record, findings)
     record = add_resume_proof(situation, _progress(situation, record, reports), reports)
     generation = situation.job.generation
     record = replace(
@@ -103,6 +104,34 @@ def derive_status(
         evictable = _condition(conditions.EVICTABLE, budget.open, Finding(budget.reason, budget.message))
         record = replace(record, conditions=_merge(situation, record.conditions, [evictable]))
     return record, budget
+
+
+_UNEXPLAINED = (
+    conditions.WAITING_FOR_PODS,
+    conditions.WAITING_FOR_SIDECARS,
+    conditions.WAITING_FOR_TRAINERS,
+)
+"""Reasons that a container which cannot start explains."""
+_IMAGE = ("Image", "Registry", "Signature")
+"""In the kubelet's words for what is wrong with an image: ErrImagePull, RegistryUnavailable, ..."""
+
+
+def _with_held_containers(situation: Situation, record: JobRecord, findings: Findings) -> Findings:
+    """`findings` with the container that the kubelet cannot start, where the job waits for its pod."""
+    held = sorted((pod for pod in situation.members.values() if pod.held), key=lambda pod: pod.worker)
+    over = findings.completed or findings.failed is not None or situation.job.spec.suspend
+    if not held or over or not (findings.waiting or record.on_way_back):
+        return findings
+    image = any(word in held[0].held for word in _IMAGE)
+    reason = conditions.IMAGE_PULL if image else conditions.CONTAINER_CANNOT_START
+    more = f" ({len(held)} of {situation.size} pods wait so)" if len(held) > 1 else ""
+    told = Finding(reason, f"pod {held[0].name}: {held[0].message}{more}")
+    unplaced, waiting = findings.unplaced, findings.waiting
+    return replace(
+        findings,
+        unplaced=told if unplaced is None or unplaced.reason in _UNEXPLAINED else unplaced,
+        waiting=told if waiting is not None and waiting.reason in _UNEXPLAINED else waiting,
+    )
 
 
 def _started(situation: Situation, record: JobRecord, findings: Findings) -> str | None:
@@ -188,9 +217,10 @@ def _unprotected(record: JobRecord, reason: str) -> Condition:
         if remote is not None
         else "there is no version in a remote tier"
     )
-    return _condition(
-        conditions.PROTECTED, False, Finding(reason, f"the pods and their memory are gone; {kept}")
-    )
+    gone = "training has ended, and what was in memory is gone"
+    if reason == conditions.SUSPEND_REQUESTED:
+        gone = "the pods and their memory are gone"
+    return _condition(conditions.PROTECTED, False, Finding(reason, f"{gone}; {kept}"))
 
 
 def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Condition | None:
@@ -236,8 +266,12 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
     if not _placed_for_others(obs):
         return Finding(
             conditions.NO_COPIES,
-            "tiers.peer has neither copies nor parity: the loss of a pod goes back to the remote tier, "
-            "if there is one",
+            "tiers.peer has neither copies nor parity: the loss of a pod goes back "
+            + (
+                "to the remote tier"
+                if obs.job.spec.remote
+                else "to the first step, for there is no remote tier"
+            ),
         )
     if record.placement is not None and record.placement.unprotected_workers:
         count = record.placement.unprotected_workers

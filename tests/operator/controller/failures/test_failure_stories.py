@@ -241,6 +241,24 @@ def test_plain_kill_is_a_crash_that_names_the_signal() -> None:
     assert "137 (Signalled)" in summary["message"]
 
 
+def test_crash_is_told_once_with_the_commands_last_lines_and_where_its_log_is() -> None:
+    world = running_world()
+    pod = world.pods[world.member(1)].name
+    world.crash(1, code=3, reason="Crashed", message="CUDA error: out of memory")
+    assert world.recovered()["message"] == (
+        "the training command of worker 1 ended with exit code 3: CUDA error: out of memory. "
+        f"Its log: kubectl logs {pod} -c trainer"
+    )
+
+
+def test_where_the_log_is_stays_however_long_the_last_lines_are() -> None:
+    world = running_world()
+    world.crash(1, code=3, reason="Crashed", message="x" * 5000)
+    message = world.recovered()["message"]
+    assert len(message) <= 1000
+    assert message.endswith("-c trainer")
+
+
 def say(world: World, worker: int, reason: str, message: str, exit_code: int = 1) -> None:
     """What a rank of the worker says before it ends."""
     sidecar = world.live_sidecar(worker)
