@@ -266,6 +266,7 @@ def test_columns_tell_the_jobs_story_in_one_line(api: Api) -> None:
     assert shown == {
         "Name": name,
         "Phase": "Running",
+        "Reason": None,
         "Protected": "True",
         "Step": 57,
         "Peer-lag": 7,
