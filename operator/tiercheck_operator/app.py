@@ -137,7 +137,7 @@ class Operator:
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, as signals do, or a watch is lost for good (then the process shall be started
         again)."""
-        pages = Pages(self._metrics.text, self._trouble, self._ready)
+        pages = Pages(self._metrics.text, self._trouble, self._ready, tls=self._config.metrics_tls)
         await pages.start(self._config.metrics_host, self._config.metrics_port)
         self._attach.start()
         quiet = asyncio.Event()

@@ -27,6 +27,8 @@ class WebhookConfig:
     """Name of the MutatingWebhookConfiguration."""
     hosts: tuple[str, ...]
     """DNS names or addresses by which the API server calls it."""
+    issuer: str = ""
+    """Who else makes the certificate; empty: we do."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Config:
     """Namespaces to serve; empty: the whole cluster."""
     metrics_host: str = "0.0.0.0"
     metrics_port: int = 8080
+    metrics_tls: str = ""
+    """Folder with tls.crt and tls.key to serve metrics and probes with; empty: plain HTTP."""
     sidecar_image: str = f"tiercheck-sidecar:{__version__}"
     """Image of the sidecar and of the init container that copies the library."""
     sidecar_pull_policy: str = ""
@@ -82,6 +86,7 @@ class Config:
             ),
             metrics_host=host,
             metrics_port=port,
+            metrics_tls=env.get("TIERCHECK_METRICS_TLS", ""),
             sidecar_image=env.get("TIERCHECK_SIDECAR_IMAGE") or default.sidecar_image,
             sidecar_pull_policy=_one_of(
                 env, "TIERCHECK_SIDECAR_PULL_POLICY", ("Always", "IfNotPresent", "Never")
@@ -176,6 +181,7 @@ def _webhook(env: Mapping[str, str]) -> WebhookConfig | None:
     namespace, _, secret = env.get("TIERCHECK_WEBHOOK_SECRET", "").partition("/")
     configuration = env.get("TIERCHECK_WEBHOOK_CONFIGURATION", "")
     hosts = tuple(env.get("TIERCHECK_WEBHOOK_HOSTS", "").split())
+    issuer = env.get("TIERCHECK_WEBHOOK_ISSUER", "")
     if not port:
         return None
     if not (namespace and secret and configuration and hosts):
@@ -184,4 +190,4 @@ def _webhook(env: Mapping[str, str]) -> WebhookConfig | None:
             "TIERCHECK_WEBHOOK_CONFIGURATION and "
             "TIERCHECK_WEBHOOK_HOSTS beside it"
         )
-    return WebhookConfig(host, port, (namespace, secret), configuration, hosts)
+    return WebhookConfig(host, port, (namespace, secret), configuration, hosts, issuer)

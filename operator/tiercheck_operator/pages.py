@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -32,7 +33,8 @@ async def _once(
 
 
 class Pages:
-    """`metrics` in the exposition format, `trouble` as sentences (empty: none), `ready` or not."""
+    """`metrics` in the exposition format, `trouble` as sentences (empty: none), `ready` or not; `tls`: a
+    folder with tls.crt and tls.key, empty: plain HTTP."""
 
     def __init__(
         self,
@@ -40,7 +42,9 @@ class Pages:
         trouble: Callable[[], str],
         ready: Callable[[], bool],
         patience: float = _PATIENCE,
+        tls: str = "",
     ) -> None:
+        self._tls = tls
         self._metrics, self._trouble, self._ready, self._patience = metrics, trouble, ready, patience
         app = web.Application(middlewares=[_once])
         app.add_routes(
@@ -69,11 +73,20 @@ class Pages:
         guest = self._strangers.enter(address, partial(hang_up, connection))
         try:
             with contextlib.suppress(OSError):
-                await asyncio.get_running_loop().connect_accepted_socket(server, connection)
+                context = self._context()
+                await asyncio.get_running_loop().connect_accepted_socket(server, connection, ssl=context)
                 await asyncio.sleep(self._patience)
         finally:
             hang_up(connection)
             self._strangers.leave(guest)
+
+    def _context(self) -> ssl.SSLContext | None:
+        """For each connection anew, as the certificate may have been renewed. Raises OSError."""
+        if not self._tls:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(f"{self._tls}/tls.crt", f"{self._tls}/tls.key")
+        return context
 
     async def _metrics_page(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics(), content_type="text/plain", charset="utf-8")

@@ -26,6 +26,7 @@ BY_THE_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "no patience": ({"settings": {"silentSeconds": 0}}, "at '/settings/silentSeconds'"),
     "a log level that is none": ({"settings": {"logLevel": "LOUD"}}, "at '/settings/logLevel'"),
     "a label that is a number": ({"commonLabels": {"a": 1}}, "at '/commonLabels/a': got number, want string"),
+    "a pull secret without a name": ({"imagePullSecrets": [{"nam": "a"}]}, "at '/imagePullSecrets/0'"),
     "an interval without a unit": ({"metrics": {"podMonitor": {"interval": "30"}}},
         "at '/metrics/podMonitor/interval'"),
     "no API server": ({"networkPolicy": {"apiServer": {"ports": []}}}, "at '/networkPolicy/apiServer/ports'"),
@@ -49,6 +50,10 @@ BY_THE_TEMPLATES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a setting twice": (
         {"settings": {"retrySeconds": 1}, "extraEnv": [{"name": "TIERCHECK_RETRY_SECONDS", "value": "2"}]},
         ["extraEnv sets TIERCHECK_RETRY_SECONDS", "set settings.retrySeconds"],
+    ),
+    "a certificate without an issuer": (
+        {"attach": {"enabled": True, "certManager": {"enabled": True}}},
+        ["needs an issuer", "Set attach.certManager.issuerRef"],
     ),
     "an alert that is none": (
         {"metrics": {"prometheusRule": {"enabled": True, "disabled": ["JobFailed"]}}},

@@ -17,18 +17,20 @@ from tests.chart.chart_under_test import (
     CASES,
     CHART,
     NAMESPACE,
+    granted,
     helm,
     objects,
     of_kind,
     only,
+    operators_environment,
     rendered,
     values_of,
 )
 from tiercheck.about import __version__
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
-NOT_KUBERNETES = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
-"""Kinds of the Prometheus operator, whose schemas are not Kubernetes' own."""
+NOT_KUBERNETES = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "Certificate"}
+"""Kinds of the Prometheus operator and cert-manager, whose schemas are not Kubernetes' own."""
 WARNING = 2
 
 
@@ -97,7 +99,7 @@ def test_every_object_has_the_labels_and_annotations_that_are_asked_for() -> Non
 def test_everything_with_a_namespace_is_in_the_releases_or_in_one_that_is_served(case: str) -> None:
     values = values_of(case)
     closed = values.get("networkPolicy", {}).get("jobs", {}).get("namespaces", ())
-    places = {NAMESPACE, *values.get("watchNamespaces", ()), *closed}
+    places = {NAMESPACE, "monitoring", *values.get("watchNamespaces", ()), *closed}
     global_kinds = {
         "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "MutatingWebhookConfiguration",
         "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding",
@@ -214,3 +216,80 @@ def test_package_holds_all_that_the_chart_needs_and_no_test_values(tmp_path: Pat
     )
     assert "README.md" in files
     assert not [name for name in files if name.startswith("ci/")]
+
+
+DIGEST = "sha256:" + "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("values", "operator", "sidecar"),
+    [
+        ({}, "m.example.com/tiercheck-operator", "m.example.com/tiercheck-sidecar"),
+        ({"image": {"digest": DIGEST}}, f"m.example.com/tiercheck-operator@{DIGEST}", "m.example.com/"),
+        ({"image": {"registry": "r.io"}}, "r.io/tiercheck-operator:", "m.example.com/tiercheck-sidecar:"),
+    ],
+)
+def test_registry_of_all_images_is_in_front_of_each_that_names_none(
+    values: dict[str, Any], operator: str, sidecar: str
+) -> None:
+    values = {
+        **values,
+        "global": {"imageRegistry": "m.example.com"},
+        "nodeMemory": {"janitor": {"enabled": True}},
+    }
+    (container,) = only("Deployment", values)["spec"]["template"]["spec"]["containers"]
+    (janitor,) = only("DaemonSet", values)["spec"]["template"]["spec"]["containers"]
+    assert container["image"].startswith(operator)
+    assert operators_environment(values)["TIERCHECK_SIDECAR_IMAGE"] == janitor["image"]
+    assert janitor["image"].startswith(sidecar)
+
+
+def test_pull_secrets_are_names_or_objects_and_those_of_all_images_come_first() -> None:
+    values = {
+        "global": {"imagePullSecrets": [{"name": "all"}], "storageClass": "of another chart"},
+        "imagePullSecrets": ["one", {"name": "two"}, "all"],
+        "sidecar": {"imagePullSecrets": [{"name": "jobs"}]},
+    }
+    for pod in (only("Deployment", values)["spec"]["template"], only("Pod", values)):
+        assert [entry["name"] for entry in pod["spec"]["imagePullSecrets"]] == ["all", "one", "two"]
+    assert operators_environment(values)["TIERCHECK_SIDECAR_PULL_SECRETS"] == "all jobs"
+    assert "imagePullSecrets" not in only("Deployment")["spec"]["template"]["spec"]
+
+
+def test_metrics_by_tls_are_probed_tested_and_scraped_so() -> None:
+    relabelings = [{"targetLabel": "cluster", "replacement": "a"}]
+    monitor = {"enabled": True, "namespace": "monitoring", "honorLabels": False, "relabelings": relabelings}
+    monitor["tlsConfig"] = {"insecureSkipVerify": True}
+    values = {"metrics": {"tls": {"secretName": "tls"}, "serviceMonitor": monitor}}
+    pod = only("Deployment", values)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    probes = {container[f"{kind}Probe"]["httpGet"]["scheme"] for kind in ("startup", "liveness", "readiness")}
+    assert probes == {"HTTPS"}
+    folder = operators_environment(values)["TIERCHECK_METRICS_TLS"]
+    assert folder in {entry["mountPath"] for entry in container["volumeMounts"]}
+    assert only("Pod", values)["spec"]["containers"][0]["command"][-2].startswith("https://")
+    found = only("ServiceMonitor", values)
+    (endpoint,) = found["spec"]["endpoints"]
+    assert found["metadata"]["namespace"] == "monitoring"
+    assert endpoint["scheme"] == "https"
+    assert endpoint["honorLabels"] is False
+    assert (endpoint["relabelings"], endpoint["tlsConfig"]) == (relabelings, {"insecureSkipVerify": True})
+
+
+def test_certificate_of_the_webhook_may_be_cert_managers_and_the_operator_then_only_reads_it() -> None:
+    values = {"attach": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "ca"}}}}
+    certificate = only("Certificate", values)["spec"]
+    environment = operators_environment(values)
+    assert environment["TIERCHECK_WEBHOOK_SECRET"].split("/")[1] == certificate["secretName"]
+    assert environment["TIERCHECK_WEBHOOK_HOSTS"].split() == certificate["dnsNames"]
+    roles = [role for role in of_kind("Role", values) if role["metadata"]["name"].endswith("-attach")]
+    assert {verb for _, resource, verb in granted(roles) if resource == "secrets"} == {"get"}
+
+
+def test_host_network_and_strategy_are_as_given() -> None:
+    values = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet", "strategy": {"type": "Recreate"}}
+    spec = only("Deployment", values)["spec"]
+    assert spec["strategy"] == {"type": "Recreate"}
+    assert spec["template"]["spec"]["hostNetwork"] is True
+    assert spec["template"]["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert "hostNetwork" not in only("Deployment")["spec"]["template"]["spec"]

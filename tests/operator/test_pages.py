@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from tiercheck_local.addresses import free_ports
 from tiercheck_operator import pages
+from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_operator.pages import Pages
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -48,6 +52,25 @@ async def test_each_page_answers() -> None:
             "/readyz")] == [
             b"m 1\n", b"ok\n", b"ready\n",
         ]  # fmt: skip
+
+
+async def test_pages_by_tls_show_a_renewed_certificate_at_once(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    served = Pages(lambda: b"m 1\n", lambda: "", lambda: True, 60.0, tls=str(tmp_path))
+    await served.start("127.0.0.1", port)
+    try:
+        for _ in range(2):
+            pair = issue_pair("metrics", ["127.0.0.1"], timedelta(days=1), datetime.now(UTC))
+            (tmp_path / "tls.crt").write_bytes(pair.certificate)
+            (tmp_path / "tls.key").write_bytes(pair.key)
+            context = ssl.create_default_context(cadata=pair.ca.decode())
+            async with asyncio.timeout(60):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+                writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert (await reader.read()).endswith(b"m 1\n")
+                writer.close()
+    finally:
+        await served.stop()
 
 
 @pytest.mark.parametrize("first", [b"", b"GET /healthz HT", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"])

@@ -9,7 +9,10 @@
 {{- if and .Values.attach.enabled (eq (int .Values.attach.port) (int .Values.metrics.port)) }}
 {{- fail (printf "\n\nattach.port and metrics.port are both %v.\nSet attach.port to another port.\n" .Values.attach.port) }}
 {{- end }}
-{{- $own := dict "TIERCHECK_SIDECAR_IMAGE" "sidecar.image" "TIERCHECK_SIDECAR_PULL_POLICY" "sidecar.image.pullPolicy" "TIERCHECK_SIDECAR_PULL_SECRETS" "sidecar.imagePullSecrets" "TIERCHECK_NAMESPACES" "watchNamespaces" "TIERCHECK_METRICS_ADDRESS" "metrics.port" "TIERCHECK_LEASE" "nothing: the lease has the name of the Deployment" "TIERCHECK_IDENTITY" "nothing: it is the pod's name" "POD_IP" "nothing: it is the pod's address" "TIERCHECK_WEBHOOK_ADDRESS" "attach.port" "TIERCHECK_WEBHOOK_SECRET" "attach.enabled" "TIERCHECK_WEBHOOK_CONFIGURATION" "attach.enabled" "TIERCHECK_WEBHOOK_HOSTS" "attach.enabled" }}
+{{- if and .Values.attach.certManager.enabled (not .Values.attach.certManager.issuerRef.name) }}
+{{- fail "\n\nattach.certManager.enabled needs an issuer.\nSet attach.certManager.issuerRef to {name: ..., kind: Issuer or ClusterIssuer}.\n" }}
+{{- end }}
+{{- $own := dict "TIERCHECK_SIDECAR_IMAGE" "sidecar.image" "TIERCHECK_SIDECAR_PULL_POLICY" "sidecar.image.pullPolicy" "TIERCHECK_SIDECAR_PULL_SECRETS" "sidecar.imagePullSecrets" "TIERCHECK_NAMESPACES" "watchNamespaces" "TIERCHECK_METRICS_ADDRESS" "metrics.port" "TIERCHECK_LEASE" "nothing: the lease has the name of the Deployment" "TIERCHECK_IDENTITY" "nothing: it is the pod's name" "POD_IP" "nothing: it is the pod's address" "TIERCHECK_WEBHOOK_ADDRESS" "attach.port" "TIERCHECK_WEBHOOK_SECRET" "attach.enabled" "TIERCHECK_WEBHOOK_CONFIGURATION" "attach.enabled" "TIERCHECK_WEBHOOK_HOSTS" "attach.enabled" "TIERCHECK_WEBHOOK_ISSUER" "attach.certManager" "TIERCHECK_METRICS_TLS" "metrics.tls.secretName" }}
 {{- range $name, $_ := .Values.settings }}
 {{- $_ := set $own (printf "TIERCHECK_%s" (snakecase $name | upper)) (printf "settings.%s" $name) }}
 {{- end }}

@@ -54,6 +54,25 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
+{{- /* Names of pull Secrets, of a list whose entries are names or {name: ...}, beside the global ones; with spaces between. */ -}}
+{{- define "tiercheck.pullSecretNames" -}}
+{{- $names := list }}
+{{- range concat ((.root.Values.global).imagePullSecrets | default list) (.secrets | default list) }}
+{{- $names = append $names (kindIs "string" . | ternary . (get (kindIs "map" . | ternary . dict) "name")) }}
+{{- end }}
+{{- $names | uniq | join " " }}
+{{- end }}
+
+{{- define "tiercheck.pullSecrets" -}}
+{{- range include "tiercheck.pullSecretNames" (dict "secrets" .Values.imagePullSecrets "root" .) | splitList " " | compact }}
+- name: {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "tiercheck.metricsScheme" -}}
+{{ .Values.metrics.tls.secretName | empty | ternary "http" "https" }}
+{{- end }}
+
 {{- define "tiercheck.crds.annotations" -}}
 {{- $annotations := merge (dict) .Values.crds.annotations .Values.commonAnnotations }}
 {{- if .Values.crds.keep }}
@@ -64,10 +83,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
-{{- /* Of (dict "image" <image values> "appVersion" <default tag>). */ -}}
+{{- /* Of (dict "image" <image values> "root" $). */ -}}
 {{- define "tiercheck.image" -}}
-{{- with .image.registry }}{{ . }}/{{ end }}
+{{- with .image.registry | default (.root.Values.global).imageRegistry }}{{ . }}/{{ end }}
 {{- .image.repository }}
-{{- if or .image.tag (not .image.digest) }}:{{ .image.tag | default .appVersion }}{{ end }}
+{{- if or .image.tag (not .image.digest) }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- with .image.digest }}@{{ . }}{{ end }}
 {{- end }}

@@ -39,7 +39,12 @@ class AttachService:
         if config.webhook is not None:
             settings = config.webhook
             trust = Trust(
-                always, settings.secret, settings.configuration, settings.hosts, deployment=config.lease
+                always,
+                settings.secret,
+                settings.configuration,
+                settings.hosts,
+                deployment=config.lease,
+                issuer=settings.issuer,
             )
             outfit = Outfit(
                 config.sidecar_image,

@@ -66,7 +66,8 @@ def _plain(host: str) -> str:
 
 class Trust:
     """For one replica. `secret`: namespace and name; `configuration`: the MutatingWebhookConfiguration;
-    `hosts`: our names; `deployment`: the operator's, namespace and name.
+    `hosts`: our names; `deployment`: the operator's, namespace and name; `issuer`: who else writes the
+    Secret, which is then only read; empty: nobody does.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Trust:
         hosts: Sequence[str],
         *,
         deployment: tuple[str, str] | None = None,
+        issuer: str = "",
     ) -> None:
         self._kube, self._secret, self._configuration, self._hosts = kube, secret, configuration, hosts
-        self._deployment = deployment
+        self._deployment, self._issuer = deployment, issuer
 
     async def establish(self, now: datetime.datetime) -> tuple[Bundle, bool]:
         """The bundle to show, and whether the API server has had time to hear of its authority. Raises
@@ -87,7 +89,11 @@ class Trust:
         namespace, name = self._secret
         raw = await self._kube.get(_SECRETS + "/{name}", namespace=namespace, name=name)
         current = None if raw is None else _parsed(raw)
-        wanted = renew_when_due(current, self._hosts, now)
+        if self._issuer and current is None:
+            raise ApiFailure(
+                404, f"{self._issuer} has not made the Secret {namespace}/{name} yet, or lacks ca.crt in it"
+            )
+        wanted = None if self._issuer else renew_when_due(current, self._hosts, now)
         if wanted is not None:
             body = _secret(namespace, name, wanted)
             if raw is None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.test_attach_admission import Server
@@ -99,6 +100,17 @@ async def test_certificate_belongs_to_the_operators_deployment_and_still_does_wh
     for days in (0, 61):
         await of_it.establish(NOW + days * DAY)
         assert cluster.objects[SECRET]["metadata"]["ownerReferences"] == [owner]
+
+
+async def test_certificate_of_another_issuer_is_awaited_announced_and_never_written() -> None:
+    cluster = Cluster()
+    given = Trust(cluster, ("tiercheck-system", "tls"), "attach", ["a"], issuer="cert-manager")
+    with pytest.raises(ApiFailure, match="cert-manager has not made the Secret tiercheck-system/tls yet"):
+        await given.establish(NOW)
+    old, _ = await trust(cluster).establish(NOW)
+    versions = cluster.versions
+    assert await given.establish(NOW + 89 * DAY) == (old, True)
+    assert cluster.versions == versions
 
 
 async def test_of_two_replicas_that_begin_at_once_one_gives_way() -> None:
