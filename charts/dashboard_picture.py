@@ -60,7 +60,7 @@ def targets(cluster: LocalCluster, job: Job) -> list[dict[str, Any]]:
     for pod in job.pods():
         address = (pod.get("status") or {}).get("podIP")
         if address:
-            labels = {"namespace": "default", "job": job.name, "pod": pod["metadata"]["name"]}
+            labels = {"namespace": "default", "tiercheck_job": job.name, "pod": pod["metadata"]["name"]}
             found.append({"targets": [f"{address}:{names.METRICS_PORT}"], "labels": labels})
     return found
 

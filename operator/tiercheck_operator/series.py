@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 Job = tuple[str, str]
 """Namespace and name."""
-JOB_LABELS = ("namespace", "job")
+JOB_LABELS = ("namespace", "tiercheck_job")
 
 
 class JobSeries(Collector):

@@ -38,7 +38,7 @@ MONITORED = {
     },
     "grafana": {"dashboard": {"enabled": True}},
 }
-OF_THE_TARGET = {"namespace", "job", "pod", "container", "instance", "tiercheck_io_worker", "le"}
+OF_THE_TARGET = {"namespace", "tiercheck_job", "pod", "container", "instance", "tiercheck_io_worker", "le"}
 """Labels that Prometheus adds to what a sidecar says, and that of histograms' buckets."""
 
 
@@ -185,10 +185,12 @@ def test_group_without_alerts_is_left_out() -> None:
 
 
 def test_job_and_namespace_of_a_series_are_those_of_the_tiercheckjob() -> None:
-    """Else Prometheus would call them exported_job, and every rule above would find nothing."""
+    """Else Prometheus would say exported_namespace, and rules with a namespace would find nothing."""
     (endpoint,) = only("ServiceMonitor", MONITORED)["spec"]["endpoints"]
     assert endpoint["honorLabels"] is True
-    assert only("PodMonitor", MONITORED)["spec"]["jobLabel"] == names.LABEL_JOB
+    monitor = only("PodMonitor", MONITORED)["spec"]["podMetricsEndpoints"][0]
+    label = "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", names.LABEL_JOB)
+    assert {"sourceLabels": [label], "targetLabel": "tiercheck_job"} in monitor["relabelings"]
 
 
 def test_monitors_find_ports_that_exist() -> None:

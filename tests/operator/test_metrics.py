@@ -12,7 +12,7 @@ from tiercheck_operator.model.status import PlacementRecord, SparesRecord
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(name, {"namespace": "ns", "job": "j", **labels})
+    return metrics.registry.get_sample_value(name, {"namespace": "ns", "tiercheck_job": "j", **labels})
 
 
 def test_what_a_recovery_cost_is_counted_once() -> None:
@@ -63,9 +63,9 @@ def test_no_series_of_a_job_outlives_it() -> None:
     job = replace(world.job, status=replace(world.status, spares=SparesRecord(2, 1)))
     metrics.job_seen(job)
     assert value(metrics, "tiercheck_spares", state="ready") == 1
-    assert b'job="j"' in metrics.text()
+    assert b'tiercheck_job="j"' in metrics.text()
     metrics.job_gone("ns", "j")
-    assert b'job="j"' not in metrics.text()
+    assert b'tiercheck_job="j"' not in metrics.text()
 
 
 def test_first_recovery_is_an_increase_because_counters_begin_at_zero() -> None:

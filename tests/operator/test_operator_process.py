@@ -184,9 +184,11 @@ def test_probes_and_metrics_answer_and_sigterm_ends_the_process(cluster: LocalCl
     cluster.apply(job("seen"))
     cluster.wait_for(lambda: page("/readyz"), DEADLINE, "readiness")
     assert page("/healthz")
-    cluster.wait_for(lambda: 'job="seen"' in page("/metrics"), DEADLINE, "the job's series")
+    cluster.wait_for(lambda: 'tiercheck_job="seen"' in page("/metrics"), DEADLINE, "the job's series")
     cluster.api.request("DELETE", f"{JOBS}/seen")
-    cluster.wait_for(lambda: 'job="seen"' not in page("/metrics"), DEADLINE, "the series to go with the job")
+    cluster.wait_for(
+        lambda: 'tiercheck_job="seen"' not in page("/metrics"), DEADLINE, "the series to go with the job"
+    )
     assert cluster.operator is not None
     cluster.operator.send_signal(signal.SIGTERM)
     assert cluster.operator.wait(timeout=DEADLINE) == 0
@@ -232,7 +234,7 @@ def test_leader_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:
         assert held["leaseTransitions"] == 1
         fresh.apply(job("second"))
         fresh.wait_for(lambda: len(owned(fresh, "second")) == 4, DEADLINE, "the new leader to work")
-        assert 'job="first"' in second.page("/metrics")
+        assert 'tiercheck_job="first"' in second.page("/metrics")
 
 
 def test_deaf_watch_is_noticed_and_deletions_that_it_missed_are_made_up_for(tmp_path: Path) -> None:
@@ -249,11 +251,15 @@ def test_deaf_watch_is_noticed_and_deletions_that_it_missed_are_made_up_for(tmp_
         }
         replica = Replicas(quiet, env).start()
         quiet.wait_for(
-            lambda: 'job="early"' in replica.page("/metrics"), DEADLINE, "the job to be seen in the list"
+            lambda: 'tiercheck_job="early"' in replica.page("/metrics"),
+            DEADLINE,
+            "the job to be seen in the list",
         )
         quiet.api.request("DELETE", f"{JOBS}/early")
         quiet.wait_for(
-            lambda: 'job="early"' not in replica.page("/metrics"), DEADLINE, "the job to be forgotten"
+            lambda: 'tiercheck_job="early"' not in replica.page("/metrics"),
+            DEADLINE,
+            "the job to be forgotten",
         )
         quiet.apply(job("late"))
         quiet.wait_for(

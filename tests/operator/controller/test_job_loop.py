@@ -201,7 +201,7 @@ async def test_job_that_the_api_server_does_not_have_is_forgotten_whatever_the_w
     await until(lambda: bool(forgotten) and loop.dead)
     assert forgotten == ["u"]
     assert kube.pods_made == 1, "after the first 404 it gets no more pods"
-    assert b'job="j"' not in around.metrics.text()
+    assert b'tiercheck_job="j"' not in around.metrics.text()
 
 
 @pytest.mark.usefixtures("hurried")

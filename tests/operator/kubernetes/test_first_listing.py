@@ -59,10 +59,10 @@ def test_what_is_listed_is_heard_at_once_and_no_job_is_served_before_all_is(
 
         event = f'tiercheck_watch_last_event_timestamp_seconds{{kind="{heard}"}}'
         cluster.wait_for(lambda: tells(event), DEADLINE, f"the operator to hear of a {heard}")
-        assert not tells('job="early"')
+        assert not tells('tiercheck_job="early"')
         assert not operator.page("/readyz")
         released.set()
-        cluster.wait_for(lambda: tells('job="early"'), DEADLINE, "the job to be served")
+        cluster.wait_for(lambda: tells('tiercheck_job="early"'), DEADLINE, "the job to be served")
     assert pods(cluster).keys() == before
 
 
@@ -81,7 +81,9 @@ def test_no_object_that_somebody_made_strange_keeps_the_other_jobs_from_being_se
     before = pods(cluster).keys()
     operator = Replica("operator", cluster.start_operator(), cluster.metrics_address)
     cluster.wait_for(lambda: operator.page("/readyz"), DEADLINE, "readiness")
-    cluster.wait_for(lambda: 'job="early"' in operator.page("/metrics"), DEADLINE, "the job to be served")
+    cluster.wait_for(
+        lambda: 'tiercheck_job="early"' in operator.page("/metrics"), DEADLINE, "the job to be served"
+    )
     cluster.wait_for(lambda: len(owned(cluster, "strange")) == 4, DEADLINE, "the strange one to be served")
     assert before < pods(cluster).keys(), "the pods of the first are known"
     cluster.wait_for(lambda: told(cluster, "deep"), DEADLINE, "the owner of the deep one to be told")

@@ -109,7 +109,7 @@ def test_difference_is_one_event_and_every_result_is_counted_once() -> None:
     assert "loss 2.5, was 2.25" in told[0].message
 
     def count(name: str, **labels: str) -> float | None:
-        return metrics.registry.get_sample_value(name, {"namespace": "ns", "job": "j", **labels})
+        return metrics.registry.get_sample_value(name, {"namespace": "ns", "tiercheck_job": "j", **labels})
 
     results = [count("tiercheck_resumes_total", result=exact.value) for exact in Exact]
     assert results == [1, 0, 1]
