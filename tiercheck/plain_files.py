@@ -1,4 +1,4 @@
-"""Opens files in folders that others can write: plain files only, and through no link.
+"""Opens files in folders that others can write, plain ones only and through no link; syncs folders.
 
 Opening a FIFO waits for its writer, and a link leads to what its maker may not read.
 """
@@ -11,6 +11,8 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+_NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
 
 
 class NotPlain(OSError):
@@ -93,3 +95,20 @@ def is_plain(path: Path) -> bool:
 def _parent(path: Path, root: Path | None) -> contextlib.AbstractContextManager[int]:
     root = path.parent.parent if root is None else root
     return folder_beneath(root, path.relative_to(root).parts[:-1])
+
+
+def sync_folder(folder: Path | int) -> None:
+    """Its entries: names that were made in it, or taken out of it. `folder`: its path, or a descriptor.
+
+    Raises OSError, but not where folders may not be opened, or the file system syncs none.
+    """
+    try:
+        path, parent = (".", folder) if isinstance(folder, int) else (folder, None)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_SYNCED:
+            raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -17,7 +18,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ from typing import Any
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
+HUNG = "TIERCHECK_TESTS_HUNG"
+"""Names a file. While it is there, artifacts in a shared directory are read as on a mount whose server is
+gone."""
 
 
 class Process:
@@ -156,6 +161,12 @@ def _say(pid: int, code: int | None) -> None:
     os.write(1, json.dumps([pid, code]).encode() + b"\n")
 
 
+def _read_unless_hung(read: Callable[..., int], hung: str, *arguments: Any) -> int:
+    while os.path.exists(hung):
+        time.sleep(0.01)
+    return read(*arguments)
+
+
 def become(order: Mapping[str, Any]) -> None:
     """Of what this process had before the sidecar would know, nothing is left but modules."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -166,6 +177,8 @@ def become(order: Mapping[str, Any]) -> None:
             assert not _LIBC.setns(file.fileno(), _CLONE_NEWNET)
     os.environ.clear()
     os.environ.update(order["environment"])
+    if hung := os.environ.get(HUNG):
+        os.preadv = functools.partial(_read_unless_hung, os.preadv, hung)
     nothing, log = (
         os.open(os.devnull, os.O_RDONLY),
         os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),

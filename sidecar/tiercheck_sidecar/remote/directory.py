@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiercheck.durable import sync_folder
-from tiercheck.plain_files import NotPlain, folder_beneath, open_plain
+from tiercheck.plain_files import NotPlain, folder_beneath, open_plain, sync_folder
 from tiercheck_sidecar.remote.errors import Reason, RemoteCorrupt, RemoteError
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, read_all

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.sidecar.exchange.test_exchange_fetch import MIB, copied
+from tests.sidecar.nursery import HUNG
 from tests.sidecar.restore.test_lending import directive as lending_directive
 from tests.sidecar.restore.test_restore import REMOTE, restored, training
 from tests.sidecar.stations import Stations
@@ -226,26 +226,11 @@ def test_other_ranks_slots_in_a_mount_that_hangs_fail_by_name(
     assert "the remote tier: nothing came from it for " in report.ranks[0].failures[0]
 
 
-HANG = """
-import os, time
-read = os.preadv
-def preadv(*arguments):
-    while os.path.exists({path!r}):
-        time.sleep(0.01)
-    return read(*arguments)
-os.preadv = preadv
-"""
-
-
 def hang_store(world: World, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Whoever is started from now on waits for the bytes of artifacts in the shared directory as long as the
-    file that is returned is there, as on a mount whose server is gone."""
-    folder = world.root / "hanging"
-    folder.mkdir()
-    path = folder / "hangs"
+    """Whoever is started from now on waits for the bytes of artifacts as long as this file is there."""
+    path = world.root / "hung"
     path.touch()
-    (folder / "sitecustomize.py").write_text(HANG.format(path=str(path)))
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv(HUNG, str(path))
     return path
 
 

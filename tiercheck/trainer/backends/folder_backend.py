@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tiercheck.durable import sync_folder
+from tiercheck.plain_files import sync_folder
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.manifest import parse_version_name, version_name
 from tiercheck.protocol.names import ENV_ATTEMPT
