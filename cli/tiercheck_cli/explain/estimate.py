@@ -9,7 +9,7 @@ from statistics import median
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.events.recoveries import PastRecovery
 
-_IN_PLACE = {"TrainerCrash", "OOMKilled", "Hung", "Diverged", "RestoreFailed", "Overtaken"}
+_IN_PLACE = {"TrainerCrash", "OOMKilled", "Hung", "Diverged", "RestoreFailed", "StatusOutdated"}
 """Causes after which pods stay, as a rule."""
 _PLANNED = {"FirstStart", "Resumed", "Grown"}
 """Nothing failed: nobody had to notice it."""

@@ -22,7 +22,7 @@ class Cause(str, Enum):
     RESTORE_FAILED = "RestoreFailed"
     """A rank could not be brought to the version of the attempt. Explains the exit of its training command.
     """
-    OVERTAKEN = "Overtaken"
+    STATUS_OUTDATED = "StatusOutdated"
     """Sidecars or the remote tier know a newer attempt, signed by the operator, than the status does."""
     NODE_LEAVING = "NodeLeaving"
     """A pod was moved before its node is emptied, or before Kubernetes ends it. Its old pod trained until
@@ -114,7 +114,7 @@ class Cause(str, Enum):
             Cause.HUNG,
             Cause.DIVERGED,
             Cause.RESTORE_FAILED,
-            Cause.OVERTAKEN,
+            Cause.STATUS_OUTDATED,
         )
 
     @staticmethod

@@ -47,7 +47,7 @@ def find_trigger(situation: Situation) -> Trigger | None:
         return _lost_members(situation)
     if situation.newest_attempt > status.attempt:
         return Trigger(
-            Cause.OVERTAKEN,
+            Cause.STATUS_OUTDATED,
             f"attempt {situation.newest_attempt} has begun before, and the status knows of {status.attempt} "
             "only: it was edited or restored. The next attempt is counted from there",
             None,

@@ -512,7 +512,7 @@ def test_status_that_was_restored_from_a_backup_is_brought_on_in_one_attempt() -
     world.until("Running", attempt=newest + 1)
     assert world.status.last_recovery is not None
     assert world.status.attempt == newest + 1
-    assert (world.status.last_recovery["cause"], world.status.counted) == ("Overtaken", 0)
+    assert (world.status.last_recovery["cause"], world.status.counted) == ("StatusOutdated", 0)
     assert f"attempt {newest} has begun before" in world.status.last_recovery["message"]
 
 
