@@ -56,7 +56,7 @@ def test_attempt_begins_and_versions_stay_where_nothing_may_be_deleted(
 ) -> None:
     for attempt in (1, 2, 3):
         store.begin_attempt("uid", attempt)
-    assert store.newest_attempt("uid") == 3
+    assert store.newest_attempts("uid")[0].attempt == 3
     assert LOCKED in store.untidied
     for step in range(1, 7):
         save(store, step, tmp_path)
