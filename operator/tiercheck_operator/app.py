@@ -18,7 +18,6 @@ import os
 import resource
 import secrets
 import signal
-import sys
 import time
 from asyncio import sslproto
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -37,13 +36,13 @@ from tiercheck_operator.kubernetes.identity import ClusterIdentity
 from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.node_leases import NodeLeases
 from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, describe_troubles, stuck
+from tiercheck_operator.kubernetes.watch_session import WatchSession
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
     Strange,
     Watched,
     copy_of_job,
     date_containers,
-    shell_of_job,
     version_of,
 )
 from tiercheck_operator.metrics import Metrics
@@ -69,12 +68,11 @@ _COLLECT_AFTER = 20_000
 of a recovery's processor time: what workers hold is many objects that are no garbage."""
 _LISTED_AT_ONCE = 100
 """Objects that a first listing brings at once: a pod takes a hundred KiB until what matters of it is kept."""
+_LIST_AGAIN = 1.0
+"""Seconds before a kind is listed anew: a server that answers nonsense is not asked all the time."""
 _RECEIVED_AT_ONCE = 2 * 1024
 """Bytes that asyncio keeps for each connection, and TLS as many. asyncio's own 256 KiB, for connections that
 are mostly idle, would be most of this process."""
-_DEEPEST = 12_000
-"""Levels of a JSON object. API servers take 10,000 (sigs.k8s.io/json), for which json needs less than 2 MiB
-of the stack; by Python's own 1,000, one such job ends the watch of all."""
 _M_ARENA_MAX = -8
 _REMEMBERED_FOR = 0.05
 """Seconds that kopf keeps an object after its last event, in case that another follows. Of a first listing of
@@ -302,6 +300,7 @@ class Operator:
         settings.peering.standalone = True
         settings.networking.request_timeout = 30
         settings.watching.chunk_size = _LISTED_AT_ONCE
+        settings.watching.reconnect_backoff = _LIST_AGAIN
         settings.queueing.idle_timeout = _REMEMBERED_FOR
         settings.watching.label_selectors["v1", "pods"] = names.LABEL_JOB_UID
         settings.process.ultimate_exiting_timeout = 10
@@ -318,9 +317,11 @@ class Operator:
         those for each that comes."""
         registry = kopf.OperatorRegistry()
 
+        session = WatchSession(self._access)
+
         @kopf.on.login(registry=registry)
-        def login(**_: Any) -> kopf.ConnectionInfo:
-            return self._access.info()
+        async def login(**_: Any) -> kopf.AiohttpSession:
+            return await session.log_in()
 
         @kopf.on.event("v1", "pods", labels={names.LABEL_JOB_UID: kopf.PRESENT}, registry=registry)
         async def pod_event(type: str | None, body: kopf.Body, **_: Any) -> None:
@@ -372,10 +373,7 @@ class Operator:
             self._wake_all()
 
     def _job_changed(self, body: Mapping[str, Any]) -> None:
-        try:
-            raw = copy_of_job(body)
-        except ValueError as error:
-            raw = shell_of_job(body, str(error))
+        raw = copy_of_job(body)
         uid, version = _identity(raw)
         self._jobs.put(uid, version, raw)
         known_as = self._strange.parse_or_none(names.KIND, raw, identity_of) or uid
@@ -465,7 +463,6 @@ def prepare_process() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 10, 20)
-    sys.setrecursionlimit(_DEEPEST)
     with contextlib.suppress(AttributeError):  # not every C library has it
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)  # threads wait for the API server; each had some MiB
     sslproto.SSLProtocol.max_size = _RECEIVED_AT_ONCE

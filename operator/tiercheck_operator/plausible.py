@@ -2,8 +2,8 @@
 
 One process decides for all teams, and a report is the word of one team's pod. A number that no job has is
 brought to the nearest that some job could have, so that whatever is said, arithmetic on it stays within what
-clocks, calendars and the API hold. Nothing is refused for it: a sidecar whose report were left out would
-count as silent, and its worker as lost.
+clocks, calendars and the API hold. Texts and lists are cut to what can be shown or planned with. Nothing is
+refused for it: a sidecar whose report were left out would count as silent, and its worker as lost.
 
 Nodes' clocks differ from ours, so what a sidecar dates by its own clock is dated by ours before anybody
 subtracts the two.
@@ -27,8 +27,14 @@ _SMALL = {"deltas", "exit_code", "rank", "slowest_rank", "snapshot_every", "work
 _MOST_SMALL = 2**31 - 1
 _LATEST = 253_370_764_800.0
 """The year 9999, the last that RFC 3339 can write; as a duration, no job's either."""
-_ANY = frozenset({str, bool, type(None)})
+_ANY = frozenset({bool, type(None)})
 """Nothing of these is too much."""
+_LONGEST_TEXT = 1000
+"""Characters: the status shows no more of one."""
+_MOST_ENTRIES = 4096
+"""Of a list; the last ones are the newest versions."""
+_FEW = {"failures": 8, "problems": 32, "proofs": 8, "sources": 8, "stalled": 8, "unreachable": 16}
+"""Of lists that people read."""
 _FIELDS: dict[type, tuple[str, ...]] = {}
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,63}")
 
@@ -41,6 +47,7 @@ def make_plausible(report: Report) -> Report:
         return cast(Report, _within(report))
     found: Report = _within(replace(report, holdings=()))
     kept = held if all(map(_is_plausible, held)) else tuple(filter(_is_plausible, held))
+    kept = kept[-_MOST_ENTRIES:]
     return replace(found, holdings=kept)
 
 
@@ -62,8 +69,10 @@ def _within(value: Any) -> Any:
         return min(max(value, LEAST), MOST)
     if kind is float:
         return min(max(value, float(LEAST)), _LATEST)
+    if kind is str:
+        return value[:_LONGEST_TEXT]
     if kind is tuple:
-        return tuple(map(_within, value)) if value else value
+        return tuple(map(_within, value[-_MOST_ENTRIES:])) if value else value
     if kind is Problem and not _REASON.fullmatch(value.reason):
         return replace(value, reason=conditions.INTERNAL_ERROR)
     changed = {}
@@ -72,7 +81,10 @@ def _within(value: Any) -> Any:
         of = type(old)
         if of in _ANY or (of is int and LEAST <= old <= _MOST_SMALL):  # most are
             continue
-        if (new := _field(name, old)) is not old and new != old:
+        if name in _FEW and of is tuple:
+            old = old[: _FEW[name]]
+        new = _field(name, old)
+        if new is not (was := getattr(value, name)) and new != was:
             changed[name] = new
     return replace(value, **changed) if changed else value
 
@@ -86,6 +98,18 @@ def _names(kind: type) -> tuple[str, ...]:
 
 def _field(name: str, value: Any) -> Any:
     return min(_within(value), _MOST_SMALL) if name in _SMALL and type(value) is int else _within(value)
+
+
+def without_lists(report: Report, why: str) -> Report:
+    """`report` with its attempt, its trainer and its numbers alone, and one problem that says why."""
+    return replace(
+        report,
+        restore=replace(report.restore, ranks=()),
+        holdings=(),
+        remote=replace(report.remote, versions=(), ranks=()),
+        quarantined=(),
+        problems=(Problem(conditions.BAD_REPORT, why),),
+    )
 
 
 FORGIVEN = 2.0

@@ -33,7 +33,7 @@ from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Holding, Report
 from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.observed import HostSign, WorkerReport
-from tiercheck_operator.plausible import ClockSkew, by_our_clock, make_plausible
+from tiercheck_operator.plausible import ClockSkew, by_our_clock, make_plausible, without_lists
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,13 @@ _AT_ONCE = 2.0
 is called silent."""
 _KNOCK = 1.0
 """Seconds that a host may take to accept or refuse a connection."""
-_MOST_BODY = 4 * 1024 * 1024
+_MOST_BODY = 1024 * 1024
 """Bytes of an answer. A report has some 100 KiB at most; sidecars of all teams answer this one process."""
+_SMALL_BODY, _LARGE_AT_ONCE = 64 * 1024, 2
+"""Bytes of an answer that may come at any time; and how many larger ones of a job, one after the other."""
+_OF_JOB, _OF_SIDECAR = 2 * 1024 * 1024, 128 * 1024
+"""Bytes of the newest answers of a job's sidecars together, which stay in memory: for the job, and for each.
+"""
 _PIECE = 32 * 1024
 """Bytes of a directive that are enciphered at once. What TLS takes at once it keeps room for, for as long as
 the connection lives: of a table of sources, more than everything else that a worker takes here."""
@@ -211,6 +216,9 @@ class JobSidecars:
         self._gate, self._gate_of_silent = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_CALLS)
         self._holdings = True
         self._reports: dict[str, WorkerReport] = {}
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+        self._sizes: dict[str, int] = {}
+        """Bytes of the newest answer, by host."""
 
     @property
     def reports(self) -> Mapping[str, WorkerReport]:
@@ -225,6 +233,7 @@ class JobSidecars:
                     task.cancel()
             self._skew.forget(self._hosts[uid])
             self._of_pod.pop(self._hosts[uid], None)
+            self._sizes.pop(self._hosts[uid], None)
             self._lines.kept.discard(self._hosts[uid])
             self._again.discard(uid)
             self._silent.discard(uid)
@@ -413,7 +422,7 @@ class JobSidecars:
                 headers=headers,
                 allow_redirects=False,
             ) as response:
-                text = await _body(response, host)
+                text = await _body(response, host, self._large)
                 ahead = self._skew.heard(host, response.headers.get("Date"), self._clock())
                 if response.status != 200:
                     raise SidecarError(
@@ -427,13 +436,28 @@ class JobSidecars:
         ) as error:  # whatever it may be: nothing that a sidecar answers ends the listening to it
             what = f"{host} does not answer: {type(error).__name__} {error}"
             raise SidecarError(what, _failure_of(error)) from error
+        return self._accept(host, text, ahead)
+
+    def _accept(self, host: str, text: bytes, ahead: float) -> Report:
+        """What is kept of an answer: one sidecar may say much, and all of them together as much as their
+        number allows. Raises SidecarError."""
         try:
             report = read_report(text)
         except Malformed as error:
             raise SidecarError(f"{host} sent no report: {error}") from error
         if report.job_uid != self._job_uid:
             raise SidecarError(f"{host} belongs to another job")
-        return make_plausible(by_our_clock(self._signer.without_hearsay(report), ahead))
+        report, size = make_plausible(by_our_clock(self._signer.without_hearsay(report), ahead)), len(text)
+        others = sum(self._sizes.values()) - self._sizes.get(host, 0)
+        allowed = _OF_JOB + _OF_SIDECAR * len(self._hosts)
+        self._sizes[host] = size if others + size <= allowed else 0
+        if self._sizes[host] == size:
+            return report
+        return without_lists(
+            report,
+            f"The sidecars of this job report {others + size} bytes together, {allowed} are the most; "
+            f"the lists of worker {report.worker} are not used. See what it keeps or delete it.",
+        )
 
     def _heard(self, uid: str, report: Report) -> None:
         known = self._reports.get(uid)
@@ -534,15 +558,18 @@ async def in_pieces(parts: Iterable[bytes]) -> AsyncIterator[memoryview]:
             yield memoryview(part)[at : at + _PIECE]
 
 
-async def _body(response: aiohttp.ClientResponse, host: str) -> bytes:
+async def _body(response: aiohttp.ClientResponse, host: str, large: asyncio.Semaphore) -> bytes:
     """As it was sent: not decompressed, and never more than what an honest sidecar says. Raises
     SidecarError.
     """
     found = bytearray()
-    async for piece in response.content.iter_any():
-        found += piece
-        if len(found) > _MOST_BODY:
-            raise SidecarError(f"{host} answers with more than {_MOST_BODY} bytes")
+    async with contextlib.AsyncExitStack() as turn:
+        async for piece in response.content.iter_any():
+            if len(found) <= _SMALL_BODY < len(found) + len(piece):
+                await turn.enter_async_context(large)
+            found += piece
+            if len(found) > _MOST_BODY:
+                raise SidecarError(f"{host} answers with more than {_MOST_BODY} bytes")
     return bytes(found)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,12 @@ from tests.operator.sidecar_over_https import (
     some_report,
     until,
 )
+from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
+from tiercheck.protocol.report import Holding, Problem, Quarantined, RankRestore, RemoteReport
+from tiercheck.protocol.version import Version
 from tiercheck_operator import sidecars
+from tiercheck_operator.model import conditions
 from tiercheck_operator.sidecars import JobSidecars
 
 MIB = 2**20
@@ -129,3 +135,46 @@ async def test_an_answer_without_end_is_read_as_far_as_any_report_goes(
     await until(lambda: sidecar.answered >= 1)
     in_flight = 32 * MIB  # what the kernel and two transports hold between the two ends
     assert sidecar.sent / sidecar.answered < sidecars._MOST_BODY + in_flight
+
+
+def _tiny(**fields: object) -> Callable[[], bytes]:
+    """A report of as many small entries as an answer may have."""
+
+    def text() -> bytes:
+        report = replace(some_report(), **fields)  # type: ignore[arg-type]
+        return to_json(report).replace(b'["@@"]', b"[" + b",".join([b'"@"'] * 200_000) + b"]")
+
+    return text
+
+
+_WIDE = "\N{GRINNING FACE}" + "x" * 900_000
+HEAVY: dict[str, Callable[[], bytes]] = {
+    "one wide text": lambda: to_json(replace(some_report(), problems=(Problem("Any", _WIDE),))),
+    "wide texts": lambda: to_json(replace(some_report(), problems=(Problem("Any", _WIDE[:999]),) * 800)),
+    "tiny texts": _tiny(restore=replace(some_report().restore, stalled=("@@",))),
+    "tiny failures": _tiny(restore=replace(some_report().restore, ranks=(
+        RankRestore(0, None, None, 0, 0.0, ("@@",)),))),
+    "holdings": lambda: to_json(replace(some_report(), holdings=tuple(
+        Holding(n, Version(n, 9999 + n), Tier.PEER, 10**9 + n) for n in range(5_000)))),
+    "versions": lambda: to_json(replace(some_report(), remote=RemoteReport(True, True, "", tuple(
+        Version(n, 9999 + n) for n in range(25_000))))),
+    "bad copies": lambda: to_json(replace(some_report(), quarantined=tuple(
+        Quarantined(n, Version(n, 9999 + n), n, f"{n}") for n in range(5_000)))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEAVY)
+def test_newest_reports_of_sixty_four_sidecars_stay_small_whatever_is_in_them(kind: str) -> None:
+    client, text = JobSidecars("job-uid", CREDENTIALS, lambda: None), HEAVY[kind]()
+    assert 200_000 < len(text) <= sidecars._MOST_BODY
+    client._hosts = {f"{number}": f"{number}" for number in range(64)}
+    tracemalloc.start()
+    try:
+        kept = [client._accept(host, text, 0.0) for host in client._hosts]
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 64 * MIB
+    finally:
+        tracemalloc.stop()
+    told = {problem.reason for report in kept for problem in report.problems}
+    assert conditions.BAD_REPORT in told, "whose job it is sees why the rest is left out"
+    assert kept[-1].trainer == some_report().trainer, "and training is still seen"

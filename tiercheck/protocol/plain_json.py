@@ -36,10 +36,10 @@ class Malformed(ValueError):
     """The text is not what is wanted; the message says why."""
 
 
-def parse_json(text: bytes | bytearray | str, most: int = MOST_BYTES) -> Any:
+def parse_json(text: bytes | bytearray | str, most: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Any:
     """Dicts, lists and scalars; whole numbers of 64 bits, finite floats, strings that are Unicode. Raises
     Malformed."""
-    return decode_with(_loads, text, most, MOST_VALUES)
+    return decode_with(_loads, text, most, most_values)
 
 
 def decode_with(
@@ -76,11 +76,9 @@ def _check(text: bytes | bytearray, most_values: int | None) -> None:
         values = text.count(b",") + text.count(b"[") + text.count(b"{")
         if values > most_values:
             raise Malformed(f"it has more than {most_values} values")
-    plain = text
-    if b"\\" in text:  # so that every quote begins or ends a string
-        plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if text.count(b"[") + text.count(b"{") > MOST_DEPTH:
-        _check_depth(plain)
+    plain = _with_plain_quotes(text)
+    if _nests_too_deep(plain):
+        raise Malformed(f"not JSON: brackets are deeper than {MOST_DEPTH}, or do not match")
     digits = plain.translate(_DIGITS)
     if _LONG in digits:
         _check_long(plain, digits)
@@ -101,7 +99,19 @@ def _check_long(plain: bytes | bytearray, digits: bytes | bytearray) -> None:
             raise Malformed(f"a whole number of more than 64 bits: {match[0][:24].decode()}")
 
 
-def _check_depth(plain: bytes | bytearray) -> None:
+def is_too_deep(text: bytes | bytearray) -> bool:
+    """Whether its brackets are deeper than `MOST_DEPTH`, or do not match. Takes no stack."""
+    return _nests_too_deep(_with_plain_quotes(text))
+
+
+def _with_plain_quotes(text: bytes | bytearray) -> bytes | bytearray:
+    """The text with every quote at the beginning or end of a string."""
+    return text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
+
+
+def _nests_too_deep(plain: bytes | bytearray) -> bool:
+    if plain.count(b"[") + plain.count(b"{") <= MOST_DEPTH:
+        return False
     # Most strings have no brackets and are two quotes now; where one followed another directly, both become
     # one.
     nested = plain.translate(_BRACKETS, _OTHERS).replace(b'""', b"")
@@ -114,8 +124,7 @@ def _check_depth(plain: bytes | bytearray) -> None:
         if not nested:
             break
         nested = nested.replace(b"[]", b"")
-    if nested:
-        raise Malformed(f"not JSON: brackets are deeper than {MOST_DEPTH}, or do not match")
+    return bool(nested)
 
 
 def _loads(text: bytes | bytearray) -> Any:

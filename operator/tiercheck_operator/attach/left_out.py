@@ -12,33 +12,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from tiercheck.protocol import names
 from tiercheck_operator.attach.owners import Unattachable, find_owner
-from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
+from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube, ObjectMetadata
 from tiercheck_operator.kubernetes.events import ObjectEvents
 
 log = logging.getLogger(__name__)
 
 NOT_ATTACHED = "NotAttached"
 """Reason of the Event."""
-_SELECTOR = f"labelSelector={names.LABEL_INJECT},!{names.LABEL_JOB_UID}"
+_SELECTOR = (
+    f"labelSelector={names.LABEL_INJECT},!{names.LABEL_JOB_UID}"
+    "&fieldSelector=status.phase!=Succeeded,status.phase!=Failed"
+)
+_TRY_AGAIN = 300.0
+"""Seconds until a pod that its disruption budget keeps is evicted again."""
+_MOST_OF_NAMESPACE = 20
+"""Pods of a namespace about which there are calls in one look: all teams' calls are made by few threads."""
 _UNASKED = "TierCheck was not asked, or did not answer, when the pod was created, so the pod runs without it."
 
 
-def must_go(pod: Mapping[str, Any], has_job: Callable[[str, str], bool]) -> bool:
+def must_go(pod: ObjectMetadata, has_job: Callable[[str, str], bool]) -> bool:
     """Whether the pod keeps a job from going on that could go on with another in its place."""
-    metadata = pod.get("metadata") or {}
-    if names.ANNOTATION_NOT_ATTACHED in (metadata.get("annotations") or {}) or metadata.get(
-        "deletionTimestamp"
-    ):
+    if names.ANNOTATION_NOT_ATTACHED in pod.annotations or pod.deleted:
         return False  # another one would be refused as well
-    if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
-        return False
     try:
-        return has_job(str(metadata.get("namespace") or ""), find_owner(pod).uid)
+        owner = find_owner({"metadata": {"labels": pod.labels, "ownerReferences": pod.owners}})
+        return has_job(pod.namespace, owner.uid)
     except Unattachable:
         return False
 
@@ -47,12 +51,19 @@ class LeftOut:
     """Looks every `every` seconds, in `namespaces` (empty: everywhere), while this replica leads."""
 
     def __init__(
-        self, kube: Kube, namespaces: Sequence[str], every: float, has_job: Callable[[str, str], bool]
+        self,
+        kube: Kube,
+        namespaces: Sequence[str],
+        every: float,
+        has_job: Callable[[str, str], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kube, self._every, self._has_job = kube, every, has_job
         places = [f"/api/v1/namespaces/{namespace}/pods" for namespace in namespaces] or ["/api/v1/pods"]
-        self._paths = [f"{place}?{_SELECTOR}" for place in places]
-        self._events = ObjectEvents(kube)
+        self._paths = places
+        self._events, self._clock = ObjectEvents(kube), clock
+        self._kept: dict[str, float] = {}
+        """By UID of pods that their disruption budget keeps: when to try again."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -74,42 +85,41 @@ class LeftOut:
     async def look(self) -> None:
         """Once."""
         for path in self._paths:
+            looked_after: Counter[str] = Counter()
             try:
-                found = await self._kube.get(path)
+                async for page in self._kube.list_metadata(path, _SELECTOR):
+                    for pod in page:
+                        if looked_after[pod.namespace] < _MOST_OF_NAMESPACE:
+                            looked_after[pod.namespace] += await self._look_after(pod)
             except ApiFailure as error:
                 log.warning("pods that were not attached could not be listed: %s", error)
-                continue
-            for pod in (found or {}).get("items") or []:
-                await self._look_after(pod)
 
-    async def _look_after(self, pod: Mapping[str, Any]) -> None:
-        metadata = pod["metadata"]
-        namespace, name = str(metadata["namespace"]), str(metadata["name"])
-        if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
-            return
-        about = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "namespace": namespace,
-            "name": name,
-            "uid": metadata["uid"],
-        }
+    async def _look_after(self, pod: ObjectMetadata) -> bool:
+        """Whether that took any call."""
+        namespace, name, uid = pod.namespace, pod.name, pod.uid
+        about = {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": name, "uid": uid}
         going = must_go(pod, self._has_job)
-        said = (metadata.get("annotations") or {}).get(names.ANNOTATION_NOT_ATTACHED) or _UNASKED
+        said = pod.annotations.get(names.ANNOTATION_NOT_ATTACHED) or _UNASKED
         if going:
             said += " The other workers wait for it, so it is evicted and its controller makes another."
-        await self._events.warn(about, NOT_ATTACHED, said)
-        if not going:
-            return
+        told, now = await self._events.warn(about, NOT_ATTACHED, said), self._clock()
+        self._kept = {known: until for known, until in self._kept.items() if until > now}
+        if not going or uid in self._kept:
+            return told
         eviction = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
             "metadata": {"name": name, "namespace": namespace},
-            "deleteOptions": {"preconditions": {"uid": metadata["uid"]}},
+            "deleteOptions": {"preconditions": {"uid": uid}},
         }
         try:
             await self._kube.create(CORE + "/pods/{name}/eviction", eviction, namespace=namespace, name=name)
         except ApiFailure as error:
             log.warning("%s/%s: it was not attached, and could not be evicted: %s", namespace, name, error)
+            if error.considered:
+                self._kept[uid] = now + _TRY_AGAIN
+                said = f"It waits for its disruption budget, and is evicted later: {error}"
+                await self._events.warn(about, NOT_ATTACHED, said)
         else:
             log.info("%s/%s: evicted, because it was not attached and its job waits for it", namespace, name)
+        return True

@@ -63,6 +63,8 @@ _LOOK_EVERY, _RETRY = 60.0, 2.0
 """Seconds between two looks at certificate and configuration, and the same while they could not be looked at.
 """
 _LONGEST_WARNING = 256
+_MOST_VALUES = 50_000
+"""Of a review, each of which takes up to 200 bytes. A pod has some hundreds."""
 
 
 class Webhook:
@@ -124,7 +126,7 @@ class Webhook:
         if request.path != PATH:
             return web.Response(status=404)
         try:
-            review = parse_json(body, LARGEST)
+            review = parse_json(body, LARGEST, _MOST_VALUES)
             asked: Mapping[str, Any] = review["request"]
             uid = str(asked["uid"])
         except (ValueError, KeyError, TypeError):

@@ -24,6 +24,7 @@ from tiercheck_operator.controller.failures.sidecar_ends import find_silent_memb
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.refusals import BACKOFF, RefusalMemory
 from tiercheck_operator.controller.status.discretion import without_credentials
+from tiercheck_operator.controller.status.status import with_unreadable
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
 from tiercheck_operator.kubernetes.identity import ClusterIdentity
@@ -35,7 +36,7 @@ from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import Action, Decision, SavePlacement
 from tiercheck_operator.model.limits import render_fitting
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
-from tiercheck_operator.model.parsing import parse_job
+from tiercheck_operator.model.parsing import UNREADABLE, parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.sidecars import JobSidecars, Lines
 
@@ -110,7 +111,7 @@ class JobLoop:
         self._owner_read = float("-inf")
         self._owner_size: int | None = None
         self._strange_at = -1
-        """Version of the job that made no sense."""
+        """Generation of the job that made no sense."""
         self._sidecars: JobSidecars | None = None
         self._followed: Mapping[str, str] = {}
         """Whom they listen to: IP address by pod UID."""
@@ -286,17 +287,33 @@ class JobLoop:
         return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
 
     async def _tell_strange(self, error: Exception) -> None:
-        """The API server holds what its schema should have refused: said once, and left alone until it
-        changes."""
-        if self._strange_at == _version(self._raw):
-            return
-        self._strange_at = _version(self._raw)
-        why = f"The job cannot be understood, and is left alone: {type(error).__name__}: {error}"[:500]
-        log.warning("%s: %s", self.named, why)
+        """The API server holds what its schema should have refused, or what is too much for this process:
+        said once, and left alone until it changes."""
         metadata = self._raw["metadata"]
+        generation = int(metadata.get("generation") or 0)
+        if self._strange_at == generation:
+            return
+        named = "" if UNREADABLE in self._raw else f"{type(error).__name__}: "
+        why = f"The job cannot be understood, and is left alone: {named}{error}"[:500]
+        log.warning("%s: %s", self.named, why)
         about = {"apiVersion": self._raw.get("apiVersion"), "kind": names.KIND, "name": metadata["name"]}
         about |= {"namespace": metadata["namespace"], "uid": metadata["uid"]}
         await self._object_events.warn(about, "NotUnderstood", why)
+        told = with_unreadable(self._raw.get("status") or {}, generation, why, self._around.clock())
+        patch = {
+            "metadata": {"resourceVersion": metadata.get("resourceVersion"), "uid": metadata["uid"]},
+            "status": without_credentials(told),
+        }
+        namespace, name = self.key
+        try:
+            await self._around.kube.merge(JOBS + "/{name}/status", patch, namespace=namespace, name=name)
+        except ApiFailure as failure:
+            if failure.not_found:
+                raise JobGone from failure
+            if not failure.refused:
+                raise
+            log.info("%s: its condition was not written: %s", self.named, failure)
+        self._strange_at = generation
 
     async def _look_at_owner(self, job: JobView) -> None:
         """Read how many workers an attached job's owner has now."""

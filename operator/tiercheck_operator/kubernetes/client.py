@@ -7,10 +7,12 @@ them becomes more than the one segment of a path that it stands for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -24,7 +26,14 @@ from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.object_reader import (
+    MOST_ANSWER,
+    most_of,
+    read_object,
+    without_depth,
+)
 from tiercheck_operator.kubernetes.watches import version_of
+from tiercheck_operator.model.parsing import UNREADABLE
 
 
 def fill(path: str, **names: str) -> str:
@@ -37,12 +46,16 @@ def fill(path: str, **names: str) -> str:
 
 JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.PLURAL}"
 CORE = "/api/v1/namespaces/{namespace}"
+_NAMESPACE = re.compile(r"/namespaces/([^/?]+)")
 MERGE_PATCH = "application/merge-patch+json"
 
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 
 _THREADS = 8
 """Calls at once, of all jobs together; the others wait their turn, first come, first served."""
+_OF_ONE_NAMESPACE, _TURNS = 4, 1024
+"""Calls of a namespace that have a thread or wait for one, so that they do not wait for all of another's; and
+how many such counts there are, which few namespaces share."""
 _LISTED_AT_ONCE = 200
 """Objects of one page: the metadata of each takes some KiB."""
 _BUSY_TRIES = 4
@@ -53,18 +66,23 @@ _RETRIES = urllib3.Retry(
 """Only what was surely not sent is sent again behind our back, and at once: no write that timed out."""
 _LONGEST_HOLD = 30.0
 """Seconds; a server that wants to be left alone for longer is asked again after that."""
+_TOO_LARGE = 413
 
 
 class ApiFailure(Exception):
     """The API server refused or did not answer. `status` is the HTTP status; 0: no answer.
 
-    `retry_after`: seconds for which the server wants to be left alone; None: it did not say.
+    `retry_after`: seconds for which the server wants to be left alone; None: it did not say. `considered`: it
+    is the answer to this call, not one that whatever is called would get.
     """
 
-    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, retry_after: float | None = None, considered: bool = False
+    ) -> None:
         super().__init__(f"{status}: {message}" if status else message)
         self.status = status
         self.retry_after = retry_after
+        self.considered = considered
 
     @property
     def conflict(self) -> bool:
@@ -77,14 +95,16 @@ class ApiFailure(Exception):
     @property
     def busy(self) -> bool:
         """The server has not even looked at it (priority and fairness, or overload), so that it may be sent
-        again as it is."""
+        again as it is. A disruption budget and a webhook may answer 429 as well, about one object."""
+        if self.considered:
+            return False
         return self.status == 429 or (self.status == 503 and self.retry_after is not None)
 
     @property
     def refused(self) -> bool:
         """The server understood and said no (quota, admission, rights, validation): asking again soon will
         not help."""
-        return self.status in (400, 403, 405, 413, 422)
+        return self.status in (400, 403, 405, _TOO_LARGE, 422)
 
 
 class NameTaken(ApiFailure):
@@ -118,8 +138,10 @@ class Kube:
         called: Callable[[str, int, float], None] = lambda verb, status, seconds: None,
     ) -> None:
         self._access, self._timeout = access, urllib3.Timeout(total=timeout)
-        self._pool = urllib3.PoolManager(maxsize=_THREADS, retries=_RETRIES, ssl_context=access.tls)
+        self._tls = access.tls
+        self._pool = self._new_pool()
         self._may_write, self._called = may_write, called
+        self._turns = [asyncio.Semaphore(_OF_ONE_NAMESPACE) for _ in range(_TURNS)]
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kube")
         self._hold_until = 0.0
         """Monotonic time."""
@@ -141,13 +163,16 @@ class Kube:
         return await asyncio.get_running_loop().run_in_executor(None, self._idle.wait, seconds)
 
     async def get(self, path: str, **names: str) -> dict[str, Any] | None:
-        """None if there is no such object. Raises ApiFailure."""
+        """None if there is no such object. Raises ApiFailure, also for one that is too large to be read."""
         try:
-            return await self._call("GET", _filled(path, names))
+            found = await self._call("GET", _filled(path, names))
         except ApiFailure as error:
             if error.not_found:
                 return None
             raise
+        if UNREADABLE in found:
+            raise ApiFailure(_TOO_LARGE, f"{found.get('kind')} {names.get('name')}: {found[UNREADABLE]}")
+        return found
 
     async def create(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
         """Raises ApiFailure; `conflict` if it exists already."""
@@ -178,17 +203,28 @@ class Kube:
         """UID to resourceVersion of every object, as of one moment, asked from the storage. Raises
         ApiFailure.
         """
-        found: dict[str, int] = {}
+        pages = self.list_metadata(path, query, page)
+        return {each.uid: version_of(each.version) async for page in pages for each in page}
+
+    async def list_metadata(
+        self, path: str, query: str = "", page: int = _LISTED_AT_ONCE
+    ) -> AsyncIterator[Sequence[ObjectMetadata]]:
+        """Page by page, with fewer objects in each where some are large. Raises ApiFailure."""
         more = ""
         while True:
-            asked = "&".join(
-                part for part in (query, f"limit={page}", f"continue={more}" if more else "") if part
-            )
-            page_read = await self._call("GET", f"{path}?{asked}", accept=METADATA_ONLY)
-            found |= page_read["versions"]
-            more = page_read["more"]
+            asked = (query, f"limit={page}", f"continue={more}" if more else "")
+            try:
+                address = f"{path}?{'&'.join(filter(None, asked))}"
+                found = await self._call("GET", address, accept=METADATA_ONLY)
+            except ApiFailure as error:
+                if error.status != _TOO_LARGE or page == 1:
+                    raise
+                page = max(1, page // 8)
+                continue
+            yield found["items"]
+            more = found["more"]
             if not more:
-                return found
+                return
 
     async def _call(
         self,
@@ -197,6 +233,13 @@ class Kube:
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
         accept: str = "application/json",
+    ) -> dict[str, Any]:
+        named = _NAMESPACE.search(path)
+        async with self._turns[hash(named[1]) % _TURNS] if named else contextlib.nullcontext():
+            return await self._call_until_answered(method, path, body, content_type, accept)
+
+    async def _call_until_answered(
+        self, method: str, path: str, body: Mapping[str, Any] | None, content_type: str, accept: str
     ) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         for left in reversed(range(_BUSY_TRIES)):
@@ -250,6 +293,17 @@ class Kube:
         finally:
             self._called(method, status, time.monotonic() - began)
 
+    def _new_pool(self) -> urllib3.PoolManager:
+        return urllib3.PoolManager(maxsize=_THREADS, retries=_RETRIES, ssl_context=self._tls)
+
+    def _connections(self) -> urllib3.PoolManager:
+        """By the TLS context of now: those of an old one trust an authority that may be gone."""
+        tls = self._access.tls
+        with self._lock:
+            if tls is not self._tls:
+                self._tls, self._pool = tls, self._new_pool()
+            return self._pool
+
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, content_type: str, accept: str
     ) -> dict[str, Any]:
@@ -257,39 +311,59 @@ class Kube:
         if body is not None:
             headers["Content-Type"] = content_type
         try:
-            response = self._pool.request(
+            response = self._connections().request(
                 method,
                 self._access.server + path,
                 body=json.dumps(body, default=dict) if body is not None else None,
                 headers={**headers, **self._access.headers()},
                 timeout=self._timeout,
+                preload_content=False,
             )
-            data = response.data
+            data = response.read(MOST_ANSWER + 1)
+            if len(data) > MOST_ANSWER:
+                response.close()
+            response.release_conn()
         except (HTTPError, OSError) as error:
             raise ApiFailure(0, f"the API server does not answer: {error}") from error
         except ValueError:  # the error quotes the header that cannot be sent
             raise ApiFailure(
                 0, "the API server cannot be asked: its address or our token has characters that HTTP refuses"
             ) from None
+        if len(data) > MOST_ANSWER:
+            raise ApiFailure(_TOO_LARGE, f"the API server's answer has more than {MOST_ANSWER} bytes")
         if not 200 <= response.status < 300:
+            status = _status_of(data)
             raise ApiFailure(
-                int(response.status), _sentence(data) or str(response.reason), _retry_after(response.headers)
+                int(response.status),
+                str(status.get("message") or "") or _cut(data) or str(response.reason),
+                _retry_after(response.headers),
+                # Priority and fairness answer in plain text, before anything of the call is looked at.
+                considered=response.status == 429
+                and (status.get("kind") == "Status" or (path.endswith("/eviction") and bool(status))),
             )
         try:
             if accept == METADATA_ONLY:
                 return _read_page(data)
-            return dict(parse_json(data)) if data else {}
+            return read_object(data, most_of(path)) if data else {}
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
             raise ApiFailure(0, f"the API server's answer cannot be read: {error}") from error
 
 
-class _Metadata(msgspec.Struct):
+class ObjectMetadata(msgspec.Struct):
+    """What lists say of each object."""
+
     uid: str
     version: str = msgspec.field(default="", name="resourceVersion")
+    name: str = ""
+    namespace: str = ""
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    annotations: dict[str, str] = msgspec.field(default_factory=dict)
+    owners: list[dict[str, Any]] = msgspec.field(default_factory=list, name="ownerReferences")
+    deleted: str = msgspec.field(default="", name="deletionTimestamp")
 
 
 class _Entry(msgspec.Struct):
-    metadata: _Metadata
+    metadata: ObjectMetadata
 
 
 class _Rest(msgspec.Struct):
@@ -305,11 +379,10 @@ _PAGE = Decoder(_Page)
 
 
 def _read_page(text: bytes) -> dict[str, Any]:
-    """UID to version of each, and how to ask for the next page. Nothing else is made of it: who wrote which
-    field of an object is as deep as the object."""
-    page = _PAGE.decode(text)
-    versions = {each.metadata.uid: version_of(each.metadata.version) for each in page.items or ()}
-    return {"versions": versions, "more": page.metadata.more}
+    """Its objects, and how to ask for the next page. Nothing else is made of it: who wrote which field of an
+    object is as deep as the object."""
+    page = _PAGE.decode(without_depth(text))
+    return {"items": [each.metadata for each in page.items or ()], "more": page.metadata.more}
 
 
 def _filled(path: str, names: Mapping[str, str]) -> str:
@@ -322,12 +395,17 @@ def _filled(path: str, names: Mapping[str, str]) -> str:
 def _retry_after(headers: Any) -> float | None:
     """Seconds; a date, which the API server never sends, counts as not said."""
     text = str((headers or {}).get("Retry-After") or "")
-    return float(text) if text.isdigit() else None
+    return min(float(text), _LONGEST_HOLD) if text.isdigit() else None
 
 
-def _sentence(body: bytes | str | None) -> str:
-    """The message of a Status object."""
+def _status_of(body: bytes) -> Mapping[str, Any]:
+    """The Status object of an error; empty: it is none."""
     try:
-        return str(parse_json(body or b"{}").get("message") or "")
-    except (ValueError, AttributeError):
-        return str(body or "")[:500]
+        found = parse_json(body or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cut(body: bytes) -> str:
+    return body[:500].decode(errors="replace") if body[:1] != b"{" else ""

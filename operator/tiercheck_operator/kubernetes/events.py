@@ -27,8 +27,8 @@ _SIMILAR = 10
 """
 _FORGET = 600.0
 """Seconds after which an Event that comes again is a new one."""
-_SERIES = 100
-"""Series that are remembered; the oldest are forgotten first."""
+_SERIES, _POSTED = 50, 5000
+"""Series of a job that are remembered, and Events about other objects; the oldest are forgotten first."""
 _LONG_QUIET = 3600.0
 """Seconds in which the same Event about an object that is no job is posted once only: nothing happens to such
 objects while they wait for somebody to mend their templates."""
@@ -97,6 +97,7 @@ class EventPoster:
             )
 
     def _of(self, notice: Notice) -> _Series:
+        notice = replace(notice, message=notice.message[:_MESSAGE_LIMIT])
         key = (notice.type, notice.reason, notice.message)
         if key not in self._series:
             alike = sum(known[:2] == key[:2] and known[2] != "" for known in self._series)
@@ -144,16 +145,18 @@ class ObjectEvents:
 
     def __init__(self, kube: Kube, clock: Callable[[], float] = time.time) -> None:
         self._kube, self._clock = kube, clock
-        self._posted: dict[tuple[str, str, str], float] = {}
+        self._posted: dict[int, float] = {}
+        """When it was posted, by a hash of what and about which object."""
 
-    async def warn(self, about: Mapping[str, str], reason: str, message: str) -> None:
-        """`about`: an ObjectReference with namespace and UID."""
-        now = self._clock()
-        self._posted = {key: at for key, at in self._posted.items() if now - at < _LONG_QUIET}
-        key = (about["uid"], reason, message)
-        if key in self._posted:
-            return
-        self._posted[key] = now
+    async def warn(self, about: Mapping[str, str], reason: str, message: str) -> bool:
+        """Whether it was sent now, not before. `about`: an ObjectReference with namespace and UID."""
+        now, key = self._clock(), hash((about["uid"], reason, message))
+        if now - self._posted.get(key, -_LONG_QUIET) < _LONG_QUIET:
+            return False
+        self._posted.pop(key, None)
+        self._posted[key] = now  # the newest last
+        if len(self._posted) > _POSTED:
+            del self._posted[next(iter(self._posted))]
         try:
             body = _event(about, Notice("Warning", reason, message), now)
             await self._kube.create(CORE + "/events", body, namespace=about["namespace"])
@@ -161,6 +164,7 @@ class ObjectEvents:
             log.warning(
                 "%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], reason, error
             )
+        return True
 
 
 def _pod(job: JobView, pod: DeletePod) -> Mapping[str, str]:

@@ -6,19 +6,25 @@ idle operator's memory; it alone asks other programs for credentials, as some ku
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import kopf
 
 from tiercheck.protocol.names import join_address
 
-_READ_EVERY = 60.0
-"""Seconds; a service account's token is another one before the last hour of it is over."""
+log = logging.getLogger(__name__)
+
+_READ_EVERY = 10.0
+"""Seconds; a cluster's new authority, or a new token, is used that soon after the kubelet has written it."""
+_FILES = ("ca_path", "certificate_path", "private_key_path")
 
 
 def log_in() -> kopf.ConnectionInfo:
@@ -42,22 +48,42 @@ class Access:
         self._lock = threading.Lock()
         self._known, self._read_at = read(), time.monotonic()
         self.server = self._known.server.rstrip("/")
-        self.tls: ssl.SSLContext | None = None
-        """None: the server speaks plain HTTP."""
-        if self.server.startswith("https:"):
-            self.tls = self._known.as_ssl_context()
+        self._proof, self._tls = _trust_of(self._known)
 
     def info(self) -> kopf.ConnectionInfo:
         """As it is now; what cannot be read is as it was."""
         with self._lock:
             if time.monotonic() - self._read_at > _READ_EVERY:
                 self._read_at = time.monotonic()
-                try:
-                    self._known = self._read()
-                except (OSError, ValueError, LookupError, kopf.LoginError):
-                    return self._known
+                with contextlib.suppress(OSError, ValueError, LookupError, kopf.LoginError):
+                    known = self._read()
+                    if _contents(known) != self._proof:
+                        self._proof, self._tls = _trust_of(known)
+                        log.info("the API server's authority, or our certificate, has changed")
+                    self._known = known
             return self._known
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """Another one once an authority or a certificate has changed; None: the server speaks plain HTTP."""
+        self.info()
+        return self._tls
 
     def headers(self) -> Mapping[str, str]:
         """Who we are."""
         return self.info().as_http_headers()
+
+
+def _trust_of(info: kopf.ConnectionInfo) -> tuple[object, ssl.SSLContext | None]:
+    """The proofs of both sides, and a TLS context made of them. Raises OSError, ValueError."""
+    proof = _contents(info)
+    return proof, info.as_ssl_context() if info.server.startswith("https:") else None
+
+
+def _contents(info: kopf.ConnectionInfo) -> object:
+    """The files that a TLS context is made of have the same names for ever."""
+    paths = [getattr(info, name) for name in _FILES]
+    return (
+        [Path(os.fsdecode(path)).read_bytes() for path in paths if path],
+        (info.ca_data, info.certificate_data, info.private_key_data, info.insecure),
+    )

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from tiercheck.protocol.plain_json import MOST_DEPTH
 from tiercheck_operator.model.observed import ContainerView, NodeView, PodView
-from tiercheck_operator.model.parsing import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -69,28 +67,16 @@ def version_of(text: object) -> int:
 
 
 def copy_of_job(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A job as it is kept: without who wrote which field, which is half of it and decides nothing. Raises
-    ValueError for one so deep that whoever walks through it would run out of stack.
-    """
-    metadata = {key: value for key, value in raw["metadata"].items() if key != "managedFields"}
-    found: dict[str, Any] = _copy({**raw, "metadata": metadata})
+    """A job as it is kept, once it was read by `object_reader`."""
+    found: dict[str, Any] = _copy(dict(raw))
     return found
 
 
-def shell_of_job(raw: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """What is kept of such a job: whose it is, so that its owner is told."""
-    metadata = raw["metadata"]
-    told = {key: str(metadata.get(key) or "") for key in ("name", "namespace", "uid", "resourceVersion")}
-    return {"apiVersion": str(raw.get("apiVersion") or ""), "metadata": told, UNREADABLE: why}
-
-
-def _copy(value: Any, levels: int = MOST_DEPTH) -> Any:
+def _copy(value: Any) -> Any:
     """Names of fields are one string for all jobs: they are most of what a parsed object takes."""
-    if levels == 0:
-        raise ValueError(f"it is more than {MOST_DEPTH} levels deep")
     if isinstance(value, dict):
-        return {sys.intern(key): _copy(inner, levels - 1) for key, inner in value.items()}
-    return [_copy(inner, levels - 1) for inner in value] if isinstance(value, list) else value
+        return {sys.intern(key): _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ UNREADABLE = "unreadable"
 """Key of why a job could not be kept as it is: none that a job has."""
 LONGEST_ATTACHMENT = 4096
 """Characters of an annotation that are read: anybody may write one."""
+_LONGEST_TEXT, _MOST_NAMES = 1000, 128
+"""Characters of a text, and names in a list, that are kept of a pod: there may be thousands of each job."""
 _BACK_OFF = re.compile(r"back-off ((?:\d+h)?(?:\d+m)?(?:\d+(?:\.\d+)?s)?) restarting failed container")
 """What a kubelet says of a container in CrashLoopBackOff, with a Go duration: 40s, 2m40s, 5m0s."""
 
@@ -70,6 +72,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     Anybody may label pods. Whoever can also write owner references is still kept to his own namespace: pods
     are only looked up in that of their job. May raise anything on what no API server's schema lets through.
     """
+    if UNREADABLE in raw:
+        raise ValueError(raw[UNREADABLE])
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     labels = metadata.get("labels") or {}
     maker = _controller(metadata)
@@ -91,7 +95,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     conditions = {entry.get("type"): entry for entry in status.get("conditions") or []}
     disrupted = conditions.get("DisruptionTarget") or {}
     scheduled = conditions.get("PodScheduled") or {}
-    gates = tuple(str(entry.get("name")) for entry in spec.get("schedulingGates") or [])
+    gates = tuple(_text(entry.get("name")) for entry in (spec.get("schedulingGates") or [])[:_MOST_NAMES])
     unschedulable = scheduled.get("status") == "False" and not gates
     sidecar = _named(spec.get("initContainers"), names.SIDECAR_CONTAINER)
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
@@ -108,25 +112,29 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         phase=_shared(status.get("phase") or "Pending"),
         created=created,
         namespace=_shared(metadata.get("namespace") or ""),
-        attached=attached,
+        attached=attached[: LONGEST_ATTACHMENT + 1]
+        if attached.isascii()
+        else "-",  # not ours, as any text is
         deleting=deletion is not None,
         deleted_at=None if deletion is None else deletion - grace,
-        disruption=str(
+        disruption=_text(
             (disrupted.get("reason") if disrupted.get("status") == "True" else "")
             or status.get("reason")
             or ""
         ),
-        message=_pod_message(status, scheduled if unschedulable else {}),
-        held=_shared(held[1] if (held := _held(status)) else ""),
+        message=_text(_pod_message(status, scheduled if unschedulable else {})),
+        held=_shared(_text(held[1]) if (held := _held(status)) else ""),
         # A kubelet that takes a pod says since when (PodStatus of the API reference).
         claimed=not spec.get("nodeName") or bool(status.get("startTime")),
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created)
         if unschedulable
         else None,
-        sidecar_image=_shared(sidecar.get("image") or ""),
+        sidecar_image=_shared(_text(sidecar.get("image"))),
         avoided=frozenset(
-            name
-            for name in ((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(",")
+            _shared(name)
+            for name in str((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(
+                ",", _MOST_NAMES
+            )[:_MOST_NAMES]
             if name
         ),
         trainer=_container(
@@ -140,12 +148,17 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         remade_since=1.0 if _makes_sandbox_anew(status, conditions) else None,
         gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
-        given_up=str((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP) or ""),
+        given_up=_text((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP)),
         first_port=_first_port(sidecar),
         sidecar=_container(
             spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER
         ),
     )
+
+
+def _text(value: object) -> str:
+    """What others wrote, as much of it as a person reads."""
+    return str(value or "")[:_LONGEST_TEXT]
 
 
 def _shared(text: object) -> str:
@@ -201,10 +214,10 @@ def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> 
     )
     return ContainerView(
         restarts=int(status.get("restartCount") or 0),
-        ended_reason=str(ended.get("reason") or ""),
+        ended_reason=_text(ended.get("reason")),
         ended_at=parse_time(ended.get("finishedAt")),
         exit_code=_int(ended.get("exitCode")),
-        memory_limit=str(((spec.get("resources") or {}).get("limits") or {}).get("memory") or ""),
+        memory_limit=_text(((spec.get("resources") or {}).get("limits") or {}).get("memory")),
         state=_container_state(status),
         back_off=_back_off(str(((status.get("state") or {}).get("waiting") or {}).get("message") or "")),
         restartable=(spec.get("restartPolicy") or policy) != "Never",
@@ -270,6 +283,9 @@ def _held(status: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 
 def parse_node(raw: Mapping[str, Any], signs: NodeSigns = NO_SETTINGS) -> NodeView:
+    """Raises ValueError for one that could not be read."""
+    if UNREADABLE in raw:
+        raise ValueError(raw[UNREADABLE])
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     ready: Mapping[str, Any] = next(
         (entry for entry in status.get("conditions") or [] if entry.get("type") == "Ready"), {}

@@ -6,18 +6,20 @@ Pods that were left out are found.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
+from msgspec.json import Decoder
 
 from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.attach_shapes import Object
 from tests.operator.attach.test_attach_admission import Server, admitted, made_job
 from tiercheck.protocol import names
 from tiercheck_operator.attach.adoption import Adoption
-from tiercheck_operator.attach.left_out import LeftOut, must_go
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.attach.left_out import LeftOut
+from tiercheck_operator.kubernetes.client import ApiFailure, ObjectMetadata
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_pod
 
@@ -39,6 +41,11 @@ class Recording(Server):
             raise ApiFailure(409, "exists")
         self.created.append((path, body))
         return dict(body)
+
+    async def list_metadata(self, path: str, query: str) -> AsyncIterator[list[ObjectMetadata]]:
+        assert "status.phase!=Succeeded" in query, "what has ended needs nothing"
+        text = json.dumps([entry["metadata"] for entry in self.objects[path]["items"]])
+        yield Decoder(list[ObjectMetadata]).decode(text)
 
     def events(self) -> list[Mapping[str, Any]]:
         return [body for path, body in self.created if path.endswith("/events")]
@@ -139,22 +146,53 @@ def left_out(**changes: Any) -> Object:
         (left_out(), False, False),
         (left_out(annotations={names.ANNOTATION_NOT_ATTACHED: "no command"}), True, False),
         (left_out(deletionTimestamp="2027-01-01T00:00:00Z"), True, False),
-        ({**left_out(), "status": {"phase": "Succeeded"}}, True, False),
         (left_out(ownerReferences=[]), True, False),
     ],
-    ids=["waited for", "not waited for", "refused", "going already", "over", "nobody's"],
+    ids=["waited for", "not waited for", "refused", "going already", "nobody's"],
 )
 async def test_pod_that_was_left_out_is_told_of_and_evicted_only_if_its_job_waits_for_it(
     pod: Object, has_job: bool, goes: bool
 ) -> None:
-    assert must_go(pod, lambda namespace, uid: has_job and (namespace, uid) == ("ml", "job-uid")) is goes
     server = Recording()
-    server.objects["/api/v1/pods?labelSelector=tiercheck.io/inject,!tiercheck.io/job-uid"] = {"items": [pod]}
-    looked = LeftOut(server, (), 15.0, lambda *_: has_job)
+    server.objects["/api/v1/pods"] = {"items": [pod]}
+    waited_for = ("ml", "job-uid")
+    looked = LeftOut(server, (), 15.0, lambda *owner: has_job and owner == waited_for)
     for _ in range(3):
         await looked.look()
     evictions = [body for path, body in server.created if path.endswith("/pods/train-1-x/eviction")]
     assert bool(evictions) is goes
     assert all(body["deleteOptions"]["preconditions"] == {"uid": "left-uid"} for body in evictions)
-    over = (pod.get("status") or {}).get("phase") == "Succeeded"
-    assert len(server.events()) == (0 if over else 1), "once, however often it is seen"
+    assert len(server.events()) == 1, "once, however often it is seen"
+
+
+async def test_pod_that_its_disruption_budget_keeps_is_told_of_once_and_tried_again_after_minutes() -> None:
+    class Kept(Recording):
+        async def create(self, path: str, body: Mapping[str, Any], **parts: str) -> dict[str, Any]:
+            made = await super().create(path, body, **parts)
+            if path.endswith("/eviction"):
+                raise ApiFailure(429, "it would violate the pod's disruption budget", 10.0, considered=True)
+            return made
+
+    server, now = Kept(), 0.0
+    server.objects["/api/v1/pods"] = {"items": [left_out()]}
+    looked = LeftOut(server, (), 15.0, lambda *_: True, clock=lambda: now)
+    for _ in range(10):
+        await looked.look()
+        now += 20
+    tried = [path for path, _ in server.created if path.endswith("/eviction")]
+    assert len(tried) == 1
+    assert [("disruption budget" in event["message"]) for event in server.events()] == [False, True]
+    now += 300
+    await looked.look()
+    assert len([path for path, _ in server.created if path.endswith("/eviction")]) == 2
+    assert len(server.events()) == 2
+
+
+async def test_five_thousand_pods_of_one_team_are_no_flood_of_calls_and_keep_no_others_waiting() -> None:
+    server = Recording()
+    many = [left_out(uid=f"u{n}", name=f"p{n}", namespace="many") for n in range(5000)]
+    server.objects["/api/v1/pods"] = {"items": [*many, left_out(namespace="few")]}
+    looked = LeftOut(server, (), 15.0, lambda *_: False)
+    for look in range(1, 4):
+        await looked.look()
+        assert len(server.events()) == 20 * look + 1

@@ -288,20 +288,6 @@ def _stop(_: object) -> Any:
     raise _Seen
 
 
-async def test_no_job_is_kept_with_who_wrote_which_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = new_job()
-    job["metadata"]["managedFields"] = [{"manager": "somebody"}]
-    kube = StandIn(job)
-    operator = knowing_operator(kube, monkeypatch)
-    operator._job_changed(job)
-    (loop,) = operator._loops.values()
-    await until(lambda: bool(kube.asked))
-    await ends(loop.stop())
-    for kept in (*operator._jobs.views(), loop._raw):
-        assert "managedFields" not in kept["metadata"]
-    assert "managedFields" in job["metadata"], "of what is not ours nothing is taken"
-
-
 def test_names_of_fields_are_one_string_for_all_jobs() -> None:
     text = json.dumps(finished_job())
     first, second = (copy_of_job(json.loads(text)) for _ in range(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube, NotLeading
 from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER
 
 HOST = "127.83.5.2"
 
@@ -26,6 +28,9 @@ class Scripted:
     script: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     asked: list[tuple[str, str, float]] = field(default_factory=list)
     pages: dict[str, dict[str, object]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    waits: dict[str, threading.Event] = field(default_factory=dict)
+    """What is to happen before a path is answered."""
     port: int = 0
 
     def access(self) -> Access:
@@ -44,7 +49,10 @@ def server() -> Iterator[Scripted]:
             with lock:
                 scripted.asked.append((self.command, self.path, time.monotonic()))
                 status, headers = scripted.script.pop(0) if scripted.script else (200, {})
-            body = json.dumps(scripted.pages.get(self.path, {"message": "said"})).encode()
+            if self.path in scripted.waits:
+                scripted.waits[self.path].wait()
+            page = scripted.pages.get(self.path, {"message": "said"})
+            body = (scripted.texts.get(self.path) or json.dumps(page)).encode()
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
@@ -91,6 +99,34 @@ async def test_while_the_server_is_busy_no_other_call_is_made_either(server: Scr
     refused = server.asked[-1][2]
     await kube.get("/third")
     assert server.asked[-1][2] - refused >= 1.0
+
+
+@pytest.mark.parametrize("path", ["/api/v1/namespaces/ml/pods/p/eviction", "/api/v1/namespaces/ml/pods"])
+async def test_answer_about_one_object_holds_up_no_other_call(server: Scripted, path: str) -> None:
+    """Of a disruption budget, and of an admission webhook that uses the same code."""
+    server.script = [(429, {"Retry-After": "30"})]
+    server.pages = {path: {"kind": "Status", "message": "it would violate the pod's disruption budget"}}
+    kube = Kube(server.access())
+    with pytest.raises(ApiFailure, match="disruption budget") as caught:
+        await kube.create(path, {})
+    assert (caught.value.considered, caught.value.busy) == (True, False)
+    async with asyncio.timeout(20):
+        await kube.get("/other")
+    assert len(server.asked) == 2, "and it is not tried again at once"
+
+
+async def test_calls_about_one_namespace_leave_threads_to_the_others(server: Scripted) -> None:
+    released = threading.Event()
+    server.waits = {"/api/v1/namespaces/many/pods": released}
+    kube = Kube(server.access())
+    try:
+        many = [asyncio.create_task(kube.get("/api/v1/namespaces/many/pods")) for _ in range(100)]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(kube.get(f"/api/v1/namespaces/n{number}/pods") for number in range(20)))
+        assert not any(task.done() for task in many)
+    finally:
+        released.set()
+    await asyncio.gather(*many)
 
 
 async def test_server_that_stays_busy_is_reported_with_its_wish(server: Scripted) -> None:
@@ -141,10 +177,23 @@ async def test_long_lists_come_in_pages(server: Scripted) -> None:
 
 
 async def test_versions_are_read_however_deep_an_object_is(server: Scripted) -> None:
-    entry = _listed("a", 5)
-    entry["metadata"]["managedFields"] = json.loads('{"f:a":' * 900 + "1" + "}" * 900)
-    server.pages = {"/l?limit=200": {"metadata": {}, "items": [entry]}}
+    entry = json.dumps(_listed("a", 5)).replace('"uid"', '"deep":' + "[" * 10_000 + "]" * 10_000 + ',"uid"')
+    server.texts = {"/l?limit=200": f'{{"metadata":{{}},"items":[{entry}]}}'}
     assert await Kube(server.access()).list_versions("/l") == {"a": 5}
+
+
+async def test_page_that_is_too_large_is_asked_for_in_smaller_ones(server: Scripted) -> None:
+    large = _listed("a", 5) | {"more": "x" * MOST_ANSWER}
+    server.pages = {"/l?limit=200": {"items": [large]}, "/l?limit=25": {"items": [_listed("b", 6)]}}
+    assert await Kube(server.access()).list_versions("/l") == {"b": 6}
+
+
+async def test_object_that_is_too_large_is_no_answer_but_a_sentence(server: Scripted) -> None:
+    path = "/apis/tiercheck.io/v1alpha1/namespaces/ml/tiercheckpolicies/p"
+    server.pages = {path: {"kind": "TierCheckPolicy", "metadata": {}, "spec": [{}] * 400_000}}
+    with pytest.raises(ApiFailure, match=r"TierCheckPolicy p: it would take .* MiB are the most") as caught:
+        await Kube(server.access()).get(path[:-1] + "{name}", name="p")
+    assert caught.value.refused
 
 
 def _listed(uid: str, version: int) -> dict[str, Any]:

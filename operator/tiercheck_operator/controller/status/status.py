@@ -5,8 +5,10 @@ Pure.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import Version
@@ -37,7 +39,15 @@ from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding, Findings
 from tiercheck_operator.model.observed import Observation
-from tiercheck_operator.model.status import Condition, JobRecord, MemoryRecord, TierRecord, rfc3339
+from tiercheck_operator.model.status import (
+    Condition,
+    JobRecord,
+    MemoryRecord,
+    TierRecord,
+    parse_record,
+    render_record,
+    rfc3339,
+)
 
 
 def derive_status(
@@ -157,6 +167,20 @@ def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecor
     wanted = _condition(conditions.PLACED, False, describe_refusal(obs.job, sentence))
     phase = "Pending" if record.phase in ("", "Starting") else record.phase
     return replace(record, conditions=_merge(obs, record.conditions, [wanted]), phase=phase)
+
+
+def with_unreadable(status: Mapping[str, Any], generation: int, sentence: str, now: float) -> dict[str, Any]:
+    """What changes in the status, as the API has it, of a job that cannot be decided about."""
+    record = JobRecord()
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        record = parse_record(status)
+    wanted = _condition(conditions.PLACED, False, Finding(conditions.INVALID_SPEC, sentence))
+    told = tuple(entry for entry in record.conditions if entry.type != conditions.PLACED)
+    told += (replace(wanted, changed=rfc3339(now), observed_generation=generation),)
+    return {
+        "phase": record.phase or "Pending",
+        "conditions": render_record(JobRecord(conditions=told))["conditions"],
+    }
 
 
 def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
