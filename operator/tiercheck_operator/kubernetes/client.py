@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import re
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -139,7 +140,7 @@ class Kube:
     ) -> None:
         self._access, self._timeout = access, urllib3.Timeout(total=timeout)
         self._tls = access.tls
-        self._pool = self._new_pool()
+        self._pool = _new_pool(self._tls)
         self._may_write, self._called = may_write, called
         self._turns = [asyncio.Semaphore(_OF_ONE_NAMESPACE) for _ in range(_TURNS)]
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kube")
@@ -293,15 +294,12 @@ class Kube:
         finally:
             self._called(method, status, time.monotonic() - began)
 
-    def _new_pool(self) -> urllib3.PoolManager:
-        return urllib3.PoolManager(maxsize=_THREADS, retries=_RETRIES, ssl_context=self._tls)
-
     def _connections(self) -> urllib3.PoolManager:
         """By the TLS context of now: those of an old one trust an authority that may be gone."""
         tls = self._access.tls
         with self._lock:
             if tls is not self._tls:
-                self._tls, self._pool = tls, self._new_pool()
+                self._tls, self._pool = tls, _new_pool(tls)
             return self._pool
 
     def _send(
@@ -347,6 +345,10 @@ class Kube:
             return read_object(data, most_of(path)) if data else {}
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
             raise ApiFailure(0, f"the API server's answer cannot be read: {error}") from error
+
+
+def _new_pool(tls: ssl.SSLContext | None) -> urllib3.PoolManager:
+    return urllib3.PoolManager(maxsize=_THREADS, retries=_RETRIES, ssl_context=tls)
 
 
 class ObjectMetadata(msgspec.Struct):

@@ -1,7 +1,8 @@
 """Finds what the watches missed, and ends a process that does not do its work any more.
 
-Deletions between two watches are made up for. A stale watch, or a look that does not end, makes `/healthz`
-say no, and Kubernetes starts the process anew. A stuck event loop answers nothing at all, which is as good.
+Deletions between two watches are made up for. A stale watch, an API server that cannot be reached for
+minutes, or a look that does not end, makes `/healthz` say no, and Kubernetes starts the process anew. A stuck
+event loop answers nothing at all, which is as good.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from tiercheck_operator.kubernetes.watches import Difference, Watched
 
 log = logging.getLogger(__name__)
 
+_GRACES = 5
+"""Times the grace of a watch until a process that can list nothing is started anew. A server may be away for
+as long as a control plane takes to start."""
 _SETTLE = 1.0
 """Seconds after a watch began to list, before we list for ourselves."""
 
@@ -127,9 +131,12 @@ class Hearing:
         self.kind, self._grace = kind, grace
         self._missed: dict[str, tuple[int, float]] = {}
         """UID to the version that is being missed, and since when."""
+        self._listed_at: float | None = None
+        """When a listing last succeeded, or was first asked about."""
 
     def compared(self, difference: Difference, now: float) -> None:
         """The outcome of a listing at `now`."""
+        self._listed_at = now
         self._missed = {
             uid: self._missed.get(uid, (version, now)) for uid, version in difference.unseen.items()
         }
@@ -150,6 +157,10 @@ class Hearing:
 
     def trouble(self, now: float) -> str:
         """A sentence; empty: none."""
+        if self._listed_at is None:
+            self._listed_at = now
+        if now - self._listed_at > _GRACES * self._grace:
+            return f"{self.kind}: the API server has answered no listing for {now - self._listed_at:.0f} s"
         late = [since for _, since in self._missed.values() if now - since > self._grace]
         if not late:
             return ""

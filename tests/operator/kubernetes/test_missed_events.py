@@ -18,7 +18,7 @@ from tests.operator.moments import TURNS, Woken, ends, turns, until
 from tests.operator.world_in_memory import World
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.resync import Hearing, Resync, WatchedKind, stuck
-from tiercheck_operator.kubernetes.watches import ClusterView, Watched, date_containers
+from tiercheck_operator.kubernetes.watches import ClusterView, Difference, Watched, date_containers
 from tiercheck_operator.model.observed import ContainerState, NodeView, PodView
 
 OBJECTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9))
@@ -70,6 +70,16 @@ def test_watch_that_was_late_is_well_again_after_the_next_comparison() -> None:
     hearing.compared(watched.compare(watched.uids(), {"a": 5}), now=0.0)
     hearing.compared(watched.compare(watched.uids(), {}), now=40.0)
     assert hearing.trouble(40.0) == ""
+
+
+def test_operator_that_can_list_nothing_for_minutes_is_not_well() -> None:
+    hearing = Hearing("Pod", grace=60)
+    assert hearing.trouble(1000.0) == "", "it has just begun"
+    hearing.compared(Difference(), now=1100.0)
+    assert hearing.trouble(1400.0) == ""
+    assert hearing.trouble(1401.0) == "Pod: the API server has answered no listing for 301 s"
+    hearing.compared(Difference(), now=1500.0)
+    assert hearing.trouble(1501.0) == ""
 
 
 def test_reconcile_that_does_not_end_is_named() -> None:
