@@ -18,7 +18,6 @@ import os
 import resource
 import secrets
 import signal
-import time
 from asyncio import sslproto
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
@@ -359,7 +358,7 @@ class Operator:
         uid, version = _identity(body)
         pod = self._strange.parse_or_none("Pod", body, parse_pod)
         if pod is not None:
-            pod = date_containers(pod, self._view.pods.get(uid), time.time())
+            pod = date_containers(pod, self._view.pods.get(uid), self._around.clock())
         self._view.put_pod(uid, pod, version)
         if pod is not None:
             self._wake(pod)

@@ -23,6 +23,7 @@ from tiercheck.protocol.report import (
     Unreachable,
 )
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck.steady_clock import SteadyClock
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.refusals import RefusalMemory
@@ -96,7 +97,8 @@ class World:
     def __init__(
         self, spec: JobSpec | None = None, racks: int = 2, nodes_per_rack: int = 2, steps: int = 10**6
     ) -> None:
-        self.now = START
+        self._wall, self._passed = START, 0.0
+        self._clock = SteadyClock(lambda: self._wall, lambda: self._passed)
         self.liked = ""
         """The scheduler's favourite node."""
         self.not_starting: dict[str, tuple[str, str, str]] = {}
@@ -818,8 +820,21 @@ class World:
         node = self.pods[uid].node
         return node in self.dead_nodes and node not in self.refusing
 
+    @property
+    def now(self) -> float:
+        """By the operator's clock. To set it is a step of its machine's wall clock."""
+        return self._clock()
+
+    @now.setter
+    def now(self, wall: float) -> None:
+        self._wall = wall
+
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self._wall, self._passed = self._wall + seconds, self._passed + seconds
+
     def tick(self, killed_after: int | None = None) -> None:
-        self.now += 1
+        self.wait(1)
         self._kubelets()
         for sidecar in list(self.sidecars.values()):
             if not self._dead(sidecar.pod):

@@ -102,6 +102,9 @@ class Pod:
 class Simulation(World):
     """`play` it once."""
 
+    now: float = START
+    """Of all; events set it."""
+
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan.spec, racks=2, nodes_per_rack=plan.nodes_per_rack)
         self.plan, self.rng = plan, random.Random(f"world {plan.seed}")

@@ -17,6 +17,7 @@ from typing import Any
 
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
+from tiercheck.steady_clock import SteadyClock
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor
@@ -69,7 +70,7 @@ class Surroundings:
     kube: Kube
     config: Config
     metrics: Metrics
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=SteadyClock)
     places: dict[str, frozenset[str]] = field(default_factory=dict)
     """Names of the nodes that each job avoids, by the job's UID: all others prefer not to use them."""
     sidecars: Callable[..., JobSidecars] = JobSidecars

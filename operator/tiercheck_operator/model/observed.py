@@ -255,7 +255,7 @@ class HostSign(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What is known from one pod's sidecar. Times are unix seconds by the operator's clock."""
+    """What is known from one pod's sidecar. Times are unix seconds by the operator's `SteadyClock`."""
 
     report: Report | None
     answered_at: float | None

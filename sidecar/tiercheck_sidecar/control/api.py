@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import email.utils
 import hmac
 import logging
 import math
@@ -145,7 +146,10 @@ class ControlApi:
         wanted, known = request.query.get("holdings"), f"{report.instance}.{report.held}"
         if wanted == "no" or request.query.get("held") == known:
             report = dataclasses.replace(report, holdings=(), tells_holdings=False)
-        return answer(report)
+        response = answer(report)
+        # The operator brings times in the report to its own clock by this one.
+        response.headers["Date"] = email.utils.formatdate(self._state.clock(), usegmt=True)
+        return response
 
     def _is_news(self, report: Report, after: int) -> bool:
         return report.serial > after

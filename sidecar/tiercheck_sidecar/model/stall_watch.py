@@ -44,13 +44,18 @@ class StallWatch:
 
     def progress(self, rank: int, step: int, now: float) -> None:
         """A sign of life: `step` was reached, now or before."""
+        self._notice_sleep(now)
         known = self._ranks.get(rank)
         if known is None:
             self._ranks[rank] = _Rank(step, now)
             return
         if known.here:
-            self._pause = max(self._pause, now - known.at)
+            self._pause = max(self._pause, now - max(known.at, self._awake))
         known.step, known.at, known.here = max(step, known.step), now, True
+
+    def _notice_sleep(self, now: float) -> None:
+        if self._looked is not None and now - self._looked > _ASLEEP:
+            self._awake = self._looked = now
 
     def left(self, rank: int) -> None:
         if rank in self._ranks:
@@ -65,8 +70,7 @@ class StallWatch:
         self, now: float, limits: HangLimits | None, step_seconds: float | None
     ) -> float | None:
         """The last sign of life of the rank that has given none for longest, if that is too long ago."""
-        if self._looked is not None and now - self._looked > _ASLEEP:
-            self._awake = now
+        self._notice_sleep(now)
         self._looked = now
         if limits is None:
             return None

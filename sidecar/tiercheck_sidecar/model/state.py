@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 
@@ -27,6 +26,7 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.signing import SignedAttempt, attempt_statement
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck.steady_clock import SteadyClock
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.fence import Fence, is_signed
 from tiercheck_sidecar.model.peer_watch import PeerWatch
@@ -62,12 +62,12 @@ class SidecarState:
     """Thread-safe. Read fields under `lock` when more than one must agree; only methods write them (a test
     looks)."""
 
-    def __init__(self, config: SidecarConfig, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, config: SidecarConfig, clock: Callable[[], float] | None = None) -> None:
         self.config = config
         """Its worker changes when a spare learns who it is, and when a job of another size begins an attempt:
         workers are numbered anew."""
         self._on_identity: Callable[[SidecarConfig], None] = lambda _: None
-        self.clock = clock
+        self.clock = clock = clock or SteadyClock()
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self._generation = 0

@@ -84,7 +84,7 @@ def test_job_whose_pods_are_gated_waits_for_the_queue_however_long_and_nothing_i
     world.pods = {uid: replace(pod, gates=(GATE,)) for uid, pod in world.pods.items()}
     made = len(world.created)
     for _ in range(60):
-        world.now += 10
+        world.wait(10)
         world.reconcile()
     placed = world.status.condition("Placed")
     assert placed is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,20 @@ def test_pause_that_was_survived_once_is_allowed_three_times_over() -> None:
         watch.progress(rank, 6, 5 + 50)  # an evaluation
     assert watch.stalled_since(55 + 149, LIMITS, 1.0) is None
     assert watch.stalled_since(55 + 151, LIMITS, 1.0) == 55
+
+
+@pytest.mark.parametrize("step", [30.0, 3600.0])
+def test_step_of_the_clock_or_a_stopped_machine_is_no_pause_of_training(step: float) -> None:
+    watch, now = StallWatch(), 0.0
+    watch.started(now)
+    for number in range(1, 101):
+        now += 1.0 + (step if number == 50 else 0.0)
+        watch.progress(0, number, now)
+        assert watch.stalled_since(now, LIMITS, 1.0) is None
+    for _ in range(62):
+        now += 1.0
+        stalled = watch.stalled_since(now, LIMITS, 1.0)
+    assert stalled == now - 62
 
 
 def test_word_that_all_is_well_is_a_sign_of_life_without_a_step() -> None:

@@ -190,7 +190,7 @@ def test_sidecar_of_an_older_release_which_tells_no_progress_is_left_alone() -> 
         sidecar.restore = replace(sidecar.restore, progress=None)
         world.poll()
         world.reconcile()
-        world.now += 1
+        world.wait(1)
     assert world.deleted == []
 
 

@@ -1,0 +1,34 @@
+"""Gives unix seconds that a step of this machine's clock does not move, so that silence is measured truly.
+
+Decisions need the time that has passed, and the status needs the time of day. One clock for both advances as
+the monotonic clock does, and approaches the wall clock slowly. A step of 90 s (NTP, a resumed virtual
+machine) would otherwise end healthy attempts. With two clocks, moments of both would be compared.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_CATCH_UP = 0.1
+"""Seconds by which it is faster or slower, for each that passes, while the wall clock shows another time."""
+
+
+class SteadyClock:
+    """Call it for the time. It never goes back. Thread-safe."""
+
+    def __init__(
+        self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._wall, self._monotonic, self._lock = wall, monotonic, threading.Lock()
+        self._time, self._at = wall(), monotonic()
+
+    def __call__(self) -> float:
+        with self._lock:
+            at = self._monotonic()
+            passed, self._at = at - self._at, at
+            self._time += passed
+            most = _CATCH_UP * passed
+            self._time += min(max(self._wall() - self._time, -most), most)
+            return self._time
