@@ -206,7 +206,7 @@ class World:
         self.deleted: list[DeletePod] = []
         self.deleted_job = False
         self.last: Decision = Decision()
-        self.have_service = self.have_credentials = False
+        self.have_service = self.have_credentials = self.knows_credentials = False
         self.owner_size: int | None = None
         self.kubelets: dict[str, float] = {}
         self.refusals = RefusalMemory()
@@ -239,6 +239,7 @@ class World:
             patience=Patience(),
             have_service=self.have_service,
             have_credentials=self.have_credentials,
+            knows_credentials=self.knows_credentials,
             have_gang=self.have_gang,
             gang_problem=self.gang_problem,
             kubelets=self.kubelets,
@@ -312,7 +313,7 @@ class World:
             case EnsureService():
                 self.have_service = True
             case EnsureCredentials():
-                self.have_credentials = True
+                self.have_credentials = self.knows_credentials = True
             case EnsureGang():
                 self.have_gang = not self.gang_problem
             case RemoveGang():

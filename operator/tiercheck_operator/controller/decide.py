@@ -46,6 +46,7 @@ from tiercheck_operator.controller.placement.placing import (
 from tiercheck_operator.controller.placement.replanning import replan
 from tiercheck_operator.controller.status.events import notices
 from tiercheck_operator.controller.status.status import add_final_words, derive_status, with_refusal
+from tiercheck_operator.manifests import owned
 from tiercheck_operator.manifests.template import refuse_pods
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import (
@@ -58,7 +59,7 @@ from tiercheck_operator.model.actions import (
     SavePlacement,
 )
 from tiercheck_operator.model.conditions import Finding, Findings
-from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.observed import ContainerState, Observation
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import JobRecord
 
@@ -168,6 +169,28 @@ def refuse_small_memory(situation: Situation, draft: DecisionDraft) -> DecisionD
         return draft
     refusal = Finding(conditions.MEMORY_TOO_SMALL, crowded)
     return conclude(situation, draft.with_findings(unplaced=refusal, waiting=refusal))
+
+
+def wait_for_lost_credentials(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
+    """Issues no credentials under sidecars that run with others: none of them would be reached ever again."""
+    if situation.knows_credentials:
+        return draft
+    running = [
+        pod.name
+        for pod in situation.all_pods
+        if not (pod.terminal or pod.sidecar.state is ContainerState.UNBORN)
+    ]
+    if not running and not situation.have_credentials:
+        return draft
+    secret = owned.credentials_name(situation.job)
+    state = "cannot be read" if situation.have_credentials else "is gone"
+    lost = Finding(
+        conditions.CREDENTIALS_LOST,
+        f"the Secret {secret} {state}, and {len(running)} sidecars believe only what was in it: they are not "
+        "reached, and training goes on unprotected. Create the Secret again from a backup. Or delete it and all "
+        "pods of the job, which then comes back from the remote tier with new credentials",
+    )
+    return conclude(situation, draft.with_findings(unplaced=lost, waiting=lost).with_wake(_LOOK_AGAIN))
 
 
 def wait_for_gang(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
@@ -338,6 +361,7 @@ STEPS: tuple[Step, ...] = (
     end_at_deadline,
     wait_for_topology,
     refuse_small_memory,
+    wait_for_lost_credentials,
     wait_for_gang,
     replace_lost_pods,
     note_failure,

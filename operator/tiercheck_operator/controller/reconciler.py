@@ -380,6 +380,7 @@ class JobLoop:
             unwelcome=frozenset().union(*around.places.values()),
             have_service=self._belongings.have_service,
             have_credentials=self._belongings.have_secret,
+            knows_credentials=self._belongings.credentials is not None,
             have_gang=self._belongings.have_gang,
             gang_problem=self._belongings.gang_problem,
             kubelets=self._kubelets,

@@ -54,6 +54,9 @@ without."""
 REFUSED = "Refused"
 """The API server refuses what the job needs (quota, Pod Security, a webhook, missing rights); the message is
 the server's."""
+CREDENTIALS_LOST = "CredentialsLost"
+"""The job's Secret is gone or cannot be read, and sidecars run with what was in it: no other is made under
+them."""
 NODE_MEMORY_FORBIDDEN = "NodeMemoryForbidden"
 """tiers.local.medium is NodeMemory, and the namespace does not allow hostPath volumes; the message says how
 it could."""

@@ -294,6 +294,9 @@ class Observation:
     """Names of nodes that other jobs avoid: new pods go elsewhere if that is possible."""
     have_service: bool = True
     have_credentials: bool = True
+    """Whether the job's Secret is there."""
+    knows_credentials: bool = True
+    """Whether the operator has what is in it, or was."""
     have_gang: bool = False
     gang_problem: str = ""
     """Why it cannot be had, as a sentence."""
