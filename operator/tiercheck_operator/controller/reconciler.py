@@ -34,6 +34,7 @@ from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.topology_source import TopologySource
 from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, Decision, SavePlacement
 from tiercheck_operator.model.limits import render_fitting
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
@@ -333,7 +334,11 @@ class JobLoop:
         self._kubelets = await leases.heard(filter(None, late), now) if late and leases is not None else {}
 
     def _over(self, job: JobView) -> bool:
-        """Whether nobody needs what the job owns any more: finished jobs may be kept by the hundred."""
+        """Whether nobody needs what the job owns: finished and queued jobs may be kept by the hundred."""
+        told = job.status.condition(conditions.SUSPENDED)
+        queued = job.spec.suspend and told is not None and told.status is True
+        if queued and told is not None and told.observed_generation == job.generation:
+            return not any(self._pods(job))
         return job.status.finished and all(pod.terminal for pod in self._pods(job))
 
     def _pods(self, job: JobView) -> Iterator[PodView]:

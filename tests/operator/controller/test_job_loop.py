@@ -249,6 +249,25 @@ async def test_attempt_is_not_written_while_its_placement_is_refused_and_all_els
     assert (kube.pods_made, sum("/services" in path for path in kube.made)) == (3, 3)
 
 
+async def test_suspended_job_without_a_pod_asks_the_api_server_for_nothing_once_it_says_so() -> None:
+    """A queue may hold thousands of them."""
+    job = new_job()
+    job["spec"]["suspend"] = True
+    kube = StandIn(job)
+    first = JobLoop(copy.deepcopy(job), surroundings(kube))
+    await first._reconcile()
+    assert kube.asked, "until then it is not known what it owns"
+    kube.asked.clear()
+    again = JobLoop(copy.deepcopy(kube.job or {}), surroundings(kube))
+    for _ in range(3):
+        await again._reconcile()
+        again._known = False  # as after a quiet while
+    assert not kube.asked
+    again.changed({**again._raw, "spec": {**job["spec"], "suspend": False}})
+    await again._reconcile()
+    assert kube.asked
+
+
 async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:
     kube, forgotten = StandIn(None), list[str]()
     loop = JobLoop(new_job(), surroundings(kube, gone=forgotten.append))
