@@ -8,6 +8,7 @@
 #
 # For a build that can be repeated bit by bit, give the base by digest:
 #   --build-arg PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:...
+# `make setup` takes this Python for the tests as well, where the machine has it.
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
 # The official base has no bytecode of the standard library, and our processes may write none: each start would compile it.

@@ -1,6 +1,11 @@
 # Each target sets up what it needs: Python >= 3.11 and a package registry are enough.
 
-PYTHON ?= python3
+# That of the images where this machine has it: it is named in one place, the Dockerfile.
+SHIPPED := $(shell sed -n 's/^ARG PYTHON_IMAGE=python:\([0-9.]*\).*/\1/p' Dockerfile)
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell for one in python$(SHIPPED) python3; do $$one -c "import ensurepip, venv" >/dev/null 2>&1 && echo $$one && break; done)
+PYTHON := $(or $(PYTHON),python3)
+endif
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -118,7 +123,7 @@ contracts: $(READY)
 
 chart: $(READY)
 	$(BIN)/python charts/generate.py
-	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/chart/test_chart_rendering.py
+	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/chart/test_chart_rendering.py tests/chart/test_chart_reserved.py
 
 # Needs nothing of the rest. NO_MKDOCS_2_WARNING silences an advertisement, not a warning about our pages.
 docs:

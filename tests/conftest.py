@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.examples import examples
 from tests.lives import Lives
+from tests.packaging.dockerfile import shipped_python
 
 # A slow machine is no failure: nothing here may depend on speed.
 settings.register_profile(
@@ -57,6 +59,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    ran, shipped = ".".join(map(str, sys.version_info[:2])), shipped_python()
+    if ran != shipped:
+        terminalreporter.write_line(f"run by Python {ran}; the images have {shipped}", yellow=True)
     skipped: Counter[str] = Counter()
     for report in terminalreporter.getreports("skipped"):
         longrepr = report.longrepr

@@ -1,4 +1,4 @@
-"""Gives unix seconds that a step of this machine's clock does not move, so that silence is measured truly.
+"""Gives unix seconds that a step of this machine's clock does not move, for measuring silence.
 
 Decisions need the time that has passed, and the status needs the time of day. One clock for both advances as
 the monotonic clock does, and approaches the wall clock slowly. A step of 90 s (NTP, a resumed virtual

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.chart.chart_under_test import NAMESPACE, objects, of_kind, only
 from tests.chart.releases import ACCOUNT, JOBS, install, job, real
@@ -24,6 +27,23 @@ def test_policy_is_bound_and_can_be_left_out() -> None:
     assert only(BINDING)["spec"]["validationActions"] == ["Deny"]
     off = objects({"reserved": {"enabled": False}})
     assert not [entry for entry in off if entry["kind"] in (POLICY, BINDING)]
+
+
+def test_plain_manifests_have_the_policy_as_well() -> None:
+    text = "# Rendered from the chart by `make chart`: labels that the operator alone writes.\n"
+    for kind in (POLICY, BINDING):
+        entry = copy.deepcopy(only(kind))
+        entry["metadata"] = {"name": "tiercheck-reserved", "labels": {"app.kubernetes.io/name": "tiercheck"}}
+        if kind == BINDING:
+            entry["spec"]["policyName"] = "tiercheck-reserved"
+        written = yaml.safe_dump(entry, sort_keys=False, width=120)
+        text += "---\n" + written.replace(f"{NAMESPACE}:{ACCOUNT}", "tiercheck-system:tiercheck-operator")
+    path = Path(__file__).parents[2] / "deploy" / "reserved.yaml"
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        path.write_text(text)
+    assert path.read_text() == text, "if this change is wanted: make chart"
+    account = yaml.safe_load((path.parent / "operator.yaml").read_text().split("---\n")[1])["metadata"]
+    assert f"system:serviceaccount:{account['namespace']}:{account['name']}" in text
 
 
 def test_several_releases_keep_to_their_own_namespaces() -> None:

@@ -27,6 +27,14 @@ class Stage:
         return dict(pair.split("=", 1) for line in self.all("ENV") for pair in line.split())
 
 
+def shipped_python() -> str:
+    """The Python of the images, as 3.12: it is named in this one place."""
+    text = (Path(__file__).parents[2] / "Dockerfile").read_text()
+    found = re.search(r"(?m)^ARG PYTHON_IMAGE=python:(\d+\.\d+)", text)
+    assert found is not None
+    return found[1]
+
+
 def stages(path: Path) -> dict[str, Stage]:
     text = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", path.read_text()))
     found: dict[str, Stage] = {}

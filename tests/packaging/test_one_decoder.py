@@ -21,6 +21,10 @@ OTHER_DOORS = {
     "operator/tiercheck_operator/kubernetes/client.py": (
         "reads two words of each object in a list, which may be as deep as the API server takes them"
     ),
+    "operator/tiercheck_operator/kubernetes/object_reader.py": (
+        "takes objects apart, once they are cut to a depth, and gives the parts to the door"
+    ),
+    "operator/tiercheck_operator/kubernetes/watch_session.py": "errors, which its framework reads",
     "tiercheck/warm/becoming.py": (
         "an order of this process's own parent; its environment may hold what is no Unicode"
     ),

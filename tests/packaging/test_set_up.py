@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.dockerfile import shipped_python
+
 SCRIPT = Path(__file__).parents[2] / "tools" / "set_up.py"
 
 
@@ -61,3 +63,23 @@ def test_failed_set_up_ends_with_what_pip_said(environment_whose_pip: Path) -> N
     assert done.returncode
     assert "Its last lines" in done.stderr
     assert "Collecting numpy" in done.stderr
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_tests_run_by_the_python_of_the_images_where_the_machine_has_it(tmp_path: Path, usable: bool) -> None:
+    """What is there and cannot make a virtual environment is as good as not there."""
+    named = f"python{shipped_python()}"
+    for name, status in ((named, 0 if usable else 127), ("python3", 0)):
+        (tmp_path / name).write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MAKEFLAGS")}
+    environ["PATH"] = f"{tmp_path}:{environ['PATH']}"
+    told = subprocess.run(
+        ["make", "-n", "setup", f"VENV={tmp_path}/venv"],
+        cwd=SCRIPT.parents[1],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"{named if usable else 'python3'} tools/set_up.py" in told.stdout

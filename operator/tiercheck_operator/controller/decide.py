@@ -187,8 +187,8 @@ def wait_for_lost_credentials(situation: Situation, draft: DecisionDraft) -> Dec
     lost = Finding(
         conditions.CREDENTIALS_LOST,
         f"the Secret {secret} {state}, and {len(running)} sidecars believe only what was in it: they are "
-        "not reached, and training goes on unprotected. Create the Secret again from a backup. Or delete it and "
-        "all pods of the job, which then comes back from the remote tier with new credentials",
+        "not reached, and training goes on unprotected. Create the Secret again from a backup. Or delete it "
+        "and all pods of the job, which then comes back from the remote tier with new credentials",
     )
     return conclude(situation, draft.with_findings(unplaced=lost, waiting=lost).with_wake(_LOOK_AGAIN))
 
