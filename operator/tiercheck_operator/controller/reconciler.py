@@ -72,8 +72,9 @@ class Surroundings:
     config: Config
     metrics: Metrics
     clock: Callable[[], float] = field(default_factory=SteadyClock)
-    places: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Names of the nodes that each job avoids, by the job's UID: all others prefer not to use them."""
+    places: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+    """Names of the nodes that each job avoids, by the job's namespace and UID. Others of its namespace prefer
+    not to use them, and all others once jobs of two namespaces say so: sidecars may lie."""
     sidecars: Callable[..., JobSidecars] = JobSidecars
     lines: Lines = field(default_factory=Lines)
     training: set[str] = field(default_factory=set)
@@ -159,7 +160,7 @@ class JobLoop:
             await self._sidecars.close()
             self._sidecars = None
         self._around.training.discard(self.uid)
-        self._around.places.pop(self.uid, None)
+        self._around.places.pop((self.key[0], self.uid), None)
         self._around.metrics.job_gone(*self.key)
 
     async def _run(self) -> None:
@@ -262,7 +263,9 @@ class JobLoop:
         decision = decide(observation)
         self._deciding = time.perf_counter() - began
         around.metrics.decided(self._deciding)
-        around.places[self.uid] = frozenset(place.node for place in (decision.status or job.status).places)
+        around.places[self.key[0], self.uid] = frozenset(
+            place.node for place in (decision.status or job.status).places
+        )
         refusals, now = self._refusals, observation.now
         try:
             failures = await self._executor.run(job, refusals.due(decision.before, now), self._sidecars)
@@ -382,7 +385,7 @@ class JobLoop:
             reports={**heard, **self._sidecars.reports} if self._sidecars is not None else {},
             placement=self._belongings.placement,
             patience=around.config.patience,
-            unwelcome=frozenset().union(*around.places.values()),
+            unwelcome=find_unwelcome(around.places, job.namespace),
             have_service=self._belongings.have_service,
             have_credentials=self._belongings.have_secret,
             knows_credentials=self._belongings.credentials is not None,
@@ -450,6 +453,15 @@ class JobLoop:
     def dead(self) -> bool:
         """Whether it was started, and ended without being stopped."""
         return self._task is not None and self._task.done()
+
+
+def find_unwelcome(places: Mapping[tuple[str, str], frozenset[str]], namespace: str) -> frozenset[str]:
+    """Nodes that jobs of this namespace, or of two others, avoid."""
+    named: dict[str, set[str]] = {}
+    for (team, _), nodes in places.items():
+        for node in nodes:
+            named.setdefault(node, set()).add(team)
+    return frozenset(node for node, teams in named.items() if namespace in teams or len(teams) > 1)
 
 
 def _holdings_matter(job: JobView, placement: SavedPlacement | None) -> bool:

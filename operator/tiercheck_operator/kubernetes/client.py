@@ -250,7 +250,7 @@ class Kube:
                     self._threads, self.call, method, path, body, content_type, accept
                 )
             except ApiFailure as error:
-                if not error.busy or path.endswith("/eviction"):  # that says a disruption budget
+                if not error.busy:
                     raise
                 hold = min(_LONGEST_HOLD, 1.0 if error.retry_after is None else error.retry_after)
                 self._hold_until = max(self._hold_until, time.monotonic() + hold)

@@ -16,7 +16,7 @@ from tests.operator.moments import TURNS, Woken, ends, turns, until
 from tests.operator.world_in_memory import TEMPLATE, World
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
+from tiercheck_operator.controller.reconciler import JobLoop, Surroundings, find_unwelcome
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.watches import copy_of_job
@@ -314,3 +314,13 @@ def test_names_of_fields_are_one_string_for_all_jobs() -> None:
     for one, other in ((first, second), (first["spec"], second["spec"])):
         assert one is not other
         assert all(mine is theirs for mine, theirs in zip(one, other, strict=True))
+
+
+def test_node_is_unwelcome_to_all_only_if_two_teams_say_so() -> None:
+    places = {
+        ("a", "1"): frozenset({"n1", "n2"}),
+        ("b", "2"): frozenset({"n2"}),
+        ("a", "3"): frozenset({"n1"}),
+    }
+    assert find_unwelcome(places, "a") == {"n1", "n2"}
+    assert find_unwelcome(places, "b") == find_unwelcome(places, "c") == {"n2"}
