@@ -5,6 +5,7 @@ Nothing is ever written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -27,7 +28,7 @@ from tiercheck_cli.api_server import (
     configured,
     first_line,
 )
-from tiercheck_cli.failure import NO_ACCESS, NOT_FOUND, USAGE, CannotDo
+from tiercheck_cli.failure import NO_ACCESS, NOT_FOUND, USAGE, CannotDo, program
 from tiercheck_cli.terminal import remark
 from tiercheck_operator.model.saved_placement import SavedPlacement, placement_name, read_placement_data
 
@@ -58,8 +59,9 @@ class Cluster:
             configuration, usual = configured(kubeconfig, context)
         except kubernetes.config.ConfigException as error:
             raise CannotDo(
-                f"no cluster to talk to: {first_line(error)}. Set KUBECONFIG, or give --kubeconfig and "
-                "--context",
+                f"no cluster to talk to: {first_line(error)} (kubeconfig: "
+                f"{kubeconfig or os.environ.get('KUBECONFIG') or '~/.kube/config'}). Set KUBECONFIG, or give "
+                "--kubeconfig and --context",
                 USAGE,
             ) from error
         if not configuration.verify_ssl and str(configuration.host).startswith("https"):
@@ -76,7 +78,7 @@ class Cluster:
         except CannotDo as error:
             if error.status != NOT_FOUND:
                 raise
-            where = f'in namespace "{self.namespace}"; list them with: tiercheck status -A'
+            where = f'in namespace "{self.namespace}"; list them with: {program()} status -A'
             raise CannotDo(f'there is no TierCheckJob "{name}" {where}', NOT_FOUND) from error
 
     def jobs(self, everywhere: bool = False) -> list[Object]:

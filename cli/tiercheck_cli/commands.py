@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from tiercheck_cli.checkpoint.remote_command import remote
 from tiercheck_cli.events.command import events
 from tiercheck_cli.explain.command import explain
 from tiercheck_cli.export.command import export
-from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.failure import INSTALL, CannotDo
 from tiercheck_cli.plan.command import plan
 from tiercheck_cli.simulate.command import simulate
 from tiercheck_cli.status.command import status
@@ -39,7 +40,8 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
-    help="Keeps training alive on Kubernetes. The same as kubectl tiercheck.",
+    rich_markup_mode="markdown",
+    help="Keeps training alive on Kubernetes. Is called `tiercheck` or `kubectl tiercheck`.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -53,6 +55,25 @@ app.command(rich_help_panel=_PLANS)(simulate)
 app.command(rich_help_panel=_JOBS)(export)
 app.command("import", rich_help_panel=_JOBS)(import_checkpoint)
 app.add_typer(remote, name="remote", rich_help_panel=_JOBS)
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def before(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
+    ] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Without colours, as with NO_COLOR.")] = False,
+) -> None:
+    """Settings of all commands."""
+    if no_color:
+        os.environ["NO_COLOR"] = "1"
 
 
 @app.command(rich_help_panel=_OTHERS)
@@ -72,10 +93,10 @@ def demo(
     keep: Annotated[bool, typer.Option(help="Leave the cluster up afterwards, for exploring.")] = False,
     report: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo-report"),
 ) -> None:
-    """Train on a laptop cluster, survive five failures, compare with an uninterrupted run."""
+    """Train on a laptop cluster, survive failures of every size, compare with an uninterrupted run."""
     try:
         from tiercheck_local.demo.__main__ import main
     except ModuleNotFoundError as error:
-        remark(f"the demo needs {error.name}; run: pip install 'tiercheck[demo]'")
+        remark(f"the demo needs {error.name}; {INSTALL.format('demo')}")
         raise typer.Exit(1) from error
     raise typer.Exit(main([f"--report={report}", *(["--keep"] if keep else [])]))

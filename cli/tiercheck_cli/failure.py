@@ -5,6 +5,11 @@ It has an exit status for scripts.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+INSTALL = "in a clone of TierCheck's repository run: pip install '.[{}]'"
+"""Nothing is on a package index yet; the name is free there, for anybody."""
 FAILED = 1
 """It cannot be done."""
 USAGE = 2
@@ -21,3 +26,8 @@ class CannotDo(Exception):
     def __init__(self, sentence: str, status: int = FAILED) -> None:
         super().__init__(sentence)
         self.status = status
+
+
+def program() -> str:
+    """The command as it was called: `tiercheck`, or `kubectl tiercheck`."""
+    return "kubectl tiercheck" if Path(sys.argv[0]).name.startswith("kubectl-") else "tiercheck"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercheck_cli.cluster import Cluster, Forbidden
-from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.failure import CannotDo, program
 from tiercheck_cli.files import Nodes, left_out
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.spec import JobSpec, read_spec
@@ -94,7 +94,7 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
     name = job["metadata"]["name"]
     if saved is None:
         raise CannotDo(
-            f"{name} has no placement yet: it is made when every worker has a node. See: tiercheck status "
+            f"{name} has no placement yet: it is made when every worker has a node. See: {program()} status "
             f"{name}"
         )
     spec = planned_spec(job["spec"], saved)

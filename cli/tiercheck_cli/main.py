@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+
+from tiercheck_cli.failure import INSTALL, program
 
 
 def main() -> int:
@@ -20,11 +21,10 @@ def main() -> int:
     try:
         from tiercheck_cli.commands import app
     except ModuleNotFoundError as error:
-        print(f"tiercheck: {error.name} is not installed; run: pip install 'tiercheck[cli]'", file=sys.stderr)
+        print(f"tiercheck: {error.name} is not installed; {INSTALL.format('cli')}", file=sys.stderr)
         return 1
-    plugin = Path(sys.argv[0]).name.startswith("kubectl-")
     try:
-        app(prog_name="kubectl tiercheck" if plugin else "tiercheck")
+        app(prog_name=program())
     except BrokenPipeError:
         # Whoever read has read enough (| head). What is still in the buffer must not be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

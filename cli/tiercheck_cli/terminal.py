@@ -6,8 +6,10 @@ characters become visible ones: none of them moves a cursor, sets a title or fil
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import re
 import sys
 from collections.abc import Mapping
 from enum import Enum
@@ -52,6 +54,8 @@ PHASE_WORDS = {"detect": "noticed", "restore": "state restored", "start": "first
 
 _PIPE_WIDTH = 120
 """Columns where there is no terminal, unless $COLUMNS says."""
+_API = "cli.tiercheck.io/v1alpha1"
+"""Of what programs read: it changes when a name or its meaning does."""
 
 
 class Text(rich_text.Text):
@@ -70,15 +74,24 @@ class _Console(Console):
         return super().render_str(escape_controls(text), **more)
 
 
+class _Pipe(_Console):
+    """Writes no blanks at the ends of lines, where somebody compares or quotes them."""
+
+    def print(self, *shown: Any, **how: Any) -> None:
+        with self.capture() as captured:
+            super().print(*shown, **how)
+        self.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
 def console() -> Console:
     """On standard output. Colours only on a terminal, and never with NO_COLOR; what the encoding lacks
     becomes "?"."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     made = _Console(highlight=False, soft_wrap=False)
-    if not made.is_terminal and "COLUMNS" not in made._environ:
-        return _Console(highlight=False, width=_PIPE_WIDTH)
-    return made
+    if made.is_terminal:
+        return made
+    return _Pipe(highlight=False, width=None if "COLUMNS" in made._environ else _PIPE_WIDTH)
 
 
 def plural(count: int, noun: str) -> str:
@@ -104,7 +117,8 @@ def remark(sentence: str) -> None:
 
 
 def write(answer: Mapping[str, Any], output: Output) -> None:
-    """As JSON or YAML on standard output."""
+    """As JSON or YAML on standard output, with the version of its form."""
+    answer = {"apiVersion": _API, **spell(answer)}
     if output is Output.YAML:
         import yaml
 
@@ -115,3 +129,20 @@ def write(answer: Mapping[str, Any], output: Output) -> None:
     else:
         text = json.dumps(answer, indent=2, ensure_ascii=False)
         print(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def spell(value: Any) -> Any:
+    """Returns `value` for JSON: fields in camelCase, numbers with as many digits as mean something. Keys that
+    are data, such as names of nodes, stay as they are."""
+    if dataclasses.is_dataclass(value):
+        return {
+            re.sub(r"_(\w)", lambda found: found[1].upper(), field.name): spell(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
+    if isinstance(value, Mapping):
+        return {key: spell(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [spell(entry) for entry in value]
+    return (
+        (round(value, 3) if abs(value) >= 1 else float(f"{value:.4g}")) if isinstance(value, float) else value
+    )

@@ -18,6 +18,7 @@ import yaml
 from tests.cli import recorded
 from tests.cli.commands_run import Ran, run
 from tiercheck_cli.api_server import ApiServer
+from tiercheck_cli.complete import complete
 from tiercheck_local.controlplane import ControlPlane
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 
@@ -57,6 +58,7 @@ def test_programs_get_what_the_screen_shows(tiercheck: Tiercheck, form: str) -> 
     read = json.loads if form == "json" else yaml.safe_load
     told = read(tiercheck("status", NAME, "-n", NAMESPACE, "-o", form).out)
     assert (told["phase"], told["step"], len(told["members"])) == ("Running", 12480, 8)
+    assert (told["wantedWorkers"], told["tiers"][1]["lagSteps"]) == (8, 1)
     planned = read(tiercheck("plan", NAME, "-n", NAMESPACE, "-o", form).out)
     assert planned["tolerates"] == ["any one rack", "any one host"]
     assert planned["workers"][5]["holders"] == [4]
@@ -64,6 +66,12 @@ def test_programs_get_what_the_screen_shows(tiercheck: Tiercheck, form: str) -> 
     assert explained["answers"][0]["remoteNeeded"] is True
     events = read(tiercheck("events", NAME, "-n", NAMESPACE, "-o", form).out)
     assert [entry["reason"] for entry in events["events"]][-1] == "Recovered"
+
+
+def test_names_of_jobs_are_completed(tiercheck: Tiercheck, filled: Path) -> None:
+    words = ["explain", "--kubeconfig", str(filled), f"--namespace={NAMESPACE}"]
+    assert complete([*words, NAME[:3]]) == [NAME]
+    assert complete([*words, "x"]) == []
 
 
 def test_events_and_recoveries_come_in_order_of_time_and_nothing_twice(tiercheck: Tiercheck) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+from tiercheck_cli.complete import complete
+from tiercheck_cli.terminal import spell
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,3 +74,51 @@ def test_a_wrong_option_is_a_usage_error() -> None:
     ran = start("status", "--colour", "red")
     assert ran.returncode == 2
     assert "No such option: --colour" in ran.stderr
+
+
+def test_version_and_colour_are_options_too() -> None:
+    assert start("--version").stdout == start("version").stdout != ""
+    assert "\x1b[3" not in start("--no-color", *PLAN, env={"FORCE_COLOR": "1"}).stdout
+
+
+def test_lines_in_a_pipe_end_without_blanks() -> None:
+    shown = start(*PLAN).stdout.splitlines()
+    assert len(shown) > 5
+    assert [line for line in shown if line != line.rstrip()] == []
+
+
+def test_json_is_in_camel_case_with_a_version_and_few_digits() -> None:
+    told = spell({"node_1": {"a-b": 1.23456789e-9}, "view": Held(lost_steps=2, age_seconds=1234.56789)})
+    assert told == {"node_1": {"a-b": 1.235e-9}, "view": {"lostSteps": 2, "ageSeconds": 1234.568}}
+    ran = start(*PLAN, "-o", "json")
+    assert json.loads(ran.stdout)["apiVersion"] == "cli.tiercheck.io/v1alpha1"
+
+
+@dataclass
+class Held:
+    lost_steps: int
+    age_seconds: float
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([""], "plan"),
+        (["st"], "status"),
+        (["status", "--w"], "--wide"),
+        (["remote", "ch"], "check"),
+    ],
+)
+def test_words_are_completed_for_kubectl(words: list[str], found: str) -> None:
+    assert found in complete(words)
+
+
+def test_no_job_is_offered_where_a_value_is_wanted_or_no_cluster_answers(tmp_path: Path) -> None:
+    assert complete(["status", "-n", ""]) == []
+    assert complete(["status", "--kubeconfig", str(tmp_path / "none"), ""]) == []
+
+
+def test_kubeconfig_that_was_looked_for_is_named(tmp_path: Path) -> None:
+    ran = start("status", "--kubeconfig", str(tmp_path / "none"), name="kubectl-tiercheck")
+    assert ran.returncode == 2
+    assert str(tmp_path / "none") in ran.stderr

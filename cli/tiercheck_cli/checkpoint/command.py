@@ -33,9 +33,7 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-NEEDS_TORCH = (
-    "torch is not installed, which --format dcp and imports need; run: pip install 'tiercheck[trainer]'"
-)
+NEEDS_TORCH = "torch is not installed, which --format dcp and imports need; run: pip install torch"
 
 
 class Format(str, Enum):

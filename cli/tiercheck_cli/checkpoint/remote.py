@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_cli.checkpoint.saved import Saved, SavedArtifact
-from tiercheck_cli.failure import NOT_FOUND, USAGE, CannotDo
+from tiercheck_cli.failure import INSTALL, NOT_FOUND, USAGE, CannotDo
 
 try:
     from tiercheck_sidecar.remote import (
@@ -30,7 +30,7 @@ try:
     )
 except ModuleNotFoundError as missing:
     raise CannotDo(
-        f"{missing.name} is not installed, which remote tiers need; run: pip install 'tiercheck[sidecar]'"
+        f"{missing.name} is not installed, which remote tiers need; {INSTALL.format('sidecar')}"
     ) from missing
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 from rich.table import Table
 
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.durations import clock
+from tiercheck_cli.durations import age, clock
 from tiercheck_cli.events.story import Happening, story
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.terminal import (
@@ -48,7 +47,7 @@ def events(
     cluster = Cluster.connect(kubeconfig, context, namespace)
     told = _look(cluster, job)
     if output is not Output.TABLE:
-        write({"job": job, "events": [dataclasses.asdict(entry) for entry in told]}, output)
+        write({"job": job, "events": told}, output)
         return
     if not told:
         remark(
@@ -57,29 +56,32 @@ def events(
         )
     terminal = console()
     if told:
-        terminal.print(events_table(told))
+        terminal.print(events_table(told, time.time()))
     try:
         while watch:
             time.sleep(every)
-            now = _look(cluster, job)
-            fresh = [entry for entry in now if entry not in told]
-            told = now
+            latest = _look(cluster, job)
+            fresh = [entry for entry in latest if entry not in told]
+            told = latest
             if fresh:
-                terminal.print(events_table(fresh, heading=False))
+                terminal.print(events_table(fresh, time.time(), heading=False))
     except KeyboardInterrupt:
         return
 
 
-def events_table(told: Sequence[Happening], heading: bool = True) -> Table:
-    """Oldest first."""
+def events_table(told: Sequence[Happening], now: float | None = None, heading: bool = True) -> Table:
+    """Oldest first, each with its age if `now` is given."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=heading)
     table.add_column("TIME", no_wrap=True, min_width=19)
     table.add_column("WHAT", no_wrap=True, min_width=16)
     table.add_column("MESSAGE", ratio=1)
+    if now is not None:
+        table.add_column("AGO", no_wrap=True, justify="right", min_width=5)
     for entry in told:
         style = "green" if entry.reason in _GOOD else _STYLE.get(entry.kind, "")
         again = f"  (×{entry.count})" if entry.count > 1 else ""
-        table.add_row(Text(clock(entry.at)), Text(entry.reason, style=style), Text(entry.message + again))
+        row = [Text(clock(entry.at)), Text(entry.reason, style=style), Text(entry.message + again)]
+        table.add_row(*row, *([] if now is None else [Text(age(max(0.0, now - entry.at)))]))
     return table
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Annotated, Any
 
@@ -83,7 +82,7 @@ def _why(found: dict[str, Any], output: Output) -> None:
             {
                 "job": found["metadata"]["name"],
                 "recovery": status.get("recovery"),
-                "recoveries": [dataclasses.asdict(entry) for entry in past],
+                "recoveries": list(past),
                 "history": status.get("history") or [],
             },
             output,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_cli.failure import USAGE, CannotDo, program
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.terminal import plural
 from tiercheck_operator.planning.topology import short_name
@@ -65,12 +65,14 @@ def _loss(asked: str, layout: JobLayout, pods: Mapping[str, int]) -> LostMemory:
         return LostMemory(f"worker {int(name)}", frozenset({int(name)}))
     if kind == "pod":
         if name not in pods:
-            raise CannotDo(f'the job has no pod "{name}"; see: tiercheck status {layout.name} --wide', USAGE)
+            raise CannotDo(
+                f'the job has no pod "{name}"; see: {program()} status {layout.name} --wide', USAGE
+            )
         return LostMemory(f"pod {name}", frozenset({pods[name]}))
     if kind == "node":
         found = frozenset(site.worker for site in layout.sites if site.node == name)
         if not found:
-            raise CannotDo(f'no worker is on a node "{name}"; see: tiercheck plan {layout.name}', USAGE)
+            raise CannotDo(f'no worker is on a node "{name}"; see: {program()} plan {layout.name}', USAGE)
         return LostMemory(f"node {name}", found)
     if kind in layout.topology.level_names:
         return _domain(kind, name, layout)

@@ -23,7 +23,7 @@ from tiercheck_cli.checkpoint.command import (
 )
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.export.collect import collect, gaps
-from tiercheck_cli.failure import USAGE, CannotDo
+from tiercheck_cli.failure import USAGE, CannotDo, program
 from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, remark, say
 
 _CHECKPOINT = "Checkpoint"
@@ -108,7 +108,7 @@ def export(
         export_checkpoint(source, form, to, step, prefix=prefix, shard_size=shard_size)
         return
     if job is None:
-        raise CannotDo("which job? tiercheck status -A lists them", USAGE)
+        raise CannotDo(f"which job? {program()} status -A lists them", USAGE)
     now = time.time()
     cluster = Cluster.connect(kubeconfig, context, namespace)
     found = cluster.job(job)

@@ -115,10 +115,18 @@ def _boxes(drawn: Links, width: int) -> Group:
             position += 1
         inner = max(panel_width for _, panel_width in panels)
         parts.append(Columns([panel for panel, _ in panels], width=min(inner, width), padding=(0, 1)))
-    parts.append(Text("2→5: the copies of worker 2 are kept by worker 5; colours are domains", style="dim"))
-    if drawn.group:
-        parts[-1] = Text("2·b: worker 2 is a member of group b; colours are domains", style="dim")
+    parts.append(Text(f"{_example(drawn)}colours are domains", style="dim"))
     return Group(*parts)
+
+
+def _example(drawn: Links) -> str:
+    """How to read the marks, by one that is drawn."""
+    for worker, group in sorted(drawn.group.items()):
+        name = group_name(group)
+        return f"{worker}·{name}: worker {worker} is a member of group {name}; "
+    for worker, (keeper, *_) in sorted((worker, kept) for worker, kept in drawn.keepers.items() if kept):
+        return f"{worker}→{keeper}: the copies of worker {worker} are kept by worker {keeper}; "
+    return ""
 
 
 def _box(drawn: Links, domain: Domain, where: dict[int, int], position: int) -> tuple[Panel, int]:

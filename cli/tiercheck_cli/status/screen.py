@@ -11,7 +11,7 @@ from rich.table import Table
 from tiercheck_cli.durations import age, short
 from tiercheck_cli.events.recoveries import EXACT_WORDS, PastRecovery
 from tiercheck_cli.status.view import Attention, RestoreView, StatusView, TierView, WorkerView
-from tiercheck_cli.terminal import PHASE_WORDS, PHASES, TIER_COLOURS, Text
+from tiercheck_cli.terminal import PHASE_WORDS, PHASES, TIER_COLOURS, Text, plural
 
 _PHASES = {
     "Running": "bold green", "Completed": "bold green", "Failed": "bold red", "Pending": "bold yellow",
@@ -147,7 +147,7 @@ def _restarts(view: StatusView) -> RenderableType:
         return Text("none")
     nearly = view.crashes >= max(1, view.max_restarts - 1)
     return Text.assemble(
-        f"{view.restarts}: {view.disruptions} disruptions, ",
+        f"{view.restarts}: {plural(view.disruptions, 'disruption')}, ",
         (f"{view.crashes} of {view.max_restarts} crashes", "bold yellow" if nearly else ""),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck_cli import guide
 from tiercheck_cli.events.recoveries import PastRecovery, recoveries
+from tiercheck_cli.terminal import spell
 from tiercheck_operator.model.status import parse_time
 from tiercheck_operator.planning.topology import Topology
 
@@ -116,9 +116,7 @@ class StatusView:
 
     def as_json(self, now: float) -> dict[str, Any]:
         """For programs; names are stable."""
-        answer = dataclasses.asdict(self)
-        answer["time"] = now
-        return answer
+        return {"time": now, **spell(self)}
 
 
 def status_view(

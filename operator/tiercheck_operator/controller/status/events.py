@@ -97,8 +97,9 @@ def _recovered(record: JobRecord) -> str:
     parts = [f"{summary['rebuilt']} of them rebuilt from parity"] if summary.get("rebuilt") else []
     parts += [f"up to {summary['deltas']} deltas replayed"] if summary.get("deltas") else []
     tiers = "; ".join([tiers, *parts])
+    lost = summary.get("lostSteps")
     return (
         f"attempt {summary.get('attempt')} after {summary.get('cause')}: back at step {summary.get('step')} "
-        f"({tiers or 'from scratch'}), {summary.get('lostSteps')} steps lost, "
+        f"({tiers or 'from scratch'}), {lost} {'step' if lost == 1 else 'steps'} lost, "
         f"{summary.get('totalSeconds')} s in all"
     )
