@@ -35,7 +35,14 @@ _STYLE = """
 body { max-width: 1000px; margin: 0 auto; padding: 32px 20px; font: 16px/1.5 system-ui, sans-serif; }
 .verdict { border-left: 6px solid #0a7a52; padding: 8px 16px; font-size: 1.1rem; }
 .bad { border-color: #b3261e; }
-.table { overflow-x: auto; }
+.wide { overflow-x: auto; } .wide svg { min-width: 640px; }
+caption { text-align: left; padding-bottom: 8px; }
+@media (max-width: 700px) {
+  .wide::before { content: "\2194  scrolls"; color: #5d646d; font-size: .9rem; }
+  .rows thead { display: none; } .rows td { display: flex; gap: 12px; border: 0; padding: 2px 0; }
+  .rows td::before { content: attr(data-of); flex: 0 0 6.5em; color: #5d646d; }
+  .rows tr { display: block; padding: 8px 0; border-bottom: 1px solid #e2e0db; }
+}
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { padding: 6px 10px; border-bottom: 1px solid #e2e0db; text-align: left; vertical-align: top; }
 svg { width: 100%; height: auto; }
@@ -115,9 +122,16 @@ def page(record: RunRecord) -> str:
         f"{plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}, {record.machine}, {started}, "
         f"{seconds(record.ended - record.started)} in all"
     )
-    head = "".join(f"<th>{_html(heading)}</th>" for heading in HEADINGS)
+    head = "".join(f'<th scope="col">{_html(heading)}</th>' for heading in HEADINGS)
+    names = [heading.replace("\n", " ") for heading in HEADINGS]
     body = "".join(
-        f"<tr>{''.join(f'<td>{_html(cell)}</td>' for cell in row)}</tr>" for row in rows(record.faults)
+        "<tr>"
+        + "".join(
+            f'<td data-of="{escape(name)}"><span>{_html(cell)}</span></td>'
+            for name, cell in zip(names, row, strict=True)
+        )
+        + "</tr>"
+        for row in rows(record.faults)
     )
     digests = "".join(
         f"<dt>{whose}</dt><dd><code>{escape(found.value if found else 'none')}</code></dd>"
@@ -125,13 +139,15 @@ def page(record: RunRecord) -> str:
     )
     guide = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in _GUIDE.items())
     return f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{verdict}: {title}</title><style>{_STYLE}</style></head><body>
 <h1>{title}</h1><p>{_html(where)}</p>
 <p class="verdict{kind}"><b>{verdict}</b><br>{_html(record.verdict.sentence)}</p>
 <h2>What failed, and what it cost</h2>
-<p>Each failure was injected into the running job. Nobody helped: the operator brought the job back.</p>
-<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
-<h2>The loss, and how long each recovery took</h2>{figure(record)}
+<table class="rows"><caption>Each failure was injected into the running job. Nobody helped: the operator
+brought the job back.</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>
+<h2>The loss, and how long each recovery took</h2>
+<div class="wide" role="region" aria-label="The figure" tabindex="0">{figure(record)}</div>
 <h2>How to read this page</h2><dl>{guide}</dl>
 <h2>Digests of the final parameters</h2><dl>{digests}</dl><p>All numbers are in run.json beside this page.</p>
 </body></html>

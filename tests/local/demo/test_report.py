@@ -19,6 +19,7 @@ from rich.console import Console
 from tests.local.demo.made_up_run import made_up_run
 from tiercheck_local.demo.report import (
     count_ranks,
+    HEADINGS,
     faults_table,
     page,
     rows,
@@ -216,3 +217,12 @@ def test_name_in_square_brackets_is_shown_and_not_interpreted() -> None:
         record, faults=[dataclasses.replace(record.faults[0], target="[red]pod[/red]")]
     )
     assert "[red]pod[/red]" in in_terminal(record, 120)
+
+
+def test_page_fits_a_phone_and_its_wide_parts_scroll_by_keyboard() -> None:
+    html = page(made_up_run())
+    assert '<meta name="viewport" content="width=device-width' in html
+    assert re.search(r'<div class="wide" role="region" aria-label="[^"]+" tabindex="0"><svg', html)
+    assert html.count('<th scope="col">') == html.count("<th") == len(HEADINGS)
+    assert "<caption>" in html
+    assert html.count('data-of="Steps lost"') == len(made_up_run().faults)
