@@ -18,8 +18,8 @@ from rich.console import Console
 
 from tests.local.demo.made_up_run import made_up_run
 from tiercheck_local.demo.report import (
-    count_ranks,
     HEADINGS,
+    count_ranks,
     faults_table,
     page,
     rows,
