@@ -59,7 +59,7 @@ app.add_typer(remote, name="remote", rich_help_panel=_JOBS)
 
 def _tell_version(wanted: bool) -> None:
     if wanted:
-        print(__version__)
+        say(__version__)
         raise typer.Exit
 
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tiercheck_cli.terminal import say
+
 _CLUSTER = {
     "-n": "namespace",
     "--namespace": "namespace",
@@ -58,5 +60,6 @@ def _jobs(words: Sequence[str]) -> list[str]:
 
 def main() -> int:
     """Returns the exit status."""
-    print(*complete(sys.argv[1:]), _NO_FILES, sep="\n")
+    for word in (*complete(sys.argv[1:]), _NO_FILES):
+        say(word)
     return 0
