@@ -26,6 +26,7 @@ BY_THE_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
     "no patience": ({"settings": {"silentSeconds": 0}}, "at '/settings/silentSeconds'"),
     "a log level that is none": ({"settings": {"logLevel": "LOUD"}}, "at '/settings/logLevel'"),
     "a label that is a number": ({"commonLabels": {"a": 1}}, "at '/commonLabels/a': got number, want string"),
+    "a registry with a space": ({"global": {"imageRegistry": "a b"}}, "at '/global/imageRegistry'"),
     "a pull secret without a name": ({"imagePullSecrets": [{"nam": "a"}]}, "at '/imagePullSecrets/0'"),
     "an interval without a unit": ({"metrics": {"podMonitor": {"interval": "30"}}},
         "at '/metrics/podMonitor/interval'"),
