@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from tests.cluster.jobs import TRAINER, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck_cli.api_server import SECRETS
+from tiercheck_cli.status.screen import screen
+from tiercheck_cli.status.view import status_view
+from tiercheck_cli.terminal import to_plain_text
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo.object_store import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
 
@@ -158,3 +162,26 @@ def test_command_that_cannot_be_started_is_named(jobs: Jobs) -> None:
     job = jobs.start(workers=1, command=["no-such-command", "--train"])
     failed = job.wait_condition("Failed", "True", "CannotStart")
     assert "no-such-command" in failed["message"]
+
+
+def test_crash_loop_shows_the_commands_last_lines_and_its_pod_once(jobs: Jobs) -> None:
+    script = "echo 'CUDA error: out of memory' >&2; exit 3"
+    manifest = jobs.manifest(workers=1, remote_every=None, command=["sh", "-c", script])
+    manifest["spec"]["failurePolicy"] = {"maxRestarts": 1}
+    job = jobs.apply(manifest)
+    message = job.wait_condition("Failed", "True", "MaxRestartsExceeded")["message"]
+    assert (
+        f"ended with exit code 3: CUDA error: out of memory. Its log: kubectl logs -n default {job.name}-0-"
+        in message
+    )
+    shown = to_plain_text(screen(status_view(job.get(), time.time()), 80), 80)
+    assert shown.count("CUDA error") == 1
+    assert shown.count("not configured") == 2
+
+
+def test_image_that_is_not_there_is_the_reason_at_once(jobs: Jobs) -> None:
+    manifest = jobs.manifest(workers=1, remote_every=None)
+    manifest["spec"]["template"]["spec"]["containers"][0]["image"] = "registry/no-such-image:1"
+    job = jobs.apply(manifest)
+    assert "container trainer: ErrImagePull" in job.wait_condition("Placed", "False", "ImagePull")["message"]
+    assert job.get()["status"]["reason"] == "ImagePull"
