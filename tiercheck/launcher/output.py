@@ -6,9 +6,9 @@ import contextlib
 import os
 import re
 import select
-import sys
 from io import FileIO
 
+_STDERR = 2
 _KEPT = 16384
 """Bytes of output that are kept: the report that torchrun ends with has some 3000 of them."""
 _LINES, _CHARACTERS = 5, 600
@@ -35,7 +35,7 @@ class RelayedOutput:
     def blocked(self) -> bool:
         """Whether nobody takes what is written to stderr: then the command waits, as it would without us."""
         with contextlib.suppress(OSError, ValueError):
-            return not select.select([], [sys.stderr.fileno()], [], 0)[1]
+            return not select.select([], [_STDERR], [], 0)[1]
         return False  # it is closed
 
     @property
@@ -51,7 +51,7 @@ class RelayedOutput:
             self._ended = not piece
             self._said = (self._said + piece)[-_KEPT:]
             with contextlib.suppress(OSError, ValueError):
-                os.write(sys.stderr.fileno(), piece)
+                os.write(_STDERR, piece)
 
     def forget(self) -> None:
         """Another command begins to write."""

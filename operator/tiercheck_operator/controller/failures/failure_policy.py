@@ -77,7 +77,8 @@ def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: Matched
         return None
     return GivenUp(
         conditions.MAX_RESTARTS_EXCEEDED,
-        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.counted} times after "
+        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.counted} "
+        f"{'time' if obs.job.status.counted == 1 else 'times'} after "
         "training failed, and "
         f"failurePolicy.maxRestarts is {obs.job.spec.max_restarts}.{_ruled(verdict)}",
     )
