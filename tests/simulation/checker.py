@@ -111,6 +111,8 @@ class Checker:
                 return attempt if step > 0 and attempt in self.from_ else 0
             if step > base[0]:
                 return attempt
+            if base[1] >= attempt:
+                return 0  # a number was given twice, which is said where that happens
             attempt = base[1]
         return 0
 
@@ -152,6 +154,15 @@ class Checker:
         pods = list(pods)
         sets = [self._held(pods, rank, tiers, together, attempt) for rank in range(self.workers)]
         return set.intersection(*sets)
+
+    def _whole(self) -> set[Step]:
+        """Snapshots on the line that every rank has in its own memory."""
+        held = [artifact for pod in self.memory.values() for artifact in pod]
+        sets: list[set[Step]] = [set() for _ in range(self.workers)]
+        for tier, rank, kind, version in held:
+            if (tier.value, kind.value) == ("local", "snapshot") and rank < self.workers:
+                sets[rank].add((version.step, version.attempt))
+        return {each for each in set.intersection(*sets) if self._on_line(each, self.attempt)}
 
     def _stored(self) -> set[Step]:
         return {_version_of(key) for key in self.manifests}
@@ -333,15 +344,17 @@ class Checker:
                     f"remote {version} is announced; there are {sorted(self._stored())}",
                 )
             return
-        if name == "snapshot" or self.flipped or (name == "peer" and self.bare):
+        if self.flipped or (name == "peer" and self.bare):
             return
+        tier = "local" if name == "snapshot" else name
         holders = {
-            rank: bool(self._held(self.memory, rank, (name,), False, self.attempt))
+            rank: bool(self._held(self.memory, rank, (tier,), False, self.attempt))
             for rank in range(self.workers)
         }
         if not all(holders.values()):
             return  # somebody's pod has just been lost
-        newest = max(self._common(self.memory, (name,), self.attempt), default=(0, 0))
+        all_have = self._whole() if name == "snapshot" else self._common(self.memory, (tier,), self.attempt)
+        newest = max(all_have, default=(0, 0))
         if newest < version and not self._lost_lately():
             self._say(
                 "complete is complete", f"{name} {version} is announced, {newest} is the newest that all have"
