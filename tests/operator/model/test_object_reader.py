@@ -70,6 +70,15 @@ def test_one_object_that_is_too_much_spoils_no_list_and_no_event(kind: str) -> N
     assert (event["type"], event["object"]["metadata"]["uid"]) == ("ADDED", "u")
 
 
+def test_large_definition_of_another_kind_is_read_by_the_framework_as_it_is() -> None:
+    """It asks for the group of each, and there are some with tens of thousands of values."""
+    raw = {"metadata": {"name": "rays"}, "spec": {"group": "ray.io", "versions": [{"a": {}}] * 40_000}}
+    most = most_of("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
+    assert read_object(json.dumps(raw).encode(), most) == raw
+    raw["spec"]["schema"] = json.loads("[" * 300 + "]" * 300)
+    assert read_object(json.dumps(raw).encode(), most)["spec"]["group"] == "ray.io"
+
+
 def test_who_wrote_which_field_and_long_annotations_cost_nothing() -> None:
     fields = [{"manager": "m", "fieldsV1": {f"f:{n}": {} for n in range(70_000)}}]
     annotations = {"last": "x" * 250_000, "kueue.x-k8s.io/queue": "q"}
