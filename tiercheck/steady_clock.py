@@ -16,19 +16,25 @@ _CATCH_UP = 0.1
 
 
 class SteadyClock:
-    """Call it for the time. It never goes back. Thread-safe."""
+    """Call it for the time. It never goes back. Thread-safe.
+
+    A process that starts begins with the wall clock, so what was written before is by about the same time.
+    """
 
     def __init__(
         self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._wall, self._monotonic, self._lock = wall, monotonic, threading.Lock()
         self._time, self._at = wall(), monotonic()
+        """What it showed when it was asked last, and the monotonic moment of that."""
 
     def __call__(self) -> float:
+        """Unix seconds."""
         with self._lock:
             at = self._monotonic()
             passed, self._at = at - self._at, at
             self._time += passed
+            # Nothing passed, nothing is made up for: all who ask in one moment get one answer.
             most = _CATCH_UP * passed
             self._time += min(max(self._wall() - self._time, -most), most)
             return self._time
