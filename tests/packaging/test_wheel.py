@@ -46,6 +46,11 @@ def run_isolated(code: str, *options: str) -> str:
     return done.stdout.strip()
 
 
+def is_shipped(path: Path) -> bool:
+    """Whether it is no trace of a test that has imported it."""
+    return path.is_file() and "__pycache__" not in path.parts
+
+
 ADDED = {"tiercheck_cli": {"troubleshooting.md"}}
 """From docs: `tiercheck status` gives its advice."""
 
@@ -53,15 +58,11 @@ ADDED = {"tiercheck_cli": {"troubleshooting.md"}}
 @pytest.mark.parametrize("package", PACKAGES)
 def test_wheel_holds_every_file_of_the_package(unpacked: Path, package: str) -> None:
     source = ROOT / PACKAGES[package]
-    wanted = {
-        str(path.relative_to(source))
-        for path in source.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    wanted = {str(path.relative_to(source)) for path in source.rglob("*") if is_shipped(path)}
     held = {
         str(path.relative_to(unpacked / package))
         for path in (unpacked / package).rglob("*")
-        if path.is_file()
+        if is_shipped(path)
     }
     assert held == wanted | ADDED.get(package, set())
 
@@ -98,7 +99,7 @@ def test_trainers_wheel_holds_the_library_alone(unpacked: Path, tmp_path: Path) 
         (info,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
         metadata = archive.read(f"{info}/METADATA").decode()
     library = {
-        str(path.relative_to(unpacked)) for path in (unpacked / "tiercheck").rglob("*") if path.is_file()
+        str(path.relative_to(unpacked)) for path in (unpacked / "tiercheck").rglob("*") if is_shipped(path)
     }
     assert {name for name in names if not name.startswith(info)} == library
     assert f"{info}/licenses/LICENSE" in names

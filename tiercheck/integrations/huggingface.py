@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from tiercheck.integrations.runs import end_run, name_run
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.training import end_run, name_run
 
 _NEEDED = (
     "_init_training_state",

@@ -376,7 +376,7 @@ async def test_pod_of_an_owner_that_was_scaled_up_waits_with_a_launcher_and_does
     for index in (3, 4):
         made, warning = await admitted(shapes.job_pod(index), shapes.job(6), shapes.POLICY, made_job(4))
         assert (worker_of(made), warning) == (str(index), "")
-        assert container_of(made, "trainer")["command"][:3] == ["python3", "-m", "tiercheck.launcher"]
+        assert container_of(made, "trainer")["command"][1].endswith("/tiercheck/launcher/__main__.py")
 
 
 @pytest.mark.parametrize(

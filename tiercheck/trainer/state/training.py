@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,21 @@ def name_of(run: str | None) -> str:
         return run
     path = PurePath(sys.argv[0] if sys.argv else "")
     return str(PurePath(path.parent.name, path.name)) if path.stem == "__main__" else path.name
+
+
+_ended: Counter[tuple[str, str]] = Counter()
+"""Trainings of this process that came to their end, by folder and name."""
+
+
+def name_run(folder: Path | str | None, run: str | None) -> str | None:
+    """The name of the training that begins: `run`, with its number from the second one of a process on."""
+    ended = _ended[str(folder), name_of(run)]
+    return f"{name_of(run)}.{ended + 1}" if ended else run
+
+
+def end_run(folder: Path | str | None, run: str | None) -> None:
+    """The training that had this `run` has come to its end: the next one in this process is another."""
+    _ended[str(folder), name_of(run)] += 1
 
 
 def fingerprint(name: str) -> int:
