@@ -26,6 +26,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec.json import Decoder
 
+from tiercheck.clocks import ClockSkew
 from tiercheck.protocol import names, signing
 from tiercheck.protocol.directive import Directive, Restore, SourceTable
 from tiercheck.protocol.names import endpoint, join_address
@@ -33,7 +34,7 @@ from tiercheck.protocol.plain_json import Malformed, decode_with
 from tiercheck.protocol.report import Holding, Report
 from tiercheck_operator.manifests.owned import Credentials
 from tiercheck_operator.model.observed import HostSign, WorkerReport
-from tiercheck_operator.plausible import ClockSkew, by_our_clock, make_plausible, without_lists
+from tiercheck_operator.plausible import by_our_clock, make_plausible, without_lists
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from tests.operator.world_in_memory import World
+from tiercheck.clocks import ClockSkew
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Proof, TrainerReport, TrainerState
 from tiercheck.protocol.version import Version
-from tiercheck_operator.plausible import ClockSkew, by_our_clock
+from tiercheck_operator.plausible import by_our_clock
 
 NOW = 1_800_000_000.0
 

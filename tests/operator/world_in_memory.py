@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.operator.kubelet_words import SidecarContainer, sidecar_view
 from tests.operator.sidecar_model import SidecarModel
+from tiercheck.clocks import SteadyClock
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Source, Tier
 from tiercheck.protocol.report import (
     SPARE,
@@ -23,7 +24,6 @@ from tiercheck.protocol.report import (
     Unreachable,
 )
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
-from tiercheck.steady_clock import SteadyClock
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.refusals import RefusalMemory

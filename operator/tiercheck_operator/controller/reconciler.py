@@ -15,9 +15,9 @@ from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tiercheck.clocks import SteadyClock
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
-from tiercheck.steady_clock import SteadyClock
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 
+from tiercheck.clocks import SteadyClock
 from tiercheck.protocol.directive import DeltaMode, Directive, Phase
 from tiercheck.protocol.report import (
     SPARE,
@@ -26,7 +27,6 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.signing import SignedAttempt, attempt_statement
 from tiercheck.protocol.version import Artifact, Kind, Version
-from tiercheck.steady_clock import SteadyClock
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.fence import Fence, is_signed
 from tiercheck_sidecar.model.peer_watch import PeerWatch

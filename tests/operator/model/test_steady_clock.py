@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.operator.world_in_memory import World
-from tiercheck.steady_clock import SteadyClock
+from tiercheck.clocks import SteadyClock
 
 STEPS = [30.0, 90.0, 600.0, 86_400.0, -90.0, -86_400.0]
 
