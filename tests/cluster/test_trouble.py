@@ -89,12 +89,12 @@ def test_unreachable_bucket_at_the_start_waits_and_says_where(jobs: Jobs, creden
     job = jobs.start(workers=1, tiers=s3(CLOSED_PORT, credentials))
     waiting = job.wait_condition("Running", "False", "RemoteUnreachable")
     assert "127.0.0.1:9" in waiting["message"]
-    assert "spec.tiers.remote" in waiting["message"]
+    assert "tiers.remote.s3.endpoint" in waiting["message"]
 
 
 def test_missing_credentials_are_named(jobs: Jobs) -> None:
     job = jobs.start(workers=1, tiers=s3(CLOSED_PORT, "no-such-secret"))
-    waiting = job.wait_condition("Running", "False", "RemoteUnreachable")
+    waiting = job.wait_condition("Running", "False", "RemoteCredentialsMissing")
     assert "credentials" in waiting["message"]
 
 
