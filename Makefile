@@ -39,7 +39,7 @@ help:
 	@echo "make test-torch VERSION=2.6.0  the trainer's tests on that torch, in an environment of its own (a gigabyte; half an hour)"
 	@echo "make coverage   which branches of the pure rooms no test takes; fails below 95 %"
 	@echo "make fuzz       random nonsense into everything that reads what others wrote; TIME=seconds, TARGETS=\"seal directive\""
-	@echo "make simulate N=1000 SEED=10000000 JOBS=2  the whole in one thread under random faults, from seeds (SEED_TOLD=7 prints what happens in that one)"
+	@echo "make simulate N=1000 SEED=20000000 JOBS=2  the whole in one thread under random faults, from seeds (SEED_TOLD=7 prints what happens in that one)"
 	@echo "make simulate-mutations N=10000  that it finds every deliberate bug"
 	@echo "make chaos N=500 SEED=0  strikes on real processes of a job that trains on; HOURS=1 bounds it; report in docs/benchmarks/chaos.md"
 	@echo "make lint       ruff: format and lint"
@@ -97,7 +97,7 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz $(or $(TIME),600) $(TARGETS)
 
 N ?= 1000
-SEED ?= 10000000
+SEED ?= 20000000
 SIMULATION := $(BIN)/python -m tests.simulation
 
 simulate: $(READY)

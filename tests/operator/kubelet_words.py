@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from tiercheck.protocol import names
@@ -22,6 +23,7 @@ BACK_OFF_FIRST, BACK_OFF_MOST, BACK_OFF_FORGOTTEN = 10, 300, 600
 """Seconds. After the first end it starts again at once; a long life makes the next end the first again."""
 
 
+@lru_cache(maxsize=1024)
 def at(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 

@@ -12,12 +12,12 @@ from collections import Counter
 def main() -> int:
     """0 if every promise was kept, or every bug found."""
     from tests.simulation import runs
-    from tests.simulation.plan import FIRST_SMALL
+    from tests.simulation.plan import FIRST_BRISK
 
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument(
-        "--seed", type=int, default=FIRST_SMALL, help="of the first schedule; most are small from this one on"
+        "--seed", type=int, default=FIRST_BRISK, help="of the first schedule; most are small from this one on"
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--tell", type=int, metavar="SEED", help="print what happens in this one")
@@ -28,6 +28,7 @@ def main() -> int:
         print(runs.tell(options.tell, last=1_000_000))
         return 0
     if options.mutations:
+        runs.use_process()
         return _mutations(options.schedules, options.seed, options.only)
     began, simulated, broken, sizes = time.monotonic(), 0.0, 0, Counter[str]()
     outcomes = runs.run_many(range(options.seed, options.seed + options.schedules), options.jobs)

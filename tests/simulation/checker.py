@@ -452,7 +452,7 @@ class Checker:
             "UnprotectedWorkers",
         )  # no node is left for copies, or none are wanted
         for name in ("local", *(() if bare else ("peer",)), *(("remote",) if self.keep else ())):
-            if self.newest.get(name, (0, 0))[0] <= min(common):
+            if self.newest.get(name, (0, 0))[0] < min(common):
                 self._say("it is protected again", f"{passed} {name} was at {self.newest.get(name)}")
         if not (self.told[0] or bare):
             self._say("it is protected again", f"{passed} Protected was false: {self.told[1]}")

@@ -129,6 +129,9 @@ def heal(world: Simulation) -> None:
     """Everything is well from now on."""
     mend(world)
     world.plan = replace(world.plan, loss=0.0, noise=0.0, lazy=min(world.plan.lazy, 0.1))
+    if world.plan.brisk:  # nothing is to be found out any more but that it goes on
+        world.plan = replace(world.plan, delay=0.05, lazy=0.0)
+        world.look_within = (0.05, 0.2)
     for name in list(world.dead_nodes):
         world.revive_node(name)
     for name in list(world.stopped_kubelets):

@@ -34,6 +34,9 @@ FIRST_WITH_SPARES = 1_000_000
 FIRST_SMALL = 10_000_000
 """From this seed on most are small: few workers, one or two faults, each at a chosen moment, and no more
 time than it takes to go on. What comes before keeps its meaning."""
+FIRST_BRISK = 20_000_000
+"""From this seed on small ones do nothing twice: a process looks again when something has changed or a second
+has passed, and once all is healed nothing takes its time any more."""
 _LONG = 0.15
 """How many of those that are not small are long."""
 _LEAST_LONG = 25.0
@@ -105,6 +108,10 @@ class Plan:
     def size(self) -> str:
         """small, short or long."""
         return "small" if self.lull is not None else "short" if self.seconds < _LEAST_LONG else "long"
+
+    @property
+    def brisk(self) -> bool:
+        return self.lull is not None and self.seed >= FIRST_BRISK
 
     def __str__(self) -> str:
         spec = self.spec

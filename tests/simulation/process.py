@@ -64,8 +64,9 @@ if TYPE_CHECKING:
     from tests.simulation.whole import Pod, Simulation
 
 JOB_UID, JOB = "job-uid", "ns/j"
-_LOOK = (0.05, 0.6)
-"""Seconds from a change until a process gets to look at it."""
+
+_IDLE = 0.9
+"""Seconds without a look."""
 
 
 class OneTurn(BaseException):
@@ -167,7 +168,17 @@ class Process:
         self.reporter.owes = self.replicator.owes
         self.inbox = Inbox(self.vault, clock=lambda: world.now)
         self._lanes: list[_Lane] = []
-        self._told_at = -1.0
+        self._told_at = self._looked_at = -1.0
+        self._reported = -1
+        self._loops: tuple[Callable[[], object], ...] = (
+            lambda: self._turn("restore", self.restorer.run),
+            lambda: self._turn("reclaim", self.reclaimer.run),
+            lambda: self._turn("prepare", self.reclaimer.prepare),
+            self._replicate,
+            self._coordinate,
+            self._tell,
+            pod.launcher.follow,
+        )
         self._offload_after = 0.0
         self._pending = False
         self._turns = 0
@@ -183,7 +194,7 @@ class Process:
         self.state._generation += 1
         if not self._pending and not self.dead:
             self._pending = True
-            self.world.later(self.world.rng.uniform(*_LOOK), self.look)
+            self.world.later(self.world.rng.uniform(*self.world.look_within), self.look)
 
     def _wait(self, seen: int, timeout: float) -> int:
         if not self._turns:
@@ -231,15 +242,8 @@ class Process:
         if self.dead or self.world.frozen(self.pod.uid):
             return
         world = self.world
-        turns: list[Callable[[], object]] = [
-            lambda: self._turn("restore", self.restorer.run),
-            lambda: self._turn("reclaim", self.reclaimer.run),
-            lambda: self._turn("prepare", self.reclaimer.prepare),
-            self._replicate,
-            self._coordinate,
-            self._tell,
-            self.pod.launcher.follow,
-        ]
+        self._looked_at = world.now
+        turns = list(self._loops)
         world.rng.shuffle(turns)
         for turn in turns:
             if self.dead:
@@ -258,7 +262,8 @@ class Process:
         if self.state.config.remote is not None and self.world.now >= self._offload_after:
             pause = self._turn("offload", self.uploader.run, 0)
             self._offload_after = self.world.now + pause
-        self._bump()
+        if not self.world.plan.brisk or self.world.now - self._looked_at >= _IDLE:
+            self._bump()
 
     def _tell(self) -> None:
         directive = self.state.directive
@@ -346,7 +351,13 @@ class Process:
         return True
 
     def report(self) -> Report:
+        self._reported = self.state._generation
         return self.reporter.report()
+
+    @property
+    def told_all(self) -> bool:
+        """Whether nothing has changed since the last report: a long poll would wait."""
+        return self._reported == self.state._generation
 
     def order(self) -> Any:
         """What the launcher is told."""

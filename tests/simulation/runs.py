@@ -19,12 +19,13 @@ from pathlib import Path
 from tests.simulation.checker import BOUND, Broken, check
 from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.plan import plan_of
+from tests.simulation.quick_values import make_values_quick
 from tests.simulation.whole import Entry, Simulation
 
 RAISES = "nothing raises"
 KEPT = Path(__file__).with_name("seeds.txt")
 """Every seed that ever failed, with a line why."""
-_COLLECT_EVERY = 16
+_COLLECT_EVERY = 32
 _PLAYED = itertools.count(1)
 
 
@@ -50,7 +51,8 @@ def history_of(seed: int) -> list[Entry]:
 def _undisturbed() -> Iterator[None]:
     """Without logs, and without looks for garbage but every few schedules: each leaves little."""
     quiet, collecting = logging.root.manager.disable, gc.isenabled()
-    logging.disable(logging.CRITICAL)
+    if quiet < logging.CRITICAL:  # each change makes every logger forget what it is to write
+        logging.disable(logging.CRITICAL)
     gc.disable()
     try:
         yield
@@ -60,7 +62,8 @@ def _undisturbed() -> Iterator[None]:
             gc.freeze()  # what is left stays, and is not looked through again
         if collecting:
             gc.enable()
-        logging.disable(quiet)
+        if quiet < logging.CRITICAL:
+            logging.disable(quiet)
 
 
 def digest_of(history: Iterable[Entry]) -> str:
@@ -84,11 +87,19 @@ def run(seed: int) -> Outcome:
 
 
 def run_many(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
+    """In a process that does nothing else, as all that it starts: see `use_process`."""
+    use_process()
     if jobs < 2:
         yield from map(run, seeds)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, initializer=use_process) as pool:
         yield from pool.map(run, seeds, chunksize=8)
+
+
+def use_process() -> None:
+    """This process plays schedules from now on, and nothing else."""
+    logging.disable(logging.CRITICAL)
+    make_values_quick()
 
 
 def kept_seeds() -> dict[int, str]:

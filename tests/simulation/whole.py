@@ -124,7 +124,11 @@ class Simulation(World):
         self._struck_at = START
         self._due = 0
         """Strikes whose moment has come, but not their time."""
+        self.look_within = (0.05, 0.6)
+        """Seconds from a change until a process gets to look at it."""
         self._seconds = 0
+        self._healed = 0
+        """Where that stands in the history."""
         self._wake = 0.0
         self._seen: tuple[Any, ...] = ()
         self._asked: set[str] = set()
@@ -193,6 +197,7 @@ class Simulation(World):
                 self._wait_for_strikes(self.plan.lull)
             pause = 1.0 if self.plan.lull is None else _GLANCE
             heal(self)
+            self._healed = len(self.history)
             self.record("healed")
             end = self.now + LIVES_WITHIN
             while self.now < end and not self._settled():
@@ -210,26 +215,25 @@ class Simulation(World):
 
     def _settled(self) -> bool:
         """Everybody trains, and something that was trained since is complete again."""
-        healed = next((i for i in range(len(self.history) - 1, -1, -1) if self.history[i][1] == "healed"), 0)
         if self.status.phase != "Running" or self.status.recovery is not None:
             return False
         protected = self.status.condition(conditions.PROTECTED)
         lasting = (conditions.UNPROTECTED_WORKERS, conditions.NO_COPIES)
         if protected is None or not (protected.status or protected.reason in lasting):
             return False
-        since = self.history[healed][0]
-        steps = [
-            f["step"]
-            for at, what, f in self.history[healed:]
-            if what == "step" and f["attempt"] == self.status.attempt
-        ]
-        marks = [f for at, what, f in self.history[healed:] if what == "verdict" and at > since]
-        if not steps or not marks:
+        since, attempt, least, marks = self.history[self._healed][0], self.status.attempt, 0, None
+        for at, what, f in itertools.islice(self.history, self._healed, None):
+            if what == "step" and f["attempt"] == attempt and not least:
+                least = f["step"]
+            elif what == "verdict" and at > since:
+                marks = f
+        if not least or marks is None:
             return False
         bare = protected.reason in lasting
         named = ["local", *(["peer"] if not bare else []), *(["remote"] if self.plan.spec.remote else [])]
-        least = min(steps)
-        return all(marks[-1][name] is not None and marks[-1][name].step > least for name in named)
+        if not self.plan.brisk:
+            least += 1
+        return all(marks[name] is not None and marks[name].step >= least for name in named)
 
     # Every second
 
@@ -298,14 +302,17 @@ class Simulation(World):
             known = self.reports.get(uid, WorkerReport(None, None, None))
             pod = self.sidecars.get(uid)
             if self._reaches(uid) and pod is not None and pod.process is not None:
-                report = pod.report()
                 stale = known.answered_at is None or self.now - known.answered_at >= 5.0
+                wanted = stale or eager or uid in self._asked or known.silent_since is not None
+                if not wanted and pod.process.told_all:
+                    continue
+                report = pod.report()
                 new = (
                     known.report is None
                     or report.serial != known.report.serial
                     or report.instance != known.report.instance
                 )
-                if not (new or stale or eager or uid in self._asked or known.silent_since is not None):
+                if not (new or wanted):
                     continue
                 self._heard(uid, report)
                 continue

@@ -37,7 +37,10 @@ class Phase(str, Enum):
 
     @property
     def order(self) -> int:
-        return list(Phase).index(self)
+        return _ORDER[self]
+
+
+_ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
 class DeltaMode(str, Enum):

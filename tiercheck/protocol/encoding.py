@@ -8,6 +8,7 @@ together). What may come in at all, for both, is said in `plain_json`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -135,10 +136,15 @@ def _decode_dict(raw: Any, key: Any, item: Any, *, path: str) -> dict[Any, Any]:
     )
 
 
+@functools.cache
+def _type_hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _decode_dataclass(raw: Any, kind: Any, path: str) -> Any:
     if not isinstance(raw, dict):
         raise Malformed(f"{path}: expected an object")
-    hints = typing.get_type_hints(kind)
+    hints = _type_hints(kind)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         if field.name in raw:

@@ -129,7 +129,7 @@ def _nests_too_deep(plain: bytes | bytearray) -> bool:
 
 def _loads(text: bytes | bytearray) -> Any:
     # Of bytes, json would guess the encoding.
-    found = json.loads(text.decode(), parse_float=_finite, parse_constant=_refuse)
+    found = _DECODER.decode(text.decode())
     if _SURROGATE.search(text):
         json.dumps(found, ensure_ascii=False).encode()
     return found
@@ -144,3 +144,6 @@ def _finite(text: str) -> float:
 
 def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)

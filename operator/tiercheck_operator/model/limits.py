@@ -56,8 +56,11 @@ def status_size(record: JobRecord) -> int:
     return _bytes_of(render_record(record))
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def _bytes_of(raw: Mapping[str, Any]) -> int:
-    return len(json.dumps(raw, ensure_ascii=False, separators=(",", ":")).encode())
+    return len(_ENCODER.encode(raw).encode())
 
 
 def longest_cut(lengths: Sequence[int], total: int) -> int:

@@ -73,10 +73,10 @@ def spell(value: Any) -> Any:
     """The object of a dataclass; lists and objects of what holds some. Without None and empty objects."""
     if type(value) in _PLAIN:  # most are, and to ask whether one is a Mapping takes far longer
         return value
-    if isinstance(value, Mapping):
-        return {name: spell(inner) for name, inner in value.items()}
     if isinstance(value, tuple):
         return [spell(inner) for inner in value]
+    if isinstance(value, Mapping):
+        return {name: spell(inner) for name, inner in value.items()}
     if not is_dataclass(value):
         return value
     raw: dict[str, Any] = {}

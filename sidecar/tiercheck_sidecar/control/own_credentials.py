@@ -15,6 +15,7 @@ from tiercheck.protocol.encoding import field_names
 from tiercheck.protocol.report import Report
 from tiercheck.redaction import known_secrets, redacted
 
+_NO_TEXT = frozenset({int, float, bool, type(None)})
 _TOLD = ("restore", "trainer", "remote", "quarantined", "problems")
 """Parts of a report that hold what libraries, scripts and servers said."""
 
@@ -50,6 +51,12 @@ class Discretion:
             return self._hide(value) if value else value
         if isinstance(value, tuple):
             return tuple(self._without(entry) for entry in value)
-        fields = {name: getattr(value, name) for name in field_names(type(value)) or ()}
-        clean = {name: self._without(content) for name, content in fields.items()}
-        return dataclasses.replace(value, **clean) if clean != fields else value
+        changes = {}
+        for name in field_names(type(value)) or ():
+            content = getattr(value, name)
+            if type(content) in _NO_TEXT:
+                continue
+            clean = self._without(content)
+            if clean != content:
+                changes[name] = clean
+        return dataclasses.replace(value, **changes) if changes else value

@@ -168,7 +168,7 @@ class SlotLayout:
     @cached_property
     def _table(self) -> bytes:
         """The part of the header that is the same for every artifact of this layout."""
-        entries = json.dumps(_table_of(self._declared), separators=(",", ":")).encode()[1:]
+        entries = _ENCODER.encode(_table_of(self._declared)).encode()[1:]
         return entries if entries == b"}" else b"," + entries
 
     @property
@@ -177,6 +177,7 @@ class SlotLayout:
         return struct.pack("<Q", self.data_begin - 8)
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _METADATA_ROOM = 1024
 _VALUES = 16
 """In the header with its padding, and in the table of pieces, for each tensor, beside three for each
@@ -187,7 +188,7 @@ def _header_json(
     declared: Sequence[tuple[str, str, tuple[int, ...], int, int]], metadata: Mapping[str, str]
 ) -> bytes:
     table: dict[str, object] = {"__metadata__": dict(metadata), **_table_of(declared)}
-    return json.dumps(table, separators=(",", ":")).encode()
+    return _ENCODER.encode(table).encode()
 
 
 def _table_of(declared: Sequence[tuple[str, str, tuple[int, ...], int, int]]) -> dict[str, object]:
