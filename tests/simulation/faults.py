@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.simulation import pages
 from tests.simulation.neighbours import make_neighbour
 from tests.simulation.pages import Volumes
 from tests.simulation.plan import Fault
-from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.version import Kind
+from tiercheck.protocol.directive import Peer, Tier
+from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_operator.model.actions import Action, CreatePod, CreateSpare
+from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.exchange.frames import Ask, WireBroken
 
 if TYPE_CHECKING:
+    from tests.simulation.process import Process
     from tests.simulation.whole import Simulation
 
 
@@ -79,6 +85,25 @@ def strike(world: Simulation, fault: Fault) -> None:
             world.neighbours.append(made)
         case "mend":
             mend(world)
+        case "bad node":
+            world.not_starting[node] = ("Failed", "UnexpectedAdmissionError", "no healthy devices")
+            world.liked = node
+        case "quota":
+            world.refuses = partial(
+                refuse, (CreateSpare,) if fault.amount < 0.3 else (CreatePod, CreateSpare)
+            )
+        case "jump":
+            world.step_clock((fault.amount - 0.5) * 600)
+        case "secret":
+            world.have_credentials = False
+            if fault.amount < 0.7:
+                world.forget()
+        case "wipe":
+            wipe(world, uid)
+        case "swap":
+            swap(world)
+        case "forge":
+            forge(world, uid)
 
 
 def flip(world: Simulation, uid: str, choose: Callable[[list[Path]], Path | None]) -> None:
@@ -109,12 +134,73 @@ def newest(volumes: Volumes, sealed: list[Path]) -> Path | None:
     return max(own, key=lambda path: seals[path].version, default=None)
 
 
+def refuse(kinds: tuple[type[Action], ...], action: Action) -> str:
+    """What the API server says where a quota is used up."""
+    return 'pods "j" is forbidden: exceeded quota: gpus' if isinstance(action, kinds) else ""
+
+
+def wipe(world: Simulation, uid: str) -> None:
+    """A holder gives up all copies that it keeps."""
+    process = world.sidecars[uid].process
+    if process is not None:
+        process.vault.free(lambda seal: seal.tier is Tier.PEER)
+        process._bump()
+
+
+def swap(world: Simulation) -> None:
+    """All workers get other holders at once, without the two steps of a move: somebody wrote the ConfigMap."""
+    saved = world.placement
+    if saved is None or saved.attempt != world.status.attempt or saved.leaving:
+        return
+    workers = range(world.job.spec.workers)
+    others = {
+        worker: tuple(each for each in workers if each not in (worker, *holders))
+        for worker, holders in saved.holders().items()
+    }
+    if all(others.values()):
+        world.placement = saved.with_holders(others)
+
+
+def forge(world: Simulation, uid: str) -> None:
+    """A worker offers the holder of another one's copies a snapshot of that one which never was: the next."""
+    liar = world.sidecars[uid].process
+    directive = liar.state.directive if liar is not None else None
+    if liar is None or directive is None or not directive.holders:
+        return
+    peer = directive.holders[0]
+    victims = [each for each in range(directive.workers) if each not in (peer.worker, directive.worker)]
+    step = max((pod.launcher.position for pod in world.sidecars.values()), default=0) + 1
+    name = Artifact(victims[0], Version(step, directive.attempt), Kind.SNAPSHOT)
+    area = memoryview(bytearray(pages.SNAPSHOT_BYTES))
+    pages.write_snapshot(area, name, directive.workers, b"\xff" * 8)
+    with contextlib.suppress(WireBroken):
+        offer(liar, peer, name, area)
+
+
+def offer(liar: Process, peer: Peer, name: Artifact, area: memoryview) -> None:
+    """Raises WireBroken."""
+    session = liar.dial(peer).session(liar.state.config.worker, liar.state.attempt)
+    directive, digests = liar.state.directive, digest(area)
+    assert directive is not None
+    ask = Ask("offer", name.rank, name.version, directive.workers, digests, kind=name.kind)
+    said = session._offer(ask)
+    if said.state == "send":
+        transfer = session._inbox.find(said.transfer, liar.state.config.worker)
+        assert transfer is not None
+        transfer.draft.view[: len(area)] = area
+        transfer.verified.add(0)
+        session._commit(Ask("commit", transfer=said.transfer))
+
+
 def mend(world: Simulation) -> None:
     """Networks, stores and clocks."""
     world.cut.clear()
     world.storeless.clear()
     world.skew.clear()
     world.volumes.full.clear()
+    world.not_starting.clear()
+    world.liked, world.refuses = "", lambda action: ""
+    world.step_clock(0.0)
     bucket = world.bucket
     bucket.down, bucket.trouble, bucket.slow, bucket.behind = False, 0.0, 0.0, 0.0
     for pod in world.sidecars.values():
@@ -132,6 +218,8 @@ def heal(world: Simulation) -> None:
     if world.plan.brisk:  # nothing is to be found out any more but that it goes on
         world.plan = replace(world.plan, delay=0.05, lazy=0.0)
         world.look_within = (0.05, 0.2)
+    if not world.have_credentials and world.credentials:  # created again from a backup
+        world.have_credentials = world.knows_credentials = True
     for name in list(world.dead_nodes):
         world.revive_node(name)
     for name in list(world.stopped_kubelets):

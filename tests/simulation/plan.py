@@ -24,6 +24,18 @@ LAST_FAULTS = {"rot": 2}
 """That only the newest seeds know: what is about to be uploaded, copied or restored is hit while that is
 still to come."""
 
+CLUSTER_FAULTS = {"bad node": 2, "quota": 2, "jump": 2, "secret": 1}
+"""That brisk schedules know as well: a node that refuses pods at admission, an API server that refuses pods, a
+step of the clock of the operator's node, a Secret that is lost."""
+HOLDER_FAULTS = {"wipe": 1, "swap": 3, "forge": 2}
+"""The same, of who keeps copies: a holder gives up all of them, all workers get other holders at once, a worker
+offers a copy in another's name."""
+PODS_END = ("evict", "delete", "vanish", "node")
+"""Faults after which a pod is made anew."""
+PARTNERS = {"bad node": PODS_END, "quota": PODS_END, "forge": PODS_END, "secret": PODS_END,
+    "wipe": ("rot", "crash")}  # fmt: skip
+"""What strikes after such a fault, which shows nothing alone."""
+
 FIRST_SHORT = 20_000
 """Seeds below this one stand for long schedules, drawn as they were when some of them were kept. From it on
 most are short."""
@@ -195,9 +207,17 @@ def _small(seed: int, rng: random.Random) -> Plan:
         spares=rng.choice((0, 0, 0, 0, 0, 0, 0, 1)),
     )
     known = FAULTS | LATER_FAULTS | LAST_FAULTS
+    known |= CLUSTER_FAULTS | HOLDER_FAULTS if seed >= FIRST_BRISK else {}
     known = {name: n for name, n in known.items() if name != "mend" and (spec.remote or "store" not in name)}
     faults, moments = [], MOMENTS
-    for name in rng.choices(*_weighted(known), k=rng.choice((1, 1, 2))):
+    names = rng.choices(*_weighted(known), k=rng.choice((1, 1, 2)))
+    if names[0] in PARTNERS:
+        names = [names[0], rng.choice(PARTNERS[names[0]])]
+    elif names[0] == "jump":  # while somebody is silent
+        names = [rng.choice(("deaf", "cut", "sidecar", "hang")), "jump"]
+    if names[0] in HOLDER_FAULTS:
+        spec = replace(spec, workers=3, copies=1)
+    for name in names:
         moment = rng.choices(*_weighted({each: n for each, n in moments.items() if _comes(spec, each)}))[0]
         count = rng.randrange(1, 9) if moment == "step" else rng.choice((1, 1, 2, 3))
         after = rng.choice((0.0, 0.0, 0.3))

@@ -23,10 +23,11 @@ from tests.simulation.plan import Fault, Plan
 from tests.simulation.process import Process, in_simulation
 from tests.simulation.store import Bucket
 from tests.simulation.trainer import Launcher
+from tiercheck.clocks import SteadyClock
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.report import Report, TrainerReport
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.actions import DeletePod, ProbeSidecar, Push
+from tiercheck_operator.model.actions import DeletePod, EnsureCredentials, ProbeSidecar, Push
 from tiercheck_operator.model.observed import Observation, WorkerReport
 from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.plausible import by_our_clock
@@ -45,7 +46,7 @@ class Pod:
 
     def __init__(self, world: Simulation, uid: str, worker: int) -> None:
         self._world, self.uid, self.pod = world, uid, uid
-        self.born_as = worker
+        self.born_as, self.credentials = worker, world.credentials
         self.lives = itertools.count()
         self.folder = Path("/memory") / uid
         self.launcher = Launcher(world, self)
@@ -113,6 +114,12 @@ class Simulation(World):
         self.bucket = Bucket(self.record, lambda: self.now, random.Random(f"bucket {plan.seed}"))
         self.fabric, self.start_seconds, self.grace = plan.fabric, plan.start_seconds, 3.0
         self.skew: dict[str, float] = {}
+        self._jump = 0.0
+        """Seconds by which the clock of the operator's node is ahead."""
+        self._steady: SteadyClock | None = None
+        """The operator's, once that has made a step."""
+        self.credentials = 0
+        """Which the operator issued last."""
         self.neighbours: list[Raw] = []
         self.storeless: set[str] = set()
         """Nodes from which the bucket cannot be reached."""
@@ -150,6 +157,26 @@ class Simulation(World):
             self.now = max(self.now, at)
             what()
         self.now = max(self.now, until)
+
+    def step_clock(self, ahead: float) -> None:
+        """The wall clock of the operator's node shows so many seconds more than it should."""
+        if self._steady is None and ahead:
+            self._start_clock()
+        self._jump = ahead
+
+    def _start_clock(self) -> None:
+        self._steady = SteadyClock(lambda: self.now + self._jump, lambda: self.now)
+
+    @property
+    def by_operator(self) -> float:
+        """The time as the operator has it."""
+        return self.now if self._steady is None else self._steady()
+
+    def forget(self) -> None:
+        super().forget()
+        self.knows_credentials = self.have_credentials
+        if self._steady is not None:
+            self._start_clock()
 
     def stroll(self, process: Process) -> None:
         """Sometimes a transfer takes a while."""
@@ -293,7 +320,9 @@ class Simulation(World):
 
     def poll(self) -> None:
         """The operator's long polls: news at once, the rest every five seconds."""
-        eager = self.status.recovery is not None
+        if not self.knows_credentials:
+            return  # it speaks to nobody
+        eager, now = self.status.recovery is not None, self.by_operator
         there = [uid for uid in self.sidecars if self._reaches(uid)]
         self._heard_since = {uid: self._heard_since.get(uid, self.now) for uid in there}
         for uid, view in list(self.pods.items()):
@@ -302,7 +331,7 @@ class Simulation(World):
             known = self.reports.get(uid, WorkerReport(None, None, None))
             pod = self.sidecars.get(uid)
             if self._reaches(uid) and pod is not None and pod.process is not None:
-                stale = known.answered_at is None or self.now - known.answered_at >= 5.0
+                stale = known.answered_at is None or now - known.answered_at >= 5.0
                 wanted = stale or eager or uid in self._asked or known.silent_since is not None
                 if not wanted and pod.process.told_all:
                     continue
@@ -318,21 +347,20 @@ class Simulation(World):
                 continue
             if self.rng.random() < self.plan.loss and known.silent_since is None:
                 continue
-            since = self.now if known.silent_since is None else known.silent_since
+            since = now if known.silent_since is None else known.silent_since
             self.reports[uid] = replace(known, silent_since=since, host=self._sign(uid))
         self._asked.clear()
 
     def _heard(self, uid: str, report: Report) -> None:
         known = self.reports.get(uid, WorkerReport(None, None, None))
-        ahead = self.skew.get(self.sidecars[uid].node, 0.0)
+        now = self.by_operator
+        ahead = self.now + self.skew.get(self.sidecars[uid].node, 0.0) - now
         report = by_our_clock(report, ahead if abs(ahead) > 2.0 else 0.0)
         before = (
             known.report.trainer.step if known.report and known.report.attempt == report.attempt else None
         )
         stepped = before is not None and (report.trainer.step or 0) > before
-        self.reports[uid] = WorkerReport(
-            report, self.now, None, stepped_at=self.now if stepped else known.stepped_at
-        )
+        self.reports[uid] = WorkerReport(report, now, None, stepped_at=now if stepped else known.stepped_at)
 
     def _maybe_reconcile(self) -> None:
         """The loop of a job is woken by what changed, or when the last decision asked for it."""
@@ -356,7 +384,8 @@ class Simulation(World):
             self._wake, self._seen = self.now, ()
 
     def observe(self) -> Observation:
-        return with_neighbours(super().observe(), self.neighbours) if self.neighbours else super().observe()
+        found = replace(super().observe(), now=self.by_operator)
+        return with_neighbours(found, self.neighbours) if self.neighbours else found
 
     # What the operator does
 
@@ -374,6 +403,8 @@ class Simulation(World):
                 if self.rng.random() < self.plan.echo:
                     self.later(self.rng.uniform(0.0, 12.0), lambda: self._echo(uid, directive))
                 return
+            case EnsureCredentials() if not self.knows_credentials:
+                self.credentials += 1
             case DeletePod():
                 self.record("deletes", pod=item.uid, why=item.why, force=item.force)
         super()._do(item)
@@ -465,7 +496,8 @@ class Simulation(World):
 
     def _reaches(self, uid: str) -> bool:
         pod = self.sidecars.get(uid)
-        return isinstance(pod, Pod) and pod.process is not None and super()._reaches(uid)
+        ours = isinstance(pod, Pod) and pod.process is not None and pod.credentials == self.credentials
+        return ours and super()._reaches(uid)
 
     # Wires
 
