@@ -332,8 +332,6 @@ class Checker:
                 self.announced[name] = version
                 if self.healed is not None:
                     self.newest[name] = version
-        if f["peer"] is None:
-            self.announced.pop("peer", None)
 
     def _look_at_mark(self, name: str, version: Step) -> None:
         """Whether what is said to be complete is."""

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.plan import FIRST_OF_ALL_FAULTS, Plan
+from tiercheck.clocks import SteadyClock
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Chain, History, Kind, Version
@@ -26,6 +27,7 @@ from tiercheck_operator.controller.observe import situation
 from tiercheck_operator.controller.status import status
 from tiercheck_operator.model import parsing
 from tiercheck_operator.planning.recovery import recovery
+from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.model.state import SidecarState
@@ -35,7 +37,7 @@ from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import agenda, replicate
 from tiercheck_sidecar.restore import rank_restore, restore_plan
 from tiercheck_sidecar.trainer import session
-from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, watermark
+from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, tiers, watermark, words
 
 Patch = tuple[Any, str, Any]
 
@@ -328,6 +330,62 @@ def _labels_are_believed() -> list[Patch]:
     return [(parsing, "_vouched_for", lambda maker, labels: {labels.get(names.LABEL_JOB_UID)})]
 
 
+def _copies_given_up_still_count() -> list[Patch]:
+    real = words.difference
+
+    def silent(base: Any, word: Any, number: int, base_number: int) -> Any:
+        news = real(base, word, number, base_number)
+        return news if news.copies or not news.base else dataclasses.replace(news, copies=None)
+
+    return [(tiers, "difference", silent)]
+
+
+def _freed_before_it_is_heard() -> list[Patch]:
+    return [(reclaim.Reclaimer, "_counted_on", lambda *_: set())]
+
+
+def _peer_mark_of_other_holders() -> list[Patch]:
+    real = coordinator.Coordinator._enter
+
+    def enter(self: Any, directive: Any) -> None:
+        same, before = directive.attempt == self._attempt, self._standing
+        real(self, directive)
+        if same:
+            self._standing = before
+
+    return [(coordinator.Coordinator, "_enter", enter)]
+
+
+def _verdicts_of_other_placements() -> list[Patch]:
+    real = SidecarState.follow
+
+    def follow(self: Any, verdict: Any) -> None:
+        here = self.directive.placement if self.directive is not None else ""
+        real(self, dataclasses.replace(verdict, placement=here))
+
+    return [(SidecarState, "follow", follow)]
+
+
+def _anybodys_copies() -> list[Patch]:
+    real = exchange_session.refuse_offer
+
+    def welcome(fence: Any, directive: Any, claim: Any, artifact: Any, **more: Any) -> Any:
+        if directive is not None and artifact is not None:
+            claim = dataclasses.replace(claim, worker=artifact.rank // directive.procs_per_worker)
+        return real(fence, directive, claim, artifact, **more)
+
+    return [(exchange_session, "refuse_offer", welcome)]
+
+
+def _wall_clock() -> list[Patch]:
+    return [(SteadyClock, "__call__", lambda self: self._wall())]
+
+
+def _credentials_issued_anew() -> list[Patch]:
+    left = tuple(step for step in decide.STEPS if step is not decide.wait_for_lost_credentials)
+    return [(decide, "STEPS", left)]
+
+
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
 MUTATIONS = (
     Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives,
@@ -369,6 +427,18 @@ MUTATIONS = (
         _holders_of_before, _both(_copies, _struck("sidecar"))),
     Mutation("labels believed", "whoever has a job's labels is its pod", _labels_are_believed,
         _both(_struck("neighbour"), _newest)),
+    Mutation("given up, still counted", "copies that a holder gave up count until it has others",
+        _copies_given_up_still_count, _struck("wipe")),
+    Mutation("freed before it is heard", "own snapshots go before the coordinator knows that they do",
+        _freed_before_it_is_heard),
+    Mutation("mark of other holders", "the peer watermark survives a change of holders",
+        _peer_mark_of_other_holders, _struck("swap")),
+    Mutation("verdict of other holders", "a verdict of another placement is followed",
+        _verdicts_of_other_placements, _struck("swap")),
+    Mutation("anybody's copies", "any worker may offer any rank", _anybodys_copies, _struck("forge")),
+    Mutation("wall clock", "silence is measured by a clock that steps", _wall_clock, _struck("jump")),
+    Mutation("credentials anew", "a lost Secret is issued anew under running sidecars",
+        _credentials_issued_anew, _struck("secret")),
     Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay,
         _both(_remote, _struck("rot"), lambda plan: plan.spec.copies == 0)),
 )  # fmt: skip
