@@ -90,6 +90,24 @@ def test_pod_on_a_dead_node_is_deleted_so_that_its_owner_makes_another() -> None
     assert all(action.force for action in world.deleted), "no kubelet will confirm it"
 
 
+def test_pods_that_the_owner_makes_where_one_fell_silent_are_left_alone_there() -> None:
+    """The scheduler knows nothing against that node, and each new one comes while the one before is ended."""
+    world = AttachedWorld()
+    world.heartbeats, world.grace = True, 30.0
+    world.until("Running")
+    world.train(7)
+    node, lost = world.home(1), world.member(1)
+    there = {uid for uid, pod in world.pods.items() if pod.node == node}
+    world.liked = node
+    world.cut = {frozenset((node, other)) for other in (*world.nodes, "controller") if other != node}
+    while not world.deleted:
+        world.tick()
+    world.cut = set()
+    world.until("Running", attempt=2)
+    assert lost in there
+    assert {action.uid for action in world.deleted} <= there, "no pod that came later"
+
+
 def test_success_ends_every_launcher_with_zero() -> None:
     world = AttachedWorld()
     world.total_steps = 9

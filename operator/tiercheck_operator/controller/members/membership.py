@@ -142,7 +142,8 @@ def _never_up(
         if pod.uid in obs.attempt_pods or pod.node is None or was_up(obs, pod):
             continue
         waited = obs.now - (pod.housed_since or obs.now)
-        if pod.node in left:
+        # Ours avoid the node from then on; of another controller's each new one may land there again.
+        if pod.node in left and obs.job.spec.attach is None:
             found.append((pod, "it has not come up, and nothing else answers there"))
         elif obs.now - obs.kubelets.get(pod.node, 0.0) <= obs.patience.lease:
             continue  # it lives, and is only late, as after an outage of the API server
