@@ -27,7 +27,7 @@ _TOLD = 15.0
 """Seconds in which a job that lost its protection must say so."""
 _WORTH = {"memory": 9, "everything": 119}
 """Steps that may be given up for a restore that takes so many seconds less, at a second a step."""
-_ENDS_PODS = {"evict", "delete", "vanish", "node", "rack", "cordon"}
+_ENDS_PODS = {"evict", "delete", "vanish", "node", "rack", "cordon", "scale"}
 
 
 @dataclass(frozen=True)
@@ -292,6 +292,8 @@ class Checker:
     def _deletes(self, f: Mapping[str, Any]) -> None:
         if f["pod"] in self.neighbours:
             self._say("what is others' is left alone", f"{f['pod']} is deleted ({f['why']})")
+        if self.homes.get(f["pod"], ("", 0))[1] >= self.workers:
+            self._say("what is others' is left alone", f"{f['pod']}, beyond the job's size, is deleted")
         if f["pod"] in self.crews.get(self.attempt, ()):
             self._look_for_health(self.attempt, f"{f['pod']} is deleted ({f['why']})")
 

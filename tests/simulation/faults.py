@@ -98,6 +98,8 @@ def strike(world: Simulation, fault: Fault) -> None:
             world.have_credentials = False
             if fault.amount < 0.7:
                 world.forget()
+        case "scale":
+            world.owner_size = world.job.spec.workers + (1, 2, -1)[int(fault.amount * 3)]
         case "wipe":
             wipe(world, uid)
         case "swap":
@@ -148,7 +150,7 @@ def wipe(world: Simulation, uid: str) -> None:
 
 
 def swap(world: Simulation) -> None:
-    """All workers get other holders at once, without the two steps of a move: somebody wrote the ConfigMap."""
+    """All workers get other holders at once, not in the two steps of a move: somebody wrote the ConfigMap."""
     saved = world.placement
     if saved is None or saved.attempt != world.status.attempt or saved.leaving:
         return
@@ -165,7 +167,7 @@ def forge(world: Simulation, uid: str) -> None:
     """A worker offers the holder of another one's copies a snapshot of that one which never was: the next."""
     liar = world.sidecars[uid].process
     directive = liar.state.directive if liar is not None else None
-    if liar is None or directive is None or not directive.holders:
+    if liar is None or directive is None or not directive.holders or directive.workers < 3:
         return
     peer = directive.holders[0]
     victims = [each for each in range(directive.workers) if each not in (peer.worker, directive.worker)]
@@ -199,7 +201,7 @@ def mend(world: Simulation) -> None:
     world.skew.clear()
     world.volumes.full.clear()
     world.not_starting.clear()
-    world.liked, world.refuses = "", lambda action: ""
+    world.liked, world.refuses, world.owner_size = "", lambda action: "", None
     world.step_clock(0.0)
     bucket = world.bucket
     bucket.down, bucket.trouble, bucket.slow, bucket.behind = False, 0.0, 0.0, 0.0

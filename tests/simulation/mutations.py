@@ -23,6 +23,7 @@ from tiercheck.protocol.version import Chain, History, Kind, Version
 from tiercheck_operator.controller import decide
 from tiercheck_operator.controller.attempt import attempt, directives
 from tiercheck_operator.controller.failures import trigger
+from tiercheck_operator.controller.members import membership
 from tiercheck_operator.controller.observe import situation
 from tiercheck_operator.controller.status import status
 from tiercheck_operator.model import parsing
@@ -64,6 +65,10 @@ def _copies(plan: Plan) -> bool:
 
 def _remote(plan: Plan) -> bool:
     return plan.spec.remote is not None
+
+
+def _attached(plan: Plan) -> bool:
+    return plan.spec.attach is not None
 
 
 def _struck(*names: str) -> Callable[[Plan], bool]:
@@ -386,6 +391,16 @@ def _credentials_issued_anew() -> list[Patch]:
     return [(decide, "STEPS", left)]
 
 
+def _owners_pods_as_ours() -> list[Patch]:
+    real = membership._never_up
+
+    def hasty(obs: Any, living: Any, lost: Any) -> Any:
+        spec = dataclasses.replace(obs.job.spec, attach=None)
+        return real(dataclasses.replace(obs, job=dataclasses.replace(obs.job, spec=spec)), living, lost)
+
+    return [(membership, "_never_up", hasty)]
+
+
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
 MUTATIONS = (
     Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives,
@@ -437,6 +452,8 @@ MUTATIONS = (
         _verdicts_of_other_placements, _struck("swap")),
     Mutation("anybody's copies", "any worker may offer any rank", _anybodys_copies, _struck("forge")),
     Mutation("wall clock", "silence is measured by a clock that steps", _wall_clock, _struck("jump")),
+    Mutation("owner's pods as ours", "a new pod of another controller's goes where one fell silent",
+        _owners_pods_as_ours, _both(_attached, _struck("cut", "deaf", "node"))),
     Mutation("credentials anew", "a lost Secret is issued anew under running sidecars",
         _credentials_issued_anew, _struck("secret")),
     Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay,

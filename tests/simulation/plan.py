@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.operator.world_in_memory import make_spec
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.spec import Attach, JobSpec
 
 FAULTS = {
     "crash": 3, "evict": 2, "vanish": 2, "node": 2, "rack": 1, "sidecar": 3, "all sidecars": 1, "hang": 1,
@@ -25,11 +25,14 @@ LAST_FAULTS = {"rot": 2}
 still to come."""
 
 CLUSTER_FAULTS = {"bad node": 2, "quota": 2, "jump": 2, "secret": 1}
-"""That brisk schedules know as well: a node that refuses pods at admission, an API server that refuses pods, a
+"""That brisk schedules know as well: a node that refuses pods at admission, an API server that refuses, a
 step of the clock of the operator's node, a Secret that is lost."""
 HOLDER_FAULTS = {"wipe": 1, "swap": 3, "forge": 2}
-"""The same, of who keeps copies: a holder gives up all of them, all workers get other holders at once, a worker
+"""The same, of who keeps copies: a holder gives up all of them, all workers get others at once, a worker
 offers a copy in another's name."""
+OWNED = 0.06
+"""How many brisk ones have a job that is attached; half of their owners scale."""
+_OWNER = Attach("batch/v1", "Job", "train", "job-uid", "trainer")
 PODS_END = ("evict", "delete", "vanish", "node")
 """Faults after which a pod is made anew."""
 PARTNERS = {"bad node": PODS_END, "quota": PODS_END, "forge": PODS_END, "secret": PODS_END,
@@ -217,6 +220,9 @@ def _small(seed: int, rng: random.Random) -> Plan:
         names = [rng.choice(("deaf", "cut", "sidecar", "hang")), "jump"]
     if names[0] in HOLDER_FAULTS:
         spec = replace(spec, workers=3, copies=1)
+    if seed >= FIRST_BRISK and rng.random() < OWNED:
+        spec = replace(spec, attach=_OWNER, template={}, spares=0)
+        names = ["scale", *names[:1]] if rng.random() < 0.5 else names
     for name in names:
         moment = rng.choices(*_weighted({each: n for each, n in moments.items() if _comes(spec, each)}))[0]
         count = rng.randrange(1, 9) if moment == "step" else rng.choice((1, 1, 2, 3))

@@ -267,6 +267,8 @@ class Simulation(World):
     def _second(self) -> None:
         self.later(1.0, self._second)
         self._seconds += 1
+        if self.job.spec.attach is not None:
+            self._look_after_owned()
         self._kubelets()
         self._look_after_pods()
         self._training()
@@ -286,6 +288,16 @@ class Simulation(World):
                 process = pod.process
                 self.later(self.rng.uniform(0.0, 0.9), process.every_second)
             pod.launcher.follow()
+
+    def _look_after_owned(self) -> None:
+        """As the controller that owns an attached job's pods."""
+        size = self.job.spec.workers if self.owner_size is None else self.owner_size
+        taken = {pod.worker for pod in self.pods.values() if not (pod.deleting or pod.terminal)}
+        for worker in set(range(size)) - taken:
+            self._make(f"train-{worker}-{self.uids}", worker, 0, ())
+        for uid, pod in list(self.pods.items()):
+            if pod.worker >= size and not pod.deleting:
+                self.end_gracefully(uid)
 
     def _training(self) -> None:
         crews = [pod.launcher for uid, pod in self.sidecars.items() if not self._dead(uid)]
