@@ -115,7 +115,7 @@ class Worker:
         try:
             connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
             key = Ed25519PrivateKey.from_private_bytes(self.credentials.operator_key)
-            signature = key.sign(signing.pod_statement(self.pod.uid)).hex()
+            signature = key.sign(signing.pod_statement(self.pod.manifest["metadata"]["uid"])).hex()
             headers = {"Authorization": f"Bearer {self.credentials.token}", signing.HEADER: signature}
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
