@@ -61,6 +61,10 @@ class Checker:
     homes: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Node and worker of each pod."""
     marks: dict[tuple[str, int, str], dict[str, Step]] = field(default_factory=dict)
+    said: tuple[str, int, str] = ("", 0, "")
+    """Of which of them the last verdict was."""
+    regained: bool = True
+    """Whether it has a peer mark: not yet after a change of holders."""
     announced: dict[str, Step] = field(default_factory=dict)
     """By tier, in this attempt."""
     objects: dict[str, int] = field(default_factory=dict)
@@ -210,6 +214,8 @@ class Checker:
         }
         for (name, mark, tiers), had in zip(watched, before, strict=True):
             left = max(self._common(self.memory, tiers, self.attempt), default=(0, 0))
+            if name == "peer" and not self.regained and max(self._whole(), default=(0, 0)) > mark:
+                continue  # overtaken while nobody is protected, which is told
             if had >= mark > left:
                 self._say(
                     "committed is kept",
@@ -319,7 +325,11 @@ class Checker:
     def _verdict(self, f: Mapping[str, Any]) -> None:
         if f["attempt"] != self.attempt:
             return  # said by one who has not heard yet
-        before = self.marks.setdefault((f["by"], f["attempt"], f["placement"]), {})
+        said = (f["by"], f["attempt"], f["placement"])
+        if said != self.said:  # protection begins anew, also where holders are those of before
+            self.marks.pop(said, None)
+        self.said = said
+        before = self.marks.setdefault(said, {})
         for name in ("local", "peer", "snapshot", "remote"):
             mark = f[name]
             known = before.get(name)
@@ -334,6 +344,7 @@ class Checker:
                 self.announced[name] = version
                 if self.healed is not None:
                     self.newest[name] = version
+        self.regained = f["peer"] is not None
 
     def _look_at_mark(self, name: str, version: Step) -> None:
         """Whether what is said to be complete is."""

@@ -38,7 +38,7 @@ from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import agenda, replicate
 from tiercheck_sidecar.restore import rank_restore, restore_plan
 from tiercheck_sidecar.trainer import session
-from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, tiers, watermark, words
+from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, watermark
 
 Patch = tuple[Any, str, Any]
 
@@ -335,20 +335,6 @@ def _labels_are_believed() -> list[Patch]:
     return [(parsing, "_vouched_for", lambda maker, labels: {labels.get(names.LABEL_JOB_UID)})]
 
 
-def _copies_given_up_still_count() -> list[Patch]:
-    real = words.difference
-
-    def silent(base: Any, word: Any, number: int, base_number: int) -> Any:
-        news = real(base, word, number, base_number)
-        return news if news.copies or not news.base else dataclasses.replace(news, copies=None)
-
-    return [(tiers, "difference", silent)]
-
-
-def _freed_before_it_is_heard() -> list[Patch]:
-    return [(reclaim.Reclaimer, "_counted_on", lambda *_: set())]
-
-
 def _peer_mark_of_other_holders() -> list[Patch]:
     real = coordinator.Coordinator._enter
 
@@ -442,10 +428,6 @@ MUTATIONS = (
         _holders_of_before, _both(_copies, _struck("sidecar"))),
     Mutation("labels believed", "whoever has a job's labels is its pod", _labels_are_believed,
         _both(_struck("neighbour"), _newest)),
-    Mutation("given up, still counted", "copies that a holder gave up count until it has others",
-        _copies_given_up_still_count, _struck("wipe")),
-    Mutation("freed before it is heard", "own snapshots go before the coordinator knows that they do",
-        _freed_before_it_is_heard),
     Mutation("mark of other holders", "the peer watermark survives a change of holders",
         _peer_mark_of_other_holders, _struck("swap")),
     Mutation("verdict of other holders", "a verdict of another placement is followed",

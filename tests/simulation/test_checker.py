@@ -11,7 +11,7 @@ from tests.simulation.checker import Entry, check
 from tests.simulation.runs import history_of
 from tiercheck.protocol.version import Version
 
-CRASH_OF_A_JOB_WITH_ALL_TIERS = 20_000_810
+CRASH_OF_A_JOB_WITH_ALL_TIERS = 10_000_561
 """Seed of a small schedule with a copy and a bucket, in which one command crashes."""
 
 

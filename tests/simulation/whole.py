@@ -252,7 +252,7 @@ class Simulation(World):
         for at, what, f in itertools.islice(self.history, self._healed, None):
             if what == "step" and f["attempt"] == attempt and not least:
                 least = f["step"]
-            elif what == "verdict" and at > since:
+            elif what == "verdict" and at > since and (f["attempt"] == attempt or not self.plan.brisk):
                 marks = f
         if not least or marks is None:
             return False
@@ -290,7 +290,9 @@ class Simulation(World):
             pod.launcher.follow()
 
     def _look_after_owned(self) -> None:
-        """As the controller that owns an attached job's pods."""
+        """As the controller that owns an attached job's pods, none of which starts without the Secret."""
+        if not self.have_credentials:
+            return
         size = self.job.spec.workers if self.owner_size is None else self.owner_size
         taken = {pod.worker for pod in self.pods.values() if not (pod.deleting or pod.terminal)}
         for worker in set(range(size)) - taken:
