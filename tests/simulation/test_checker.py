@@ -27,7 +27,7 @@ def test_mark_that_is_ahead_of_what_there_is_is_found(mark: str) -> None:
         return at, what, fields
 
     done: list[Version] = []
-    assert broken_by(ahead) & {"complete is complete", "watermarks never fall"}
+    assert "complete is complete" in broken_by(ahead)
     assert done
 
 
