@@ -115,11 +115,24 @@ def test_rollback_rejects_everything_after_its_base_and_keeps_everything_up_to_i
         assert after.accepts(Version(step, history.attempt + 1)) == (step > base)
 
 
-@given(starts)
-def test_branches_that_own_nothing_are_dropped(restarts: list[tuple[int, int]]) -> None:
+@given(starts, st.integers(0, LAST))
+def test_attempt_that_nobody_trained_in_gives_nothing_up(restarts: list[tuple[int, int]], base: int) -> None:
     history, _ = history_of(restarts)
-    owners = {history.owner(step) for step in range(LAST + 3)} - {None}
-    assert [branch.attempt for branch in history.branches] == sorted(owners)  # type: ignore[type-var]
+    again = history.after(history.attempt + 1, base).without_newest
+    for step in range(LAST + 3):
+        assert again.owner(step) == history.owner(step)
+
+
+@given(starts)
+def test_branches_that_own_nothing_stay_for_one_attempt_only(restarts: list[tuple[int, int]]) -> None:
+    history, _ = history_of(restarts)
+    for line in (history, history.without_newest):
+        owners = {line.owner(step) for step in range(LAST + 3)} - {None}
+        kept = history.after(history.attempt + 1, LAST + 3).branches[:-1]
+        assert owners <= {branch.attempt for branch in line.branches}
+    assert [branch.attempt for branch in kept] == sorted(
+        {history.owner(step) for step in range(LAST + 3)} - {None}  # type: ignore[type-var]
+    )
 
 
 @given(starts, st.integers(0, 30))

@@ -49,9 +49,14 @@ class Checker:
     workers: int = 0
     copies: int = 0
     keep: int = 0
+    prove: int = 0
+    """Steps that may be given up to be compared."""
     broken: list[Broken] = field(default_factory=list)
     now: float = 0.0
     attempt: int = 0
+    line: int = 0
+    """The attempt before it whose line counts: the last in which training was released."""
+    released: set[int] = field(default_factory=set)
     healed: float | None = None
     trained: dict[tuple[int, Step], bytes] = field(default_factory=dict)
     from_: dict[int, Step | None] = field(default_factory=dict)
@@ -175,6 +180,7 @@ class Checker:
 
     def _begins(self, f: Mapping[str, Any]) -> None:
         self.workers, self.copies, self.keep = f["workers"], f["copies"], f["keep"]
+        self.prove = f["prove"]
 
     def _pod(self, f: Mapping[str, Any]) -> None:
         self.homes[f["pod"]] = (f["node"], f["worker"])
@@ -249,8 +255,9 @@ class Checker:
             self._say("one history", f"attempt {number} follows attempt {before}")
         if before:
             self._look_for_health(before, f"attempt {number} begins")
+        self.line = before if before in self.released else self.line
         if chosen is not None:
-            if not self._on_line(chosen, before):
+            if not self._on_line(chosen, self.line):
                 self._say(
                     "one history", f"attempt {number} goes back to {chosen}, which the job had left before"
                 )
@@ -265,15 +272,18 @@ class Checker:
         self.announced = {}
         self.bare_since = None
 
+    def _released(self, f: Mapping[str, Any]) -> None:
+        self.released.add(f["number"])
+
     def _look_at_loss(self, number: int, chosen: Step | None, heard: Sequence[str]) -> None:
         if self.flipped:
             return  # what is bad is left out once that is known, and so is a version that failed
         step = chosen[0] if chosen else 0
-        own = self._common(heard, ("local",), self.attempt)
-        memory = self._common(heard, ("local", "peer"), self.attempt, together=True)
+        own = self._common(heard, ("local",), self.line)
+        memory = self._common(heard, ("local", "peer"), self.line, together=True)
         for name, best, worth in (("own memory", own, 0), ("memory", memory, _WORTH["memory"])):
             newest = max(best, default=(0, 0))
-            if newest[0] - worth > step:
+            if newest[0] - worth - self.prove > step:
                 self._say(
                     "no more is lost",
                     f"attempt {number} goes back to {chosen}; {newest} can be had from {name}",

@@ -220,6 +220,8 @@ def _small(seed: int, rng: random.Random) -> Plan:
         names = [rng.choice(("deaf", "cut", "sidecar", "hang")), "jump"]
     if names[0] in HOLDER_FAULTS:
         spec = replace(spec, workers=3, copies=1)
+    if seed >= FIRST_BRISK:
+        spec = replace(spec, prove_steps=seed % 3 // 2)
     if seed >= FIRST_BRISK and rng.random() < OWNED:
         spec = replace(spec, attach=_OWNER, template={}, spares=0)
         names = ["scale", *names[:1]] if rng.random() < 0.5 else names

@@ -211,7 +211,14 @@ class Simulation(World):
         with in_simulation(self):
             spec = self.plan.spec
             keep = spec.remote["keep"] if spec.remote else 0
-            self.record("begins", plan=str(self.plan), workers=spec.workers, copies=spec.copies, keep=keep)
+            self.record(
+                "begins",
+                plan=str(self.plan),
+                workers=spec.workers,
+                copies=spec.copies,
+                keep=keep,
+                prove=spec.prove_steps,
+            )
             self.later(1.0, self._second)
             for fault in self.plan.faults:
                 if fault.moment:
@@ -440,6 +447,8 @@ class Simulation(World):
                 if self.now - since >= 3.0 and self._stays(uid)
             )
             self.record("attempt", number=now.attempt, version=now.restored_version, heard=heard)
+        if before.on_way_back and not now.on_way_back:
+            self.record("released", number=now.attempt)
         protected = now.condition(conditions.PROTECTED)
         bare = now.placement.unprotected_workers if now.placement else 0
         told = (now.phase, protected and protected.status, protected and protected.reason, bare)

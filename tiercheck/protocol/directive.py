@@ -237,6 +237,8 @@ class Policy:
     """None: every place is good enough."""
     restore_stall: float = RESTORE_STALL
     """Seconds without a byte after which a source of a restore is given up."""
+    prove_steps: int = 0
+    """Steps behind the newest complete version to which the job may go back, so that they are compared."""
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ class History:
     """The accepted line of attempts, oldest first.
 
     An artifact of attempt *b* is accepted for steps in (base of *b*, lowest base of any later attempt]. These
-    intervals are disjoint, so every step has at most one owner. Branches with an empty interval carry no
-    information and are dropped.
+    intervals are disjoint, so every step has at most one owner. Branches whose interval the newest one has
+    emptied are kept until the next: if it ends before anybody trained in it, `without_newest` is the line
+    again.
     """
 
     branches: tuple[Branch, ...] = ()
@@ -61,8 +62,12 @@ class History:
         """
         if self.branches and attempt <= self.branches[-1].attempt:
             raise ValueError(f"attempt {attempt} is not newer than {self.branches[-1].attempt}")
-        kept = tuple(branch for branch in self.branches if branch.base_step < base_step)
-        return History((*kept, Branch(attempt, base_step, ranks)))
+        return History((*self._owners, Branch(attempt, base_step, ranks)))
+
+    @property
+    def without_newest(self) -> History:
+        """The line as it was before the newest attempt began."""
+        return History(self.branches[:-1])
 
     def since(self, step: int) -> History:
         """The same line for `step` and all after it. Attempts that own only older ones are left out, and what
@@ -85,6 +90,11 @@ class History:
         """The attempt whose state after `step` is the accepted one; None for step 0 and before."""
         number = bisect_left(self._bases, step)
         return self._owners[number - 1].attempt if number else None
+
+    def version_of(self, step: int) -> Version | None:
+        """The accepted version of this step; None for step 0 and before."""
+        owner = self.owner(step)
+        return None if owner is None else Version(step, owner)
 
     def steps_of(self, attempt: int) -> tuple[int, int | None] | None:
         """The first and the last step (None: there is none) that an attempt owns; None: it is not of this

@@ -93,6 +93,8 @@ class Recovery:
     decided_at: Moment | None = None
     restored_at: Moment | None = None
     released_at: Moment | None = None
+    undone: bool = False
+    """The attempt before ended before training was released in it, so what it gave up still counts."""
     failed_versions: tuple[Version, ...] = ()
     """Versions whose restore failed on the way back, once per failure, oldest first."""
     facts: Annotated[Facts, At("")] = Facts()

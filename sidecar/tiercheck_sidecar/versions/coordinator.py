@@ -480,7 +480,9 @@ class Coordinator:
 
     def _judge(self, directive: Directive) -> None:
         world = directive.workers * directive.procs_per_worker
-        self._standing, verdict = judge(world, self._tally, directive.history, self._standing)
+        self._standing, verdict = judge(
+            world, self._tally, directive.history, self._standing, directive.policy.prove_steps
+        )
         stored = [version for version in self._stored or () if directive.history.accepts(version)]
         upload = None
         if self._state.config.remote is not None:

@@ -81,7 +81,12 @@ def _needed(
     floor = verdict.floor
     if place.stranded and floor is not None:
         return {each for each in snapshots if each > floor}, {each for each in deltas if each > floor}
-    base = _base(floor, snapshots if place.crowded else _everywhere(snapshots, verdict), deltas, history)
+    candidates = snapshots if place.crowded else _everywhere(snapshots, verdict)
+    base = _base(floor, candidates, deltas, history)
+    older = None if place.crowded else _base(verdict.spare, candidates, deltas, history)
+    if base is not None and older is not None:
+        leaves_slot = place.tier is Tier.PEER or sum(each >= older for each in snapshots) <= place.to_keep
+        base = older if leaves_slot else base
     if base is not None:
         snapshots = {each for each in snapshots if each >= base}
         deltas = {each for each in deltas if each > base}

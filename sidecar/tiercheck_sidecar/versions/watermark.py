@@ -46,6 +46,9 @@ class TierVerdict:
     received: tuple[int, ...] = ()
     """Ranks whose upload of that version the coordinator has on record."""
     cadence: Cadence = UNDECIDED
+    spare: Version | None = None
+    """The version `restore.proveSteps` before the floor: the job may go back there to train these steps again
+    and compare, so it is kept where there is room."""
     placement: str = ""
     """The placement that it was found under."""
     stored: tuple[Version, ...] | None = None
@@ -72,14 +75,14 @@ class TierStanding:
 
 
 def judge(
-    world_size: int, tally: Tally, history: History, before: TierStanding
+    world_size: int, tally: Tally, history: History, before: TierStanding, prove_steps: int = 0
 ) -> tuple[TierStanding, TierVerdict]:
     """Watermarks, floor, abandoned snapshots and the one to copy (`remote`, `upload` and `cadence` are not
     decided here). Until every rank has been heard, what was found before stands.
     """
     shapes = tally.shapes
     if not tally.has_all(world_size):
-        return before, _verdict(history, before, shapes)
+        return before, _verdict(history, before, shapes, prove_steps)
     every = [shape.held.value for shape in shapes]
     guarded = [shape.held.value for shape in shapes if shape.guarded]
     snapshot = _later(before.snapshot, _newest(_shared(tiers.snapshots for tiers in every), history))
@@ -93,7 +96,7 @@ def judge(
         copy=_next_copy(before.copy, snapshot, anchor, guarded),
     )
     verdict = replace(
-        _verdict(history, standing, shapes),
+        _verdict(history, standing, shapes, prove_steps),
         backed=_backed(tally, history) if standing.peer is None else None,
         abandoned=_abandoned(tally, history, standing),
         lost=standing.local if _is_lost(standing.local, tally) else None,
@@ -101,12 +104,15 @@ def judge(
     return standing, verdict
 
 
-def _verdict(history: History, standing: TierStanding, shapes: Collection[RankShape]) -> TierVerdict:
+def _verdict(
+    history: History, standing: TierStanding, shapes: Collection[RankShape], prove_steps: int
+) -> TierVerdict:
     floor = standing.local
     if any(shape.guarded for shape in shapes):
         floor = min(standing.local, standing.peer) if standing.local and standing.peer else None
     marks = Watermarks(standing.local, standing.peer, snapshot=standing.snapshot)
-    return TierVerdict(history.attempt, marks, floor, standing.anchor, copy=standing.copy)
+    spare = history.version_of(floor.step - prove_steps) if floor is not None and prove_steps else None
+    return TierVerdict(history.attempt, marks, floor, standing.anchor, copy=standing.copy, spare=spare)
 
 
 def _next_copy(

@@ -121,8 +121,10 @@ def judge(
     history: History,
     before: TierStanding,
     copies: Collection[Copy] = (),
+    *,
+    prove_steps: int = 0,
 ) -> tuple[TierStanding, TierVerdict]:
-    return watermark.judge(world_size, tally_of(ranks, copies), history, before)
+    return watermark.judge(world_size, tally_of(ranks, copies), history, before, prove_steps)
 
 
 def next_upload(

@@ -153,3 +153,29 @@ def test_completeness_at_an_earlier_size_does_not_count_against_what_came_betwee
     here = MemoryPlace(Tier.PEER, frozenset({v(8), v(16, 2)}), frozenset())
     word = TierVerdict(3, Watermarks(v(8), v(8)), v(8))
     assert gone(here, word, history) == ([], [])
+
+
+def proving(floor: int, spare: int, anchor: int | None = 1000) -> TierVerdict:
+    return replace(verdict(floor, anchor=anchor), spare=v(spare))
+
+
+def test_what_a_resume_would_be_compared_with_stays_where_there_is_room() -> None:
+    """`restore.proveSteps`: the job goes back a step behind the newest, which a snapshot must not cut off."""
+    here = place([4, 8], [5, 6, 7, 8], Tier.LOCAL)
+    assert gone(here, verdict(8)) == ([4], [5, 6, 7, 8])
+    assert gone(here, proving(8, 7)) == ([], [])
+    assert gone(replace(here, tier=Tier.PEER), proving(8, 7)) == ([], [])
+    assert gone(place([4, 8], [5, 6, 7, 8, 9], Tier.LOCAL), proving(9, 8)) == ([4], [5, 6, 7, 8])
+
+
+def test_proof_costs_neither_the_slot_for_the_next_snapshot_nor_that_of_a_delta() -> None:
+    here = place([4, 8], [5, 6, 7, 8], Tier.LOCAL)
+    assert gone(replace(here, slots=2), proving(8, 7)) == ([4], [5, 6, 7, 8])
+    assert gone(replace(here, crowded=True), proving(8, 7)) == ([4], [5, 6, 7, 8])
+    every_step = place([7, 8, 9], [], Tier.LOCAL)
+    assert gone(every_step, proving(8, 7)) == ([7], [])
+    assert gone(place([8], [], Tier.LOCAL), proving(8, 7)) == ([], [])
+
+
+def test_place_that_cannot_rebuild_the_floor_gives_nothing_up_for_an_older_one() -> None:
+    assert gone(place([2, 4, 8], [5, 6, 7, 10], Tier.LOCAL), proving(9, 7)) == ([], [])

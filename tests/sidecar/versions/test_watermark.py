@@ -244,3 +244,10 @@ def test_parity_block_backs_every_rank_that_it_was_made_of() -> None:
     block = Copy((0, 1), (v(12),), spans({v(12), v(13)}))
     _, verdict = judge(2, ranks, history, TierStanding(), [block])
     assert verdict.backed == v(13)
+
+
+def test_verdict_names_the_version_behind_the_floor_that_a_resume_may_be_compared_from() -> None:
+    ranks = {rank: tiers(rank, [18], [18]) for rank in range(2)}
+    for prove_steps, spare in ((0, None), (1, v(17)), (18, None)):
+        _, verdict = judge(2, ranks, HISTORY, TierStanding(), prove_steps=prove_steps)
+        assert (verdict.floor, verdict.spare) == (v(18), spare)

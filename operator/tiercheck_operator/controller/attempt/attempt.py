@@ -115,7 +115,7 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
     status = situation.job.status
     first = status.attempt == 0
     # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
-    history, number = status.history, max(status.attempt, situation.newest_attempt) + 1
+    history, number = _line_so_far(situation, recovery), max(status.attempt, situation.newest_attempt) + 1
     if first and remote.versions and not _counted(reports):
         return _remote_unknown(replace(remote, reachable=None), reports)
     if first and remote.configured:
@@ -124,7 +124,9 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
         spec = situation.job.spec
         history = adopted_history(remote, spec.restore_step, spec.workers * spec.procs_per_worker)
         number = max(number, last_attempt(remote) + 1)
-    problem = _recovery_problem(situation, placed, history, reports, remote, first=first)
+    problem = _recovery_problem(
+        situation, recovery, placed, history=history, reports=reports, remote=remote, first=first
+    )
     outcome = _decided(problem, recovery)
     if isinstance(outcome, (Wait, Refuse)):
         trouble = find_remote_trouble(reports)
@@ -141,6 +143,15 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
         placed.as_saved(number, situation.membership),
         Finding(placed.reason, placed.message),
     )
+
+
+def _line_so_far(situation: Situation, recovery: Recovery) -> History:
+    """What is accepted now. Nobody has trained in an attempt that was never released, and on hold sidecars
+    free nothing: all that it was to give up may be restored after all, unless its user asked for that."""
+    status, asked = situation.job.status, situation.job.spec.restore_step
+    restored = status.restored_version
+    as_asked = asked is not None and restored is not None and restored.step == asked
+    return status.history.without_newest if recovery.undone and not as_asked else status.history
 
 
 def _sees_all(remote: RemoteInventory, reports: list[Report]) -> bool:
@@ -160,11 +171,12 @@ def _still_needed(history: History, problem: RecoveryProblem) -> History:
 
 def _recovery_problem(
     situation: Situation,
+    recovery: Recovery,
     placed: Placed,
+    *,
     history: History,
     reports: list[Report],
     remote: RemoteInventory,
-    *,
     first: bool,
 ) -> RecoveryProblem:
     spec = situation.job.spec
@@ -179,7 +191,7 @@ def _recovery_problem(
         last_step=situation.newest_step or None,
         # Later attempts go on from where the job is; the wish was about its beginning.
         target_step=spec.restore_step if first else None,
-        prove_steps=spec.prove_steps,
+        prove_steps=0 if recovery.failed_versions else spec.prove_steps,
         bad=bad_everywhere(reports),
         groups=placed.groups,
     )

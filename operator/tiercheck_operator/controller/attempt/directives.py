@@ -74,6 +74,7 @@ def build_policy(spec: JobSpec, restored: bool = False) -> Policy:
         rehearse_every=spec.rehearse_every,
         health_check=spec.health_check,
         restore_stall=spec.restore_stall,
+        prove_steps=spec.prove_steps,
     )
 
 

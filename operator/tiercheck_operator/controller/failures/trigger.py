@@ -179,7 +179,10 @@ def _updated(obs: Observation, trigger: Trigger | None) -> Recovery | None:
     failed = current.failed_versions
     if trigger.cause is Cause.RESTORE_FAILED and current.version is not None:
         failed = (*failed, current.version)[-_REMEMBERED:]
-    fresh = replace(fresh, failed_versions=failed, tries=current.tries + 1, stalled=current.stalled)
+    undone = current.released_at is None
+    fresh = replace(
+        fresh, failed_versions=failed, tries=current.tries + 1, stalled=current.stalled, undone=undone
+    )
     if known.planned:
         return fresh
     noticed = current.noticed_at or current.detected_at

@@ -343,6 +343,17 @@ def test_first_attempt_starts_from_the_step_that_was_asked_for() -> None:
     assert world.starts[4] == dict.fromkeys(range(4), Version(40, 3))
 
 
+def test_step_that_was_asked_for_stays_asked_for_where_the_first_attempt_never_trained() -> None:
+    world = World(make_spec(remote=REMOTE, restore_step=40))
+    world.remote = {Version(40, 3), Version(44, 3)}
+    while world.status.attempt < 4:
+        world.tick()
+    world.evict(world.member(2))
+    world.until("Running", attempt=5)
+    assert 4 not in world.starts
+    assert world.starts[5] == dict.fromkeys(range(4), Version(40, 3))
+
+
 def test_required_spread_that_is_impossible_waits_and_names_the_bound() -> None:
     world = World(make_spec(spread_level="rack", spread_required=True), racks=1, nodes_per_rack=4)
     world.train(20)

@@ -9,6 +9,7 @@ import pytest
 from tests.operator.world_in_memory import World, make_spec
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Exact, ResumeProof
+from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.status.events import notices
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
@@ -137,3 +138,24 @@ def test_long_word_of_a_trainer_leaves_the_status_small() -> None:
     found = compare(back_again(), w1=(Exact.DIFFERS, "x" * 1000))
     assert status_size(fit_status(found)) < 16 * 1024
     assert len(str(found.recoveries[0]["exactMessage"])) <= 160
+
+
+def test_newest_version_still_counts_if_the_older_one_that_was_to_prove_it_is_gone() -> None:
+    """It was chosen by reports, and may be freed before the sidecars are asked for it."""
+    world = World(make_spec(workers=4, prove_steps=1, delta=DeltaMode.AUTO))
+    world.until("Running")
+    while world.newest_step() < 12:
+        world.train(1)
+    world.crash(1)
+    while world.status.attempt < 2:
+        world.tick()
+    assert world.status.restored_version == Version(11, 1)
+    for sidecar in world.sidecars.values():
+        sidecar.own, sidecar.own_deltas = {Version(12, 1)}, set()
+        sidecar.hosted, sidecar.hosted_deltas = {rank: {Version(12, 1)} for rank in sidecar.hosted}, {}
+    world.until("Running", attempt=3)
+    assert world.starts[3] == dict.fromkeys(range(4), Version(12, 1))
+    assert 2 not in world.starts
+    assert parse_record(render_record(world.status)).history == world.status.history
+    assert world.status.history.owner(12) == 1
+    assert world.status.history.owner(13) == 3
