@@ -68,8 +68,6 @@ class Checker:
     marks: dict[tuple[str, int, str], dict[str, Step]] = field(default_factory=dict)
     said: tuple[str, int, str] = ("", 0, "")
     """Of which of them the last verdict was."""
-    regained: bool = True
-    """Whether it has a peer mark: not yet after a change of holders."""
     announced: dict[str, Step] = field(default_factory=dict)
     """By tier, in this attempt."""
     objects: dict[str, int] = field(default_factory=dict)
@@ -220,8 +218,6 @@ class Checker:
         }
         for (name, mark, tiers), had in zip(watched, before, strict=True):
             left = max(self._common(self.memory, tiers, self.attempt), default=(0, 0))
-            if name == "peer" and not self.regained and max(self._whole(), default=(0, 0)) > mark:
-                continue  # overtaken while nobody is protected, which is told
             if had >= mark > left:
                 self._say(
                     "committed is kept",
@@ -354,7 +350,6 @@ class Checker:
                 self.announced[name] = version
                 if self.healed is not None:
                     self.newest[name] = version
-        self.regained = f["peer"] is not None
 
     def _look_at_mark(self, name: str, version: Step) -> None:
         """Whether what is said to be complete is."""

@@ -31,8 +31,8 @@ class TierVerdict:
     """The newest snapshot that all holders of every rank have; without holders, that every rank has. Nobody
     gives it up for a newer one."""
     backed: Version | None = None
-    """As long as there is no peer watermark in this attempt: the newest version that some holder of every
-    rank can rebuild."""
+    """As long as there is no peer watermark in this attempt, or under this placement: a version that some
+    holder of every rank can rebuild."""
     abandoned: tuple[Version, ...] = ()
     """Snapshots that may be freed although they are not older: they can not become complete, or nobody needs
     them to."""
@@ -72,6 +72,8 @@ class TierStanding:
     """Of which all holders of every rank have the snapshot, or without holders every rank."""
     copy: Version | None = None
     """What is being brought to the holders; kept until all have it or some rank no longer can."""
+    backed: Version | None = None
+    """As of the verdict."""
 
 
 def judge(
@@ -95,9 +97,11 @@ def judge(
         anchor=anchor,
         copy=_next_copy(before.copy, snapshot, anchor, guarded),
     )
+    if standing.peer is None:
+        standing = replace(standing, backed=_backed(tally, history, before.backed))
     verdict = replace(
         _verdict(history, standing, shapes, prove_steps),
-        backed=_backed(tally, history) if standing.peer is None else None,
+        backed=standing.backed,
         abandoned=_abandoned(tally, history, standing),
         lost=standing.local if _is_lost(standing.local, tally) else None,
     )
@@ -162,13 +166,16 @@ def _abandoned(tally: Tally, history: History, standing: TierStanding) -> tuple[
     )
 
 
-def _backed(tally: Tally, history: History) -> Version | None:
+def _backed(tally: Tally, history: History, before: Version | None) -> Version | None:
     """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now:
-    what an earlier attempt completed stays until this one has done as much.
+    what an earlier attempt completed stays until this one has done as much. Once named it stays: a holder
+    that still follows the verdict of before may give a newer one up, and an older one by the next.
     """
     each = tally.kept_of_each([shape for shape in tally.shapes if shape.guarded])
     runs = ([run for shared in kept for run in shared.value.versions] for kept in each)
-    return newest(intersect(map(unite, runs)), history)
+    common = intersect(map(unite, runs))
+    stays = before is not None and history.accepts(before) and _leads(common, before)
+    return before if stays else newest(common, history)
 
 
 def _is_lost(version: Version | None, tally: Tally) -> bool:

@@ -39,9 +39,11 @@ def judge(
         anchor=anchor,
         copy=_next_copy(before.copy, snapshot, anchor, guarded),
     )
+    if standing.peer is None:
+        standing = replace(standing, backed=_backed(guarded, history, copies, before.backed))
     verdict = replace(
         _verdict(history, standing, ranks),
-        backed=_backed(guarded, history, copies) if standing.peer is None else None,
+        backed=standing.backed,
         abandoned=_abandoned(ranks, history, standing, copies),
         lost=standing.local if _is_lost(standing.local, ranks, copies) else None,
     )
@@ -102,16 +104,19 @@ def _abandoned(
     )
 
 
-def _backed(guarded: list[RankTiers], history: History, copies: Collection[Copy]) -> Version | None:
-    """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now:
-    what an earlier attempt completed stays until this one has done as much.
-    """
+def _backed(
+    guarded: list[RankTiers], history: History, copies: Collection[Copy], before: Version | None
+) -> Version | None:
+    """The newest version that can be rebuilt for every rank from some holder, whoever its holders are now,
+    or the one of before while it can."""
     found: dict[int, list[Span]] = {tiers.rank: [] for tiers in guarded}
     for copy in copies:
         for rank in copy.ranks:
             if rank in found:
                 found[rank] += copy.versions
-    return newest(intersect(map(unite, found.values())), history)
+    common = intersect(map(unite, found.values()))
+    stays = before is not None and history.accepts(before) and _leads(common, before)
+    return before if stays else newest(common, history)
 
 
 def _is_lost(version: Version | None, ranks: Mapping[int, RankTiers], copies: Collection[Copy]) -> bool:

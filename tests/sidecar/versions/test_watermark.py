@@ -246,6 +246,18 @@ def test_parity_block_backs_every_rank_that_it_was_made_of() -> None:
     assert verdict.backed == v(13)
 
 
+def test_version_that_holders_keep_for_lack_of_a_peer_watermark_stays_the_same_while_they_have_it() -> None:
+    """Two holders that follow two verdicts would otherwise free each the other's."""
+    ranks = {rank: tiers(rank, [10, 20, 30], []) for rank in (0, 1)}
+    standing, verdict = judge(2, ranks, HISTORY, TierStanding(), [copy(0, 10), copy(1, 10)])
+    assert verdict.backed == v(10)
+    both = [copy(0, 10), copy(1, 10), copy(0, 20), copy(1, 20)]
+    standing, verdict = judge(2, ranks, HISTORY, standing, both)
+    assert verdict.backed == v(10)
+    standing, verdict = judge(2, ranks, HISTORY, standing, both[2:])
+    assert verdict.backed == v(20), "nobody has the other one any more"
+
+
 def test_verdict_names_the_version_behind_the_floor_that_a_resume_may_be_compared_from() -> None:
     ranks = {rank: tiers(rank, [18], [18]) for rank in range(2)}
     for prove_steps, spare in ((0, None), (1, v(17)), (18, None)):
