@@ -40,12 +40,12 @@ from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.supervised import begin, supervise
 from tiercheck.trainer.backends.backend import Backend, Offer, RestoreError, WarnOnce
 from tiercheck.trainer.backends.folder_backend import FolderBackend
+from tiercheck.trainer.backends.ranks import is_distributed, rank_and_world
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.dcp.reader import TierCheckReader
 from tiercheck.trainer.dcp.writer import Slots, StagingWriter, TierCheckWriter
 from tiercheck.trainer.process import process_end
 from tiercheck.trainer.process.process_end import LastWords
-from tiercheck.trainer.replicas.ranks import is_distributed, rank_and_world
 
 __all__ = ["Storage", "TierCheckReader", "TierCheckWriter"]
 

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from tiercheck.protocol.names import ENV_RUN_DIR
 from tiercheck.trainer.announcements import SECOND, Announcements
 from tiercheck.trainer.backends.backend import Claim
-from tiercheck.trainer.deltas.deltas import Deltas
 from tiercheck.trainer.deltas.gradients import UpdateHooks
 from tiercheck.trainer.process import process_end
 from tiercheck.trainer.process.process_end import LastWords
@@ -36,14 +35,15 @@ from tiercheck.trainer.process.stop_request import StopRequest
 from tiercheck.trainer.proof.fingerprints import Fingerprints
 from tiercheck.trainer.proof.resume import Resume
 from tiercheck.trainer.replicas.equality import Equality
+from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.restore.restoring import Found, Loaded, Restoring, find, open_backend
 from tiercheck.trainer.save.capturing import Capturing
+from tiercheck.trainer.save.deltas import Deltas
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.save.slot_context import UnknownRoom
-from tiercheck.trainer.save.staging import Pending
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.leaves import NotCapturable
-from tiercheck.trainer.state.trained_state import TrainedState
+from tiercheck.trainer.state.pending import Pending
 from tiercheck.trainer.state.training import TRAINING, TrainingIdentity, fingerprint, name_of
 
 __all__ = ["Checkpointer", "Found", "find"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiercheck.trainer.process.sanity import Sanity
+from tiercheck.trainer.save.sanity import Sanity
 
 
 def test_a_good_step_ends_the_row() -> None:

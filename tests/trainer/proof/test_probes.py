@@ -18,9 +18,9 @@ from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tests.trainer.deltas.replaying import Build, Script, started, train
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Kind
+from tiercheck.trainer.deltas import clones, probe
 from tiercheck.trainer.deltas.gradients import Recorder
-from tiercheck.trainer.proof import clones, probe
-from tiercheck.trainer.proof.probe import Probe, ProbeRefused
+from tiercheck.trainer.deltas.probe import Probe, ProbeRefused
 
 EVERY = 5
 """Updates between probes here."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from tests.examples import examples
 from tiercheck.trainer.deltas.encoding import have_same_bits
-from tiercheck.trainer.proof.replayable import inseparable
+from tiercheck.trainer.state.replayable import inseparable
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck.trainer.proof.clones import ParameterPlace, ProbeCandidate, ProbePart, choose
+from tiercheck.trainer.deltas.clones import ParameterPlace, ProbeCandidate, ProbePart, choose
 
 ROOM = 100_000
 

@@ -17,12 +17,12 @@ from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tests.trainer.deltas.replaying import EQUAL, TOLD, Script, outcome, started, survives, train
 from tests.trainer.lazy_device import LazyDevice
 from tiercheck.protocol.version import Kind
-from tiercheck.trainer.deltas import buffers, watch
+from tiercheck.trainer.deltas import watch
 from tiercheck.trainer.deltas.encoding import have_same_bits
 from tiercheck.trainer.deltas.untold import PATIENCE
-from tiercheck.trainer.save import accelerator, flight
-from tiercheck.trainer.save.accelerator import accelerator_of
-from tiercheck.trainer.state import slot_file, stored
+from tiercheck.trainer.save import flight
+from tiercheck.trainer.state import accelerator, buffers, slot_file, stored
+from tiercheck.trainer.state.accelerator import accelerator_of
 from tiercheck.trainer.state.leaves import NotCapturable
 
 WIDTH = 160

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tiercheck.protocol.artifacts import mapping
-from tiercheck.trainer.save import accelerator
+from tiercheck.trainer.state import accelerator
 from tiercheck.trainer.state.slot_file import SlotWriter
 
 MIB = 2**20

@@ -30,7 +30,7 @@ from tiercheck.protocol.plain_json import parse_json
 from tiercheck.protocol.report import Exact
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Offer, Ranges, Skipped, log
-from tiercheck.trainer.replicas.ranks import is_distributed
+from tiercheck.trainer.backends.ranks import is_distributed
 
 _CHUNK = 4 * 1024 * 1024
 _NONE = Version(-1, -1)

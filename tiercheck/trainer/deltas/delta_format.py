@@ -20,8 +20,8 @@ from tiercheck.protocol.plain_json import parse_json
 from tiercheck.trainer.deltas.encoding import decode, encode, look_sparse, may_be_sparse
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.replicas.replicas import Replicas, cut, share_of
-from tiercheck.trainer.save.staging import Pending
 from tiercheck.trainer.state.leaves import NotCapturable, dtype_name
+from tiercheck.trainer.state.pending import Pending
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 from tiercheck.trainer.state.user_state import Packed
 

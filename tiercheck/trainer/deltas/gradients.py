@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tiercheck.trainer.state.leaves import NotCapturable, local_shard, read_each
+from tiercheck.trainer.state.replayable import SCALING
 
 _FRESH_STEPS = 4
 """A gradient inside of larger memory is copied at once until it was seen in fresh memory this many times in a
@@ -30,9 +31,6 @@ _WHOLE = {Tensor, type(None)}
 _grad, _local = attrgetter("grad"), attrgetter("_local_tensor")
 _kind = attrgetter("__class__", "layout", "requires_grad")
 _placements = attrgetter("_spec.placements")  # not the property of that name, which is Python
-
-SCALING = ("grad_scale", "found_inf")
-"""What `torch.amp.GradScaler` hands to a fused optimizer as attributes."""
 
 
 @dataclass

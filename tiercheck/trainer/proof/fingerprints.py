@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.proof.journal import StepRecord
-from tiercheck.trainer.save.accelerator import Accelerator, Mark, accelerator_of
+from tiercheck.trainer.state.accelerator import Accelerator, Mark, accelerator_of
 from tiercheck.trainer.state.leaves import PLAIN, NotCapturable
 
 _T = TypeVar("_T")

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tiercheck.protocol.artifacts.pieces import Piece, fair_span
+from tiercheck.trainer.backends.ranks import shard_of
 from tiercheck.trainer.replicas.partitioned import Partitions
-from tiercheck.trainer.replicas.ranks import shard_of
 from tiercheck.trainer.state.capture import Inventory
 from tiercheck.trainer.state.leaves import Entry, local_shard
 from tiercheck.trainer.state.live import Wrapped

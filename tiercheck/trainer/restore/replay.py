@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.deltas.buffers import Buffers
 from tiercheck.trainer.deltas.delta_format import StoredDelta, StoredEvent
-from tiercheck.trainer.deltas.gradients import SCALING, set_hyper_parameters
+from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.proof import state_hash
-from tiercheck.trainer.proof.replayable import plain_step
 from tiercheck.trainer.replicas.replicas import Shares, exchange
+from tiercheck.trainer.state.buffers import Buffers
 from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.leaves import local_shard
+from tiercheck.trainer.state.replayable import SCALING, plain_step
 
 
 class Mismatch(Exception):

@@ -20,14 +20,13 @@ from tiercheck.protocol.artifacts.contents import FORMAT, IMPORT, unequal_names
 from tiercheck.protocol.artifacts.pieces import Box, NotCovered, Piece, Take, cover
 from tiercheck.protocol.artifacts.slot import PROOF
 from tiercheck.trainer.backends.backend import Ranges
-from tiercheck.trainer.deltas.buffers import take_shape
+from tiercheck.trainer.backends.ranks import gather_from_all
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
-from tiercheck.trainer.proof.samples import Sampler
-from tiercheck.trainer.replicas.ranks import gather_from_all
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.restore.grown import add_groups, add_tensors, describe_difference, group_as_saved
 from tiercheck.trainer.restore.load import DifferentState, refuse_lost, sharded_like
 from tiercheck.trainer.state import kept, user_state
+from tiercheck.trainer.state.buffers import take_shape
 from tiercheck.trainer.state.capture import (
     is_extra,
     model_items,
@@ -38,6 +37,7 @@ from tiercheck.trainer.state.capture import (
 )
 from tiercheck.trainer.state.leaves import PLAIN, held_by, local_shard
 from tiercheck.trainer.state.modes import evaluate_as_saved, freeze_as_saved
+from tiercheck.trainer.state.samples import Sampler
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 
 Borrow = Callable[[int, Ranges], str]

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from tiercheck.trainer.deltas.deltas import Deltas
 from tiercheck.trainer.deltas.unseen import FOREIGN, NotGiven, Unseen
 from tiercheck.trainer.proof.proof import StateProof
-from tiercheck.trainer.proof.samples import Sampler
-from tiercheck.trainer.save.accelerator import accelerator_of
+from tiercheck.trainer.replicas.trained_state import TrainedState
+from tiercheck.trainer.save.deltas import Deltas
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.save.slot_context import DeltaRoom, UnknownRoom
 from tiercheck.trainer.save.staging import Snapshot
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.accelerator import accelerator_of
 from tiercheck.trainer.state.capture import Inventory
 from tiercheck.trainer.state.leaves import PLAIN, Entry, NotCapturable
-from tiercheck.trainer.state.trained_state import TrainedState
+from tiercheck.trainer.state.samples import Sampler
 from tiercheck.trainer.state.training import TRAINING
 
 

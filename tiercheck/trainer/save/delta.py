@@ -24,11 +24,11 @@ from tiercheck.trainer.deltas.delta_format import (
 )
 from tiercheck.trainer.deltas.untold import Untold
 from tiercheck.trainer.proof import state_hash
-from tiercheck.trainer.proof.samples import Sample
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.flight import Flight
 from tiercheck.trainer.save.slot_context import Cancelled, Desk
 from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state.samples import Sample
 from tiercheck.trainer.state.slot_file import USER_BLOB, USER_BYTES, bytes_into
 
 _UNIT = 64 * 1024

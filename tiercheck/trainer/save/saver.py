@@ -18,14 +18,13 @@ from tiercheck.supervised import begin, supervise
 from tiercheck.trainer.backends.backend import Backend, Skipped, WarnOnce
 from tiercheck.trainer.deltas.delta_format import Delta
 from tiercheck.trainer.deltas.untold import Untold
-from tiercheck.trainer.process.sanity import Sanity
 from tiercheck.trainer.replicas.equality import Equality
-from tiercheck.trainer.save.accelerator import Accelerator, Mark
 from tiercheck.trainer.save.chain import Pace, Unbroken
 from tiercheck.trainer.save.delta import DeltaJob, Measured, Script
+from tiercheck.trainer.save.sanity import Sanity
 from tiercheck.trainer.save.slot_context import Cancelled, DeltaRoom, Desk, Job, Layouts, UnknownRoom
 from tiercheck.trainer.save.snapshot import SnapshotJob
-from tiercheck.trainer.save.staging import Pending, Snapshot
+from tiercheck.trainer.save.staging import Snapshot
 from tiercheck.trainer.save.tasks import (
     CallBackend,
     CopyArtifact,
@@ -38,6 +37,8 @@ from tiercheck.trainer.save.tasks import (
     Task,
     TellCannotSave,
 )
+from tiercheck.trainer.state.accelerator import Accelerator, Mark
+from tiercheck.trainer.state.pending import Pending
 
 _TICK = 0.05  # seconds between attempts to deliver progress that is owed
 _UNFINISHED = 2  # artifacts copied but not handed over, before the next copy has to wait

@@ -16,12 +16,12 @@ from tiercheck.protocol.artifacts.pieces import pieces_table
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF, SlotLayout
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Backend, Skipped
-from tiercheck.trainer.process.sanity import Sanity
 from tiercheck.trainer.proof.proof import SUM_BYTES
 from tiercheck.trainer.replicas.equality import Equality
-from tiercheck.trainer.save.staging import Pending
+from tiercheck.trainer.save.sanity import Sanity
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.leaves import Entry, NotCapturable, dtype_name
+from tiercheck.trainer.state.pending import Pending
 from tiercheck.trainer.state.slot_file import USER_BLOB, OpenSlots, SlotWriter
 
 

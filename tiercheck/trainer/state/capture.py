@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tiercheck.trainer.deltas.buffers import PASSING
-from tiercheck.trainer.proof.omitted_weights import is_omitted
 from tiercheck.trainer.state import kept
+from tiercheck.trainer.state.buffers import PASSING
 from tiercheck.trainer.state.leaves import (
     Entry,
     NotCapturable,
@@ -30,6 +29,7 @@ from tiercheck.trainer.state.leaves import (
     named,
 )
 from tiercheck.trainer.state.modes import modes_of
+from tiercheck.trainer.state.omitted_weights import is_omitted
 from tiercheck.trainer.state.readable import in_words
 from tiercheck.trainer.state.user_state import keys_of_metrics
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.deltas.buffers import Passing
+from tiercheck.trainer.state.buffers import Passing
 from tiercheck.trainer.state.capture import BESIDE, Inventory, take_inventory
 from tiercheck.trainer.state.kept import attributes_of, odd_attributes
 from tiercheck.trainer.state.leaves import PLAIN, Entry, read_each

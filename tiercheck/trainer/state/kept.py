@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.proof.replayable import closed_over, is_function, is_value, own_attributes
 from tiercheck.trainer.state.leaves import PLAIN, Entry, NotCapturable, held_by, is_wrapper, list_tensor
 from tiercheck.trainer.state.readable import (
     UNCHANGEABLE,
@@ -31,6 +30,7 @@ from tiercheck.trainer.state.readable import (
     rebuilt,
     taken_apart,
 )
+from tiercheck.trainer.state.replayable import closed_over, is_function, is_value, own_attributes
 from tiercheck.trainer.state.user_state import generator_state, set_generator
 
 _ATTRIBUTE, _GENERATOR = "tiercheck.attribute", "tiercheck.generator"

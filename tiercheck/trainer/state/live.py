@@ -20,10 +20,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import log
-from tiercheck.trainer.proof.omitted_weights import is_omitted
 from tiercheck.trainer.state import kept
 from tiercheck.trainer.state.capture import BESIDE, is_extra
 from tiercheck.trainer.state.leaves import Entry, NotCapturable, held_by, memory, named, parts
+from tiercheck.trainer.state.omitted_weights import is_omitted
 
 
 def refuse_fsdp1(model: nn.Module) -> None:

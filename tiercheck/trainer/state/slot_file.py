@@ -19,7 +19,7 @@ from tiercheck.protocol.artifacts.pieces import Piece, read_pieces
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF, SlotHeader, SlotLayout, read_header
 from tiercheck.protocol.artifacts.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Kind, Version
-from tiercheck.trainer.save.accelerator import page_lock, release
+from tiercheck.trainer.state.accelerator import page_lock, release
 from tiercheck.trainer.state.leaves import dtype_of
 from tiercheck.trainer.state.stored import StoredTensors
 

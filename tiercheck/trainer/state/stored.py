@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.trainer.backends.backend import RestoreError
-from tiercheck.trainer.save.accelerator import Accelerator, Mark, accelerator_of
+from tiercheck.trainer.state.accelerator import Accelerator, Mark, accelerator_of
 from tiercheck.trainer.state.leaves import write
 
 _PIECE = 4 * 1024 * 1024

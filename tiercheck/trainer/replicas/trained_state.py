@@ -9,17 +9,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import log
-from tiercheck.trainer.proof.omitted_weights import OmittedWeights
+from tiercheck.trainer.backends.ranks import rank_and_world
 from tiercheck.trainer.replicas.arithmetic import Arithmetic
 from tiercheck.trainer.replicas.partitioned import Partitions
-from tiercheck.trainer.replicas.ranks import rank_and_world
 from tiercheck.trainer.replicas.replicas import Shares
-from tiercheck.trainer.save.accelerator import accelerator_of
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.accelerator import accelerator_of
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.kept import refuse_inner
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.live import Wrapped, WrapperState, is_final, refuse_fsdp1, unwrap
+from tiercheck.trainer.state.omitted_weights import OmittedWeights
 
 
 class TrainedState:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiercheck.trainer.deltas.gradients import SCALING
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.readable import taken_apart
 
@@ -35,6 +34,8 @@ _SEPARABLE = {*_NAMES} - {"Adafactor", "Muon", "SparseAdam"}
 _EXACT_IN_HALF = {"AdamW"}
 """On CPUs: others add products of half-precision numbers, which vectors round and single numbers do not."""
 
+SCALING = ("grad_scale", "found_inf")
+"""What `torch.amp.GradScaler` hands to a fused optimizer as attributes."""
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tiercheck.trainer.deltas.clones import Cloner, Clones
 from tiercheck.trainer.deltas.encoding import are_equal_by_bits
 from tiercheck.trainer.deltas.gradients import Event
-from tiercheck.trainer.proof.clones import Cloner, Clones
-from tiercheck.trainer.proof.replayable import is_function, is_known, is_value, own_attributes
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.replayable import is_function, is_known, is_value, own_attributes
 
 SAMPLE_BYTES = 64 * 1024 * 1024
 """Parameters, state and gradients that are cloned at most. A stranger's update that mixes more parameters

@@ -17,22 +17,22 @@ from torch import Tensor
 
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.trainer.backends.backend import Backend
-from tiercheck.trainer.deltas.buffers import Buffers
 from tiercheck.trainer.deltas.delta_format import Delta, Planner
 from tiercheck.trainer.deltas.gradients import Event, Recorder, hyper_parameters
+from tiercheck.trainer.deltas.probe import ProbeRefused, Probes
 from tiercheck.trainer.deltas.watch import Tree, Watch, trained_parameters
-from tiercheck.trainer.proof.probe import ProbeRefused, Probes
-from tiercheck.trainer.proof.replayable import hindrance, is_known
-from tiercheck.trainer.save.accelerator import accelerator_of
+from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.save.chain import ASKED_AGAIN
 from tiercheck.trainer.save.delta import Script
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.state import user_state
+from tiercheck.trainer.state.accelerator import accelerator_of
+from tiercheck.trainer.state.buffers import Buffers
 from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.live import is_final
 from tiercheck.trainer.state.modes import Modes
-from tiercheck.trainer.state.trained_state import TrainedState
+from tiercheck.trainer.state.replayable import hindrance, is_known
 
 log = logging.getLogger("tiercheck")
 
