@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from tiercheck_cli.api_server import ApiResource, ApiServer, Changed, Listing, Object
+from tiercheck_cli.api_server import ApiResource, ApiServer, Changed, Listing, Object, RequestFailed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,6 +21,9 @@ OnChange = Callable[[str, Object], Any]
 
 _THREADS = 8
 """Calls at once; the others wait their turn."""
+_OUTDATED = {404, 409}
+"""Codes of a call about an object that is gone or was changed meanwhile."""
+log = logging.getLogger(__name__)
 
 
 def _in_thread(
@@ -51,6 +56,32 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.server.close()
+
+    async def patch_as_read(
+        self, resource: ApiResource, item: Mapping[str, Any], change: Object, *, subresource: str = ""
+    ) -> Object | None:
+        """Merges `change` into the object if it still is as it was read. None: it is gone or was changed
+        meanwhile, which the watch will show."""
+        metadata = item["metadata"]
+        guard = {**change.get("metadata", {}), "resourceVersion": metadata["resourceVersion"]}
+        body = {**change, "metadata": guard}
+        try:
+            return await self.patch(
+                resource, metadata.get("namespace"), metadata["name"], body, subresource=subresource
+            )
+        except RequestFailed as failure:
+            if failure.code not in _OUTDATED:
+                raise
+            return None
+
+    async def delete_as_read(
+        self, resource: ApiResource, item: Mapping[str, Any], *, grace: int | None = None
+    ) -> None:
+        """Asks for the deletion of this object, not of a newer namesake."""
+        metadata = item["metadata"]
+        await self.delete(
+            resource, metadata.get("namespace"), metadata["name"], uid=metadata["uid"], grace=grace
+        )
 
     request = _in_thread(ApiServer.request)
     find = _in_thread(ApiServer.find)
@@ -104,16 +135,17 @@ class Cache:
         *,
         on_sync: Callable[[], Any] = lambda: None,
         namespace: str | None = None,
+        fields: str = "",
     ) -> None:
         self.objects: dict[str, Object] = {}
         self.synced = False
         self.resource = resource
-        self._client, self._namespace = client, namespace
+        self._client, self._namespace, self._fields = client, namespace, fields
         self._on_change, self._on_sync = on_change, on_sync
 
     async def run(self) -> None:
         """Never returns. Raises RequestFailed if the collection cannot be watched at all."""
-        async for news in self._client.follow(self.resource, self._namespace):
+        async for news in self._client.follow(self.resource, self._namespace, fields=self._fields):
             if isinstance(news, Listing):
                 self._replace(news)
             elif news.kind == "DELETED":
@@ -137,3 +169,39 @@ class Cache:
         kind = "MODIFIED" if uid in self.objects else "ADDED"
         self.objects[uid] = item
         self._on_change(kind, item)
+
+
+class WokenController(ABC):
+    """Works whenever it was woken, once all that it looks at is known."""
+
+    def __init__(self, client: Client, caches: Iterable[Cache]) -> None:
+        self._client, self._needed = client, list(caches)
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Never ends. What the server refuses is tried again a second later."""
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            if all(cache.synced for cache in self._needed):
+                try:
+                    await self.work()
+                except RequestFailed as failure:
+                    log.warning("%s: %s", type(self).__name__, failure)
+                    asyncio.get_running_loop().call_later(1.0, self.wake)
+
+    @abstractmethod
+    async def work(self) -> None:
+        """Makes everything as it should be. Raises RequestFailed."""
+
+
+async def attempt(what: str, work: Awaitable[None]) -> None:
+    """Waits for `work` on one of many objects; a refusal is logged and keeps nobody from the others."""
+    try:
+        await work
+    except RequestFailed as failure:
+        if failure.code not in _OUTDATED:
+            log.warning("%s: %s", what, failure)

@@ -24,9 +24,9 @@ class NodeSpec:
     """One simulated node: its labels, how many pods fit, and allocatable resources beyond the defaults."""
 
     name: str
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
     pods: int = 8
-    resources: Mapping[str, str] = field(default_factory=dict)
+    resources: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def load(path: Path | str) -> list[NodeSpec]:

@@ -18,12 +18,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tiercheck.failpoints import ENV_FAILPOINTS
+from tiercheck.protocol.encoding import to_json
 from tiercheck_cli.api_server import NODES, PODS, ApiServer, Object
 from tiercheck_local import links, markers
 from tiercheck_local.addresses import Octet, free_ports
-from tiercheck_local.controllers.node_lifecycle import ready_status
+from tiercheck_local.controllers.scheduling import ready_status
 from tiercheck_local.controlplane import ControlPlane, open_control_plane
 from tiercheck_local.node.process import FIRST_BACK_OFF
+from tiercheck_local.node.settings import Settings
 from tiercheck_local.nodespec import NodeSpec
 
 T = TypeVar("T")
@@ -170,30 +172,26 @@ class RunningCluster:
     # Parts that faults stop and start again.
 
     def start_controllers(self) -> None:
-        arguments = ["--kubeconfig", str(self.kubeconfig), "--grace", str(self._lease_grace), "--lifeline"]
-        self._controllers = self._start(
-            "controllers", ["-m", "tiercheck_local.controllers", *arguments], lifeline=True
-        )
+        arguments = ["--kubeconfig", str(self.kubeconfig), "--grace", str(self._lease_grace)]
+        command = ["-m", "tiercheck_local.controllers", *arguments]
+        self._controllers = self._start("controllers", command, lifeline=True)
 
     def start_agent(self, name: str) -> None:
         """Start (again) the agent of one node; memory and processes of its earlier life are gone."""
-        node = self.nodes[name]
         assert self._octet is not None
-        memory, scratch = (folder / name for folder in markers.folders(self.id))
-        arguments = [
-            "--name", name, "--kubeconfig", str(self.kubeconfig), "--directory", str(self.directory),
-            "--address-prefix", f"127.{self._octet.value}.{self._numbers[name]}", "--labels",
-            _pairs(node.labels),
-            "--pods", str(node.pods), "--resources", _pairs(node.resources), "--image-paths",
-            _pairs(self._image_paths),
-            "--back-off", str(self._back_off), "--cluster", self.id, "--memory", str(memory), "--scratch",
-            str(scratch), "--lifeline",
-            *(["--cuts", str(self.cuts)] if self.cuts is not None else []),
-            *(["--failpoints", str(self.failpoints)] if self.failpoints is not None else []),
-        ]  # fmt: skip
-        self._agents[name] = self._start(
-            f"node-{name}", ["-m", "tiercheck_local.node", *arguments], lifeline=True
+        settings = Settings(
+            node=self.nodes[name],
+            cluster=self.id,
+            kubeconfig=str(self.kubeconfig),
+            directory=str(self.directory),
+            address_prefix=f"127.{self._octet.value}.{self._numbers[name]}",
+            image_paths=self._image_paths,
+            back_off=self._back_off,
+            cuts=str(self.cuts) if self.cuts is not None else None,
+            failpoints=str(self.failpoints) if self.failpoints is not None else None,
         )
+        command = ["-m", "tiercheck_local.node.agent", to_json(settings).decode()]
+        self._agents[name] = self._start(f"node-{name}", command, lifeline=True)
 
     def agent(self, name: str) -> subprocess.Popen[bytes]:
         return self._agents[name]
@@ -290,7 +288,3 @@ def _state(state: Mapping[str, Any]) -> str:
     if "terminated" in state:
         return f"exit {state['terminated']['exitCode']}"
     return "running" if "running" in state else str(state.get("waiting", {}).get("reason", "?"))
-
-
-def _pairs(values: Mapping[str, str]) -> str:
-    return ",".join(f"{key}={value}" for key, value in values.items())

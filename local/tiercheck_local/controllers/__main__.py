@@ -9,8 +9,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
-import sys
 from pathlib import Path
 
 from tiercheck_cli.api_server import DISRUPTION_BUDGETS, LEASES, NODES, PODS, Object
@@ -20,40 +18,18 @@ from tiercheck_local.controllers.disruption import Disruption
 from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
 from tiercheck_local.controllers.node_lifecycle import NodeLifecycle
 from tiercheck_local.controllers.scheduler import Scheduler
+from tiercheck_local.controlplane import lifetime
 from tiercheck_local.node.registration import LEASE_NAMESPACE
 
 
-async def serve(kubeconfig: Path, grace: float, lifeline: bool) -> bool:
-    """Until SIGTERM, SIGINT, or (with `lifeline`) the end of standard input; whether it was that."""
-    stop = asyncio.Event()
-    parent_died = False
-
-    def read_lifeline() -> None:
-        nonlocal parent_died
-        if not os.read(sys.stdin.fileno(), 1):
-            parent_died = True
-            loop.remove_reader(sys.stdin.fileno())
-            stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if lifeline:
-        loop.add_reader(sys.stdin.fileno(), read_lifeline)
+async def serve(kubeconfig: Path, grace: float) -> bool:
+    """Until it is told to stop; whether that was because whoever started it is gone."""
     async with Client.of(kubeconfig) as client:
-        running = asyncio.create_task(_control(client, grace))
-        stopping = asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-        for task in (running, stopping):
-            task.cancel()
-        if running in done:
-            running.result()
-    return parent_died
+        return await lifetime.run_until_told(_control(client, grace))
 
 
 async def _control(client: Client, grace: float) -> None:
     async with asyncio.TaskGroup() as tasks:
-        garbage = GarbageCollector(client, tasks)
 
         def changed(kind: str, item: Object) -> None:
             scheduler.wake()
@@ -85,7 +61,7 @@ async def _control(client: Client, grace: float) -> None:
             if kind != PODS
         }
         disruption = Disruption(client, pods, others[DISRUPTION_BUDGETS])
-        garbage.watch({PODS: pods, **others}, nodes)
+        garbage = GarbageCollector(client, tasks, {PODS: pods, **others}, nodes)
         for cache in (pods, nodes, leases, *others.values()):
             tasks.create_task(cache.run())
         for controller in (scheduler, lifecycle, disruption, garbage):
@@ -98,15 +74,10 @@ def main() -> None:
     parser.add_argument(
         "--grace", type=float, default=2.0, help="seconds without lease until a node is unreachable"
     )
-    parser.add_argument(
-        "--lifeline",
-        action="store_true",
-        help="when standard input ends, end and take the whole cluster along",
-    )
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    parent_died = asyncio.run(serve(given.kubeconfig, given.grace, given.lifeline))
-    if parent_died and markers.CLUSTER in os.environ:
+    orphaned = asyncio.run(serve(given.kubeconfig, given.grace))
+    if orphaned and markers.CLUSTER in os.environ:
         markers.remove(os.environ[markers.CLUSTER])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from tiercheck_cli.api_server import (
     CONFIG_MAPS,
@@ -23,7 +22,7 @@ from tiercheck_cli.api_server import (
     Object,
     RequestFailed,
 )
-from tiercheck_local.client import Cache, Client
+from tiercheck_local.client import Cache, Client, WokenController
 
 log = logging.getLogger(__name__)
 
@@ -31,37 +30,21 @@ DEPENDENTS = (PODS, SERVICES, SECRETS, CONFIG_MAPS, DISRUPTION_BUDGETS, LEASES)
 _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 
 
-class GarbageCollector:
-    """`dependent_changed` and `node_changed` feed it; `run` does the work and never ends."""
+class GarbageCollector(WokenController):
+    """`dependents`: what may be collected, by kind. Watches of owners become tasks of `tasks`."""
 
-    def __init__(self, client: Client, tasks: asyncio.TaskGroup) -> None:
-        self._client, self._tasks = client, tasks
-        self._caches: dict[ApiResource, Cache] = {}
+    def __init__(
+        self, client: Client, tasks: asyncio.TaskGroup, dependents: dict[ApiResource, Cache], nodes: Cache
+    ) -> None:
+        super().__init__(client, [*dependents.values(), nodes])
+        self._tasks, self._caches, self._nodes = tasks, dependents, nodes
         self._owners: dict[tuple[str, str], Cache | None] = {}
-        self._nodes: Cache | None = None
-        self._wake = asyncio.Event()
 
-    def watch(self, caches: dict[ApiResource, Cache], nodes: Cache) -> None:
-        """Which caches hold dependents and nodes."""
-        self._caches, self._nodes = caches, nodes
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    async def run(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            if not self._nodes or not all(cache.synced for cache in (*self._caches.values(), self._nodes)):
-                continue
-            try:
-                await self._collect_pods(self._nodes)
-                for resource, item in list(self._owned()):
-                    await self._collect(resource, item)
-                await self._finish_deletions()
-            except RequestFailed as failure:
-                log.warning("garbage collection: %s", failure)
-                asyncio.get_running_loop().call_later(1.0, self._wake.set)
+    async def work(self) -> None:
+        await self._collect_pods()
+        for resource, item in list(self._owned()):
+            await self._collect(resource, item)
+        await self._finish_deletions()
 
     def _owned(self) -> Iterator[tuple[ApiResource, Object]]:
         for resource, cache in self._caches.items():
@@ -77,7 +60,7 @@ class GarbageCollector:
             if await self._lives(reference, metadata.get("namespace")):
                 return
         log.info("%s %s/%s has lost its owner", resource.plural, metadata.get("namespace"), metadata["name"])
-        await self._client.delete(resource, metadata.get("namespace"), metadata["name"], uid=metadata["uid"])
+        await self._client.delete_as_read(resource, item)
 
     async def _lives(self, reference: Object, namespace: str | None) -> bool:
         cache = await self._owner_cache(reference)
@@ -134,41 +117,25 @@ class GarbageCollector:
                 ]
                 if _ORPHAN in finalizers:
                     for resource, item in left:
-                        await self._disown(resource, item, uid)
+                        owners = [o for o in item["metadata"]["ownerReferences"] if o["uid"] != uid]
+                        await self._client.patch_as_read(
+                            resource, item, {"metadata": {"ownerReferences": owners}}
+                        )
                 elif left:
                     continue
                 assert cache is not None
                 kept = [name for name in finalizers if name not in {_FOREGROUND, _ORPHAN}]
-                await self._write_metadata(cache.resource, owner, {"finalizers": kept})
+                await self._client.patch_as_read(cache.resource, owner, {"metadata": {"finalizers": kept}})
 
-    async def _disown(self, resource: ApiResource, item: Object, uid: str) -> None:
-        kept = [reference for reference in item["metadata"]["ownerReferences"] if reference["uid"] != uid]
-        await self._write_metadata(resource, item, {"ownerReferences": kept})
-
-    async def _write_metadata(self, resource: ApiResource, item: Object, change: dict[str, Any]) -> None:
-        metadata = item["metadata"]
-        guard = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
-        try:
-            await self._client.patch(
-                resource, metadata.get("namespace"), metadata["name"], {"metadata": {**guard, **change}}
-            )
-        except RequestFailed as failure:
-            if failure.code not in {404, 409}:
-                raise
-
-    async def _collect_pods(self, nodes: Cache) -> None:
-        names = {node["metadata"]["name"] for node in nodes.objects.values()}
+    async def _collect_pods(self) -> None:
+        names = {node["metadata"]["name"] for node in self._nodes.objects.values()}
         for pod in list(self._caches[PODS].objects.values()):
             metadata, node = pod["metadata"], pod["spec"].get("nodeName")
             lost = node is not None and node not in names
             never_bound = not node and metadata.get("deletionTimestamp")
-            if lost and await self._node_exists(node):
+            # The watch of nodes may be behind.
+            if lost and await self._client.find(NODES, None, node) is not None:
                 continue
             if lost or never_bound:
                 log.info("pod %s/%s has no node", metadata["namespace"], metadata["name"])
-                await self._client.delete(
-                    PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0
-                )
-
-    async def _node_exists(self, name: str) -> bool:
-        return await self._client.find(NODES, None, name) is not None
+                await self._client.delete_as_read(PODS, pod, grace=0)

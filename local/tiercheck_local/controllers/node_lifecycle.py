@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tiercheck_cli.api_server import NODES, PODS, Object, RequestFailed
+from tiercheck_cli.api_server import NODES, PODS, Object
 from tiercheck_local import clock
-from tiercheck_local.client import Cache, Client
-from tiercheck_local.controllers.scheduling import is_finished, toleration
+from tiercheck_local.client import Cache, Client, attempt
+from tiercheck_local.controllers.scheduling import is_finished, ready_status, toleration
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,7 @@ class NodeLifecycle:
             if held_up > self._grace / 4:
                 self._renewed = {name: (renewal, looked) for name, (renewal, _) in self._renewed.items()}
             for node in list(self._nodes.objects.values()):
-                try:
-                    await self._judge(node)
-                except RequestFailed as failure:
-                    log.warning("node %s: %s", node["metadata"]["name"], failure)
+                await attempt(f"node {node['metadata']['name']}", self._judge(node))
 
     async def _judge(self, node: Object) -> None:
         name = node["metadata"]["name"]
@@ -103,16 +100,8 @@ class NodeLifecycle:
         await self._patch_node(node, {"spec": {"taints": kept or None}})
 
     async def _patch_node(self, node: Object, patch: dict[str, Any], subresource: str = "") -> None:
-        guard = {"metadata": {"resourceVersion": node["metadata"]["resourceVersion"]}}
-        try:
-            changed = await self._client.patch(
-                NODES, None, node["metadata"]["name"], {**patch, **guard}, subresource=subresource
-            )
-        except RequestFailed as failure:
-            if failure.code not in {404, 409}:
-                raise
-            return  # somebody else changed it: judged again at the next look
-        if changed["metadata"]["uid"] in self._nodes.objects:
+        changed = await self._client.patch_as_read(NODES, node, patch, subresource=subresource)
+        if changed is not None and changed["metadata"]["uid"] in self._nodes.objects:
             self._nodes.objects[changed["metadata"]["uid"]] = changed
             node.clear()
             node.update(changed)
@@ -120,30 +109,16 @@ class NodeLifecycle:
     async def _doubt_pods(self, node: str) -> None:
         """Nobody can say that they are still ready."""
         for pod in list(self._pods.objects.values()):
-            if pod["spec"].get("nodeName") != node or is_finished(pod):
-                continue
-            conditions = (pod.get("status") or {}).get("conditions") or []
-            if not any(c["type"] == "Ready" and c["status"] == "True" for c in conditions):
+            if pod["spec"].get("nodeName") != node or is_finished(pod) or ready_status(pod) != "True":
                 continue
             doubted = [
                 {**c, "status": "False", "reason": "NodeLost", "lastTransitionTime": clock.timestamp()}
                 if c["type"] == "Ready"
                 else c
-                for c in conditions
+                for c in pod["status"]["conditions"]
             ]
-            metadata = pod["metadata"]
-            guard = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
-            try:
-                await self._client.patch(
-                    PODS,
-                    metadata["namespace"],
-                    metadata["name"],
-                    {"metadata": guard, "status": {"conditions": doubted}},
-                    subresource="status",
-                )
-            except RequestFailed as failure:
-                if failure.code not in {404, 409}:
-                    raise
+            change = {"status": {"conditions": doubted}}
+            await self._client.patch_as_read(PODS, pod, change, subresource="status")
 
     async def _evict(self, node: Object) -> None:
         """Pods whose toleration of a NoExecute taint is used up are deleted; on a node out of service, at
@@ -157,20 +132,14 @@ class NodeLifecycle:
                 continue
             metadata = pod["metadata"]
             if by_force and metadata.get("deletionTimestamp"):
-                await self._client.delete(
-                    PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"], grace=0
-                )
+                await self._client.delete_as_read(PODS, pod, grace=0)
             elif (
                 not metadata.get("deletionTimestamp")
                 and not is_finished(pod)
                 and _patience_is_over(pod, taints)
             ):
-                log.info(
-                    "pod %s/%s does not tolerate its node's taint any longer",
-                    metadata["namespace"],
-                    metadata["name"],
-                )
-                await self._client.delete(PODS, metadata["namespace"], metadata["name"], uid=metadata["uid"])
+                log.info("pod %s/%s: its toleration is over", metadata["namespace"], metadata["name"])
+                await self._client.delete_as_read(PODS, pod)
 
 
 def _patience_is_over(pod: Object, taints: list[Mapping[str, Any]]) -> bool:
@@ -184,9 +153,3 @@ def _patience_is_over(pod: Object, taints: list[Mapping[str, Any]]) -> bool:
             if age > seconds:
                 return True
     return False
-
-
-def ready_status(node: Object) -> str:
-    """True, False or Unknown."""
-    conditions = (node.get("status") or {}).get("conditions") or []
-    return next((str(c["status"]) for c in conditions if c["type"] == "Ready"), "Unknown")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
-from tiercheck_cli.api_server import PODS, Object, RequestFailed
+from tiercheck_cli.api_server import PODS, Object
 from tiercheck_local import clock
-from tiercheck_local.client import Cache, Client
+from tiercheck_local.client import Cache, Client, WokenController, attempt
 from tiercheck_local.controllers.scheduling import Nowhere, choose, is_finished
 
 log = logging.getLogger(__name__)
@@ -15,26 +14,16 @@ log = logging.getLogger(__name__)
 NAME = "default-scheduler"
 
 
-class Scheduler:
-    """`wake` after every change; `run` never ends."""
+class Scheduler(WokenController):
+    """To be woken after every change."""
 
     def __init__(self, client: Client, pods: Cache, nodes: Cache) -> None:
-        self._client, self._pods, self._nodes = client, pods, nodes
-        self._wake = asyncio.Event()
+        super().__init__(client, [pods, nodes])
+        self._pods, self._nodes = pods, nodes
         self._assumed: dict[str, str] = {}
         """Bound by us, not yet seen so: counted, or two pods would take the last place."""
 
-    def wake(self) -> None:
-        self._wake.set()
-
-    async def run(self) -> None:
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            if self._pods.synced and self._nodes.synced:
-                await self._schedule_all()
-
-    async def _schedule_all(self) -> None:
+    async def work(self) -> None:
         known = self._pods.objects
         self._assumed = {
             uid: node
@@ -43,11 +32,7 @@ class Scheduler:
         }
         waiting = [pod for uid, pod in known.items() if uid not in self._assumed and _waits(pod)]
         for pod in sorted(waiting, key=lambda p: (p["metadata"]["creationTimestamp"], p["metadata"]["name"])):
-            try:
-                await self._schedule(pod)
-            except RequestFailed as failure:
-                if failure.code not in {404, 409}:  # deleted or changed meanwhile: the watch will tell
-                    log.warning("pod %s: %s", pod["metadata"]["name"], failure)
+            await attempt(f"pod {pod['metadata']['name']}", self._schedule(pod))
 
     async def _schedule(self, pod: Object) -> None:
         metadata = pod["metadata"]
@@ -65,11 +50,7 @@ class Scheduler:
         binding = {
             "apiVersion": "v1",
             "kind": "Binding",
-            "metadata": {
-                "name": metadata["name"],
-                "namespace": metadata["namespace"],
-                "uid": metadata["uid"],
-            },
+            "metadata": {key: metadata[key] for key in ("name", "namespace", "uid")},
             "target": {"apiVersion": "v1", "kind": "Node", "name": choice.node},
         }
         self._assumed[metadata["uid"]] = choice.node
@@ -94,17 +75,8 @@ class Scheduler:
             "lastTransitionTime": before.get("lastTransitionTime") or clock.timestamp(),
         }
         others = [c for c in conditions if c["type"] != "PodScheduled"]
-        metadata = pod["metadata"]
-        await self._client.patch(
-            PODS,
-            metadata["namespace"],
-            metadata["name"],
-            {
-                "metadata": {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]},
-                "status": {"conditions": [*others, condition]},
-            },
-            subresource="status",
-        )
+        change: Object = {"status": {"conditions": [*others, condition]}}
+        await self._client.patch_as_read(PODS, pod, change, subresource="status")
 
 
 def _waits(pod: Object) -> bool:

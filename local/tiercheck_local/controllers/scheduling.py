@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tiercheck_local import quantity
+from tiercheck_local.apiserver.store.selectors import matches_selector
+from tiercheck_operator.model.quantity import parse_amount
 
 Object = Mapping[str, Any]
 
@@ -67,7 +68,7 @@ def refusal(pod: Object, node: Object, present: Sequence[Object]) -> list[str]:
         return ["node(s) were unschedulable"]
     if taint is not None:
         return [f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"]
-    if not _is_ready(node):
+    if ready_status(node) != "True":
         return ["node(s) were not ready"]
     if not _selected(pod, node):
         return ["node(s) didn't match Pod's node affinity/selector"]
@@ -89,6 +90,12 @@ def _host_ports(pod: Object) -> set[int]:
 def is_finished(pod: Object) -> bool:
     """Its containers will not run again, so it takes no room."""
     return (pod.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
+
+
+def ready_status(item: Object) -> str:
+    """Of a node or a pod: True, False or Unknown."""
+    conditions = (item.get("status") or {}).get("conditions") or []
+    return next((str(c["status"]) for c in conditions if c["type"] == "Ready"), "Unknown")
 
 
 def requests(pod: Object) -> dict[str, Decimal]:
@@ -118,11 +125,11 @@ def _largest(one: Mapping[str, Decimal], other: Mapping[str, Decimal]) -> dict[s
 def _asked(container: Object) -> dict[str, Decimal]:
     resources = container.get("resources") or {}
     wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-    return {name: quantity.parse(amount) for name, amount in wanted.items()}
+    return {name: parse_amount(amount) for name, amount in wanted.items()}
 
 
 def _lacking(pod: Object, node: Object, present: Sequence[Object]) -> list[str]:
-    room = {name: quantity.parse(amount) for name, amount in node["status"].get("allocatable", {}).items()}
+    room = {name: parse_amount(amount) for name, amount in node["status"].get("allocatable", {}).items()}
     reasons = []
     if len(present) + 1 > room.get("pods", 110):
         reasons.append("Too many pods")
@@ -163,11 +170,6 @@ def toleration(pod: Object, taint: Object) -> Object | None:
     return max(found, key=lambda entry: entry.get("tolerationSeconds", float("inf")), default=None)
 
 
-def _is_ready(node: Object) -> bool:
-    conditions = (node.get("status") or {}).get("conditions") or []
-    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
-
-
 def _selected(pod: Object, node: Object) -> bool:
     labels = node["metadata"].get("labels") or {}
     selector = pod["spec"].get("nodeSelector") or {}
@@ -192,35 +194,12 @@ def _liking(pod: Object, node: Object) -> int:
 
 
 def _term_holds(term: Object, node: Object) -> bool:
-    labels = node["metadata"].get("labels") or {}
-    fields = {"metadata.name": node["metadata"]["name"]}
-    expressions = term.get("matchExpressions") or []
-    of_fields = term.get("matchFields") or []
-    if not expressions and not of_fields:  # an empty term selects nothing
+    metadata = node["metadata"]
+    if not term.get("matchExpressions") and not term.get("matchFields"):  # an empty term selects nothing
         return False
-    return all(_holds(entry, labels) for entry in expressions) and all(
-        _holds(entry, fields) for entry in of_fields
-    )
-
-
-def _holds(expression: Object, labels: Mapping[str, str]) -> bool:
-    value = labels.get(expression["key"])
-    values = expression.get("values") or []
-    operator = expression["operator"]
-    if operator == "In":
-        return value in values
-    if operator == "NotIn":
-        return value not in values
-    if operator == "Exists":
-        return value is not None
-    if operator == "DoesNotExist":
-        return value is None
-    try:
-        return value is not None and (
-            int(value) > int(values[0]) if operator == "Gt" else int(value) < int(values[0])
-        )
-    except ValueError:
-        return False
+    return matches_selector(
+        {"matchExpressions": term.get("matchExpressions")}, metadata.get("labels") or {}
+    ) and matches_selector({"matchExpressions": term.get("matchFields")}, {"metadata.name": metadata["name"]})
 
 
 def _crowd(
@@ -238,7 +217,7 @@ def _crowd(
         domain = (node["metadata"].get("labels") or {}).get(key)
         counts.append(
             sum(
-                _matches(selector, other["metadata"].get("labels") or {})
+                matches_selector(selector, other["metadata"].get("labels") or {})
                 and other["metadata"].get("namespace") == pod["metadata"].get("namespace")
                 and not other["metadata"].get("deletionTimestamp")
                 for peer in nodes
@@ -247,14 +226,6 @@ def _crowd(
             )
         )
     return counts
-
-
-def _matches(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a labelSelector holds."""
-    wanted: Mapping[str, str] = selector.get("matchLabels") or {}
-    return wanted.items() <= labels.items() and all(
-        _holds(entry, labels) for entry in selector.get("matchExpressions") or []
-    )
 
 
 def _same_job(pod: Object, present: Sequence[Object]) -> int:

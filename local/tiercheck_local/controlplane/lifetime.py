@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -24,6 +27,32 @@ def die_with_parent() -> None:
 
 def _in_child() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+async def run_until_told(*work: Coroutine[Any, Any, Any]) -> bool:
+    """Do all of `work`, which never ends by itself, until SIGTERM, SIGINT, or the end of standard input: then
+    whoever started this process is gone. Returns whether it was that. Raises what `work` raises."""
+    loop, stop, orphaned = asyncio.get_running_loop(), asyncio.Event(), False
+
+    def read_lifeline() -> None:
+        nonlocal orphaned
+        if not os.read(sys.stdin.fileno(), 1):
+            orphaned = True
+            loop.remove_reader(sys.stdin.fileno())
+            stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_reader(sys.stdin.fileno(), read_lifeline)
+    tasks = [asyncio.create_task(each) for each in (*work, stop.wait())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+    return orphaned
 
 
 def start(

@@ -1,19 +1,24 @@
-"""Registers one node, and turns what the API server says about its pods into processes."""
+"""Registers one node, and turns what the API server says about its pods into processes.
+
+`python -m tiercheck_local.node.agent SETTINGS`
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from tiercheck_cli.api_server import PODS, Listing
+from tiercheck.protocol.encoding import from_json
+from tiercheck_cli.api_server import PODS
 from tiercheck_local import clock, markers
-from tiercheck_local.client import Client
+from tiercheck_local.client import Cache, Client
+from tiercheck_local.controlplane import lifetime
 from tiercheck_local.node.pod import Pod
 from tiercheck_local.node.registration import Registration, allocatable
 from tiercheck_local.node.settings import Settings
@@ -26,63 +31,33 @@ LOSE_EVERY_POD = signal.SIGUSR1
 
 
 class Agent:
-    """Runs until SIGTERM or SIGINT, or (with `lifeline`) until its standard input ends; then nothing of it is
-    left."""
+    """Runs until it is told to stop or whoever started it is gone; then nothing of it is left."""
 
     def __init__(self, client: Client, settings: Settings) -> None:
         self._client, self._settings = client, settings
         self._pods: dict[str, Pod] = {}
         self._addresses = self._free_addresses()
-        self._stop = asyncio.Event()
 
-    async def run(self, lifeline: bool = False) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        loop.add_signal_handler(LOSE_EVERY_POD, self._lose_every_pod)
-        if lifeline:
-            loop.add_reader(sys.stdin.fileno(), self._read_lifeline)
+    async def run(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(LOSE_EVERY_POD, self._lose_every_pod)
         self._clear_node()
-        registration = Registration(self._client, self._settings)
-        work = [asyncio.create_task(registration.run()), asyncio.create_task(self._follow_pods())]
-        stopping = asyncio.create_task(self._stop.wait())
         try:
-            done, _ = await asyncio.wait([*work, stopping], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            registration = Registration(self._client, self._settings)
+            pods = Cache(self._client, PODS, self._see, fields=f"spec.nodeName={self._settings.name}")
+            await lifetime.run_until_told(registration.run(), pods.run())
         finally:
-            for task in [*work, stopping]:
-                task.cancel()
             self._clear_node()
-
-    def _read_lifeline(self) -> None:
-        if not os.read(sys.stdin.fileno(), 1):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            self._stop.set()
 
     def _clear_node(self) -> None:
         """A node that (re)starts or stops has no processes and no memory."""
         markers.kill(markers.POD, markers.place(self._settings.cluster, self._settings.name))
         self._settings.roots.remove_all()
 
-    async def _follow_pods(self) -> None:
-        name = self._settings.name
-        async for news in self._client.follow(PODS, fields=f"spec.nodeName={name}"):
-            if isinstance(news, Listing):
-                present = {pod["metadata"]["uid"] for pod in news.items}
-                for uid in set(self._pods) - present:
-                    self._forget(uid)
-                for pod in news.items:
-                    self._see(pod)
-            elif news.kind == "DELETED":
-                self._forget(news.object["metadata"]["uid"])
-            else:
-                self._see(news.object)
-
-    def _see(self, manifest: Object) -> None:
-        if manifest["spec"].get("nodeName") != self._settings.name:
-            return
+    def _see(self, kind: str, manifest: Object) -> None:
         metadata = manifest["metadata"]
+        if kind == "DELETED":
+            self._forget(metadata["uid"])
+            return
         pod = self._pods.get(metadata["uid"])
         if pod is None:
             if (manifest.get("status") or {}).get("phase") in {"Succeeded", "Failed"}:
@@ -135,3 +110,13 @@ def _grace_left(manifest: Object) -> float:
         return 0.0
     left = (clock.parse(metadata["deletionTimestamp"]) - clock.parse(clock.micro_timestamp())).total_seconds()
     return max(1.0, left)  # the time stamp is cut to the second
+
+
+async def serve(settings: Settings) -> None:
+    async with Client.of(Path(settings.kubeconfig)) as client:
+        await Agent(client, settings).run()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    asyncio.run(serve(from_json(sys.argv[1], Settings)))

@@ -112,10 +112,6 @@ class Container:
     def exit_code(self) -> int | None:
         return self.state["terminated"]["exitCode"] if "terminated" in self.state else None
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None and self.running else None
-
     def wait_with(self, reason: str, message: str = "") -> None:
         """Show why it does not run."""
         self.state = {"waiting": {"reason": reason, **({"message": message} if message else {})}}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck_cli.api_server import CONFIG_MAPS, SECRETS
-from tiercheck_local import quantity
 from tiercheck_local.client import Client
+from tiercheck_operator.model.quantity import parse_amount
 
 Object = Mapping[str, Any]
 Lookup = Callable[[str, str], Mapping[str, str] | None]
@@ -130,8 +130,8 @@ def _resource(reference: Object, container: Object, facts: PodFacts) -> str:
     amount = (resources.get(section) or {}).get(name)
     if amount is None:  # as a kubelet: without a limit, what the node has
         amount = facts.allocatable.get(name, "0") if section == "limits" else "0"
-    divisor = quantity.parse(reference.get("divisor") or "1") or 1
-    return str(math.ceil(quantity.parse(amount) / divisor))
+    divisor = parse_amount(reference.get("divisor") or "1") or 1
+    return str(math.ceil(parse_amount(amount) / divisor))
 
 
 _COLLECTIONS = {"Secret": SECRETS, "ConfigMap": CONFIG_MAPS}

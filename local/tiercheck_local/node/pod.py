@@ -253,12 +253,13 @@ class Pod:
                 f"workingDir {container.spec['workingDir']!r} is in no volume and not a folder of this "
                 "machine"
             )
-        logs = self._settings.directory / "logs" / self.name / f"{container.name}.log"
+        directory = Path(self._settings.directory)
+        logs = directory / "logs" / self.name / f"{container.name}.log"
         env = links.hooked_environment(env, self._settings.cuts)
         if self._settings.failpoints is not None:
-            env[ENV_FAILPOINTS] = str(self._settings.failpoints / f"{self.name}.{container.name}")
+            env[ENV_FAILPOINTS] = f"{self._settings.failpoints}/{self.name}.{container.name}"
         oom = logs.with_suffix(OUT_OF_MEMORY)
-        hold = self._settings.directory / f"{HOLD}{container.name}"
+        hold = directory / f"{HOLD}{container.name}"
         return ContainerRecipe(
             [translate(word) for word in argv], env, cwd or str(home), logs, last_words, oom, hold, translate
         )

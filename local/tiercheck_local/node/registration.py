@@ -8,15 +8,16 @@ import os
 import platform
 import socket
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
-from tiercheck_cli.api_server import LEASES, NAMESPACES, NODES, Changed, Listing, RequestFailed
+from tiercheck_cli.api_server import LEASES, NAMESPACES, NODES, Listing, RequestFailed
 from tiercheck_local import clock
 from tiercheck_local.client import Client
+from tiercheck_local.controllers.scheduling import ready_status
 from tiercheck_local.node.settings import Settings
 
 LEASE_NAMESPACE = "kube-node-lease"
+_LEASE_SECONDS = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -27,9 +28,9 @@ def allocatable(settings: Settings) -> dict[str, str]:
         "cpu": "64",
         "memory": f"{memory}Ki",
         "ephemeral-storage": "100Gi",
-        "pods": str(settings.pods),
+        "pods": str(settings.node.pods),
     }
-    return {**defaults, **settings.resources}
+    return {**defaults, **settings.node.resources}
 
 
 def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def node_object(settings: Settings, boot_id: str) -> dict[str, Any]:
         "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(
             platform.machine(), platform.machine()
         ),
-        **settings.labels,
+        **settings.node.labels,
     }
     return {
         "apiVersion": "v1",
@@ -115,20 +116,17 @@ class Registration:
         """The life-cycle controller may have declared this node unknown while its agent was stopped: it
         lives."""
         async for news in self._client.follow(NODES, fields=f"metadata.name={self._settings.name}"):
-            if isinstance(news, Changed) and news.object["metadata"]["name"] != self._settings.name:
-                continue
-            gone = isinstance(news, Changed) and news.kind == "DELETED"
-            nodes: list[Mapping[str, Any]] = (
-                [n for n in news.items] if isinstance(news, Listing) else [news.object]
-            )
-            mine = [node for node in nodes if node["metadata"]["name"] == self._settings.name and not gone]
-            if not mine or not _is_ready(mine[0]):
+            if isinstance(news, Listing):
+                ready = any(ready_status(node) == "True" for node in news.items)
+            else:
+                ready = news.kind != "DELETED" and ready_status(news.object) == "True"
+            if not ready:
                 await self._persist(self.register)
 
     async def _keep_lease(self) -> None:
         while True:
             await self._persist(self._renew)
-            await asyncio.sleep(self._settings.lease_seconds)
+            await asyncio.sleep(_LEASE_SECONDS)
 
     async def _persist(self, work: Any) -> None:
         pause = 0.1
@@ -169,8 +167,3 @@ class Registration:
             },
         }
         await self._client.create(LEASES, LEASE_NAMESPACE, lease)
-
-
-def _is_ready(node: Mapping[str, Any]) -> bool:
-    conditions = (node.get("status") or {}).get("conditions") or []
-    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

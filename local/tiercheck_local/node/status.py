@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tiercheck_cli.api_server import PODS, RequestFailed
 from tiercheck_local.client import Client
+from tiercheck_local.node.container import Container
 
 Object = dict[str, Any]
 
@@ -17,34 +18,13 @@ OWNED = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady",
 """Conditions that a node writes; all others are somebody else's and stay."""
 
 
-class ShownContainer(Protocol):
-    """What of a container is shown."""
-
-    spec: Mapping[str, Any]
-    name: str
-    state: Object
-    last_state: Object
-    restarts: int
-
-    @property
-    def is_sidecar(self) -> bool: ...
-    @property
-    def ready(self) -> bool: ...
-    @property
-    def running(self) -> bool: ...
-    @property
-    def exit_code(self) -> int | None: ...
-    @property
-    def is_started(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class PodSituation:
     """Everything the status depends on. `failure` (reason, message) overrides what the containers say."""
 
-    inits: Sequence[ShownContainer]
+    inits: Sequence[Container]
     """Sidecars among them, in the manifest's order."""
-    mains: Sequence[ShownContainer]
+    mains: Sequence[Container]
     pod_ip: str
     host_ip: str
     started_at: str
@@ -76,7 +56,7 @@ def pod_status(situation: PodSituation, previous: Mapping[str, Any], now: str) -
     return status
 
 
-def container_status(view: ShownContainer) -> Object:
+def container_status(view: Container) -> Object:
     image = view.spec.get("image", "")
     return {
         "name": view.name,
@@ -100,7 +80,7 @@ def _phase(situation: PodSituation) -> str:
     return "Running" if any(_has_run(view) for view in situation.mains) else "Pending"
 
 
-def _has_run(view: ShownContainer) -> bool:
+def _has_run(view: Container) -> bool:
     return view.running or "terminated" in view.state or bool(view.last_state)
 
 
@@ -153,7 +133,7 @@ class Publisher:
         self._namespace, self._name, self._uid = (
             pod["metadata"][key] for key in ("namespace", "name", "uid")
         )
-        self._current = pod
+        self._current: Mapping[str, Any] = pod
         self._written: Mapping[str, Any] | None = None
         self._dirty = asyncio.Event()
         self._clean = asyncio.Event()
@@ -211,20 +191,13 @@ class Publisher:
             status = self._written = self._compute(previous)
             if all(previous.get(key) == value for key, value in status.items()):
                 return True
-            # The version guards the conditions that others write: a merge patch replaces the whole list.
-            metadata = {"uid": self._uid, "resourceVersion": self._current["metadata"]["resourceVersion"]}
-            try:
-                self._current = await self._client.patch(
-                    PODS,
-                    self._namespace,
-                    self._name,
-                    {"metadata": metadata, "status": status},
-                    subresource="status",
-                )
+            # As read: a merge patch replaces the whole list of conditions, in which others have written too.
+            written = await self._client.patch_as_read(
+                PODS, self._current, {"status": status}, subresource="status"
+            )
+            if written is not None:
+                self._current = written
                 return True
-            except RequestFailed as failure:
-                if failure.code not in {404, 409}:
-                    raise
             found = await self._client.find(PODS, self._namespace, self._name)
             if found is None or found["metadata"]["uid"] != self._uid:
                 self._clean.set()

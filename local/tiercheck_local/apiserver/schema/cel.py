@@ -21,7 +21,7 @@ from celpy.celtypes import IntType
 from celpy.evaluation import CELEvalError
 
 from tiercheck_local.apiserver.errors import FieldCause, Object
-from tiercheck_local.quantity import parse
+from tiercheck_operator.model.quantity import parse_amount
 
 _REASONS = {
     "FieldValueInvalid": "Invalid value: {message}",
@@ -35,7 +35,7 @@ _environment = Environment()
 
 
 def _quantity(text: Any) -> IntType:
-    return IntType(int(parse(str(text)) * 1000))
+    return IntType(int(parse_amount(str(text)) * 1000))
 
 
 def _added(one: Any, other: Any) -> IntType:

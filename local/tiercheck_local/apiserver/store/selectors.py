@@ -148,8 +148,11 @@ def _field(value: Any, path: str) -> str:
 
 
 def matches_selector(selector: Mapping[str, Any], labels: Labels) -> bool:
-    """A LabelSelector of the API (`matchLabels`, `matchExpressions`). An empty one matches everything."""
-    operators = {"In": "in", "NotIn": "notin", "Exists": "exists", "DoesNotExist": "absent"}
+    """A LabelSelector of the API (`matchLabels`, `matchExpressions`; of nodes also Gt and Lt). An empty one
+    matches everything."""
+    operators = {
+        "In": "in", "NotIn": "notin", "Exists": "exists", "DoesNotExist": "absent", "Gt": ">", "Lt": "<",
+    }  # fmt: skip
     terms = [Requirement(key, "in", (value,)) for key, value in (selector.get("matchLabels") or {}).items()]
     terms += [
         Requirement(entry["key"], operators[entry["operator"]], tuple(entry.get("values") or ()))
