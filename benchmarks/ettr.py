@@ -151,9 +151,8 @@ def described(
         counted.process / 24_000, moves / 24 / nodes, {"host": counted.node / 24_000, "rack": shared / 24_000}
     )
     return Scenario(
-        sites, topology, PlacementPolicy(1, "rack", required=False), GPUS, spares=max(1, nodes // 250),
-        step_seconds=STEP, saving=Saving( remote_every=REMOTE_EVERY, remote_lag=25),
-        times=times, rates=rates, existing=placement,
+        sites, topology, placement, spares=max(1, nodes // 250), step_seconds=STEP,
+        saving=Saving(remote_every=REMOTE_EVERY, remote_lag=25), times=times, rates=rates,
     )  # fmt: skip
 
 

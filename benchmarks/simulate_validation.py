@@ -21,10 +21,10 @@ from typing import Any
 from benchmarks.figure import Figure, Outcome
 from benchmarks.scale import ROOT, Scale
 from tiercheck_cli.simulate.measured import ALL, DOMAIN, NODE, measure, measured_recoveries
-from tiercheck_cli.simulate.play import KnownFailure, replay
+from tiercheck_cli.simulate.play import JobLife, Run
 from tiercheck_cli.simulate.scenario import POD, PROCESS, RecoveryTimes, Saving, Scenario
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.planning.placement.placement import PlacementPolicy, WorkerSite
+from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 
 WITHIN = 0.2
@@ -271,6 +271,25 @@ def halves(struck: Sequence[Struck]) -> tuple[list[Struck], list[Struck]]:
     return found
 
 
+@dataclass(frozen=True)
+class KnownFailure:
+    """One of a life that is known beforehand."""
+
+    at: float
+    """Seconds since the beginning."""
+    kind: str
+    victims: tuple[int, ...] = ()
+    """The workers whose memory goes."""
+
+
+def replay(described: Scenario, failures: Sequence[KnownFailure], seconds: float) -> Run:
+    """The one life in which exactly this happens."""
+    life = JobLife(described)
+    for failure in sorted(failures, key=lambda each: each.at):
+        life.fail(failure.at, failure.kind, failure.victims)
+    return life.ended(seconds)
+
+
 def virtual_life(struck: Sequence[Struck]) -> tuple[list[KnownFailure], float]:
     """These failures alone, each after as much training as it came after."""
     life, now = [], 0.0
@@ -301,10 +320,14 @@ def scenario(times: RecoveryTimes, record: Record, lag: int) -> Scenario:
         }
         for number in range(WORKERS)
     }  # fmt: skip
+    sites = [WorkerSite(worker, f"node-{worker}") for worker in range(WORKERS)]
+    topology = Topology.build(labels, levels_from_spec("generic", None))
+    placement = place(sites, topology, PlacementPolicy(1, "host", required=False))
+    assert isinstance(placement, Placement)
     return Scenario(
-        [WorkerSite(worker, f"node-{worker}") for worker in range(WORKERS)],
-        Topology.build(labels, levels_from_spec("generic", None)),
-        PlacementPolicy(1, "host", required=False),
+        sites,
+        topology,
+        placement,
         step_seconds=record.pace,
         saving=Saving(record.snapshot_every, record.deltas, remote_every=REMOTE_EVERY, remote_lag=lag),
         times=times,

@@ -143,15 +143,12 @@ def documents(path: str) -> Iterable[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise CannotDo(f"{path} cannot be read: {why}", USAGE) from error
-    if text.lstrip().startswith(
-        "{"
-    ):  # JSON is YAML too, but a thousand nodes of it take YAML's parser a minute
+    # JSON is YAML too, but a thousand nodes of it take YAML's parser a minute.
+    if text.lstrip().startswith("{") and "\n---" not in text:
         try:
             loaded: list[Any] = [parse_json(text)]
         except ValueError as error:
-            if "\n---" not in text:
-                raise CannotDo(f"{path} is not JSON: {error}", USAGE) from error
-            loaded = _yaml(path, text)
+            raise CannotDo(f"{path} is not JSON: {error}", USAGE) from error
     else:
         loaded = _yaml(path, text)
     return [document for document in loaded if isinstance(document, dict)]

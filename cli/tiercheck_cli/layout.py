@@ -135,18 +135,16 @@ def _labels(
     return {node: known.get(node, {}) for node in used}, tuple(remarks)
 
 
-def seat_wanted(
-    raw: Mapping[str, Any], nodes: Nodes, per_node: int | None = None
-) -> tuple[JobSpec, tuple[WorkerSite, ...], Topology, tuple[str, ...]]:
-    """Where the job's workers would about be. The last is what a person should know about it. Raises
-    CannotDo."""
-    spec = planned_spec(raw)
-    marked, fit = nodes.for_pods(raw)
+def plan_layout(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> JobLayout:
+    """Where the job's workers would about be, and as the operator would place it. Raises CannotDo."""
+    spec = planned_spec(job["spec"])
+    marked, fit = nodes.for_pods(job["spec"])
     aside = left_out(marked)
     try:
         topology = build_topology(marked, levels_in(spec))
         spread = spread_level(topology.levels, spec.spread_level).name
-        sites = seat_workers(marked, topology, spec.workers, spread, fit if per_node is None else per_node)
+        seats = fit if per_node is None else per_node
+        sites = tuple(seat_workers(marked, topology, spec.workers, spread, seats))
     except ValueError as error:
         raise CannotDo(f"{error}{f'; {aside}' if aside else ''}. Give more nodes or fewer workers") from error
     bare = [
@@ -155,7 +153,9 @@ def seat_wanted(
         for level, names in topology.missing
         if level.name == spread
     ]
-    return spec, tuple(sites), topology, (*([aside] if aside else []), *bare)
+    placement = compute_placement(sites, topology, policy_of(spec))
+    name = str((job.get("metadata") or {}).get("name") or "job")
+    return JobLayout(name, spec, sites, topology, placement, None, (*([aside] if aside else []), *bare))
 
 
 def compute_placement(
@@ -175,11 +175,3 @@ def compute_placement(
             f"the job would wait: {outcome.reason}. Give nodes in more domains, or use mode Preferred"
         )
     return outcome
-
-
-def plan_layout(job: Mapping[str, Any], nodes: Nodes, per_node: int | None = None) -> JobLayout:
-    """As the operator would place it. Raises CannotDo."""
-    spec, sites, topology, remarks = seat_wanted(job["spec"], nodes, per_node)
-    placement = compute_placement(sites, topology, policy_of(spec))
-    name = str((job.get("metadata") or {}).get("name") or "job")
-    return JobLayout(name, spec, sites, topology, placement, None, remarks)

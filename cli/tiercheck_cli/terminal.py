@@ -18,6 +18,8 @@ from typing import Annotated, Any
 import typer
 from rich import text as rich_text
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 from tiercheck.redaction import CONTROLS, escape_controls
 
@@ -94,9 +96,37 @@ def console() -> Console:
     return _Pipe(highlight=False, width=None if "COLUMNS" in made._environ else _PIPE_WIDTH)
 
 
+def columns(*headings: str | Column, **how: Any) -> Table:
+    """A table without lines."""
+    return Table(*headings, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", **how)
+
+
+def right(heading: str) -> Column:
+    """Of numbers."""
+    return Column(heading, justify="right")
+
+
+def folded(heading: str) -> Column:
+    """Of names that may be long."""
+    return Column(heading, overflow="fold")
+
+
+def facts(gap: int = 2) -> Table:
+    """A grid of names and what there is to say about each."""
+    return Table.grid(Column(style="dim", no_wrap=True), Column(ratio=1), padding=(0, gap, 0, 0))
+
+
 def plural(count: int, noun: str) -> str:
     """`3 steps`, `1 step`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def progress_bar() -> Progress:
+    """On standard error, and only for people."""
+    return Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
+        TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
+    )  # fmt: skip
 
 
 def to_plain_text(shown: RenderableType, width: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import tempfile
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,7 +20,7 @@ from tiercheck_cli.checkpoint import to_safetensors
 from tiercheck_cli.checkpoint.saved import Saved, check_new, open_folder
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_cli.terminal import remark, say
+from tiercheck_cli.terminal import progress_bar, remark, say
 
 _PANEL = "Checkpoint"
 _UNITS = {
@@ -86,7 +86,8 @@ class VersionSource:
             found = cluster.job(self.job)
             settings = tier.settings_of_job(found, self.endpoint, self.region)
             job = f"{cluster.namespace}/{self.job}"
-        return tier.open_version(tier.open_remote(settings, job), step)
+        with tier.refusals():
+            return tier.open_version(tier.open_store(settings, job), step)
 
 
 def export_checkpoint(
@@ -109,13 +110,13 @@ def export_checkpoint(
         if form is Format.DCP:
             from tiercheck_cli.checkpoint import to_dcp
 
-            progress = Progress(sum(tensor.size for tensor in saved.tensors.values()))
-            for sentence in to_dcp.write(saved, unfinished, progress):
-                remark(sentence)
+            with progress_of(sum(tensor.size for tensor in saved.tensors.values())) as progress:
+                remarks = to_dcp.write(saved, unfinished, progress)
         else:
             tensors = to_safetensors.choose_tensors(saved, prefix)
-            progress = Progress(sum(tensor.size for tensor in tensors.values()))
-            to_safetensors.write(saved, tensors, unfinished, most, progress)
+            with progress_of(sum(tensor.size for tensor in tensors.values())) as progress:
+                to_safetensors.write(saved, tensors, unfinished, most, progress)
+            remarks = []
         if to.is_dir():
             to.rmdir()
         os.rename(unfinished, to)
@@ -123,7 +124,8 @@ def export_checkpoint(
         raise CannotDo(f"{to} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    progress.end()
+    for sentence in remarks:
+        remark(sentence)
     say(to)
     remark(f"{saved.version}, saved by {len(saved.slots)} ranks")
     if saved.unequal:
@@ -134,29 +136,16 @@ def export_checkpoint(
         )
 
 
-class Progress:
-    """How far it is, on standard error; on a terminal only, and not more often than an eye can follow."""
+@contextmanager
+def progress_of(total: int) -> Iterator[Callable[[str, int], None]]:
+    """Shows how far it is: called with what was written last, and its bytes. `total`: bytes in all."""
+    with progress_bar() as bar:
+        task = bar.add_task("", total=total)
 
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._shown = total, 0, 0.0
-        self._on = sys.stderr.isatty()
+        def advance(name: str, count: int) -> None:
+            bar.update(task, advance=count, description=escape_controls(name[:40]))
 
-    def __call__(self, name: str, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if self._on and now - self._shown > 0.2:
-            self._shown = now
-            share = 100 * self._done // max(1, self._total)
-            name = escape_controls(name[:40])
-            print(
-                f"\r{share:3d} %  {self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB  {name:40}",
-                end="",
-                file=sys.stderr,
-            )
-
-    def end(self) -> None:
-        if self._on:
-            print(file=sys.stderr)
+        yield advance
 
 
 def _bytes_of(text: str) -> int:
@@ -197,24 +186,26 @@ def import_checkpoint(
     except ModuleNotFoundError as error:
         raise CannotDo(NEEDS_TORCH) from error
     found = seed.from_dcp(came, prefix) if form is Format.DCP else seed.from_safetensors(came)
-    progress = Progress(seed.total_bytes(found))
+    size = seed.total_bytes(found)
     if job is None:
         if any(Path(to).glob("rank-*-of-*/*.json")):
             raise CannotDo(f"{to} holds versions already; give another folder with --to", USAGE)
-        seed.write(found, Path(to), Version(step, 0), progress)
+        with progress_of(size) as progress:
+            seed.write(found, Path(to), Version(step, 0), progress)
     else:
         from tiercheck_cli.checkpoint import remote as tier
 
-        store = tier.open_remote(tier.settings_of_url(to, endpoint, region), job)
-        tier.check_empty(store)
         version = Version(step, 1)  # attempts of a job are counted from 1
-        with tempfile.TemporaryDirectory(prefix="tiercheck-import-") as folder:
-            tier.put(store, version, seed.write(found, Path(folder), version, progress))
-    progress.end()
+        with tier.refusals(), tempfile.TemporaryDirectory(prefix="tiercheck-import-") as folder:
+            store = tier.open_store(tier.settings_of_url(to, endpoint, region), job)
+            tier.check_empty(store)
+            with progress_of(size) as progress:
+                path = seed.write(found, Path(folder), version, progress)
+            tier.put_alone(store, version, path)
     say(to)
     for name in found.left_out[:3]:
         remark(f"left out: {name}")
     if len(found.left_out) > 3:
         remark(f"left out: {len(found.left_out) - 3} more")
     what = "weights only" if found.optimizer is None else "weights and optimizer"
-    remark(f"step {step}: {what}, {len(found.tensors)} tensors, {seed.total_bytes(found) / 1e9:.2f} GB")
+    remark(f"step {step}: {what}, {len(found.tensors)} tensors, {size / 1e9:.2f} GB")

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from tiercheck.protocol.manifest import RankArtifact
-from tiercheck.protocol.version import Version
 from tiercheck_cli.checkpoint.saved import Saved, SavedArtifact
 from tiercheck_cli.failure import INSTALL, NOT_FOUND, USAGE, CannotDo
+
+__all__ = [
+    "RemoteStore", "check_empty", "examine_place", "open_store", "open_version", "put_alone", "refusals",
+    "settings_of_job", "settings_of_url",
+]  # fmt: skip
 
 try:
     from tiercheck_sidecar.remote import (
@@ -22,8 +26,6 @@ try:
         RemoteConfigError,
         RemoteError,
         RemoteStore,
-        StoreFinding,
-        StoreOwner,
         examine_place,
         open_store,
         put_alone,
@@ -75,34 +77,28 @@ def settings_of_job(job: Mapping[str, Any], endpoint: str | None = None, region:
     raise CannotDo(f"{name} has no remote tier, and what is in memory cannot be read from outside its pods")
 
 
-def open_remote(settings: str, job: str) -> RemoteStore:
-    """Raises CannotDo."""
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What the store or its settings refuse becomes CannotDo."""
     try:
-        return open_store(settings, job)
-    except (RemoteConfigError, RemoteError) as error:
-        raise CannotDo(str(error)) from error
-
-
-def open_version(store: RemoteStore, step: int | None) -> Saved:
-    """The newest complete version, or that of `step`. Raises CannotDo."""
-    try:
-        versions = store.versions()
-        found = [version for version in versions if step in (None, version.step)]
-        if not found:
-            there = f"; there are {', '.join(str(each.step) for each in versions)}" if versions else ""
-            asked = "" if step is None else f" of step {step}"
-            raise CannotDo(f"{store.location} has no complete version{asked}{there}", NOT_FOUND)
-        version = found[-1]
-        manifest = store.read_manifest(version)
-        return Saved.open(
-            version, tuple(_slot(store, artifact) for artifact in sorted(manifest.artifacts, key=_rank))
-        )
+        yield
+    except RemoteConfigError as error:
+        raise CannotDo(str(error), USAGE) from error
     except RemoteError as error:
         raise CannotDo(str(error)) from error
 
 
-def _rank(artifact: RankArtifact) -> int:
-    return artifact.rank
+@refusals()
+def open_version(store: RemoteStore, step: int | None) -> Saved:
+    """The newest complete version, or that of `step`. Raises CannotDo."""
+    versions = store.versions()
+    found = [version for version in versions if step in (None, version.step)]
+    if not found:
+        there = f"; there are {', '.join(str(each.step) for each in versions)}" if versions else ""
+        asked = "" if step is None else f" of step {step}"
+        raise CannotDo(f"{store.location} has no complete version{asked}{there}", NOT_FOUND)
+    artifacts = sorted(store.read_manifest(found[-1]).artifacts, key=lambda artifact: artifact.rank)
+    return Saved.open(found[-1], tuple(_slot(store, artifact) for artifact in artifacts))
 
 
 def _slot(store: RemoteStore, brief: RankArtifact) -> SavedArtifact:
@@ -110,59 +106,22 @@ def _slot(store: RemoteStore, brief: RankArtifact) -> SavedArtifact:
     assert artifact.digests is not None
     chunk = artifact.digests.chunk
 
+    @refusals()
     def fetch(index: int, length: int) -> bytearray:
         into = bytearray(length)
-        try:
-            store.fetch_stretch(artifact, index * chunk, memoryview(into))
-        except RemoteError as error:
-            raise CannotDo(str(error)) from error
+        store.fetch_stretch(artifact, index * chunk, memoryview(into))
         return into
 
     return SavedArtifact(f"{store.location}/{artifact.key}", artifact.bytes, chunk, fetch)
 
 
+@refusals()
 def check_empty(store: RemoteStore) -> None:
     """Raises CannotDo if there are versions: a job begins from the newest, and nothing may come between
     them."""
-    try:
-        store.check()
-        versions = store.versions()
-    except RemoteError as error:
-        raise CannotDo(str(error)) from error
-    if versions:
+    store.check()
+    if versions := store.versions():
         raise CannotDo(
             f"{store.location} holds versions already, up to {versions[-1]}; give another prefix or job",
             USAGE,
         )
-
-
-def put(store: RemoteStore, version: Version, path: Path) -> None:
-    """Upload one slot as a version of one rank. Raises CannotDo."""
-    try:
-        put_alone(store, version, path)
-    except RemoteError as error:
-        raise CannotDo(str(error)) from error
-
-
-def examine(settings: str) -> Iterator[StoreFinding]:
-    """Try the place out, in a folder of its own. Raises CannotDo."""
-    try:
-        yield from examine_place(settings)
-    except RemoteConfigError as error:
-        raise CannotDo(str(error), USAGE) from error
-
-
-def owner_of(store: RemoteStore) -> StoreOwner | None:
-    """Whose the job's folder is. Raises CannotDo."""
-    try:
-        return store.owner()
-    except RemoteError as error:
-        raise CannotDo(str(error)) from error
-
-
-def give_to(store: RemoteStore, job_uid: str, cluster: str) -> StoreOwner | None:
-    """Make the folder a job's; whose it was. Raises CannotDo."""
-    try:
-        return store.give_to(job_uid, cluster)
-    except RemoteError as error:
-        raise CannotDo(str(error)) from error

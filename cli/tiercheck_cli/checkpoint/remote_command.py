@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -38,10 +37,11 @@ def check(
     from tiercheck_cli.checkpoint import remote as tier
 
     failed = 0
-    for finding in tier.examine(tier.settings_of_url(place, endpoint, region)):
-        mark = "skip" if not finding.tried else "ok  " if finding.ok else "FAIL"
-        say(f"{mark}  {finding.name:20} {finding.message}")
-        failed += not finding.ok
+    with tier.refusals():
+        for finding in tier.examine_place(tier.settings_of_url(place, endpoint, region)):
+            mark = "skip" if not finding.tried else "ok  " if finding.ok else "FAIL"
+            say(f"{mark}  {finding.name:20} {finding.message}")
+            failed += not finding.ok
     if failed:
         remark(
             f"{failed} of the checks failed; what to do stands behind each. A job with this store would lose "
@@ -69,8 +69,12 @@ def owner(
     else:
         cluster = Cluster.connect(kubeconfig, context, namespace)
         namespace = cluster.namespace
-        settings = _settings(lambda: cluster.job(job), place, endpoint, region)
-    found = tier.owner_of(tier.open_remote(settings, f"{namespace}/{job}"))
+        if place is not None:
+            settings = tier.settings_of_url(place, endpoint, region)
+        else:
+            settings = tier.settings_of_job(cluster.job(job), endpoint, region)
+    with tier.refusals():
+        found = tier.open_store(settings, f"{namespace}/{job}").owner()
     say("nobody's yet" if found is None else found.described)
 
 
@@ -112,24 +116,17 @@ def take_over(
         cluster = Cluster.connect(kubeconfig, context, namespace)
         namespace = cluster.namespace
         found = cluster.job(job)
-        settings = _settings(lambda: found, place, endpoint, region)
+        if place is not None:
+            settings = tier.settings_of_url(place, endpoint, region)
+        else:
+            settings = tier.settings_of_job(found, endpoint, region)
         attached = (found["spec"].get("attach") or {}).get("owner") or {}
         uid = str(attached.get("uid") or found["metadata"]["uid"])  # what its pods know it by
         cluster_uid = cluster_uid or cluster.uid()
-    former = tier.give_to(tier.open_remote(settings, f"{namespace}/{job}"), uid, cluster_uid)
+    with tier.refusals():
+        former = tier.open_store(settings, f"{namespace}/{job}").give_to(uid, cluster_uid)
     if former is not None and former.job_uid == uid and cluster_uid in ("", former.cluster):
         say(f"{namespace}/{job} has it already")
         return
     say(f"{namespace}/{job}, UID {uid}, has it now")
     remark("before: " + ("nobody" if former is None else former.described))
-
-
-def _settings(
-    job: Callable[[], Mapping[str, Any]], place: str | None, endpoint: str | None, region: str | None
-) -> str:
-    """`job` is looked up only where nothing else says where its folder is."""
-    from tiercheck_cli.checkpoint import remote as tier
-
-    if place is not None:
-        return tier.settings_of_url(place, endpoint, region)
-    return tier.settings_of_job(job(), endpoint, region)

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from tiercheck.plain_files import open_plain
@@ -85,9 +86,7 @@ def write(found: Incoming, folder: Path, version: Version, progress: Progress) -
         backend.complete(path, version.step, layout.size, Kind.SNAPSHOT)
     except CannotDo:
         raise
-    except (
-        Exception
-    ) as error:  # what was found may be of any shape, and torch has an error of its own for each
+    except Exception as error:  # what was found may be of any shape; torch has an error of its own for each
         raise CannotDo(f"it cannot be made a version: {error}") from error
     return backend.path_of(0, version)
 
@@ -139,10 +138,8 @@ class _MetadataOnly(pickle.Unpickler):
 
     _ALLOWED = frozenset({
         ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-        ("builtins", "set"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("pathlib", "PosixPath"),
-        ("pathlib", "Path"),
-        ("pathlib._local", "PosixPath"),
+        ("builtins", "set"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
     })  # fmt: skip
     _CLASSES = frozenset({
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -161,31 +158,15 @@ def from_dcp(folder: Path, prefix: str) -> Incoming:
     """Of a folder that torch.distributed.checkpoint wrote: `prefix` names the model in it (empty: all is the
     model); `optimizer` and `state` beside it are taken along as `export` writes them. Raises CannotDo."""
     try:
-        return _from_dcp(folder, prefix)
-    except CannotDo:
-        raise
-    except Exception as error:  # the metadata's parts may be of any kind
-        raise CannotDo(f"{folder} cannot be read: {error!r}") from error
-
-
-def _from_dcp(folder: Path, prefix: str) -> Incoming:
-    try:
         with _opened(folder / ".metadata") as file:
             metadata: Metadata = _MetadataOnly(file).load()
         if not isinstance(metadata, Metadata):
             raise ValueError("it is no metadata of torch.distributed.checkpoint")
-    except Exception as error:  # pickle raises many kinds, all meaning the same here
-        raise CannotDo(f"{folder / '.metadata'} cannot be read: {error}") from error
-    try:
         return _described(folder, metadata, prefix)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:  # a pickle may hold anything
-        raise CannotDo(f"{folder / '.metadata'} cannot be understood: {error}") from error
+    except CannotDo:
+        raise
+    except Exception as error:  # a pickle may hold anything, and each part raises an error of its own kind
+        raise CannotDo(f"{folder / '.metadata'} cannot be read: {error!r}") from error
 
 
 def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
@@ -215,7 +196,7 @@ def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
             else:
                 dtype, shape, fill = source.tensor(fqn, described)
                 fill(value := torch.empty(shape, dtype=dtype))
-            _set(nested, path, value)
+            set_element(nested, path, value)
         else:
             found.left_out.append(fqn)
     groups = nested.get("optimizer", {}).get("param_groups")
@@ -238,12 +219,6 @@ def _described(folder: Path, metadata: Metadata, prefix: str) -> Incoming:
             USAGE,
         )
     return found
-
-
-def _set(nested: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
-    from torch.distributed.checkpoint._traverse import set_element
-
-    set_element(nested, path, value)
 
 
 class _DcpFolder:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import age, clock
-from tiercheck_cli.events.story import Happening, story
+from tiercheck_cli.events.recoveries import Happening, story
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.terminal import (
     Context,
@@ -20,6 +20,7 @@ from tiercheck_cli.terminal import (
     Output,
     OutputFormat,
     Text,
+    columns,
     console,
     remark,
     write,
@@ -71,12 +72,13 @@ def events(
 
 def events_table(told: Sequence[Happening], now: float | None = None, heading: bool = True) -> Table:
     """Oldest first, each with its age if `now` is given."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=heading)
-    table.add_column("TIME", no_wrap=True, min_width=19)
-    table.add_column("WHAT", no_wrap=True, min_width=16)
-    table.add_column("MESSAGE", ratio=1)
-    if now is not None:
-        table.add_column("AGO", no_wrap=True, justify="right", min_width=5)
+    table = columns(
+        Column("TIME", no_wrap=True, min_width=19),
+        Column("WHAT", no_wrap=True, min_width=16),
+        Column("MESSAGE", ratio=1),
+        *([] if now is None else [Column("AGO", no_wrap=True, justify="right", min_width=5)]),
+        show_header=heading,
+    )
     for entry in told:
         style = "green" if entry.reason in _GOOD else _STYLE.get(entry.kind, "")
         again = f"  (×{entry.count})" if entry.count > 1 else ""

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from tiercheck.protocol import names
+from tiercheck.protocol.directive import Tier
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.events.recoveries import recoveries
-from tiercheck_cli.explain.answer import WhatIf, answer, scenario_of
 from tiercheck_cli.explain.losses import losses
 from tiercheck_cli.explain.screen import what_if_screen, why_screen
+from tiercheck_cli.explain.what_if import WhatIf, answer, held_steps
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
@@ -97,9 +98,8 @@ def _what_if(
 ) -> None:
     for sentence in layout.remarks:
         remark(sentence)
-    scenario, step = scenario_of(layout, job)
-    past = recoveries(job) if job is not None else ()
-    answers = [answer(loss, layout, scenario, step=step, past=past) for loss in losses(asked, layout, pods)]
+    state, past = held_steps(layout, job), recoveries(job) if job is not None else ()
+    answers = [answer(loss, layout, state, past) for loss in losses(asked, layout, pods)]
     if output is not Output.TABLE:
         write({"job": layout.name, "answers": [_as_json(entry) for entry in answers]}, output)
         return
@@ -107,16 +107,16 @@ def _what_if(
 
 
 def _as_json(entry: WhatIf) -> dict[str, Any]:
-    found = entry.consequence
+    farthest = entry.comeback.farthest
     return {
         "loss": entry.loss.name,
-        "lostWorkers": list(found.lost_workers),
-        "step": found.step,
-        "lostSteps": found.lost_steps,
+        "lostWorkers": sorted(entry.loss.workers),
+        "step": entry.comeback.step,
+        "lostSteps": entry.lost_steps,
         "lostSeconds": entry.lost_seconds,
-        "ranks": {tier.value: count for tier, count in found.tiers.items()},
-        "remoteNeeded": found.farthest is not None and found.farthest.value == "remote",
-        "fromScratch": not found.tiers,
+        "ranks": {tier.value: count for tier, count in entry.ranks.items()},
+        "remoteNeeded": farthest is Tier.REMOTE,
+        "fromScratch": farthest is None,
         "seconds": round(entry.without_training.seconds, 3),
         "estimated": not entry.without_training.measured,
         "estimatedFrom": entry.without_training.source,

@@ -10,17 +10,17 @@ from rich.table import Table
 
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.durations import age, clock, short
-from tiercheck_cli.events.recoveries import TIERS, PastRecovery
-from tiercheck_cli.explain.answer import WhatIf
+from tiercheck_cli.events.recoveries import PastRecovery
 from tiercheck_cli.explain.losses import hit
+from tiercheck_cli.explain.what_if import WhatIf
 from tiercheck_cli.layout import JobLayout
-from tiercheck_cli.terminal import PHASES, TIER_COLOURS, Text, plural
+from tiercheck_cli.terminal import PHASES, TIER_COLOURS, Text, columns, facts, plural, right
 from tiercheck_operator.model.status import parse_time
 
 _WHENCE = {
-    "local": "from their own pod's memory",
-    "peer": "from the memory of other workers",
-    "remote": "from the remote tier",
+    Tier.LOCAL: "from their own pod's memory",
+    Tier.PEER: "from the memory of other workers",
+    Tier.REMOTE: "from the remote tier",
 }
 _BAR = 28
 _PEERS_NAMED = 8
@@ -60,9 +60,7 @@ def _under_way(recovery: Mapping[str, Any], name: str, now: float) -> Group:
 def _recovery(entry: PastRecovery, name: str, now: float, width: int) -> list[RenderableType]:
     ago = f", {age(now - entry.ended)} ago" if entry.ended is not None else ""
     when = f" ({clock(entry.ended)} UTC{ago})" if entry.ended is not None else ""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(ratio=1)
+    grid = facts()
     head, *rest = (part.strip() for part in entry.reason.split(";"))
     grid.add_row("  what failed", Text.assemble((entry.cause, "bold yellow"), f"  {entry.message}"))
     grid.add_row("  back to", Text.assemble((head or f"step {entry.step}", "bold")))
@@ -106,7 +104,7 @@ def _where_from(entry: PastRecovery) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
-    for tier in TIERS:
+    for tier in Tier:
         count = entry.tiers.get(tier) or 0
         if count:
             bar = "█" * max(1, round(count / total * _BAR))
@@ -165,24 +163,19 @@ def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
     """One answer in full, several as a table."""
     if len(answers) == 1:
         return _full(answers[0], layout)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("IF THIS DIED NOW")
-    table.add_column("HIT")
-    table.add_column("BACK TO", justify="right")
-    table.add_column("LOST", justify="right")
-    table.add_column("FARTHEST TIER")
-    table.add_column("WITHOUT TRAINING", justify="right")
+    table = columns(
+        "IF THIS DIED NOW", "HIT", right("BACK TO"), right("LOST"), "FARTHEST TIER", right("WITHOUT TRAINING")
+    )
     for entry in answers:
-        found = entry.consequence
+        time, farthest = entry.without_training, entry.comeback.farthest
+        none = Text("none", style="bold red")
         table.add_row(
             Text(entry.loss.name),
             Text(plural(len(entry.loss.workers), "worker")),
             _back(entry),
-            Text(f"{found.lost_steps:,}" if found.tiers else "all"),
-            _tier(found.farthest),
-            Text(
-                ("" if entry.without_training.measured else "about ") + short(entry.without_training.seconds)
-            ),
+            Text(f"{entry.lost_steps:,}" if farthest else "all"),
+            Text(farthest.value, style=TIER_COLOURS[farthest]) if farthest else none,
+            Text(("" if time.measured else "about ") + short(time.seconds)),
         )
     parts: list[RenderableType] = [Text.assemble((layout.name, "bold"), _moment(answers[0])), Text(), table]
     guessed = next(
@@ -194,40 +187,25 @@ def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
 
 
 def _full(entry: WhatIf, layout: JobLayout) -> Group:
-    found = entry.consequence
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(ratio=1)
+    planned, farthest = entry.state.planned, entry.comeback.farthest
+    lost = plural(entry.lost_steps, "step")
+    grid = facts()
     again = f" ({short(entry.lost_seconds)} of training)" if entry.lost_seconds else ""
-    if not found.tiers:
-        grid.add_row(
-            "  back to",
-            Text("the beginning: nothing that is left holds every rank's state", style="bold red"),
-        )
+    if farthest is None:
+        beginning = "the beginning: nothing that is left holds every rank's state"
+        grid.add_row("  back to", Text(beginning, style="bold red"))
         hint = "a remote tier (spec.tiers.remote), more copies, or copies farther apart would change that"
         grid.add_row("", Text(hint))
-        grid.add_row(
-            "  lost",
-            Text(
-                "all that was trained" if entry.step is None else f"{plural(found.lost_steps, 'step')}{again}"
-            ),
-        )
+        grid.add_row("  lost", Text("all that was trained" if planned else f"{lost}{again}"))
     else:
-        grid.add_row(
-            "  back to",
-            Text.assemble(
-                (f"step {found.step:,}, " if entry.step is not None else "", "bold"),
-                f"{plural(found.lost_steps, 'step')} lost{again}",
-            ),
-        )
-        for tier, count in found.tiers.items():
-            line = Text.assemble(
-                (f"{plural(count, 'rank')}", TIER_COLOURS[tier.value]), f" {_WHENCE[tier.value]}"
-            )
+        step = "" if planned else f"step {entry.comeback.step:,}, "
+        grid.add_row("  back to", Text.assemble((step, "bold"), f"{lost} lost{again}"))
+        for tier, count in entry.ranks.items():
+            line = Text.assemble((plural(count, "rank"), TIER_COLOURS[tier]), f" {_WHENCE[tier]}")
             if tier is Tier.PEER:
                 line.append(_peers(entry, layout), style="dim")
-            grid.add_row("  from" if tier is next(iter(found.tiers)) else "", line)
-        needed = found.farthest is Tier.REMOTE
+            grid.add_row("  from" if tier is next(iter(entry.ranks)) else "", line)
+        needed = farthest is Tier.REMOTE
         grid.add_row(
             "  remote tier",
             Text("needed", style="bold yellow") if needed else Text("not needed", style="green"),
@@ -250,7 +228,7 @@ def _peers(entry: WhatIf, layout: JobLayout) -> str:
     told = ", ".join(
         f"worker {worker} rebuilt from {len(givers)} workers"
         if coded
-        else f"worker {worker} from {_either(givers)}"
+        else f"worker {worker} from {' or '.join(map(str, givers))}"
         for worker, givers in shown
         if givers
     )
@@ -258,21 +236,11 @@ def _peers(entry: WhatIf, layout: JobLayout) -> str:
     return f": {told}{f' and {more} more' if more > 0 else ''}" if told else ""
 
 
-def _either(workers: Sequence[int]) -> str:
-    return " or ".join(str(worker) for worker in workers)
-
-
 def _moment(entry: WhatIf) -> str:
-    return f" at step {entry.step:,}" if entry.step is not None else " in the midst of training"
+    return " in the midst of training" if entry.state.planned else f" at step {entry.state.newest:,}"
 
 
 def _back(entry: WhatIf) -> Text:
-    if not entry.consequence.tiers:
+    if entry.comeback.farthest is None:
         return Text("scratch", style="bold red")
-    return Text(f"{entry.consequence.step:,}" if entry.step is not None else "-")
-
-
-def _tier(tier: Tier | None) -> Text:
-    return (
-        Text("none", style="bold red") if tier is None else Text(tier.value, style=TIER_COLOURS[tier.value])
-    )
+    return Text("-" if entry.state.planned else f"{entry.comeback.step:,}")

@@ -1,13 +1,20 @@
-"""Says what a job would come back to if workers vanished now, by the code that decides it."""
+"""Answers what would happen if something died now, by the code with which the operator decides it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
-from tiercheck_cli.simulate.scenario import Scenario
+from tiercheck_cli.events.recoveries import PastRecovery
+from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
+from tiercheck_cli.explain.losses import LostMemory
+from tiercheck_cli.layout import JobLayout
+from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
+from tiercheck_cli.simulate.scenario import Saving
+from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import (
     Recover,
@@ -16,45 +23,117 @@ from tiercheck_operator.planning.recovery.recovery import (
     decide_recovery,
 )
 
-_HISTORY = History((Branch(1, 0),))
+_BANDWIDTH = {Tier.PEER: PEER_BANDWIDTH, Tier.REMOTE: REMOTE_BANDWIDTH}
+"""Bytes per second and worker."""
+_NO_DELTAS_EVERY, _DELTAS_EVERY = 50, 10
+"""Steps between snapshots where neither the spec nor the status says."""
 
 
 @dataclass(frozen=True)
-class Consequence:
-    """What follows from a loss."""
+class HeldSteps:
+    """What a job holds when something dies."""
 
-    lost_workers: tuple[int, ...]
-    """Whose memory is gone."""
-    tiers: Mapping[Tier, int]
-    """Ranks by the farthest tier that each needs; tiers without ranks are left out, and nothing is in here
-    from scratch."""
-    workers: Mapping[Tier, tuple[int, ...]]
-    """The same by worker."""
+    newest: int
+    """The newest step trained."""
+    held: Mapping[Tier, int]
+    """The newest step that is complete in each tier; 0: none is. A tier that the job lacks is not in it."""
+    step_seconds: float
+    planned: bool = False
+    """The job is only a plan, so its steps are made up, from the midst of its life."""
+
+
+@dataclass(frozen=True)
+class Comeback:
+    """What training comes back to."""
+
     step: int
-    """What training comes back to; 0: from scratch."""
-    lost_steps: int
-    seconds: float
-    """Without training, up to the first step; the lost steps are to be trained again on top of that."""
-    reason: str
-    """The recovery's own sentence."""
+    """0: from scratch."""
+    workers: Mapping[Tier, tuple[int, ...]]
+    """By the farthest tier that each needs; from scratch nothing is in here."""
 
     @property
     def farthest(self) -> Tier | None:
         """The tier that the worst-off rank needs; None: training begins from scratch."""
-        order = [tier for tier in (Tier.REMOTE, Tier.PEER, Tier.LOCAL) if tier in self.tiers]
-        return order[0] if order else None
+        return list(self.workers)[-1] if self.workers else None
 
 
-def what_if(scenario: Scenario, lost: Collection[int] = (), step: int | None = None) -> Consequence:
-    """`lost` are the workers that vanish with their memory; none of them: the training command crashes.
-    `step` is the newest one trained; default: one from which half a remote interval would be lost. Raises
-    ValueError as `Scenario.placed` does.
-    """
-    at = _typical_step(scenario) if step is None else step
-    gone = frozenset(lost)
-    placement, saving = scenario.placed, scenario.saving
-    own = _artifacts(saving.local(at), saving.peer(at))
-    copy = _artifacts(saving.peer(at))
+@dataclass(frozen=True)
+class WhatIf:
+    """The answer to one question."""
+
+    loss: LostMemory
+    state: HeldSteps
+    comeback: Comeback
+    ranks: Mapping[Tier, int]
+    """By the farthest tier that each needs."""
+    without_training: Estimate
+    from_whom: Mapping[int, tuple[int, ...]]
+    """By worker that needs a peer: who would be left to give it its state."""
+
+    @property
+    def lost_steps(self) -> int:
+        return self.state.newest - self.comeback.step
+
+    @property
+    def lost_seconds(self) -> float | None:
+        """Training that has to be done again; None: not known."""
+        return None if self.state.planned else self.lost_steps * self.state.step_seconds
+
+
+def held_steps(layout: JobLayout, job: Mapping[str, Any] | None) -> HeldSteps:
+    """The job as it is now. One that does not run is taken half-way between two versions of its slowest tier,
+    long after the start."""
+    status, spec = (job or {}).get("status") or {}, layout.spec
+    progress, checkpoint = status.get("progress") or {}, status.get("checkpoint") or {}
+    step_seconds = float(progress.get("stepSeconds") or 1.0)
+    if (step := progress.get("step")) is not None:
+        tiers = status.get("tiers") or {}
+        held = {tier: min(step, int(tiers.get(tier.value, {}).get("step") or 0)) for tier in Tier}
+        if spec.remote_every is None:
+            del held[Tier.REMOTE]
+        return HeldSteps(int(step), held, step_seconds)
+    deltas = checkpoint.get("deltas") == "EveryStep" if checkpoint.get("deltas") else spec.deltas
+    usual = spec.snapshot_every or (_DELTAS_EVERY if deltas else _NO_DELTAS_EVERY)
+    every = checkpoint.get("snapshotEverySteps") or usual
+    saving = Saving(every, deltas, remote_every=spec.remote_every)
+    newest = 100 * every + every // 2 + saving.peer_lag
+    if spec.remote_every is not None:
+        newest = 10 * spec.remote_every + spec.remote_every // 2
+    held = {Tier.LOCAL: saving.local(newest), Tier.PEER: saving.peer(newest)}
+    if spec.remote_every is not None:
+        held[Tier.REMOTE] = saving.remote(newest)
+    return HeldSteps(newest, held, step_seconds, planned=True)
+
+
+def answer(
+    loss: LostMemory, layout: JobLayout, state: HeldSteps, past: tuple[PastRecovery, ...] = ()
+) -> WhatIf:
+    """`past`: the job's recoveries, newest first."""
+    found, spec = find_comeback(layout.placement, state, loss.workers), layout.spec
+    spare = 0 < len(loss.workers) <= spec.spares
+    size = (spec.state_size or 0) * spec.procs_per_worker
+    carry = size / _BANDWIDTH[found.farthest] if found.farthest in _BANDWIDTH else 0.0
+    return WhatIf(
+        loss=loss,
+        state=state,
+        comeback=found,
+        ranks={tier: len(those) * spec.procs_per_worker for tier, those in found.workers.items()},
+        without_training=estimate(past, AssumedFailure(found.farthest, bool(loss.workers), spare, carry)),
+        from_whom={worker: _left(worker, loss, layout) for worker in found.workers.get(Tier.PEER, ())},
+    )
+
+
+def _left(worker: int, loss: LostMemory, layout: JobLayout) -> tuple[int, ...]:
+    for group in layout.placement.groups:
+        if worker in group.members:
+            return tuple(other for other in group.workers if other != worker and other not in loss.workers)
+    return tuple(holder for holder in layout.placement.holders[worker] if holder not in loss.workers)
+
+
+def find_comeback(placement: Placement, state: HeldSteps, lost: Collection[int]) -> Comeback:
+    """`lost` are the workers that vanish with their memory; none of them: the training command crashes."""
+    copy = _artifacts(state.held[Tier.PEER])
+    own = _artifacts(state.held[Tier.LOCAL], state.held[Tier.PEER])
     hosted: dict[int, dict[int, Artifacts]] = {}
     for worker, holders in enumerate(placement.holders):
         for holder in holders:
@@ -63,68 +142,34 @@ def what_if(scenario: Scenario, lost: Collection[int] = (), step: int | None = N
     for group in placement.groups:
         for index, holder in enumerate(group.holders):
             blocks.setdefault(holder, {})[Share(index, group.members)] = copy
-    situation = RecoveryProblem(
-        ranks=len(scenario.sites),
+    workers = range(len(placement.holders))
+    stored = state.held.get(Tier.REMOTE)
+    problem = RecoveryProblem(
+        ranks=len(workers),
         ranks_per_worker=1,  # the ranks of a worker share its fate and its holders
-        history=_HISTORY,
+        history=History((Branch(1, 0),)),
         inventories=[
             JobInventory(worker, {worker: own}, hosted.get(worker, {}), blocks.get(worker, {}))
-            for worker in range(len(scenario.sites))
-            if worker not in gone
+            for worker in workers
+            if worker not in lost
         ],
-        remote=_remote_inventory(scenario, at),
-        step_seconds=scenario.step_seconds,
-        last_step=at,
-        restore_seconds=scenario.times.restore,
+        remote=RemoteInventory(
+            configured=stored is not None,
+            reachable=True,
+            versions=frozenset({Version(stored, 1)} if stored else ()),
+        ),
+        step_seconds=state.step_seconds,
+        last_step=state.newest,
         groups=placement.groups,
     )
-    decision = decide_recovery(situation)
-    times = scenario.times
-    down = times.detect + times.restart
-    if gone:
-        down += times.spare if len(gone) <= scenario.spares else times.replace
+    decision = decide_recovery(problem)
     if isinstance(decision, StartFresh):
-        return Consequence(tuple(sorted(gone)), {}, {}, 0, at, down, decision.reason)
+        return Comeback(0, {})
     assert isinstance(decision, Recover)
-    stock = situation.stock
-    workers: dict[Tier, list[int]] = {}
-    for worker in range(situation.ranks):
-        tier = stock.tier_of(worker, decision.version)
-        assert tier is not None
-        workers.setdefault(tier, []).append(worker)
-    found = {tier: tuple(workers[tier]) for tier in Tier if tier in workers}
-    farthest = list(found)[-1]
-    restore = {
-        Tier.LOCAL: times.restore.local,
-        Tier.PEER: times.restore.peer,
-        Tier.REMOTE: times.restore.remote,
-    }
-    return Consequence(
-        lost_workers=tuple(sorted(gone)),
-        tiers={tier: len(those) * scenario.procs_per_worker for tier, those in found.items()},
-        workers=found,
-        step=decision.version.step,
-        lost_steps=decision.lost_steps,
-        seconds=down + restore[farthest],
-        reason=decision.reason,
-    )
-
-
-def _typical_step(scenario: Scenario) -> int:
-    """Half-way between two versions of the slowest tier, long after the start."""
-    saving = scenario.saving
-    if saving.remote_every is not None:
-        return 10 * saving.remote_every + saving.remote_every // 2 + saving.remote_lag
-    return 100 * saving.snapshot_every + saving.snapshot_every // 2 + saving.peer_lag
-
-
-def _remote_inventory(scenario: Scenario, step: int) -> RemoteInventory:
-    stored = scenario.saving.remote(step)
-    return RemoteInventory(
-        configured=scenario.saving.remote_every is not None,
-        reachable=True,
-        versions=frozenset({Version(stored, 1)} if stored else ()),
-    )
+    stock = problem.stock
+    needed = {worker: stock.tier_of(worker, decision.version) for worker in workers}
+    by_tier = {tier: tuple(w for w in workers if needed[w] is tier) for tier in Tier}
+    return Comeback(decision.version.step, {tier: those for tier, those in by_tier.items() if those})
 
 
 def _artifacts(*steps: int) -> Artifacts:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +17,7 @@ from tiercheck.redaction import GONE, redacted
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.durations import clock
 from tiercheck_cli.events.command import events_table
-from tiercheck_cli.events.recoveries import recoveries
-from tiercheck_cli.events.story import story
+from tiercheck_cli.events.recoveries import recoveries, story
 from tiercheck_cli.explain.screen import why_screen
 from tiercheck_cli.export import redact
 from tiercheck_cli.failure import CannotDo
@@ -43,9 +43,19 @@ class CollectedFiles:
     missing: dict[str, str] = field(default_factory=dict)
 
     def add(self, path: str, what: Callable[[], str]) -> None:
-        """What cannot be had is noted: a report with a gap is better than none."""
+        """As text that may be shown. What cannot be had is noted: a report with a gap is better than none."""
+        with self.noting(path):
+            self.files[path] = redacted(what())
+
+    def add_object(self, path: str, what: Callable[[], Any]) -> None:
+        """As `add`, of an object of the API, or a part of one."""
+        with self.noting(path):
+            self.files[path] = _yaml(redact.clean(what()))
+
+    @contextmanager
+    def noting(self, path: str) -> Iterator[None]:
         try:
-            self.files[path] = what()
+            yield
         except CannotDo as error:
             self.missing[path] = redacted(str(error))
 
@@ -55,21 +65,22 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     and the operator's log: those are left out for whoever may not."""
     found = CollectedFiles()
     name = job["metadata"]["name"]
-    pods = _pods(cluster, job, found)
-    found.add("job.yaml", lambda: _yaml(redact.clean(job)))
-    found.add("placement.yaml", lambda: _yaml(redact.clean(cluster.placement_object(job) or {})))
-    found.add("events.yaml", lambda: _yaml(redact.clean(cluster.events(job))))
-    found.add("nodes.yaml", lambda: _yaml(redact.clean([_node(node) for node in _nodes_of(cluster, pods)])))
+    pods: list[dict[str, Any]] = []
+    with found.noting("pods"):
+        pods = cluster.pods(job)
+    found.add_object("job.yaml", lambda: job)
+    found.add_object("placement.yaml", lambda: cluster.placement_object(job) or {})
+    found.add_object("events.yaml", lambda: cluster.events(job))
+    found.add_object("nodes.yaml", lambda: [_node(node) for node in _nodes_of(cluster, pods)])
     for pod in pods:
         found.files[f"pods/{pod['metadata']['name']}.yaml"] = _yaml(redact.clean(pod))
     for pod in _telling(pods):
         pod_name = pod["metadata"]["name"]
         for container in (names.SIDECAR_CONTAINER, *((names.TRAINER_CONTAINER,) if trainer_logs else ())):
-            found.add(
-                f"logs/{pod_name}/{container}.log",
-                partial(_log, cluster, cluster.namespace, pod_name, container),
-            )
-        found.add(f"metrics/{pod_name}.txt", partial(_metrics, cluster, pod))
+            log = partial(cluster.log, cluster.namespace, pod_name, container, _LINES)
+            found.add(f"logs/{pod_name}/{container}.log", log)
+        metrics = partial(cluster.pod_page, pod_name, _metrics_port(pod), "metrics")
+        found.add(f"metrics/{pod_name}.txt", metrics)
     if len(pods) > _LOGS:
         found.missing["logs"] = (
             f"of {len(pods)} pods only the {_LOGS} that tell most: restarted, not running, and the first"
@@ -86,14 +97,6 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     ) + "\n")  # fmt: skip
     found.files["README.txt"] = _readme(found, f"{cluster.namespace}/{name}", now)
     return found
-
-
-def _pods(cluster: Cluster, job: Mapping[str, Any], found: CollectedFiles) -> list[dict[str, Any]]:
-    try:
-        return cluster.pods(job)
-    except CannotDo as error:
-        found.missing["pods"] = redacted(str(error))
-        return []
 
 
 def _metrics_port(pod: Mapping[str, Any]) -> int:
@@ -130,24 +133,14 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _operator_logs(cluster: Cluster, found: CollectedFiles) -> None:
-    try:
+    with found.noting("logs/operator"):
         pods = cluster.pods_labelled(_OPERATOR)
-    except CannotDo as error:
-        found.missing["logs/operator"] = redacted(str(error))
-        return
-    if not pods:
-        found.missing["logs/operator"] = f"no pod has the label {_OPERATOR}"
-    for pod in pods:
-        namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
-        found.add(f"logs/operator/{name}.log", partial(_log, cluster, namespace, name, None))
-
-
-def _log(cluster: Cluster, namespace: str, pod: str, container: str | None) -> str:
-    return redacted(cluster.log(namespace, pod, container, _LINES))
-
-
-def _metrics(cluster: Cluster, pod: Mapping[str, Any]) -> str:
-    return redacted(cluster.pod_page(pod["metadata"]["name"], _metrics_port(pod), "metrics"))
+        if not pods:
+            raise CannotDo(f"no pod has the label {_OPERATOR}")
+        for pod in pods:
+            namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+            log = partial(cluster.log, namespace, name, None, _LINES)
+            found.add(f"logs/operator/{name}.log", log)
 
 
 def _telling(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,7 +189,7 @@ def gaps(missing: Mapping[str, str]) -> list[str]:
 
 
 def _text(shown: RenderableType) -> str:
-    return redacted(to_plain_text(shown, _WIDTH))
+    return to_plain_text(shown, _WIDTH)
 
 
 def _yaml(content: Any) -> str:

@@ -54,9 +54,7 @@ def plan(
     nodes: NodesFile = None,
     made_up: Shape = None,
     workers_per_node: PerNode = None,
-    picture: Annotated[
-        Path | None, typer.Option("--picture", "--svg", "--html", help="Draw it: FILE.svg or .html.")
-    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw it: FILE.svg.")] = None,
     output: OutputFormat = Output.TABLE,
     namespace: Namespace = None,
     context: Context = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,16 +102,6 @@ def _parent(layout: JobLayout, node: str, level: str) -> str:
     return UNKNOWN if path is None else short_name(path)
 
 
-def _natural(text: str) -> tuple[tuple[int, int, str], ...]:
+def _natural(text: str) -> list[str | int]:
     """rack-2 before rack-10."""
-    parts: list[tuple[int, int, str]] = []
-    digits = ""
-    for char in text + "\0":
-        if char.isdigit() and char.isascii():
-            digits += char
-            continue
-        if digits:
-            parts.append((0, int(digits), ""))
-            digits = ""
-        parts.append((1, 0, char))
-    return tuple(parts)
+    return [int(part) if index % 2 else part for index, part in enumerate(re.split("([0-9]+)", text))]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from tiercheck_cli.failure import CannotDo
+from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.figures import new_figure, svg_of
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.plan.links import Links, links
@@ -29,19 +28,11 @@ _RED, _GREEN, _INK, _SOFT = "#c24e00", "#0a7a52", "#1c1f23", "#5d646d"
 
 
 def draw(path: Path, layout: JobLayout) -> None:
-    """SVG, or a page with it, by the name's end. Raises CannotDo."""
-    if path.suffix not in (".svg", ".html", ".htm"):
-        raise CannotDo(f"{path} must end with .svg or .html", 2)
-    content = svg(layout)
+    """As SVG. Raises CannotDo."""
     if path.suffix != ".svg":
-        title = escape(f"{layout.name}: who keeps whose copies")
-        content = (
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-            f"<style>svg {{ width: 100%; height: auto }}</style>"
-            f'<body style="margin:0 auto;max-width:900px">{content}</body></html>\n'
-        )
+        raise CannotDo(f"{path} must end with .svg", USAGE)
     try:
-        path.write_text(content)
+        path.write_text(svg(layout))
     except OSError as error:
         raise CannotDo(f"{path} cannot be written: {error.strerror}") from error
 
@@ -63,14 +54,8 @@ def svg(layout: JobLayout) -> str:
         _write(axes, 24, 38, head, 20, weight="bold")
         _write(axes, 24, 62, foot, 14, fill=_GREEN if survives else _RED)
         if placement.unprotected and (any(placement.holders) or placement.groups):
-            _write(
-                axes,
-                24,
-                84,
-                f"{plural(len(placement.unprotected), 'worker')} unprotected (ringed)",
-                14,
-                fill=_RED,
-            )
+            unprotected = f"{plural(len(placement.unprotected), 'worker')} unprotected (ringed)"
+            _write(axes, 24, 84, unprotected, 14, fill=_RED)
         legend = f"a curve leads from a worker to each keeper of its {what}; colours are its {drawn.level}"
         _write(axes, 24, _SIZE - 20, legend, 12, fill=_SOFT)
         if len(spots) <= _DOTS:
@@ -122,27 +107,17 @@ def _add_rim(axes: Any, drawn: Links, spots: dict[int, float]) -> None:
     size = 6.0 if len(spots) <= _NUMBERS else 2.5
     for index, domain in enumerate(drawn.domains):
         angles = [spots[worker] for worker in domain.workers]
-        wide, begin, end = (
-            2 * (_RADIUS + 16),
-            math.degrees(angles[0] - 0.006),
-            math.degrees(angles[-1] + 0.006),
-        )
-        axes.add_patch(
-            Arc(_MIDDLE, wide, wide, theta1=begin, theta2=end, color=colour(index), linewidth=_points(7))
-        )
+        wide, shade = 2 * (_RADIUS + 16), colour(index)
+        begin, end = math.degrees(angles[0] - 0.006), math.degrees(angles[-1] + 0.006)
+        arc = Arc(_MIDDLE, wide, wide, theta1=begin, theta2=end, color=shade, linewidth=_points(7))
+        axes.add_patch(arc)
         if index % every == 0:
             name = domain.name if unique or not domain.parent else f"{domain.parent}/{domain.name}"
             _add_label(axes, _mean(angles), _RADIUS + 30, name)
         for worker in domain.workers if len(spots) <= _DOTS else ():
-            ring = (
-                {"edgecolor": _RED, "linewidth": _points(3)}
-                if worker in drawn.unprotected
-                else {"linewidth": 0}
-            )
-            spot = _at(spots[worker], _RADIUS)
-            axes.add_patch(
-                Circle(spot, size, facecolor=colour(index), zorder=3, gid=f"worker {worker}", **ring)
-            )
+            ring = {"edgecolor": _RED, "linewidth": _points(3) if worker in drawn.unprotected else 0}
+            spot, name = _at(spots[worker], _RADIUS), f"worker {worker}"
+            axes.add_patch(Circle(spot, size, facecolor=shade, zorder=3, gid=name, **ring))
             if len(spots) <= _NUMBERS:
                 x, y = _at(spots[worker], _RADIUS - 17)
                 _write(axes, x, y + 4, str(worker), 11, anchor="center")

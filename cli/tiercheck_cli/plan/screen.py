@@ -9,11 +9,11 @@ from rich import box
 from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.plan.links import Domain, Links, links
-from tiercheck_cli.terminal import Text, plural
+from tiercheck_cli.terminal import Text, columns, plural, right
 
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#B8A900", "#8C8C8C")
 """Of domains, in turn. Okabe and Ito's, with the yellow darkened for light paper."""
@@ -50,45 +50,30 @@ def _summary(layout: JobLayout, drawn: Links) -> Group:
         f": {plural(len(layout.sites), 'worker')} on {plural(len(nodes), 'node')}, {kind}",
         ("  planned" if layout.attempt is None else f"  attempt {layout.attempt}", "dim"),
     )
-    lines = [head]
-    survives = "; ".join(placement.tolerates)
-    lines.append(
-        Text.assemble(("  survives     ", "dim"), (f"the loss of {survives}", "bold green"))
-        if survives
-        else Text.assemble(
-            ("  survives     ", "dim"), ("no loss of a pod: its memory is the only one", "bold red")
-        )
-    )
+    told: list[tuple[str, Text]] = []
+    if survives := "; ".join(placement.tolerates):
+        told.append(("survives", Text(f"the loss of {survives}", style="bold green")))
+    else:
+        told.append(("survives", Text("no loss of a pod: its memory is the only one", style="bold red")))
     if placement.achieved_level != layout.spread and (any(placement.holders) or placement.groups):
         got = f"only by {placement.achieved_level}" if placement.achieved_level else "not even by node"
-        lines.append(
-            Text.assemble(
-                ("  apart        ", "dim"), (f"{got}, and {layout.spread} was asked for", "bold yellow")
-            )
-        )
+        told.append(("apart", Text(f"{got}, and {layout.spread} was asked for", style="bold yellow")))
     kept = drawn.kept()
     if kept:
         least, most = min(kept.get(site.worker, 0) for site in layout.sites), max(kept.values())
         unit = "block" if placement.groups else "copy"
         many = f"{least} to {most}" if least != most else str(most)
         noun = unit if many == "1" else {"block": "blocks", "copy": "copies"}[unit]
-        lines.append(Text.assemble(("  each keeps   ", "dim"), f"{many} {noun} for others"))
-    lines += [
-        Text.assemble(("  note         ", "dim"), Text(remark, style="yellow")) for remark in layout.remarks
-    ]
+        told.append(("each keeps", Text(f"{many} {noun} for others")))
+    told += [("note", Text(remark, style="yellow")) for remark in layout.remarks]
     if placement.unprotected and (any(placement.holders) or placement.groups):
-        shown = ", ".join(map(str, placement.unprotected[:12])) + (
-            " ..." if len(placement.unprotected) > 12 else ""
-        )
-        lines.append(
-            Text.assemble(
-                ("  unprotected  ", "dim"),
-                (f"{plural(len(placement.unprotected), 'worker')}: {shown}", "bold red"),
-            )
-        )
+        more = " ..." if len(placement.unprotected) > 12 else ""
+        shown = ", ".join(map(str, placement.unprotected[:12])) + more
+        whole = f"{plural(len(placement.unprotected), 'worker')}: {shown}"
+        told.append(("unprotected", Text(whole, style="bold red")))
     if placement.reason:
-        lines.append(Text.assemble(("  why          ", "dim"), placement.reason))
-    return Group(*lines)
+        told.append(("why", Text(placement.reason)))
+    return Group(head, *(Text.assemble((f"  {name:<13}", "dim"), what) for name, what in told))
 
 
 def _kind(layout: JobLayout) -> str:
@@ -173,10 +158,7 @@ def group_name(index: int) -> str:
 
 def _groups(layout: JobLayout, drawn: Links) -> Table:
     where = drawn.domain_of
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("GROUP")
-    table.add_column("MEMBERS, IN DOMAINS OF THEIR OWN COLOUR")
-    table.add_column("BLOCKS KEPT BY")
+    table = columns("GROUP", "MEMBERS, IN DOMAINS OF THEIR OWN COLOUR", "BLOCKS KEPT BY")
     for index, group in enumerate(layout.placement.groups):
         table.add_row(
             Text(group_name(index)),
@@ -195,20 +177,14 @@ def _matrix_width(drawn: Links) -> int:
 
 def _matrix(drawn: Links) -> Group:
     counts = drawn.between()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(f"OF {drawn.level.upper()}")
-    table.add_column("WORKERS", justify="right")
+    table = columns(f"OF {drawn.level.upper()}", right("WORKERS"))
     for index, domain in enumerate(drawn.domains):
         table.add_column(Text(domain.name, style=colour(index)), justify="right")
     for row, domain in enumerate(drawn.domains):
         cells = [_cell(counts[(row, column)], row == column) for column in range(len(drawn.domains))]
         table.add_row(Text(domain.name, style=f"bold {colour(row)}"), str(len(domain.workers)), *cells)
-    return Group(
-        Text(
-            f"copies of the workers of each {drawn.level}, by the {drawn.level} that keeps them", style="dim"
-        ),
-        table,
-    )
+    title = f"copies of the workers of each {drawn.level}, by the {drawn.level} that keeps them"
+    return Group(Text(title, style="dim"), table)
 
 
 def _cell(count: int, same: bool) -> Text:
@@ -219,11 +195,8 @@ def _cell(count: int, same: bool) -> Text:
 
 def _list(drawn: Links) -> Group:
     counts = drawn.between()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(drawn.level.upper())
-    table.add_column("WORKERS", justify="right")
-    table.add_column("NODES", justify="right")
-    table.add_column("COPIES ARE KEPT IN", ratio=1)
+    kept_in = Column("COPIES ARE KEPT IN", ratio=1)
+    table = columns(drawn.level.upper(), right("WORKERS"), right("NODES"), kept_in)
     for row, domain in enumerate(drawn.domains[:_DOMAINS_LISTED]):
         keeping = Counter({column: count for (owner, column), count in counts.items() if owner == row})
         parts = [f"{drawn.domains[column].name} ×{count}" for column, count in keeping.most_common(4)]
@@ -235,5 +208,5 @@ def _list(drawn: Links) -> Group:
             ", ".join(parts) + (f" and {more} more" if more > 0 else ""),
         )
     rest = len(drawn.domains) - _DOMAINS_LISTED
-    tail = [Text(f"and {rest} more; --svg FILE draws them all", style="dim")] if rest > 0 else []
+    tail = [Text(f"and {rest} more; --picture FILE.svg draws them all", style="dim")] if rest > 0 else []
     return Group(table, *tail)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.failure import USAGE, CannotDo
@@ -21,7 +18,16 @@ from tiercheck_cli.simulate.measured import jobs_in
 from tiercheck_cli.simulate.play import play
 from tiercheck_cli.simulate.screen import Result, screen
 from tiercheck_cli.simulate.settings import scenario, settings, store_only
-from tiercheck_cli.terminal import Context, Kubeconfig, Namespace, Output, OutputFormat, console, write
+from tiercheck_cli.terminal import (
+    Context,
+    Kubeconfig,
+    Namespace,
+    Output,
+    OutputFormat,
+    console,
+    progress_bar,
+    write,
+)
 
 
 def simulate(
@@ -83,17 +89,13 @@ def simulate(
         layout, found, said, jobs_in(measured) if measured else [found] if job is not None else []
     )
     results = []
-    with _progress() as progress:
+    with progress_bar() as progress:
         for row in settings(layout.spec, compare or [], layout.topology.level_names):
             described = scenario(layout, row.spec, assumed)
             task = progress.add_task(row.name, total=runs)
-            try:
-                simulation = play(
-                    described, days=days, runs=runs, seed=seed, tick=partial(progress.advance, task)
-                )
-            except ValueError as error:
-                raise CannotDo(f"{row.name} cannot be simulated: {error}") from error
-            results.append(Result(row.name, described.placed, simulation))
+            tick = partial(progress.advance, task)
+            simulation = play(described, days=days, runs=runs, seed=seed, tick=tick)
+            results.append(Result(row.name, described.placement, simulation))
     every = layout.spec.remote_every
     formula = (every, store_only(layout, assumed, every)) if every else None
     if output is not Output.TABLE:
@@ -101,14 +103,6 @@ def simulate(
     else:
         terminal = console()
         terminal.print(screen(layout, results, assumed, terminal.width, formula=formula))
-
-
-def _progress() -> Progress:
-    """On standard error, and only for people."""
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(),
-    )  # fmt: skip
 
 
 def _as_json(

@@ -7,7 +7,7 @@ is left of the whole without that step, `replace` what a restore takes longer th
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -15,6 +15,7 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
+from tiercheck_cli.events.recoveries import recoveries
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.files import documents
 from tiercheck_cli.simulate.scenario import POD, PROCESS, RecoveryTimes
@@ -106,13 +107,13 @@ def times_of(
     """(the times, where they are from, as sentences). No sentence: no job tells of a recovery, and they are
     the usual ones. `said`: parts that are the same for every kind of failure, whatever was measured.
     """
-    recoveries = measured_recoveries(jobs)
-    if not recoveries:
+    told = measured_recoveries(jobs)
+    if not told:
         return usual.changed(lambda each: replace(each, **said)), ()
-    found = measure(recoveries, usual)
+    found = measure(told, usual)
     times = found.for_levels(topology.level_names).changed(lambda each: replace(each, **said))
     whose = ", ".join(dict.fromkeys(str((job.get("metadata") or {}).get("name") or "a job") for job in jobs))
-    count = len(recoveries)
+    count = len(told)
     lines = [
         f"{count} recover{'y' if count == 1 else 'ies'} of {whose} (means; all of it stands for this size)"
     ]
@@ -132,14 +133,33 @@ def times_of(
     return times, (*lines, *found.derived, *([f"assumed: {assumed}"] if assumed else []))
 
 
-def measured_recoveries(jobs: Iterable[object]) -> tuple[MeasuredRecovery, ...]:
-    """Of jobs as the API gives them. What makes no sense is left out."""
-    return tuple(found for job in jobs for raw in _told(job) if (found := _read(raw, job)) is not None)
+def measured_recoveries(jobs: Iterable[Any]) -> tuple[MeasuredRecovery, ...]:
+    """Of jobs as the API gives them. A job that makes no sense is left out."""
+    found: list[MeasuredRecovery] = []
+    for job in jobs:
+        with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            found += _read(job)
+    return tuple(found)
 
 
-def measure(recoveries: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredTimes:
+def _read(job: Mapping[str, Any]) -> list[MeasuredRecovery]:
+    status, spec = job["status"], job.get("spec") or {}
+    step = max(0.0, float((status.get("progress") or {}).get("stepSeconds") or 0.0))
+    spared = bool((status.get("spares") or {}).get("wanted") or spec.get("spares"))
+    return [
+        MeasuredRecovery(
+            _KINDS[each.cause], each.farthest, each.detect, each.restore, max(0.0, each.start - step), spared
+        )
+        for each in recoveries(job)
+        if each.cause in _KINDS
+        and each.total
+        and all(0 <= span < 1e9 for span in (each.detect, each.restore, each.total))
+    ]
+
+
+def measure(told: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> MeasuredTimes:
     """Means over the recoveries of each kind; `usual` where there are none to tell."""
-    by_kind = {kind: [each for each in recoveries if each.kind == kind] for kind in KINDS}
+    by_kind = {kind: [each for each in told if each.kind == kind] for kind in KINDS}
     derived: list[str] = []
     in_place = [each.restore for each in by_kind[PROCESS] if each.tier is Tier.LOCAL]
     local = fmean(in_place) if in_place else usual.restore.local
@@ -147,7 +167,7 @@ def measure(recoveries: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> Mea
         derived.append(f"restore from own memory: {local:.3g} s, assumed")
     # A peer's copy has a way to go; no longer than the shortest restore from a peer that was seen.
     carried = max(0.0, usual.restore.peer - usual.restore.local)
-    peer = min([local + carried, *(each.restore for each in recoveries if each.tier is Tier.PEER)])
+    peer = min([local + carried, *(each.restore for each in told if each.tier is Tier.PEER)])
     waits = {
         (kind, spared): fmean(found)
         for kind in KINDS[1:]
@@ -157,7 +177,7 @@ def measure(recoveries: Sequence[MeasuredRecovery], usual: RecoveryTimes) -> Mea
     remote = usual.restore.remote
     far = [
         max(local, each.restore - _wait(each.kind, each.spared, waits))
-        for each in recoveries
+        for each in told
         if each.tier is Tier.REMOTE
     ]
     if far:
@@ -208,38 +228,3 @@ def _waits(found: Sequence[MeasuredRecovery], spared: bool, local: float, peer: 
 
 def _wait(kind: str, spared: bool, waits: Mapping[tuple[str, bool], float], otherwise: float = 0.0) -> float:
     return next((waits[each, spared] for each in (kind, *_ALIKE[kind]) if (each, spared) in waits), otherwise)
-
-
-def _told(job: object) -> list[Mapping[str, Any]]:
-    status = _mapping(_mapping(job).get("status"))
-    raw = status.get("recoveries")
-    told = [each for each in raw if isinstance(each, Mapping)] if isinstance(raw, list | tuple) else []
-    last = status.get("lastRecovery")
-    if isinstance(last, Mapping) and last.get("attempt") not in [each.get("attempt") for each in told]:
-        told.append(last)
-    return told
-
-
-def _read(raw: Mapping[str, Any], job: object) -> MeasuredRecovery | None:
-    kind = _KINDS.get(str(raw.get("cause")))
-    spans = [_seconds(raw.get(f"{name}Seconds")) for name in ("detect", "restore", "total")]
-    if kind is None or None in spans:
-        return None
-    detect, restore, total = (span or 0.0 for span in spans)
-    tiers = _mapping(raw.get("tiers"))
-    tier = next((each for each in reversed(Tier) if _seconds(tiers.get(each.value))), None)
-    status, spec = _mapping(_mapping(job).get("status")), _mapping(_mapping(job).get("spec"))
-    step = _seconds(_mapping(status.get("progress")).get("stepSeconds")) or 0.0
-    spared = bool(_seconds(_mapping(status.get("spares")).get("wanted")) or _seconds(spec.get("spares")))
-    return MeasuredRecovery(kind, tier, detect, restore, max(0.0, total - detect - restore - step), spared)
-
-
-def _mapping(raw: object) -> Mapping[str, Any]:
-    return raw if isinstance(raw, Mapping) else {}
-
-
-def _seconds(raw: object) -> float | None:
-    """A number that can be a span or a count; None if it is none."""
-    if isinstance(raw, bool) or not isinstance(raw, int | float):
-        return None
-    return float(raw) if abs(raw) < 1e9 and math.isfinite(raw) and raw >= 0 else None

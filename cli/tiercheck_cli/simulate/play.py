@@ -86,45 +86,14 @@ def play(
     scenario: Scenario, *, days: float, runs: int, seed: int = 0, tick: Callable[[], object] = lambda: None
 ) -> Simulation:
     """`runs` lives of `days` each, each with a chance of its own: scenarios with the same failures meet the
-    same. `tick` is called after each. Raises ValueError for a level that the topology has not, for rates,
-    times or counts that make no sense, and as `Scenario.placed` does.
-    """
-    if days <= 0 or runs < 1 or scenario.step_seconds <= 0:
-        raise ValueError("days, runs and step_seconds must be positive")
-    known, rates = scenario.topology.level_names, scenario.rates
-    for level, rate in {**rates.domains, PROCESS: rates.process, POD: rates.pod}.items():
-        if level not in (PROCESS, POD, *known):
-            raise ValueError(f"no topology level {level!r}; there are {', '.join(known)}")
-        if rate < 0:
-            raise ValueError(f"the failure rate of a {level} must not be negative")
-    sources, survival = _sources(scenario), Survival(scenario.placed)
+    same. `tick` is called after each."""
+    sources, survival = _sources(scenario), Survival(scenario.placement)
     played = []
     for run in range(runs):
         chance = random.Random(f"{seed}/{run}")
-        played.append(_live(_Life(scenario, survival), sources, chance, days * 86400.0))
+        played.append(_live(JobLife(scenario, survival), sources, chance, days * 86400.0))
         tick()
     return Simulation(days, tuple(played))
-
-
-@dataclass(frozen=True)
-class KnownFailure:
-    """One of a life that is known beforehand."""
-
-    at: float
-    """Seconds since the beginning."""
-    kind: str
-    victims: tuple[int, ...] = ()
-    """The workers whose memory goes."""
-
-
-def replay(scenario: Scenario, failures: Sequence[KnownFailure], seconds: float) -> Run:
-    """The one life in which exactly this happens. Raises ValueError as `Scenario.placed` does."""
-    if seconds <= 0:
-        raise ValueError("a life must have some seconds")
-    life = _Life(scenario, Survival(scenario.placed))
-    for failure in sorted(failures, key=lambda each: each.at):
-        life.fail(failure.at, failure.kind, failure.victims)
-    return life.ended(seconds)
 
 
 @dataclass(frozen=True)
@@ -149,7 +118,7 @@ def _sources(scenario: Scenario) -> tuple[_Source, ...]:
     return tuple(source for source in found if source.rate > 0)
 
 
-def _live(life: _Life, sources: Sequence[_Source], chance: random.Random, end: float) -> Run:
+def _live(life: JobLife, sources: Sequence[_Source], chance: random.Random, end: float) -> Run:
     weights = [source.rate for source in sources]
     rate = sum(weights)
     at = chance.expovariate(rate) if rate else end
@@ -160,11 +129,11 @@ def _live(life: _Life, sources: Sequence[_Source], chance: random.Random, end: f
     return life.ended(end)
 
 
-class _Life:
-    """One run. Times are seconds since its beginning."""
+class JobLife:
+    """One run: every failure in order of time, then its end. Times are seconds since its beginning."""
 
-    def __init__(self, scenario: Scenario, survival: Survival) -> None:
-        self._scenario, self._survival = scenario, survival
+    def __init__(self, scenario: Scenario, survival: Survival | None = None) -> None:
+        self._scenario, self._survival = scenario, survival or Survival(scenario.placement)
         self._base = 0
         """The step that training last came back to."""
         self._copied = 0
@@ -196,7 +165,8 @@ class _Life:
     def _step(self, at: float) -> int:
         return self._base + int(max(0.0, at - self._resumes) / self._scenario.step_seconds)
 
-    def fail(self, at: float, kind: str, victims: tuple[int, ...]) -> None:
+    def fail(self, at: float, kind: str, victims: tuple[int, ...] = ()) -> None:
+        """`kind` as in `Run.failures`; `victims`: the workers whose memory goes."""
         scenario, saving = self._scenario, self._scenario.saving
         times = scenario.times.of(kind)
         self._failures[kind] += 1
@@ -227,10 +197,7 @@ class _Life:
         self._complete = max(self._complete, acted + self._replaced(at, times, len(victims)))
         resumes = max(acted, self._complete) + times.restart
         if tier is not None:
-            resumes += {
-                Tier.LOCAL: times.restore.local, Tier.PEER: times.restore.peer,
-                Tier.REMOTE: times.restore.remote
-            }[tier]  # fmt: skip
+            resumes += float(getattr(times.restore, tier.value))
         if waiting:
             resumes = max(resumes, self._resumes)
         self._down += resumes - max(at, min(self._resumes, resumes))

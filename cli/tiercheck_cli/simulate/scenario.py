@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
-from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
-from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, place
+from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.placement.problem import WorkerSite
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds
 from tiercheck_operator.planning.topology import Topology
@@ -99,53 +97,17 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Held(Saving):
-    """What a running job holds now: the newest complete version of each tier, 0 where there is none."""
-
-    local_step: int = 0
-    peer_step: int = 0
-    remote_step: int = 0
-
-    def local(self, step: int) -> int:
-        return min(step, self.local_step)
-
-    def peer(self, step: int) -> int:
-        return min(step, self.peer_step)
-
-    def remote(self, step: int) -> int:
-        return 0 if self.remote_every is None else min(step, self.remote_step)
-
-
-@dataclass(frozen=True)
 class Scenario:
     """One job on one cluster."""
 
     sites: Sequence[WorkerSite]
     topology: Topology
-    policy: PlacementPolicy | ParityPolicy
-    procs_per_worker: int = 1
+    placement: Placement
     spares: int = 0
     step_seconds: float = 1.0
     saving: Saving = field(default_factory=Saving)
     times: RecoveryTimes = field(default_factory=RecoveryTimes)
     rates: FailureRates = field(default_factory=FailureRates)
-    existing: Placement | None = None
-    """Of a job that runs; None: it is made."""
-
-    @cached_property
-    def placed(self) -> Placement:
-        """As the operator would place the job. Raises ValueError for a policy that does not fit the
-        topology, and if the required spread cannot be had; the message names the bound."""
-        found: Placement | Unplaceable
-        if self.existing is not None:
-            return self.existing
-        if isinstance(self.policy, ParityPolicy):
-            found = place_parity(self.sites, self.topology, self.policy)
-        else:
-            found = place(self.sites, self.topology, self.policy)
-        if isinstance(found, Unplaceable):
-            raise ValueError(found.reason)
-        return found
 
     def domains(self, level: str) -> dict[str, tuple[int, ...]]:
         """By domain of that level, in order: the workers in it. Workers whose domain is unknown are in

@@ -112,18 +112,16 @@ def scenario(layout: JobLayout, spec: JobSpec, assumed: Assumptions) -> Scenario
     """The placement is made anew where the setting asks for another one. Raises CannotDo."""
     policy = policy_of(spec)
     same = policy == policy_of(layout.spec)
-    existing = layout.placement if same else compute_placement(layout.sites, layout.topology, policy)
+    placement = layout.placement if same else compute_placement(layout.sites, layout.topology, policy)
     return Scenario(
         sites=layout.sites,
         topology=layout.topology,
-        policy=policy,
-        procs_per_worker=spec.procs_per_worker,
+        placement=placement,
         spares=spec.spares,
         step_seconds=assumed.step_seconds,
         saving=saving(spec, assumed),
         times=assumed.times,
         rates=assumed.rates(layout.sites, layout.topology),
-        existing=existing,
     )
 
 

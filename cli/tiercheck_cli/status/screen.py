@@ -6,12 +6,22 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 
 from tiercheck_cli.durations import age, short
 from tiercheck_cli.events.recoveries import EXACT_WORDS, PastRecovery
 from tiercheck_cli.status.view import Attention, RestoreView, StatusView, TierView, WorkerView
-from tiercheck_cli.terminal import PHASE_WORDS, PHASES, TIER_COLOURS, Text, plural
+from tiercheck_cli.terminal import (
+    PHASE_WORDS,
+    PHASES,
+    TIER_COLOURS,
+    Text,
+    columns,
+    facts,
+    folded,
+    plural,
+    right,
+)  # fmt: skip
 
 _PHASES = {
     "Running": "bold green", "Completed": "bold green", "Failed": "bold red", "Pending": "bold yellow",
@@ -29,11 +39,7 @@ def screen(view: StatusView, width: int, wide: bool = False) -> Group:
         parts.append(Padding(Text(view.doing), (0, 0, 0, 2)))
     parts += [Text(), _facts(view), Text(), _tiers(view)]
     if view.attention:
-        parts += [
-            Text(),
-            Text("needs attention", style="bold"),
-            *(_attention(entry) for entry in view.attention),
-        ]
+        parts += [Text(), Text("needs attention", style="bold"), *map(_attention, view.attention)]
     if view.recoveries:
         parts += [Text(), _recoveries(view, width)]
     if wide:
@@ -43,21 +49,15 @@ def screen(view: StatusView, width: int, wide: bool = False) -> Group:
 
 def jobs_table(views: Sequence[StatusView], everywhere: bool) -> Table:
     """One line for each job."""
-    table = _table()
-    if everywhere:
-        table.add_column("NAMESPACE")
-    table.add_column("NAME", overflow="fold")
-    table.add_column("PHASE")
-    for heading in ("STEP", "PEER LAG", "REMOTE", "RESTARTS"):
-        table.add_column(heading, justify="right")
-    table.add_column("SURVIVES", ratio=1)
-    table.add_column("!", justify="right")
-    table.add_column("AGE", justify="right")
+    table = columns(
+        *(["NAMESPACE"] if everywhere else []), folded("NAME"), "PHASE", right("STEP"), right("PEER LAG"),
+        right("REMOTE"), right("RESTARTS"), Column("SURVIVES", ratio=1), right("!"), right("AGE"),
+        collapse_padding=True,
+    )  # fmt: skip
     for view in views:
         by_name = {tier.name: tier for tier in view.tiers}
-        row = [Text(view.namespace)] if everywhere else []
         table.add_row(
-            *row,
+            *([Text(view.namespace)] if everywhere else []),
             Text(view.name),
             Text(view.phase, style=_PHASES.get(view.phase, "")),
             Text(_number(view.step)),
@@ -79,25 +79,19 @@ def _headline(view: StatusView) -> RenderableType:
         "  ",
         (view.phase, _PHASES.get(view.phase, "bold")),
         (f"  attempt {view.attempt} · ", "dim"),
-        (_crew(view), "dim" if view.workers == view.wanted_workers else "bold yellow"),
+        (_workers_now(view), "dim" if view.workers == view.wanted_workers else "bold yellow"),
         (ranks, "dim"),
         (f" · {age(view.age_seconds)} old" if view.age_seconds is not None else "", "dim"),
     )
 
 
-def _crew(view: StatusView) -> str:
-    many = (
-        str(view.workers)
-        if view.workers == view.wanted_workers
-        else f"{view.workers} of {view.wanted_workers}"
-    )
-    return f"{many} {'worker' if view.wanted_workers == 1 else 'workers'}"
+def _workers_now(view: StatusView) -> str:
+    wanted = plural(view.wanted_workers, "worker")
+    return wanted if view.workers == view.wanted_workers else f"{view.workers} of {wanted}"
 
 
 def _facts(view: StatusView) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(ratio=1)
+    grid = facts()
     pace = f"   {short(view.step_seconds)} each" if view.step_seconds else ""
     grid.add_row("  step", Text.assemble((_number(view.step), "bold"), pace))
     if view.restoring is not None:
@@ -105,24 +99,17 @@ def _facts(view: StatusView) -> Table:
     spread = f"   (copies apart by {view.spread})" if view.spread and view.spread != "none" else ""
     grid.add_row("  survives", Text.assemble(_survives(view), (spread, "dim")))
     if view.unprotected_workers:
-        grid.add_row(
-            "  unprotected",
-            Text(f"{view.unprotected_workers} of {view.workers} workers", style="bold yellow"),
-        )
+        unprotected = f"{view.unprotected_workers} of {view.workers} workers"
+        grid.add_row("  unprotected", Text(unprotected, style="bold yellow"))
     grid.add_row("  restarts", _restarts(view))
     if view.recoveries and view.recoveries[0].exact:
         grid.add_row("  resume", _resume(view.recoveries[0]))
     if view.snapshot_every or view.deltas:
         grid.add_row("  saves", _saves(view))
     if view.memory_needed and view.memory_limit:
-        share = view.memory_needed / view.memory_limit
-        grid.add_row(
-            "  memory",
-            Text(
-                f"{_gib(view.memory_needed)} of {_gib(view.memory_limit)} in the fullest pod",
-                style="bold yellow" if share > 1 else "",
-            ),
-        )
+        memory = f"{_gib(view.memory_needed)} of {_gib(view.memory_limit)} in the fullest pod"
+        style = "bold yellow" if view.memory_needed > view.memory_limit else ""
+        grid.add_row("  memory", Text(memory, style=style))
     return grid
 
 
@@ -167,10 +154,8 @@ def _saves(view: StatusView) -> str:
 
 
 def _tiers(view: StatusView) -> Table:
-    table = _table()
-    table.add_column("TIER")
-    for heading in ("STEP", "BEHIND", "LOST IF USED", "COMPLETE", "PROVED"):
-        table.add_column(heading, justify="right")
+    numbers = map(right, ("STEP", "BEHIND", "LOST IF USED", "COMPLETE", "PROVED"))
+    table = columns("TIER", *numbers, collapse_padding=True)
     for tier in view.tiers:
         table.add_row(Text(f"● {tier.name}", style=TIER_COLOURS[tier.name]), *_tier_cells(tier))
     return table
@@ -183,7 +168,7 @@ def _tier_cells(tier: TierView) -> tuple[Text, ...]:
     lag = tier.lag_steps or 0
     return (
         Text(_number(tier.step)),
-        Text("0 steps" if not lag else f"{lag:,} step{'' if lag == 1 else 's'}"),
+        Text(f"{lag:,} step{'' if lag == 1 else 's'}"),
         Text("-" if tier.lag_seconds is None else short(tier.lag_seconds)),
         Text("-" if tier.age_seconds is None else f"{age(tier.age_seconds)} ago"),
         Text("-" if tier.proof_age_seconds is None else f"{age(tier.proof_age_seconds)} ago"),
@@ -191,11 +176,12 @@ def _tier_cells(tier: TierView) -> tuple[Text, ...]:
 
 
 def _attention(entry: Attention) -> Table:
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(style="bold yellow", no_wrap=True)
-    grid.add_column(ratio=1)
+    grid = facts(gap=1)
     since = f"  {age(entry.since_seconds)}" if entry.since_seconds is not None else ""
-    grid.add_row("  !", Text.assemble((entry.reason, "bold yellow"), (f"  {entry.condition}{since}", "dim")))
+    grid.add_row(
+        Text("  !", style="bold yellow"),
+        Text.assemble((entry.reason, "bold yellow"), (f"  {entry.condition}{since}", "dim")),
+    )
     grid.add_row("", Text(entry.message))
     grid.add_row("", Text.assemble(("to do  ", "bold"), entry.advice))
     return grid
@@ -205,13 +191,10 @@ def _recoveries(view: StatusView, width: int) -> Group:
     shown = view.recoveries[:_RECOVERIES]
     longest = max(recovery.total for recovery in shown) or 1.0
     bar = _BAR if width >= 100 else max(6, width - 68)
-    table = _table()
-    table.add_column("RECOVERY")
-    table.add_column("FROM")
-    table.add_column("STEP", justify="right")
-    table.add_column("LOST", justify="right")
-    table.add_column("TOOK", justify="right")
-    table.add_column(min_width=bar, no_wrap=True)
+    phases = Column(min_width=bar, no_wrap=True)
+    table = columns(
+        "RECOVERY", "FROM", right("STEP"), right("LOST"), right("TOOK"), phases, collapse_padding=True
+    )
     for entry in shown:
         table.add_row(
             Text(entry.cause),
@@ -242,16 +225,11 @@ def recovery_bar(entry: PastRecovery, longest: float, columns: int) -> Text:
 
 def _workers(members: Sequence[WorkerView], levels: Sequence[str]) -> Table:
     shown = [index for index in range(len(levels)) if any(member.domains[index] != "?" for member in members)]
-    table = _table()
-    table.add_column("WORKER", justify="right")
-    table.add_column("POD", overflow="fold")
-    table.add_column("PHASE")
-    table.add_column("NODE", overflow="fold")
-    for index in shown:
-        table.add_column(levels[index].upper(), overflow="fold")
-    table.add_column("KEPT BY", overflow="fold")
-    table.add_column("PODS", justify="right")
-    table.add_column("RESTARTS", justify="right")
+    domains = (folded(levels[index].upper()) for index in shown)
+    table = columns(
+        right("WORKER"), folded("POD"), "PHASE", folded("NODE"), *domains, folded("KEPT BY"), right("PODS"),
+        right("RESTARTS"), collapse_padding=True,
+    )  # fmt: skip
     for member in members:
         table.add_row(
             Text(str(member.worker)),
@@ -264,10 +242,6 @@ def _workers(members: Sequence[WorkerView], levels: Sequence[str]) -> Table:
             Text(str(member.container_restarts)),
         )
     return table
-
-
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", collapse_padding=True)
 
 
 def _number(value: int | None) -> str:

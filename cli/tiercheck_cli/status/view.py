@@ -8,12 +8,10 @@ from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_cli import guide
-from tiercheck_cli.events.recoveries import PastRecovery, recoveries
+from tiercheck_cli.events.recoveries import TIERS, PastRecovery, recoveries
 from tiercheck_cli.terminal import spell
 from tiercheck_operator.model.status import parse_time
 from tiercheck_operator.planning.topology import Topology
-
-TIERS = ("local", "peer", "remote")
 
 
 @dataclass(frozen=True)

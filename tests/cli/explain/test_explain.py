@@ -13,10 +13,10 @@ from tests.cli.golden import matches, rendered
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_cli.explain import estimate as estimates
-from tiercheck_cli.explain.answer import WhatIf, answer, scenario_of
 from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
 from tiercheck_cli.explain.losses import losses
 from tiercheck_cli.explain.screen import what_if_screen, why_screen
+from tiercheck_cli.explain.what_if import WhatIf, answer, held_steps
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
 from tiercheck_cli.layout import layout_of, plan_layout
@@ -28,13 +28,12 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 def answers(*asked: str, job: dict[str, Any] | None = None) -> list[WhatIf]:
     job = job or recorded.job()
     layout = layout_of(FakeCluster(), job)
-    scenario, step = scenario_of(layout, job)
     pods = {
         pod["metadata"]["name"]: int(pod["metadata"]["labels"]["tiercheck.io/worker"])
         for pod in recorded.pods()
     }
-    found = losses(asked, layout, pods)
-    return [answer(loss, layout, scenario, step=step, past=recoveries(job)) for loss in found]
+    found, state = losses(asked, layout, pods), held_steps(layout, job)
+    return [answer(loss, layout, state, recoveries(job)) for loss in found]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -77,8 +76,8 @@ def test_all_recoveries_that_the_status_keeps_are_known_newest_first() -> None:
 
 def test_a_lost_rack_comes_from_peers_and_loses_what_they_lag_behind() -> None:
     (found,) = answers("rack=rack-1")
-    assert found.consequence.farthest is Tier.PEER
-    assert (found.consequence.step, found.consequence.lost_steps) == (12479, 1)
+    assert found.comeback.farthest is Tier.PEER
+    assert (found.comeback.step, found.lost_steps) == (12479, 1)
     assert found.from_whom == {1: (0,), 5: (4,)}
     assert found.without_training == Estimate(47.3, True, "as after NodeLost in attempt 5")
 
@@ -86,13 +85,13 @@ def test_a_lost_rack_comes_from_peers_and_loses_what_they_lag_behind() -> None:
 @pytest.mark.parametrize("asked", ["worker=2", "pod=gpt-large-2-1", "node=node-2", "host=node-2"])
 def test_a_worker_can_be_named_by_its_pod_and_by_its_node(asked: str) -> None:
     (found,) = answers(asked)
-    assert found.consequence.lost_workers == (2,)
+    assert found.loss.workers == {2}
 
 
 def test_a_worker_and_its_only_holder_at_once_need_the_remote_tier() -> None:
     (found,) = answers("node=node-0", "worker=1")
-    assert found.consequence.farthest is Tier.REMOTE
-    assert (found.consequence.step, found.consequence.lost_steps) == (12000, 480)
+    assert found.comeback.farthest is Tier.REMOTE
+    assert (found.comeback.step, found.lost_steps) == (12000, 480)
     assert found.loss.name == "node node-0 and worker 1"
 
 
@@ -100,7 +99,7 @@ def test_without_anything_in_the_remote_tier_that_would_be_the_end() -> None:
     job = recorded.job()
     del job["status"]["tiers"]["remote"]
     (found,) = answers("zone=zone-a", job=job)
-    assert found.consequence.farthest is None
+    assert found.comeback.farthest is None
     shown = rendered(what_if_screen([found], layout_of(FakeCluster(), job)), 80)
     assert "back to  the beginning" in shown
     assert "12480 steps" in shown
@@ -108,7 +107,7 @@ def test_without_anything_in_the_remote_tier_that_would_be_the_end() -> None:
 
 def test_a_crash_costs_no_step() -> None:
     (found,) = answers("crash")
-    assert (found.consequence.farthest, found.consequence.lost_steps) == (Tier.LOCAL, 0)
+    assert (found.comeback.farthest, found.lost_steps) == (Tier.LOCAL, 0)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -123,14 +122,12 @@ def test_what_if_on_the_screen(asked: str, width: int) -> None:
 
 def test_a_job_that_is_only_a_file_is_asked_about_in_the_midst_of_its_life() -> None:
     layout = plan_layout(read_job(str(EXAMPLES / "parity.yaml")), made_up_nodes("4x4"))
-    scenario, step = scenario_of(layout, None)
-    found = [answer(loss, layout, scenario, step=step, past=()) for loss in losses(["rack"], layout)]
-    assert {entry.consequence.farthest for entry in found} == {Tier.PEER}
+    state = held_steps(layout, None)
+    found = [answer(loss, layout, state) for loss in losses(["rack"], layout)]
+    assert {entry.comeback.farthest for entry in found} == {Tier.PEER}
     matches("explain-if-planned", rendered(what_if_screen(found, layout), 80))
     (one,) = losses(["rack=rack-2"], layout)
-    assert "rebuilt from" in rendered(
-        what_if_screen([answer(one, layout, scenario, step=None, past=())], layout), 80
-    )
+    assert "rebuilt from" in rendered(what_if_screen([answer(one, layout, state)], layout), 80)
 
 
 # How long it would take.
