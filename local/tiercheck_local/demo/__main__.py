@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo import job as demo_job
-from tiercheck_local.demo.failures import failures
+from tiercheck_local.demo.failures import FAILURES
 from tiercheck_local.demo.live import Live
 from tiercheck_local.demo.object_store import ObjectStore
 from tiercheck_local.demo.reference import ReferenceFailed, run_uninterrupted
@@ -35,7 +35,7 @@ BUCKET = "demo-checkpoints"
 FIRST_FAILURE = 12
 """Step of the first failure; the others follow at equal distances."""
 BETWEEN = 16
-STEPS = FIRST_FAILURE + 6 * BETWEEN + 8
+STEPS = FIRST_FAILURE + len(FAILURES) * BETWEEN + 8
 
 OPERATOR_ENV = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_SUSPECT_SECONDS": "5"}
 
@@ -91,11 +91,9 @@ def _run(console: Console, directory: Path, report: Path, keep: bool) -> int:
 
 def _tell(stage: LaptopStage, log: TrainingLog, live: Live, started: float, command: list[str]) -> RunRecord:
     workers = demo_job.WORKERS
-    story = Story(stage, stage.watch(), log, workers, narrate=lambda sentence: live.say(f"  ✗ {sentence}"))
-    story.announce = lambda sentence: live.say(f"  → {sentence}")
-    story.tick = live.follow
+    story = Story(stage, log, workers, live)
     faults = []
-    for number, failure in enumerate(failures()):
+    for number, failure in enumerate(FAILURES):
         fault = story.play(failure, at_step=FIRST_FAILURE + number * BETWEEN)
         faults.append(fault)
         live.say(

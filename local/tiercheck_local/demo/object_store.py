@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.controlplane import lifetime
+from tiercheck_local.controlplane.planes import wait_until
 
 ACCESS_KEY = "tiercheck-demo"
 SECRET_KEY = "tiercheck-demo-secret"
@@ -33,8 +34,8 @@ class ObjectStore:
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
-        self._process = lifetime.start(command, self._log)
-        self._wait_until_it_answers(deadline=90.0)
+        process = self._process = lifetime.start(command, self._log)
+        wait_until(self._answers, process, self._log, "the local S3 server", seconds=90.0)
         self.client().create_bucket(Bucket=self.bucket)
         return self
 
@@ -56,17 +57,7 @@ class ObjectStore:
             aws_secret_access_key=SECRET_KEY,
         )
 
-    def _wait_until_it_answers(self, deadline: float) -> None:
-        assert self._process is not None
-        end = time.monotonic() + deadline
-        while time.monotonic() < end:
-            if self._process.poll() is not None:
-                raise RuntimeError(
-                    f"the local S3 server ended with {self._process.returncode}; see {self._log}"
-                )
-            try:
-                with socket.create_connection(("127.0.0.1", self._port), timeout=1.0):
-                    return
-            except OSError:
-                time.sleep(0.1)
-        raise RuntimeError(f"the local S3 server did not answer within {deadline:.0f} s; see {self._log}")
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1.0):
+            return True
+        return False

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,32 +54,18 @@ def _follow(
     on_step: Callable[[Step], None],
     logs: Path,
 ) -> None:
-    remaining = deadline
-    while True:
-        try:
-            processes[0].wait(timeout=0.2)
-            break
-        except subprocess.TimeoutExpired:
-            remaining -= 0.2
+    end = time.monotonic() + deadline
+    while not all(process.poll() == 0 for process in processes):
         for step in log.poll():
             on_step(step)
-        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
-        if failed or remaining <= 0:
-            why = (
-                f"rank {failed[0]} exited with {processes[failed[0]].returncode}"
-                if failed
-                else "it took too long"
-            )
-            tail = (logs / f"rank-{failed[0] if failed else 0}" / "out.log").read_text(errors="replace")[
-                -2000:
-            ]
+        failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
+        if failed is not None or time.monotonic() > end:
+            why = "it took too long"
+            if failed is not None:
+                why = f"rank {failed} exited with {processes[failed].returncode}"
+            tail = lifetime.tail(logs / f"rank-{failed or 0}" / "out.log")
             raise ReferenceFailed(f"the uninterrupted run failed: {why}\n{tail}")
-    for rank, process in enumerate(processes):
-        if process.wait(timeout=max(remaining, 1.0)) != 0:
-            tail = (logs / f"rank-{rank}" / "out.log").read_text(errors="replace")[-2000:]
-            raise ReferenceFailed(
-                f"rank {rank} of the uninterrupted run exited with {process.returncode}\n{tail}"
-            )
+        time.sleep(0.2)
     for step in log.poll():
         on_step(step)
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiercheck_local import clock
-from tiercheck_local.demo.failures import Failure, Stage
-from tiercheck_local.demo.recovery_watch import RecoveryWatch
+from tiercheck_local.demo.failures import Failure
+from tiercheck_local.demo.live import Live
 from tiercheck_local.demo.result import FaultRecord, count_tiers, rank_source
+from tiercheck_local.demo.stage import LaptopStage
 from tiercheck_local.demo.training_log import TrainingLog
+from tiercheck_operator.model.status import parse_time
 
-Narrate = Callable[[str], None]
+_PATIENCE = 90.0
+"""Seconds before one wait is given up."""
 
 
 class StoryFailed(RuntimeError):
@@ -22,34 +24,30 @@ class StoryFailed(RuntimeError):
 
 @dataclass
 class Story:
-    """Everything the acts need. `clock` gives Unix seconds, `tick` is called at every look (progress
-    display)."""
+    """Everything the acts need."""
 
-    stage: Stage
-    watch: RecoveryWatch
+    stage: LaptopStage
     log: TrainingLog
     ranks: int
-    narrate: Narrate
-    announce: Narrate = lambda sentence: None
-    """As `narrate`, for what is no failure."""
-    tick: Callable[[Mapping[str, Any]], None] = lambda status: None
-    patience: float = 90.0
-    """Seconds before one wait is given up."""
+    live: Live
+
+    def __post_init__(self) -> None:
+        self.watch = self.stage.watch()
 
     def wait_for(self, what: str, condition: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any]:
         """Look at the job until `condition` of its status holds. Raises StoryFailed."""
-        end = time.monotonic() + self.patience
+        end = time.monotonic() + _PATIENCE
         while True:
             status = self.watch.look()
             self.log.poll()
-            self.tick(status)
+            self.live.follow(status)
             if condition(status):
                 return status
             if ended := failed_message(status):
                 raise StoryFailed(f"while waiting for {what}, the job failed: {ended}")
             if time.monotonic() > end:
                 raise StoryFailed(
-                    f"waited {self.patience:.0f} s in vain for {what}; conditions: {in_words(status)}"
+                    f"waited {_PATIENCE:.0f} s in vain for {what}; conditions: {in_words(status)}"
                 )
             time.sleep(0.1)
 
@@ -59,11 +57,11 @@ class Story:
             f"step {at_step}, protected", lambda status: self._ready_for(failure, at_step, status)
         )
         if failure.prepare is not None:
-            self.announce(failure.prepare(self.stage))
+            self.live.say(f"  → {failure.prepare(self.stage)}")
         attempt_before = int(status.get("attempt", 0))
         injected_at = time.time()
         target = failure.inflict(self.stage)
-        self.narrate(f"{failure.what}: {target}")
+        self.live.say(f"  ✗ {failure.what}: {target}")
         self.wait_for(
             "the recovery to end",
             lambda status: (
@@ -72,7 +70,7 @@ class Story:
             ),
         )
         record = self._record(failure, target, injected_at)
-        failure.repair(self.stage)
+        self.stage.revive_nodes()
         return record
 
     def finish(self) -> Mapping[str, Any]:
@@ -118,8 +116,8 @@ class Story:
             what=failure.what,
             target=target,
             injected_at=injected_at,
-            detected_at=_moment(recovery.in_flight.get("detectedAt"), injected_at),
-            restored_at=_moment(recovery.in_flight.get("restoredAt"), resumed_at),
+            detected_at=parse_time(recovery.in_flight.get("detectedAt")) or injected_at,
+            restored_at=parse_time(recovery.in_flight.get("restoredAt")) or resumed_at,
             resumed_at=resumed_at,
             attempt=attempt,
             restored_step=restored_step,
@@ -131,11 +129,6 @@ class Story:
             cause=str(finished.get("cause", "")),
             reason=str(finished.get("reason", "")),
         )
-
-
-def _moment(text: str | None, otherwise: float) -> float:
-    """Unix seconds."""
-    return clock.parse(text).timestamp() if text else otherwise
 
 
 def condition_is(status: Mapping[str, Any], kind: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tiercheck.protocol import names
@@ -20,6 +20,7 @@ class LaptopStage:
     cluster: LocalCluster
     namespace: str
     job: str
+    _dead: list[str] = field(default_factory=list)
 
     def watch(self) -> RecoveryWatch:
         return RecoveryWatch(self.get_job, self.pods, self._get_secret)
@@ -65,9 +66,12 @@ class LaptopStage:
 
     def kill_nodes(self, nodes: list[str]) -> None:
         self.cluster.faults.kill_nodes(nodes)
+        self._dead += nodes
 
-    def revive_node(self, node: str) -> None:
-        self.cluster.faults.revive_node(node)
+    def revive_nodes(self) -> None:
+        """All that were killed."""
+        while self._dead:
+            self.cluster.faults.revive_node(self._dead.pop())
 
     def lose_every_pod(self) -> None:
         for pod in self.pods():
