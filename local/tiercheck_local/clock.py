@@ -13,8 +13,3 @@ def timestamp(plus_seconds: float = 0) -> str:
 def micro_timestamp() -> str:
     """Now, to the microsecond: metav1.MicroTime."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def parse(text: str) -> datetime:
-    """Either form. Raises ValueError."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))

@@ -55,7 +55,7 @@ def wait_for(
 class RunningCluster:
     """Use as a context manager, or `start` and `stop`, from the main thread.
 
-    `control_plane`: "embedded", "real" or "existing". `image_paths`: folders of this machine that stand for
+    `control_plane`: "embedded" or "real". `image_paths`: folders of this machine that stand for
     paths inside images. `lease_grace`: seconds after which a silent node is unreachable. `back_off`: for how
     long a container that ended twice is held back, in seconds. `cuttable`: links may be cut
     (`Faults.cut_links`), which every Python process in the cluster pays for with a thread. `failpoints`:
@@ -134,8 +134,7 @@ class RunningCluster:
             self._control_plane = open_control_plane(self._kind, self.directory / "control-plane")
             self._control_plane.start()
             self._api = ApiServer.of(self.kubeconfig)
-            if self._control_plane.needs_controllers:
-                self.start_controllers()
+            self.start_controllers()
             for name in self.nodes:
                 self.start_agent(name)
             self.wait_for(self._all_ready, PATIENCE, "all nodes to be Ready")

@@ -127,12 +127,9 @@ class Pod:
             else [*mounts, Mount(self.account, SERVICE_ACCOUNT, read_only=True)]
         )
 
-    def _lookup(self, kind: str, name: str) -> dict[str, str] | None:
-        """As the laptop cluster's node asks for Secrets: as text, or in base64."""
-        data = self.secrets.get(name) if kind.startswith("Secret") else None
-        if data is None or kind.endswith("/binary"):
-            return None if data is None else dict(data)
-        return {key: base64.b64decode(value).decode() for key, value in data.items()}
+    def _lookup(self, kind: str, name: str) -> dict[str, bytes] | None:
+        data = self.secrets.get(name) if kind == "Secret" else None
+        return None if data is None else {key: base64.b64decode(value) for key, value in data.items()}
 
 
 def _hand_over(place: Path, volume: Object, group: int | None) -> None:

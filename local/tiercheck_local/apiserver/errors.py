@@ -58,13 +58,14 @@ def qualified(plural: str, group: str) -> str:
     return f"{plural}.{group}" if group else plural
 
 
-def _details(name: str, group: str, kind: str) -> Object:
+def details_of(name: str, group: str, kind: str) -> Object:
+    """What a Status says about which object it means."""
     return {"name": name, **({"group": group} if group else {}), "kind": kind}
 
 
 def not_found(plural: str, group: str, name: str) -> ApiError:
     return ApiError(
-        404, "NotFound", f'{qualified(plural, group)} "{name}" not found', _details(name, group, plural)
+        404, "NotFound", f'{qualified(plural, group)} "{name}" not found', details_of(name, group, plural)
     )
 
 
@@ -74,17 +75,17 @@ def no_such_path() -> ApiError:
 
 def already_exists(plural: str, group: str, name: str) -> ApiError:
     message = f'{qualified(plural, group)} "{name}" already exists'
-    return ApiError(409, "AlreadyExists", message, _details(name, group, plural))
+    return ApiError(409, "AlreadyExists", message, details_of(name, group, plural))
 
 
 def conflict(plural: str, group: str, name: str, why: str | None = None) -> ApiError:
     why = why or "the object has been modified; please apply your changes to the latest version and try again"
     message = f'Operation cannot be fulfilled on {qualified(plural, group)} "{name}": {why}'
-    return ApiError(409, "Conflict", message, _details(name, group, plural))
+    return ApiError(409, "Conflict", message, details_of(name, group, plural))
 
 
 def forbidden(plural: str, group: str, name: str, why: str, causes: Sequence[Object] = ()) -> ApiError:
-    details = _details(name, group, plural)
+    details = details_of(name, group, plural)
     if causes:
         details["causes"] = list(causes)
     return ApiError(403, "Forbidden", f'{qualified(plural, group)} "{name}" is forbidden: {why}', details)
@@ -93,7 +94,7 @@ def forbidden(plural: str, group: str, name: str, why: str, causes: Sequence[Obj
 def invalid(kind: str, group: str, name: str, causes: Sequence[FieldCause]) -> ApiError:
     """422 with every fault found."""
     text = str(causes[0]) if len(causes) == 1 else "[" + ", ".join(map(str, causes)) + "]"
-    details = _details(name, group, kind)
+    details = details_of(name, group, kind)
     details["causes"] = [{"reason": c.reason, "message": c.message, "field": c.field} for c in causes]
     return ApiError(422, "Invalid", f'{qualified(kind, group)} "{name}" is invalid: {text}', details)
 

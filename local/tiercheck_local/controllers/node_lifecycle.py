@@ -17,6 +17,7 @@ from tiercheck_cli.api_server import NODES, PODS, Object
 from tiercheck_local import clock
 from tiercheck_local.client import Cache, Client, attempt
 from tiercheck_local.controllers.scheduling import is_finished, ready_status, toleration
+from tiercheck_operator.model.status import parse_time
 
 log = logging.getLogger(__name__)
 
@@ -147,9 +148,7 @@ def _patience_is_over(pod: Object, taints: list[Mapping[str, Any]]) -> bool:
         found = toleration(pod, taint)
         if found is None:
             return True
-        seconds = found.get("tolerationSeconds")
-        if seconds is not None and taint.get("timeAdded"):
-            age = (clock.parse(clock.timestamp()) - clock.parse(taint["timeAdded"])).total_seconds()
-            if age > seconds:
-                return True
+        seconds, since = found.get("tolerationSeconds"), parse_time(taint.get("timeAdded"))
+        if seconds is not None and since is not None and time.time() - since > seconds:
+            return True
     return False

@@ -1,4 +1,4 @@
-"""Defines what a control plane is; has the embedded one and that of somebody else."""
+"""Defines what a control plane is; has the embedded one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ class ControlPlane(ABC):
 
     kubeconfig: Path
     """Valid between `start` and `stop`."""
-    needs_controllers: bool
-    """Whether scheduler, node life-cycle and garbage collection have to be brought along."""
 
     @abstractmethod
     def start(self) -> None:
@@ -57,26 +55,8 @@ def wait_until(
         time.sleep(0.02)
 
 
-class ExistingControlPlane(ControlPlane):
-    """Nothing is started or stopped; the cluster has its own controllers."""
-
-    needs_controllers = False
-
-    def __init__(self, kubeconfig: Path) -> None:
-        self.kubeconfig = kubeconfig.expanduser().absolute()
-
-    def start(self) -> None:
-        if not self.kubeconfig.is_file():
-            raise ControlPlaneFailed(f"no kubeconfig at {self.kubeconfig}")
-
-    def stop(self) -> None:
-        """The cluster is not ours to stop."""
-
-
 class EmbeddedControlPlane(ControlPlane):
     """`history` is the number of changes that watches can resume over."""
-
-    needs_controllers = True
 
     def __init__(self, directory: Path, port: int = 0, history: int = 10_000) -> None:
         self._directory = directory.absolute()

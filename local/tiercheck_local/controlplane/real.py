@@ -22,8 +22,6 @@ from tiercheck_local.controlplane.planes import ControlPlane, ControlPlaneFailed
 class RealControlPlane(ControlPlane):
     """`assets` holds the executables `etcd` and `kube-apiserver`."""
 
-    needs_controllers = True
-
     def __init__(self, directory: Path, assets: Path) -> None:
         self._directory = directory.absolute()
         self._assets = assets

@@ -10,18 +10,20 @@ import itertools
 import logging
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tiercheck.protocol.encoding import from_json
 from tiercheck_cli.api_server import PODS
-from tiercheck_local import clock, markers
+from tiercheck_local import markers
 from tiercheck_local.client import Cache, Client
 from tiercheck_local.controlplane import lifetime
 from tiercheck_local.node.pod import Pod
 from tiercheck_local.node.registration import Registration, allocatable
 from tiercheck_local.node.settings import Settings
+from tiercheck_operator.model.status import parse_time
 
 Object = Mapping[str, Any]
 log = logging.getLogger(__name__)
@@ -108,8 +110,8 @@ def _grace_left(manifest: Object) -> float:
     metadata = manifest["metadata"]
     if not metadata.get("deletionGracePeriodSeconds"):
         return 0.0
-    left = (clock.parse(metadata["deletionTimestamp"]) - clock.parse(clock.micro_timestamp())).total_seconds()
-    return max(1.0, left)  # the time stamp is cut to the second
+    deadline = parse_time(metadata["deletionTimestamp"]) or 0.0
+    return max(1.0, deadline - time.time())  # the time stamp is cut to the second
 
 
 async def serve(settings: Settings) -> None:

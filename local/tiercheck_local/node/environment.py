@@ -17,8 +17,8 @@ from tiercheck_local.client import Client
 from tiercheck_operator.model.quantity import parse_amount
 
 Object = Mapping[str, Any]
-Lookup = Callable[[str, str], Mapping[str, str] | None]
-"""("Secret" or "ConfigMap", name) -> its data as text, or None."""
+Lookup = Callable[[str, str], Mapping[str, bytes] | None]
+"""("Secret" or "ConfigMap", name) -> its data, or None."""
 
 
 class BadReference(ValueError):
@@ -78,7 +78,7 @@ def _data(kind: str, reference: Object, lookup: Lookup) -> Mapping[str, str]:
     data = lookup(kind, reference["name"])
     if data is None and not reference.get("optional"):
         raise BadReference(f"{kind.lower()} {reference['name']!r} not found")
-    return data or {}
+    return {key: value.decode(errors="replace") for key, value in (data or {}).items()}
 
 
 def _value_from(source: Object, container: Object, facts: PodFacts, lookup: Lookup) -> str | None:
@@ -153,19 +153,14 @@ def _names(value: Any) -> Iterator[tuple[str, str]]:
 
 
 async def fetch_references(client: Client, pod: Mapping[str, Any]) -> Lookup:
-    """A lookup over what exists now. Kinds "Secret/binary" and "ConfigMap/binary" give base64 of every
-    key."""
-    text: dict[tuple[str, str], dict[str, str]] = {}
+    """A lookup over what exists now."""
+    known: dict[tuple[str, str], dict[str, bytes]] = {}
     for kind, name in set(_names(pod["spec"])):
         found = await client.find(_COLLECTIONS[kind], pod["metadata"]["namespace"], name) if name else None
         if found is None:
             continue
-        encoded = dict(found.get("binaryData" if kind == "ConfigMap" else "data") or {})
+        encoded = found.get("binaryData" if kind == "ConfigMap" else "data") or {}
+        known[kind, name] = {key: base64.b64decode(value) for key, value in encoded.items()}
         if kind == "ConfigMap":
-            plain = dict(found.get("data") or {})
-            encoded.update({key: base64.b64encode(value.encode()).decode() for key, value in plain.items()})
-        text[f"{kind}/binary", name] = encoded
-        text[kind, name] = {
-            key: base64.b64decode(value).decode(errors="replace") for key, value in encoded.items()
-        }
-    return lambda kind, name: text.get((kind, name))
+            known[kind, name] |= {key: text.encode() for key, text in (found.get("data") or {}).items()}
+    return lambda kind, name: known.get((kind, name))

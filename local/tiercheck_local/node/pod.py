@@ -55,9 +55,7 @@ class Pod:
             for entry in spec.get("initContainers") or []
         ]
         self._mains = [self._container(entry, ContainerKind.MAIN) for entry in spec["containers"]]
-        self._started_at = clock.timestamp()
-        self._initialized = self._over = False
-        self._failure: tuple[str, str] | None = None
+        self._situation = PodSituation(self._inits, self._mains, ip, settings.address, clock.timestamp())
         self._supervision: list[asyncio.Task[Any]] = []
         self._ending: asyncio.Task[None] | None = None
 
@@ -95,8 +93,8 @@ class Pod:
         for container in self._containers:
             container.lose("Error")
         self._settings.roots.remove(self.uid)
-        if not self._over:
-            self._over, self._failure = True, (reason, message)
+        if not self._situation.over:
+            self._situation.over, self._situation.failure = True, (reason, message)
         self._changed()
 
     def _container(self, spec: Object, kind: ContainerKind) -> Container:
@@ -126,27 +124,15 @@ class Pod:
         self._publisher.changed()
 
     def _status(self, previous: Object) -> dict[str, Any]:
-        situation = PodSituation(
-            inits=self._inits,
-            mains=self._mains,
-            pod_ip=self.ip,
-            host_ip=self._settings.address,
-            started_at=self._started_at,
-            initialized=self._initialized,
-            over=self._over,
-            failure=self._failure,
-        )
-        return pod_status(situation, previous, clock.timestamp())
+        return pod_status(self._situation, previous, clock.timestamp())
 
     def _count_earlier_lives(self) -> None:
         """After a restart of the node the containers begin anew, and their restart counts say so."""
         status = self.manifest.get("status") or {}
         counts = {
             entry["name"]: entry["restartCount"] + 1
-            for entry in [
-                *(status.get("containerStatuses") or []),
-                *(status.get("initContainerStatuses") or []),
-            ]
+            for kind in ("containerStatuses", "initContainerStatuses")
+            for entry in status.get(kind) or []
             if entry.get("containerID")
         }
         for container in self._containers:
@@ -156,16 +142,15 @@ class Pod:
         recipes = await self._recipes()
         policy = self.manifest["spec"].get("restartPolicy", "Always")
         for container in self._inits:
-            if container.kind is ContainerKind.SIDECAR:
+            if container.is_sidecar:
                 self._spawn(container.run(recipes[container.name], "Always"))
                 await container.started.wait()
-            elif (
-                await container.run(recipes[container.name], "Never" if policy == "Never" else "OnFailure")
-                != 0
-            ):
+                continue
+            once = "Never" if policy == "Never" else "OnFailure"
+            if await container.run(recipes[container.name], once) != 0:
                 await self._finish()
                 return
-        self._initialized = True
+        self._situation.initialized = True
         self._changed()
         runs = [self._spawn(container.run(recipes[container.name], policy)) for container in self._mains]
         await asyncio.gather(*runs)
@@ -174,19 +159,16 @@ class Pod:
     async def _finish(self) -> None:
         """The pod has run its course: sidecars go, in reverse order, and the phase becomes final."""
         await self._stop_sidecars(time.monotonic() + self._grace())
-        self._over = True
+        self._situation.over = True
         self._changed()
 
     async def _terminate(self, grace: float) -> None:
         self._abandon()
         deadline = time.monotonic() + grace
-        active = [
-            *self._mains,
-            *(container for container in self._inits if container.kind is ContainerKind.INIT),
-        ]
+        active = [each for each in self._containers if not each.is_sidecar]
         await asyncio.gather(*(container.stop(grace) for container in active))
         await self._stop_sidecars(deadline)
-        self._over = True
+        self._situation.over = True
         self._changed()
         await self._publisher.drained()
         self._settings.roots.remove(self.uid)
@@ -194,7 +176,7 @@ class Pod:
 
     async def _stop_sidecars(self, deadline: float) -> None:
         for container in reversed(self._inits):
-            if container.kind is ContainerKind.SIDECAR:
+            if container.is_sidecar:
                 await container.stop(max(_LAST_GRACE, deadline - time.monotonic()))
 
     def _grace(self) -> float:

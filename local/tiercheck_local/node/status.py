@@ -18,7 +18,7 @@ OWNED = ("PodReadyToStartContainers", "Initialized", "Ready", "ContainersReady",
 """Conditions that a node writes; all others are somebody else's and stay."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PodSituation:
     """Everything the status depends on. `failure` (reason, message) overrides what the containers say."""
 
@@ -28,8 +28,8 @@ class PodSituation:
     pod_ip: str
     host_ip: str
     started_at: str
-    initialized: bool
-    over: bool
+    initialized: bool = False
+    over: bool = False
     """No container will run again, sidecars included."""
     failure: tuple[str, str] | None = None
 

@@ -6,7 +6,6 @@ reader.
 
 from __future__ import annotations
 
-import base64
 import re
 import shutil
 import tempfile
@@ -158,21 +157,20 @@ def _source_files(source: Object, mode: int, facts: PodFacts, lookup: Lookup) ->
         if key in source:
             reference = source[key]
             name = reference.get("secretName") or reference.get("name", "")
-            data = lookup(f"{kind}/binary", name)
+            data = lookup(kind, name)
             if data is None:
                 if reference.get("optional"):
                     return {}
                 raise BadReference(f'MountVolume.SetUp failed: {kind.lower()} "{name}" not found')
-            decoded = {name: base64.b64decode(value) for name, value in data.items()}
             items = reference.get("items")
             if not items:
-                return {name: (content, mode) for name, content in decoded.items()}
-            missing = [item["key"] for item in items if item["key"] not in decoded]
+                return {name: (content, mode) for name, content in data.items()}
+            missing = [item["key"] for item in items if item["key"] not in data]
             if missing and not reference.get("optional"):
                 raise BadReference(f"{kind.lower()} {name!r} has no key {missing[0]!r}")
             return {
-                item["path"]: (decoded[item["key"]], item.get("mode", mode))
+                item["path"]: (data[item["key"]], item.get("mode", mode))
                 for item in items
-                if item["key"] in decoded
+                if item["key"] in data
             }
     raise BadReference(f"unsupported projected source: {', '.join(source)}")

@@ -17,10 +17,10 @@ POD = {
     "spec": {},
 }  # fmt: skip
 FACTS = PodFacts(POD, "node-1", "127.9.1.2", "127.9.1.1", {"cpu": "64", "memory": "8Gi"})
-STORED = {("Secret", "s"): {"token": "t"}, ("ConfigMap", "c"): {"A": "1", "B": "2"}}
+STORED = {("Secret", "s"): {"token": b"t"}, ("ConfigMap", "c"): {"A": b"1", "B": b"2"}}
 
 
-def lookup(kind: str, name: str) -> Mapping[str, str] | None:
+def lookup(kind: str, name: str) -> Mapping[str, bytes] | None:
     return STORED.get((kind, name))
 
 

@@ -12,13 +12,13 @@ import yaml
 
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import Object
-from tiercheck_local.apiserver.http.paths import Target
 from tiercheck_local.apiserver.http.wire import ResponseView
-from tiercheck_local.apiserver.resources import Resource
+from tiercheck_local.apiserver.resources import Resource, Target
 from tiercheck_local.apiserver.store import pod_verbs
 from tiercheck_local.apiserver.store.objects import ApiObjects, DeleteOptions, WriteOptions
 from tiercheck_local.apiserver.store.patch import json_patch, merge, strategic_merge
 from tiercheck_local.apiserver.store.selectors import Predicate, field_predicate, label_predicate
+from tiercheck_local.apiserver.store.storage import Key
 
 _PATCHES = {
     "application/json-patch+json": json_patch,
@@ -97,12 +97,7 @@ def carry_out(objects: ApiObjects, target: Target, call: ApiCall, view: Response
 
 
 def _list(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> Object:
-    selects = selection(target, call.query)
-    found = [
-        (key, value)
-        for key, value in objects.storage.items(target.resource.collection, target.namespace)
-        if selects(value)
-    ]
+    found = _selected(objects, target, call)
     version = str(objects.storage.version)
     if call.query.get("continue"):
         version, after = _opened(call.query["continue"])
@@ -115,6 +110,12 @@ def _list(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView
             metadata["remainingItemCount"] = len(found) - limit
         found = found[:limit]
     return view.many([value for _, value in found], metadata)
+
+
+def _selected(objects: ApiObjects, target: Target, call: ApiCall) -> list[tuple[Key, Object]]:
+    selects = selection(target, call.query)
+    items = objects.storage.items(target.resource.collection, target.namespace)
+    return [(key, value) for key, value in items if selects(value)]
 
 
 def _token(version: str, key: tuple[str, str]) -> str:
@@ -143,14 +144,10 @@ def _patch(objects: ApiObjects, resource: Resource, target: Target, call: ApiCal
         raise errors.bad_request("error decoding patch: it is not an object")
     old = objects.get(resource, *key)
     patched = apply(old, patch)
-    if isinstance(patched, dict):
-        metadata = patched.get("metadata") or {}
-        if not metadata.get("resourceVersion"):
-            # A patch is its own read-modify-write: what it does not mention it does not contradict.
-            patched = {
-                **patched,
-                "metadata": {**metadata, "resourceVersion": old["metadata"]["resourceVersion"]},
-            }
+    if isinstance(patched, dict) and not (patched.get("metadata") or {}).get("resourceVersion"):
+        # A patch is its own read-modify-write: what it does not mention it does not contradict.
+        version = {"resourceVersion": old["metadata"]["resourceVersion"]}
+        patched = {**patched, "metadata": {**(patched.get("metadata") or {}), **version}}
     return objects.replace(resource, key, patched, target.subresource, call.options)
 
 
@@ -172,23 +169,16 @@ def _delete(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseVi
     options = _delete_options(call.query, call.parsed())
     value, gone = objects.delete(resource, (target.namespace, target.name), options)
     if gone and resource.collection not in _RETURNS_DELETED:
-        details = {
-            "name": target.name,
-            **({"group": resource.group} if resource.group else {}),
-            "kind": resource.plural,
-        }
+        details = errors.details_of(target.name, resource.group, resource.plural)
         return 200, errors.success({**details, "uid": value["metadata"]["uid"]})
     return 200, view.one(value)
 
 
 def _delete_collection(objects: ApiObjects, target: Target, call: ApiCall, view: ResponseView) -> Object:
-    selects, options = selection(target, call.query), _delete_options(call.query, call.parsed())
-    found = [
-        (key, value)
-        for key, value in objects.storage.items(target.resource.collection, target.namespace)
-        if selects(value)
+    options = _delete_options(call.query, call.parsed())
+    deleted = [
+        objects.delete(target.resource, key, options)[0] for key, _ in _selected(objects, target, call)
     ]
-    deleted = [objects.delete(target.resource, key, options)[0] for key, _ in found]
     return view.many(deleted, {"resourceVersion": str(objects.storage.version)})
 
 

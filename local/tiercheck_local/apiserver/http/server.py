@@ -8,12 +8,12 @@ import random
 from aiohttp import web
 
 from tiercheck_local.apiserver import errors
-from tiercheck_local.apiserver.http import discovery, openapi
+from tiercheck_local.apiserver.http import discovery
 from tiercheck_local.apiserver.http.admission import admit_object
-from tiercheck_local.apiserver.http.paths import Target, resolve
 from tiercheck_local.apiserver.http.requests import ApiCall, carry_out, selection
 from tiercheck_local.apiserver.http.watching import WatchOptions, stream
 from tiercheck_local.apiserver.http.wire import ResponseView, dump, view
+from tiercheck_local.apiserver.resources import Target, resolve
 from tiercheck_local.apiserver.store.objects import ApiObjects
 from tiercheck_local.apiserver.store.storage import ObjectStorage
 
@@ -71,12 +71,8 @@ class _Handler:
             return await self._watch(request, target, chosen)
         # The body is read whole, and webhooks are asked, before anything is done, so a call is carried out in
         # one piece.
-        call = ApiCall(
-            request.method,
-            request.query,
-            request.content_type if request.body_exists else "",
-            await request.read(),
-        )
+        content_type = request.content_type if request.body_exists else ""
+        call = ApiCall(request.method, request.query, content_type, await request.read())
         call = await admit_object(self._objects, target, call)
         status, body = carry_out(self._objects, target, call, chosen)
         response = _json(body, status)
@@ -96,13 +92,13 @@ class _Handler:
             info = {"title": "Kubernetes", "version": "v1.33.0"}
             return _json({"swagger": "2.0", "info": info, "paths": {}, "definitions": {}})
         if path == "/openapi/v3":
-            return _json(openapi.index(registry))
+            return _json(discovery.openapi_index(registry))
         body = None
         match parts:
             case ["openapi", "v3", "api", version]:
-                body = openapi.document(registry, "", version)
+                body = discovery.openapi(registry, "", version)
             case ["openapi", "v3", "apis", group, version]:
-                body = openapi.document(registry, group, version)
+                body = discovery.openapi(registry, group, version)
             case ["api"]:
                 body = discovery.core_versions(request.host)
             case ["apis"]:
@@ -113,20 +109,6 @@ class _Handler:
                 body = discovery.group(registry, group)
             case ["apis", group, version]:
                 body = discovery.resources(registry, group, version)
-            case [""]:
-                return _json(
-                    {
-                        "paths": [
-                            "/api",
-                            "/apis",
-                            "/healthz",
-                            "/openapi/v2",
-                            "/openapi/v3",
-                            "/readyz",
-                            "/version",
-                        ]
-                    }
-                )
         return _json(body) if body is not None else None
 
     async def _watch(self, request: web.Request, target: Target, chosen: ResponseView) -> web.StreamResponse:

@@ -24,13 +24,12 @@ class ResponseView:
 
     resource: Resource
     as_table: bool = False
-    metadata_only: bool = False
     include: str = "Metadata"
 
     @property
     def name(self) -> str:
         """Equal for views that encode alike."""
-        return f"{self.resource.api_version}{self.as_table}{self.metadata_only}{self.include}"
+        return f"{self.resource.api_version}{self.as_table}{self.include}"
 
     def one(self, value: Object, headers: bool = True) -> Object:
         value = self._versioned(value)
@@ -38,36 +37,21 @@ class ResponseView:
             return table(
                 self.resource, [value], value["metadata"].get("resourceVersion", ""), self.include, headers
             )
-        return self._partial(value) if self.metadata_only else value
+        return value
 
     def many(self, values: list[Object], metadata: Object) -> Object:
         values = [self._versioned(value) for value in values]
         if self.as_table:
             found = table(self.resource, values, metadata["resourceVersion"], self.include)
             return {**found, "metadata": metadata}
-        if self.metadata_only:
-            kind, version, items = (
-                "PartialObjectMetadataList",
-                "meta.k8s.io/v1",
-                [self._partial(v) for v in values],
-            )
-        else:
-            kind, version = self.resource.kind + "List", self.resource.api_version
-            items = values if self.resource.custom else [_bare(value) for value in values]
+        items = values if self.resource.custom else [_bare(value) for value in values]
+        kind, version = self.resource.kind + "List", self.resource.api_version
         return {"kind": kind, "apiVersion": version, "metadata": metadata, "items": items}
 
     def _versioned(self, value: Object) -> Object:
         if value.get("apiVersion") != self.resource.api_version:
             return {**value, "apiVersion": self.resource.api_version}
         return value
-
-    @staticmethod
-    def _partial(value: Object) -> Object:
-        return {
-            "kind": "PartialObjectMetadata",
-            "apiVersion": "meta.k8s.io/v1",
-            "metadata": value["metadata"],
-        }
 
 
 def _bare(value: Object) -> Object:
@@ -83,8 +67,6 @@ def view(resource: Resource, accept: str, include: str) -> ResponseView:
             continue
         if "as=Table" in words:
             return ResponseView(resource, as_table=True, include=include or "Metadata")
-        if "as=PartialObjectMetadata" in words or "as=PartialObjectMetadataList" in words:
-            return ResponseView(resource, metadata_only=True)
         if not any(word.startswith("as=") for word in words):
-            return ResponseView(resource)
+            break
     return ResponseView(resource)

@@ -13,6 +13,7 @@ from tiercheck_local.apiserver.errors import FieldCause, Object, bad_request
 from tiercheck_local.apiserver.schema.metadata import DNS_LABEL, DNS_LABEL_RULE
 
 _NO_EXECUTE_SECONDS = 300
+_PROBE_DEFAULTS = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
 
 
 def _pod_defaults(pod: Object) -> None:
@@ -41,17 +42,9 @@ def _pod_defaults(pod: Object) -> None:
                 source["fieldRef"].setdefault("apiVersion", "v1")
         for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
             if probe in container:
-                defaults = {
-                    "timeoutSeconds": 1,
-                    "periodSeconds": 10,
-                    "successThreshold": 1,
-                    "failureThreshold": 3,
-                }
-                container[probe] = defaults | container[probe]
-                if "httpGet" in container[probe]:
-                    container[probe]["httpGet"] = {"path": "/", "scheme": "HTTP"} | container[probe][
-                        "httpGet"
-                    ]
+                container[probe] = found = _PROBE_DEFAULTS | container[probe]
+                if "httpGet" in found:
+                    found["httpGet"] = {"path": "/", "scheme": "HTTP"} | found["httpGet"]
     for volume in spec.get("volumes", []):
         if set(volume) == {"name"}:
             volume["emptyDir"] = {}
@@ -61,14 +54,8 @@ def _pod_defaults(pod: Object) -> None:
     tolerations = spec.setdefault("tolerations", [])
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
         if not any(_tolerates_no_execute(t, key) for t in tolerations):
-            tolerations.append(
-                {
-                    "key": key,
-                    "operator": "Exists",
-                    "effect": "NoExecute",
-                    "tolerationSeconds": _NO_EXECUTE_SECONDS,
-                }
-            )
+            added = {"key": key, "operator": "Exists", "effect": "NoExecute"}
+            tolerations.append({**added, "tolerationSeconds": _NO_EXECUTE_SECONDS})
     pod["status"] = {"phase": "Pending", "qosClass": _quality(spec)}
 
 
@@ -162,11 +149,8 @@ def _event_faults(event: Object) -> list[FieldCause]:
     about, own = (event.get("involvedObject") or {}).get("namespace"), event["metadata"]["namespace"]
     if (about or "default") == own:
         return []
-    return [
-        FieldCause(
-            "involvedObject.namespace", f'Invalid value: "{about or ""}": does not match event.namespace'
-        )
-    ]
+    why = f'Invalid value: "{about or ""}": does not match event.namespace'
+    return [FieldCause("involvedObject.namespace", why)]
 
 
 def check_types(kind: str, value: Object) -> None:
@@ -182,10 +166,8 @@ def check_types(kind: str, value: Object) -> None:
                 )
                 raise bad_request(f'{kind} in version "v1" cannot be handled as a {kind}: {why}')
             if kind == "Secret" and field == "data" and not _is_base64(item):
-                raise bad_request(
-                    'Secret in version "v1" cannot be handled as a Secret: illegal base64 data at input '
-                    "byte 0"
-                )
+                why = "illegal base64 data at input byte 0"
+                raise bad_request(f'Secret in version "v1" cannot be handled as a Secret: {why}')
 
 
 def _is_base64(text: str) -> bool:
@@ -231,10 +213,8 @@ def prepare_update(collection: str, new: Object, old: Object) -> list[FieldCause
             if new.get(field) != old.get(field)
         ]
     if collection == "/services":
-        old_ip, new_ip = (
-            old["spec"].get("clusterIP"),
-            new["spec"].setdefault("clusterIP", old["spec"].get("clusterIP")),
-        )
+        old_ip = old["spec"].get("clusterIP")
+        new_ip = new["spec"].setdefault("clusterIP", old_ip)
         if new_ip != old_ip:
             return [FieldCause("spec.clusterIPs[0]", f'Invalid value: ["{new_ip}"]: may not change once set')]
     if collection == "/pods":
@@ -249,9 +229,8 @@ def _pod_update_faults(new: Object, old: Object) -> list[FieldCause]:
         message = (
             "Forbidden: pod updates may not change fields other than `spec.containers[*].image`,"
             "`spec.initContainers[*].image`,`spec.activeDeadlineSeconds`,`spec.tolerations` (only additions "
-            "to existing "
-            "tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it was previously "
-            "negative)"
+            "to existing tolerations),`spec.terminationGracePeriodSeconds` (allow it to be set to 1 if it "
+            "was previously negative)"
         )
         return [FieldCause("spec", message, "FieldValueForbidden")]
     return []

@@ -6,10 +6,10 @@ remembered by rule and by the values it was given.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -29,7 +29,6 @@ _REASONS = {
     "FieldValueRequired": "Required value: {message}",
     "FieldValueDuplicate": "Duplicate value: {value}",
 }
-_REMEMBERED = 4096
 _lock = threading.Lock()
 _environment = Environment()
 
@@ -69,7 +68,6 @@ class Rules:
 
     def __init__(self, schema: Object) -> None:
         self._schema = schema
-        self._answers: OrderedDict[tuple[str, str, str], str | None] = OrderedDict()
         self.any = _uses_rules(schema)
 
     @staticmethod
@@ -110,15 +108,9 @@ class Rules:
         transition = "oldSelf" in text
         if transition and old is None and not rule.get("optionalOldSelf"):
             return
-        said = rule.get("messageExpression") or rule.get("message") or ""
-        key = (f"{text}\n{said}", _canonical(value), _canonical(old) if transition else "")
-        if key in self._answers:
-            self._answers.move_to_end(key)
-            problem = self._answers[key]
-        else:
-            problem = self._answers[key] = _problem(rule, value, old if transition else None)
-            if len(self._answers) > _REMEMBERED:
-                self._answers.popitem(last=False)
+        said = rule.get("message") or f"failed rule: {text}"
+        before = _canonical(old) if transition else None
+        problem = _problem(text, rule.get("messageExpression"), said, _canonical(value), before)
         if problem is not None:
             at = path + rule.get("fieldPath", "") if path else rule.get("fieldPath", "").removeprefix(".")
             reason = rule.get("reason", "FieldValueInvalid")
@@ -142,22 +134,21 @@ def _fields_read(text: str) -> tuple[str, ...] | None:
     return None if "" in words else tuple(sorted(set(words)))
 
 
-def _problem(rule: Object, value: Any, old: Any) -> str | None:
-    """None if the rule holds, else the sentence to show."""
-    known = {"self": json_to_cel(value)}
+@lru_cache(maxsize=4096)
+def _problem(rule: str, expression: str | None, message: str, value: str, old: str | None) -> str | None:
+    """None if the rule holds, else the sentence to show. `value` and `old` are JSON."""
+    known = {"self": json_to_cel(json.loads(value))}
     if old is not None:
-        known["oldSelf"] = json_to_cel(old)
+        known["oldSelf"] = json_to_cel(json.loads(old))
     try:
-        if bool(_program(rule["rule"]).evaluate(known)):
+        if bool(_program(rule).evaluate(known)):
             return None
     except CELEvalError as error:
         return f"rule evaluation failed: {error}"
-    if "messageExpression" in rule:
-        try:
-            return str(_program(rule["messageExpression"]).evaluate(known))
-        except CELEvalError:
-            pass  # the server falls back to the fixed message
-    return rule.get("message") or f"failed rule: {rule['rule']}"
+    if expression is not None:
+        with contextlib.suppress(CELEvalError):  # the server falls back to the fixed message
+            return str(_program(expression).evaluate(known))
+    return message
 
 
 def _visible(value: Any, root: bool) -> Any:

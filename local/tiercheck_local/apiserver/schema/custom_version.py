@@ -38,10 +38,8 @@ class CustomVersion:
         """`value` pruned and with defaults, and the paths of the fields that were unknown."""
         pruned, unknown = structural.prune(value, self.schema, root=True)
         body = {k: v for k, v in pruned.items() if k not in ("apiVersion", "kind", "metadata")}
-        filled = structural.fill_defaults(body, self.schema)
-        filled = structural.drop_nulls(filled, self.schema)
         own = {k: pruned[k] for k in ("apiVersion", "kind", "metadata") if k in pruned}
-        return {**own, **filled}, unknown
+        return {**own, **structural.fill_defaults(body, self.schema)}, unknown
 
     def faults(self, value: Object, old: Object | None) -> list[FieldCause]:
         """What is wrong with `value`. Rules run only on a value of the right shape, as they may assume it."""

@@ -11,30 +11,25 @@ DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _SUBDOMAIN_RULE = (
     "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', and must "
-    "start and "
-    "end with an alphanumeric character (e.g. 'example.com', regex used for validation is "
+    "start and end with an alphanumeric character (e.g. 'example.com', regex used for validation is "
     "'[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*')"
 )
 DNS_LABEL_RULE = (
     "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start "
-    "and end with an "
-    "alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is "
+    "and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is "
     "'[a-z0-9]([-a-z0-9]*[a-z0-9])?')"
 )
 _DNS_LABEL_NAMES = frozenset({"/namespaces", "/services"})
 _LABEL_VALUE = re.compile(r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?")
 _LABEL_VALUE_RULE = (
     "a valid label must be an empty string or consist of alphanumeric characters, '-', '_' or '.', and must "
-    "start and end "
-    "with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', regex used for validation "
-    "is "
-    "'(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?')"
+    "start and end with an alphanumeric character (e.g. 'MyValue',  or 'my_value',  or '12345', regex used "
+    "for validation is '(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?')"
 )
 _KEY_NAME = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]")
 _KEY_RULE = (
     "name part must consist of alphanumeric characters, '-', '_' or '.', and must start and end with an "
-    "alphanumeric character "
-    "(e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is "
+    "alphanumeric character (e.g. 'MyName',  or 'my.name',  or '123-abc', regex used for validation is "
     "'([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]')"
 )
 
@@ -81,10 +76,10 @@ def _key_faults(field: str, key: str, any_case: bool = False) -> Iterator[FieldC
 
 
 def _owner_faults(metadata: Object) -> Iterator[FieldCause]:
-    rules = (("apiVersion", "version must not be empty"), ("kind", "must not be empty"))
     for owner in metadata.get("ownerReferences") or []:
-        for field, why in (*rules, ("name", "must not be empty"), ("uid", "must not be empty")):
+        for field in ("apiVersion", "kind", "name", "uid"):
             if not owner.get(field):
+                why = "version must not be empty" if field == "apiVersion" else "must not be empty"
                 yield FieldCause(f"metadata.ownerReferences.{field}", f'Invalid value: "": {why}')
     controllers = [o for o in metadata.get("ownerReferences") or [] if o.get("controller")]
     if len(controllers) > 1:

@@ -25,7 +25,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def prune(value: Any, schema: Object, path: str = "", root: bool = False) -> tuple[Any, list[str]]:
-    """`value` without the fields that the schema does not name, and the paths of those fields.
+    """`value` without the fields that the schema does not name, and the paths of those fields. Nulls in
+    fields that are not nullable count as absent, as the real server has it.
 
     At the root, apiVersion, kind and metadata are the server's own and always stay.
     """
@@ -49,6 +50,8 @@ def _prune(value: Any, schema: Object, path: str, root: bool, unknown: list[str]
         if own and key in ("apiVersion", "kind", "metadata"):
             result[key] = item
         elif key in known:
+            if item is None and not known[key].get("nullable"):
+                continue
             result[key] = _prune(item, known[key], at, False, unknown)
         elif isinstance(others, dict):
             result[key] = _prune(item, others, at, False, unknown)
@@ -60,16 +63,13 @@ def _prune(value: Any, schema: Object, path: str, root: bool, unknown: list[str]
 
 
 def fill_defaults(value: Any, schema: Object) -> Any:
-    """`value` with defaults where a field is absent, or null but not nullable. Defaults of defaults are
-    filled too."""
+    """`value` with defaults where a field is absent. Defaults of defaults are filled too."""
     if isinstance(value, list):
         return [fill_defaults(item, schema.get("items", {})) for item in value]
     if not isinstance(value, dict):
         return value
     result = dict(value)
     for key, field in schema.get("properties", {}).items():
-        if key in result and result[key] is None and not field.get("nullable") and "default" in field:
-            del result[key]
         if key not in result and "default" in field:
             result[key] = json.loads(json.dumps(field["default"]))
         if key in result:
@@ -79,21 +79,6 @@ def fill_defaults(value: Any, schema: Object) -> Any:
         known = schema.get("properties", {})
         result = {k: v if k in known else fill_defaults(v, others) for k, v in result.items()}
     return result
-
-
-def drop_nulls(value: Any, schema: Object) -> Any:
-    """Nulls in fields that are not nullable count as absent, as the real server has it."""
-    if isinstance(value, list):
-        return [drop_nulls(item, schema.get("items", {})) for item in value]
-    if not isinstance(value, dict):
-        return value
-    known, others = schema.get("properties", {}), schema.get("additionalProperties")
-    others = others if isinstance(others, dict) else {}
-    return {
-        key: drop_nulls(item, known.get(key, others))
-        for key, item in value.items()
-        if item is not None or key not in known or known[key].get("nullable")
-    }
 
 
 def faults(value: Any, schema: Object, path: str = "") -> list[FieldCause]:
@@ -137,8 +122,8 @@ def _wrong_type(value: Any, schema: Object, path: str) -> FieldCause | None:
         return None
     if good:
         return None
-    actual = _type_name(value)
-    message = f'Invalid value: "{actual}": {_in_body(path)} must be of type {kind}: "{actual}"'
+    actual = f'"{_type_name(value)}"'
+    message = f"Invalid value: {actual}: {_in_body(path)} must be of type {kind}: {actual}"
     return FieldCause(path or "<nil>", message, "FieldValueTypeInvalid")
 
 
@@ -155,17 +140,11 @@ def _string_faults(value: str, schema: Object, path: str) -> Iterator[FieldCause
         limit = schema["maxLength"]
         yield FieldCause(path, f"Too long: may not be more than {limit} bytes", "FieldValueTooLong")
     elif len(value) < schema.get("minLength", 0):
-        limit = schema["minLength"]
-        why = f"should be at least {limit} chars long"
-        yield FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
+        yield _invalid(value, path, f"should be at least {schema['minLength']} chars long")
     elif "pattern" in schema and not _pattern(schema["pattern"]).search(value):
-        why = f"should match '{schema['pattern']}'"
-        yield FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
+        yield _invalid(value, path, f"should match '{schema['pattern']}'")
     if schema.get("format") == "date-time" and not _is_time(value):
-        why = f"must be of type date-time: {_shown(value)}"
-        yield FieldCause(
-            path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}", "FieldValueTypeInvalid"
-        )
+        yield _invalid(value, path, f"must be of type date-time: {_shown(value)}", "FieldValueTypeInvalid")
 
 
 @lru_cache(maxsize=1024)
@@ -182,35 +161,24 @@ def _is_time(value: str) -> bool:
 
 
 def _number_faults(value: float, schema: Object, path: str) -> Iterator[FieldCause]:
-    def wrong(why: str) -> FieldCause:
-        return FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}")
-
     bits = {"int32": 31, "int64": 63}.get(schema.get("format", ""))
     if bits and not -(2**bits) <= value < 2**bits:
-        yield wrong(f"must be of type {schema['format']}")
+        yield _invalid(value, path, f"must be of type {schema['format']}")
     if "minimum" in schema:
         low, exclusive = schema["minimum"], schema.get("exclusiveMinimum")
         if value < low or (exclusive and value == low):
-            yield wrong(f"should be greater than{'' if exclusive else ' or equal to'} {low}")
+            why = f"should be greater than{'' if exclusive else ' or equal to'} {low}"
+            yield _invalid(value, path, why)
     if "maximum" in schema:
         high, exclusive = schema["maximum"], schema.get("exclusiveMaximum")
         if value > high or (exclusive and value == high):
-            yield wrong(f"should be less than{'' if exclusive else ' or equal to'} {high}")
+            yield _invalid(value, path, f"should be less than{'' if exclusive else ' or equal to'} {high}")
     if schema.get("multipleOf") and value % schema["multipleOf"]:
-        yield wrong(f"should be a multiple of {schema['multipleOf']}")
+        yield _invalid(value, path, f"should be a multiple of {schema['multipleOf']}")
 
 
 def _list_faults(value: list[Any], schema: Object, path: str) -> Iterator[FieldCause]:
-    if len(value) > schema.get("maxItems", len(value)):
-        limit = schema["maxItems"]
-        yield FieldCause(
-            path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany"
-        )
-    if len(value) < schema.get("minItems", 0):
-        limit = schema["minItems"]
-        yield FieldCause(
-            path, f"Invalid value: {len(value)}: {_in_body(path)} should have at least {limit} items"
-        )
+    yield from _count_faults(len(value), schema, path, "items")
     for index, item in enumerate(value):
         yield from _faults(item, schema.get("items", {}), f"{path}[{index}]")
     kind = schema.get("x-kubernetes-list-type")
@@ -218,9 +186,8 @@ def _list_faults(value: list[Any], schema: Object, path: str) -> Iterator[FieldC
     for index, item in enumerate(value if kind in ("map", "set") else ()):
         identity = _map_key(item, schema) if kind == "map" else item
         if identity in seen:
-            yield FieldCause(
-                f"{path}[{index}]", f"Duplicate value: {_shown(identity)}", "FieldValueDuplicate"
-            )
+            message = f"Duplicate value: {_shown(identity)}"
+            yield FieldCause(f"{path}[{index}]", message, "FieldValueDuplicate")
         seen.append(identity)
 
 
@@ -233,15 +200,7 @@ def _object_faults(value: Object, schema: Object, path: str) -> Iterator[FieldCa
     for key in schema.get("required", ()):
         if key not in value:
             yield FieldCause(_join(path, key), "Required value", "FieldValueRequired")
-    if len(value) > schema.get("maxProperties", len(value)):
-        limit = schema["maxProperties"]
-        yield FieldCause(
-            path, f"Too many: {len(value)}: must have at most {limit} items", "FieldValueTooMany"
-        )
-    if len(value) < schema.get("minProperties", 0):
-        limit = schema["minProperties"]
-        why = f"should have at least {limit} properties"
-        yield FieldCause(path, f"Invalid value: {len(value)}: {_in_body(path)} {why}")
+    yield from _count_faults(len(value), schema, path, "properties")
     known, others = schema.get("properties", {}), schema.get("additionalProperties")
     for key, item in value.items():
         if key in known:
@@ -255,16 +214,26 @@ def _combined_faults(value: Any, schema: Object, path: str) -> Iterator[FieldCau
         yield from _faults(value, part, path)
     matching = [not any(_faults(value, part, path)) for part in schema.get("anyOf", ())]
     if matching and not any(matching):
-        yield FieldCause(
-            path, f'Invalid value: "": {_in_body(path)} must validate at least one schema (anyOf)'
-        )
+        yield _invalid("", path, "must validate at least one schema (anyOf)")
     matching = [not any(_faults(value, part, path)) for part in schema.get("oneOf", ())]
     if matching and sum(matching) != 1:
-        found = "none" if not any(matching) else f"{sum(matching)}"
-        why = f"must validate one and only one schema (oneOf). Found {found} valid"
-        yield FieldCause(path, f'Invalid value: "": {_in_body(path)} {why}')
+        found = sum(matching) or "none"
+        yield _invalid("", path, f"must validate one and only one schema (oneOf). Found {found} valid")
     if "not" in schema and not any(_faults(value, schema["not"], path)):
-        yield FieldCause(path, f'Invalid value: "": {_in_body(path)} must not validate the schema (not)')
+        yield _invalid("", path, "must not validate the schema (not)")
+
+
+def _count_faults(count: int, schema: Object, path: str, what: str) -> Iterator[FieldCause]:
+    """`what`: items or properties."""
+    most, least = (schema.get(f"{bound}{what.title()}") for bound in ("max", "min"))
+    if most is not None and count > most:
+        yield FieldCause(path, f"Too many: {count}: must have at most {most} items", "FieldValueTooMany")
+    if least is not None and count < least:
+        yield _invalid(count, path, f"should have at least {least} {what}")
+
+
+def _invalid(value: Any, path: str, why: str, reason: str = "FieldValueInvalid") -> FieldCause:
+    return FieldCause(path, f"Invalid value: {_shown(value)}: {_in_body(path)} {why}", reason)
 
 
 def _join(path: str, key: str) -> str:

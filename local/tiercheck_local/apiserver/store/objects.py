@@ -29,6 +29,7 @@ _SERVER_FIELDS = (
     "generation",
     "managedFields",
 )
+_OTHER_NAMESPACE = "the namespace of the provided object does not match the namespace sent on the request"
 _ETERNAL = ("default", "kube-system", "kube-public")
 
 
@@ -68,23 +69,14 @@ class ApiObjects:
         return found
 
     def create(
-        self,
-        resource: Resource,
-        namespace: str,
-        value: Object,
-        options: WriteOptions = WriteOptions(),
+        self, resource: Resource, namespace: str, value: Object, options: WriteOptions = WriteOptions()
     ) -> Object:
         """Raises ApiError 403, 404 (no such namespace), 409 or 422."""
         self._check_type(resource, value)
         metadata = value["metadata"] = dict(value.get("metadata") or {})
         given = metadata.get("namespace")
         if given and given != namespace:
-            raise errors.bad_request(
-                "the namespace of the provided object does not match the namespace sent on the request "
-                f"({given} != {namespace})"
-                if not namespace
-                else "the namespace of the provided object does not match the namespace sent on the request"
-            )
+            raise errors.bad_request(_OTHER_NAMESPACE)
         if metadata.get("resourceVersion"):
             raise errors.ApiError(
                 500, "InternalError", "resourceVersion should not be set on objects to be created"
@@ -102,7 +94,8 @@ class ApiObjects:
             metadata["generation"] = 1
         value = self._prepared(resource, value, options)
         found = metadata_rules.name_faults(resource.collection, name)
-        found += metadata_rules.metadata_faults(metadata) + self._faults(resource, value, None)
+        found += metadata_rules.metadata_faults(metadata)
+        found += resource.custom.faults(value, None) if resource.custom else []
         if found:
             raise errors.invalid(resource.kind, resource.group, name, found)
         key = (namespace, name)
@@ -143,7 +136,7 @@ class ApiObjects:
         found = _finalizer_faults(value, old) + metadata_rules.metadata_faults(metadata)
         if not part:
             found += self._update_faults(resource, value, old)
-        found += self._faults(resource, value, old)
+        found += resource.custom.faults(value, old) if resource.custom else []
         if found:
             raise errors.invalid(resource.kind, resource.group, key[1], found)
         if _content(value) != _content(old) and _has_generation(resource):
@@ -164,11 +157,8 @@ class ApiObjects:
         self._check_preconditions(resource, key[1], metadata, options)
         finalizers = _with_propagation(list(metadata.get("finalizers") or []), options.propagation)
         grace = _grace_seconds(resource, old, options)
-        waits = (
-            bool(finalizers)
-            or grace > 0
-            or (resource.collection == "/namespaces" and not _spec_finalized(old))
-        )
+        held = resource.collection == "/namespaces" and not _spec_finalized(old)
+        waits = bool(finalizers) or grace > 0 or held
         if options.dry_run:
             return old, not waits
         if not waits:
@@ -212,14 +202,15 @@ class ApiObjects:
                 )
         value.setdefault("apiVersion", resource.api_version)
         value.setdefault("kind", resource.kind)
-        if (value["apiVersion"], value["kind"]) != (resource.api_version, resource.kind):
+        if value["apiVersion"] != resource.api_version:
             raise errors.bad_request(
                 f"the API version in the data ({value['apiVersion']}) does not match the expected API "
                 f"version ({resource.api_version})"
-                if value["apiVersion"] != resource.api_version
-                else f'{value["kind"]} in version "{resource.version}" cannot be handled as a {resource.kind}'
             )
-
+        if value["kind"] != resource.kind:
+            raise errors.bad_request(
+                f'{value["kind"]} in version "{resource.version}" cannot be handled as a {resource.kind}'
+            )
         if not resource.custom:
             built_in.check_types(resource.kind, value)
 
@@ -256,9 +247,7 @@ class ApiObjects:
                 f"the name of the object ({metadata['name']}) does not match the name on the URL ({key[1]})"
             )
         if resource.namespaced and (metadata.get("namespace") or key[0]) != key[0]:
-            raise errors.bad_request(
-                "the namespace of the provided object does not match the namespace sent on the request"
-            )
+            raise errors.bad_request(_OTHER_NAMESPACE)
         uid, version = metadata.get("uid"), metadata.get("resourceVersion")
         if uid and uid != old["metadata"]["uid"]:
             if patched:
@@ -331,9 +320,6 @@ class ApiObjects:
             return found
         return [] if resource.custom else built_in.prepare_update(resource.collection, value, old)
 
-    def _faults(self, resource: Resource, value: Object, old: Object | None) -> list[FieldCause]:
-        return resource.custom.faults(value, old) if resource.custom else []
-
 
 def _drop_empty(metadata: Object) -> None:
     """No labels and an empty map of labels are the same, and written as the former."""
@@ -377,14 +363,11 @@ def _finalizer_faults(value: Object, old: Object) -> list[FieldCause]:
     if "deletionTimestamp" not in old["metadata"]:
         return []
     before = old["metadata"].get("finalizers") or []
-    added = [f for f in value["metadata"].get("finalizers") or [] if f not in before]
+    added = [f'"{f}"' for f in value["metadata"].get("finalizers") or [] if f not in before]
     if not added:
         return []
-    listed = ", ".join(f'"{name}"' for name in added)
-    why = (
-        "no new finalizers can be added if the object is being deleted, found new finalizers "
-        f"[]string{{{listed}}}"
-    )
+    why = "no new finalizers can be added if the object is being deleted, found new finalizers "
+    why += f"[]string{{{', '.join(added)}}}"
     return [FieldCause("metadata.finalizers", f"Forbidden: {why}", "FieldValueForbidden")]
 
 
@@ -418,7 +401,6 @@ def _grace_seconds(resource: Resource, pod: Object, options: DeleteOptions) -> i
         return 0
     if not pod["spec"].get("nodeName") or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
         return 0
-    wanted = options.grace_seconds
-    if wanted is None:
+    if (wanted := options.grace_seconds) is None:
         wanted = pod["spec"].get("terminationGracePeriodSeconds", 30)
     return max(0, int(wanted))

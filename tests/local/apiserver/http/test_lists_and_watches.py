@@ -168,13 +168,6 @@ def test_finalized_object_is_seen_going_in_two_steps(api: Api, three: str) -> No
     assert seen[0]["object"]["metadata"]["deletionTimestamp"]
 
 
-def test_list_of_metadata_only(api: Api, three: str) -> None:
-    accept = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
-    listing = api.get(three, accept=accept)
-    assert listing["kind"] == "PartialObjectMetadataList"
-    assert set(listing["items"][0]) - {"kind", "apiVersion"} == {"metadata"}
-
-
 def test_table_of_an_unwritable_selector_is_refused_before_the_stream_begins(api: Api, three: str) -> None:
     with pytest.raises(Refused) as refused, api.watch(three, fieldSelector="data.x=1") as events:
         next(events)
