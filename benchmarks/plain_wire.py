@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from tiercheck_sidecar.exchange import handshake, server
-from tiercheck_sidecar.exchange.frames import BytePace, SealedChunk, Wire
+from tiercheck_sidecar.exchange.frames import SealedChunk, Wire
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Frame
+from tiercheck_sidecar.pacing import Portion
 
 
 class PlainWire(Wire):
@@ -24,7 +25,7 @@ class PlainWire(Wire):
         index: int,
         offset: int,
         length: int,
-        pace: BytePace | None = None,
+        pace: Portion | None = None,
         *,
         bare: bool = False,
     ) -> None:

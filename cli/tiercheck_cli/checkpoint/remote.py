@@ -26,7 +26,6 @@ try:
         StoreOwner,
         examine_place,
         open_store,
-        put_alone,
     )
 except ModuleNotFoundError as missing:
     raise CannotDo(
@@ -139,7 +138,7 @@ def check_empty(store: RemoteStore) -> None:
 def put(store: RemoteStore, version: Version, path: Path) -> None:
     """Upload one slot as a version of one rank. Raises CannotDo."""
     try:
-        put_alone(store, version, path)
+        store.seed(version, path)
     except RemoteError as error:
         raise CannotDo(str(error)) from error
 
@@ -155,7 +154,7 @@ def examine(settings: str) -> Iterator[StoreFinding]:
 def owner_of(store: RemoteStore) -> StoreOwner | None:
     """Whose the job's folder is. Raises CannotDo."""
     try:
-        return store.owner()
+        return store.ownership.owner()
     except RemoteError as error:
         raise CannotDo(str(error)) from error
 
@@ -163,6 +162,6 @@ def owner_of(store: RemoteStore) -> StoreOwner | None:
 def give_to(store: RemoteStore, job_uid: str, cluster: str) -> StoreOwner | None:
     """Make the folder a job's; whose it was. Raises CannotDo."""
     try:
-        return store.give_to(job_uid, cluster)
+        return store.ownership.give_to(job_uid, cluster)
     except RemoteError as error:
         raise CannotDo(str(error)) from error
