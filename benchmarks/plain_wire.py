@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from tiercheck_sidecar.exchange import handshake, server
-from tiercheck_sidecar.exchange.frames import SealedChunk, Wire
+from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Frame
 from tiercheck_sidecar.pacing import Portion
+from tiercheck_sidecar.vault.tags import ChunkTag
 
 
 class PlainWire(Wire):
@@ -31,7 +32,7 @@ class PlainWire(Wire):
     ) -> None:
         super().send_chunk(file, index, offset, length, pace, bare=True)
 
-    def receive_into(self, view: memoryview, sealed: SealedChunk | None = None) -> bool:
+    def receive_into(self, view: memoryview, sealed: ChunkTag | None = None) -> bool:
         self._fill(view)
         return False
 

@@ -13,7 +13,6 @@ import logging
 import math
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 from aiohttp import web
 
@@ -29,7 +28,6 @@ from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState, StaleR
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _MAX_BODY = 64 * 1024 * 1024
 _MAX_WAIT = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -15,7 +15,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.encoding import to_json
@@ -26,7 +26,7 @@ from tiercheck_sidecar.exchange.network.interfaces import NamedAddress
 from tiercheck_sidecar.exchange.network.transport import GIVEN_UP, TcpChannel
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
 from tiercheck_sidecar.pacing import Portion
-from tiercheck_sidecar.vault.tags import Tagger, Tags
+from tiercheck_sidecar.vault.tags import ChunkTag, Tagger, Tags
 
 T = TypeVar("T")
 
@@ -153,15 +153,6 @@ class Say:
 
 def _nobody(_: object) -> None:
     """For what nobody watches."""
-
-
-class SealedChunk(Protocol):
-    """Tells whether what it is shown, piece by piece, is what was sealed."""
-
-    def update(self, piece: memoryview, /) -> None: ...
-
-    def fits(self) -> bool:
-        """Once, after the last piece."""
 
 
 class Wire:
@@ -315,7 +306,7 @@ class Wire:
         self._chunk, self._bare, self._left = frame, bare, length
         return index, length
 
-    def receive_into(self, view: memoryview, sealed: SealedChunk | None = None) -> bool:
+    def receive_into(self, view: memoryview, sealed: ChunkTag | None = None) -> bool:
         """Fill `view` with the next bytes of a chunk. They are worth nothing before its last ones were
         received.
 

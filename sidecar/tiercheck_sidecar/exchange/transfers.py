@@ -23,7 +23,7 @@ from tiercheck_sidecar.exchange.frames import END, Altered, Ask, Say, Wire, Wire
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.model.fence import Fence
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
-from tiercheck_sidecar.vault.tags import Tagger, Tags, is_well_described
+from tiercheck_sidecar.vault.tags import ChunkTag, Tagger, Tags, is_well_described
 
 LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact
@@ -235,15 +235,6 @@ def write_all(file: int, view: memoryview, offset: int) -> None:
         view = view[written:]
 
 
-class _Unvouched:
-    """A chunk whose tag nobody told."""
-
-    def update(self, piece: memoryview, /) -> None: ...
-
-    def fits(self) -> bool:
-        return False
-
-
 @dataclass(frozen=True)
 class Chunks:
     """Thread-safe. Over one wire, or over several with the same other end."""
@@ -263,8 +254,8 @@ class Chunks:
 
         Raises WireBroken, Altered.
         """
-
-        sealed = self.tagger.expecting(self.tags, index) if self.tags and self.tagger else _Unvouched()
+        tags, tagger = self.tags, self.tagger
+        sealed = tagger.running(index, tags.of(index)) if tags and tagger else ChunkTag()
         return wire.receive_into(view, sealed) or digest_chunk(view) == self.digests.values[index]
 
     def take(self, wire: Wire, index: int, view: memoryview) -> bool:

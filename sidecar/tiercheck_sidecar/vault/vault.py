@@ -392,7 +392,7 @@ class Vault:
     def _find(self, artifact: Artifact, tier: Tier | None, share: Share | None) -> Slot | None:
         for each in (Tier.LOCAL, Tier.PEER) if tier is None else (tier,):
             for slot in self._pools.get(Pool(each, artifact.rank, artifact.kind, share), {}).values():
-                if slot.seal is not None and slot.artifact == artifact and _readable(slot):
+                if slot.seal is not None and slot.seal.version == artifact.version and _readable(slot):
                     return slot
         return None
 

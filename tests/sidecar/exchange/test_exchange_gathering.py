@@ -50,7 +50,7 @@ def test_no_chunk_is_lost_whatever_happens_and_the_rest_completes(
                     owed[source].clear()
             else:
                 gathering.lost([index], source)
-        assert gathering.missing == chunks - len(arrived)
+        assert sum(map(gathering.is_here, range(chunks))) == len(arrived)
         askers = {index: sum(index in those for those in owed.values()) for index in range(chunks)}
         assert max(askers.values()) <= 2, "at most two sources are asked for one chunk"
     # One good source that is left brings everything that is missing, once the others have given up.

@@ -40,7 +40,7 @@ def tagged(content: bytes, tagger: Tagger) -> Tags:
 
 
 def fits(tagger: Tagger, said: Tags, index: int, chunk: memoryview) -> bool:
-    expected = tagger.expecting(said, index)
+    expected = tagger.running(index, said.of(index))
     expected.update(chunk)
     return expected.fits()
 
