@@ -43,11 +43,12 @@ from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState
 from tiercheck.protocol.version import Branch, History, Kind, Version
-from tiercheck_sidecar.exchange.fetch import Dial, fetch
+from tiercheck_sidecar.exchange.fetch import fetch
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.network.transport import CONGESTION_CONTROL
 from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.replicate.sender import Pushed, push
@@ -229,7 +230,7 @@ class _Worker:
     def save(self, version: Version, size: int, kind: Kind = Kind.SNAPSHOT) -> Seal:
         """An artifact of random bytes, in place of the older ones of its kind."""
         layout = _layout(size)
-        self.vault.free(lambda seal: seal.kind is kind)
+        self.vault.evict(lambda seal: seal.kind is kind)
         room = self.vault.reserved(0)
         if kind is Kind.SNAPSHOT and (room is None or room.snapshot != layout.size):
             self.vault.reserve(0, layout.size, 2 * MIB)
@@ -246,14 +247,14 @@ class _Worker:
 
     def sealing(self, seal: Seal, tagger: Tagger | None) -> float:
         """GB for a core's second of what is done when `seal`'s artifact is sealed."""
-        with self.vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot, slot.mapped() as view:
+        with self.vault.pin(seal.artifact, Tier.LOCAL) as slot, slot.mapped() as view:
             began = time.process_time()
             digest_and_tag(view[: seal.digests.size], tagger)
             return seal.digests.size / (time.process_time() - began) / 1e9
 
     def forget(self) -> None:
         """As after the loss of its memory, but for the slots."""
-        self.vault.free(lambda _: True)
+        self.vault.evict(lambda _: True)
 
     def fetch(self, seal: Seal, sources: tuple[int, ...]) -> None:
         """Back from `sources`, verified and sealed."""
@@ -331,7 +332,7 @@ def _keep_newest(holder: _Worker) -> None:
         newest = {
             seal.kind: seal.version for seal in holder.vault.held() if seal.tier is Tier.PEER
         }  # oldest first
-        holder.vault.free(lambda seal, newest=newest: seal.version < newest[seal.kind])
+        holder.vault.evict(lambda seal, newest=newest: seal.version < newest[seal.kind])
 
 
 # The limit

@@ -51,7 +51,7 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.holder import ParityHolder
-from tiercheck_sidecar.parity.link import converse, push
+from tiercheck_sidecar.parity.link import push
 from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.parity.unfold import FRAGMENT
@@ -216,7 +216,7 @@ class _Worker:
 
     def serve(self) -> None:
         server = ExchangeServer(self.state, self.vault, self._identity, 8471)
-        server.languages["parity"] = serving(self.state, self.vault, self.holder)
+        server.language = serving(self.state, self.holder)
         server.start()
 
     def dial(self, peer: Peer) -> Wire:
@@ -259,7 +259,7 @@ def _members(pipe: Connection, job: _Job) -> None:
     for worker in workers:
         worker.serve()
     lines = {
-        (worker.worker, holder): Line(functools.partial(lambda w, h: converse(w.dial(h)), worker, holder))
+        (worker.worker, holder): Line(functools.partial(worker.dial, holder))
         for worker in workers
         for holder in job.group.holders
     }
@@ -284,7 +284,7 @@ def _holders(pipe: Connection, job: _Job) -> None:
     while word := _heard(pipe):
         for worker in workers:
             if word == "forget":
-                worker.vault.free(lambda seal: True)
+                worker.vault.evict(lambda seal: True)
             else:
                 worker.state.wait_until(lambda worker=worker: bool(worker.vault.held()), 30.0)  # type: ignore[misc]
         pipe.send("done")
@@ -314,7 +314,7 @@ def _rebuilding(worker: _Worker) -> float:
     began = time.perf_counter()
     rebuild(worker.vault, Artifact(worker.worker, VERSION), worker.job.group, worker.dial)
     seconds = time.perf_counter() - began
-    worker.vault.free(lambda seal: True)
+    worker.vault.evict(lambda seal: True)
     return seconds
 
 
@@ -325,7 +325,7 @@ def _serve_raw(job: _Job, workers: list[_Worker]) -> None:
     """Send any part of any member's slot, as asked by (member, begin, length)."""
     files = []
     for worker in workers:
-        with worker.vault.pin(worker.worker, VERSION) as slot:
+        with worker.vault.pin(Artifact(worker.worker, VERSION)) as slot:
             files.append(os.open(slot.path, os.O_RDONLY))
 
     def serve(connection: socket.socket) -> None:

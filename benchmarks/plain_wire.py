@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from tiercheck_sidecar.exchange import handshake, server
-from tiercheck_sidecar.exchange.frames import BytePace, SealedChunk, Wire
+from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Frame
+from tiercheck_sidecar.pacing import Portion
+from tiercheck_sidecar.vault.tags import ChunkTag
 
 
 class PlainWire(Wire):
@@ -24,13 +26,13 @@ class PlainWire(Wire):
         index: int,
         offset: int,
         length: int,
-        pace: BytePace | None = None,
+        pace: Portion | None = None,
         *,
         bare: bool = False,
     ) -> None:
         super().send_chunk(file, index, offset, length, pace, bare=True)
 
-    def receive_into(self, view: memoryview, sealed: SealedChunk | None = None) -> bool:
+    def receive_into(self, view: memoryview, sealed: ChunkTag | None = None) -> bool:
         self._fill(view)
         return False
 

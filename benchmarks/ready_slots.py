@@ -132,9 +132,8 @@ def _vault(size: int, hands: int) -> Iterator[Vault]:
         yield vault
     finally:
         shutil.rmtree(folder)
-        with vault._table as table:  # the mappings, which would keep the memory
-            for slot in table.slots.values():
-                slot.unmap()
+        for slot in vault._slots.values():  # the mappings, which would keep the memory
+            slot.unmap()
 
 
 @contextmanager

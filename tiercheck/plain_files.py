@@ -80,8 +80,13 @@ def create_plain(path: Path, root: Path | None = None) -> int:
     with _parent(path, root) as folder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path.name, dir_fd=folder)
-        access = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.open(path.name, access, 0o666, dir_fd=folder)
+        return create_in(folder, path.name)
+
+
+def create_in(folder: int, name: str) -> int:
+    """A descriptor of a new, empty file to write to, in an open folder. Raises FileExistsError, OSError."""
+    access = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    return os.open(name, access, 0o666, dir_fd=folder)
 
 
 def is_plain(path: Path) -> bool:

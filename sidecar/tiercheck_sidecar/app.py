@@ -32,9 +32,8 @@ from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
-from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
-from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
 from tiercheck_sidecar.offload.renewal import wait_for_renewal
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.parity.holder import ParityHolder
@@ -115,7 +114,7 @@ class Sidecar:
             self.state, self.vault, self.identity, names.EXCHANGE_PORT, self.replicator.bucket
         )
         self.parity_holder = ParityHolder(self.state, self.vault)
-        self.exchange.languages["parity"] = serving(self.state, self.vault, self.parity_holder)
+        self.exchange.language = serving(self.state, self.parity_holder)
         self.reporter.owes = self._owes
         self.reporter.settled = self._settled
         self.tiers = TierClient(self.state, self.vault, self._acknowledged, self.uploader.uploaded)
@@ -141,7 +140,8 @@ class Sidecar:
             self.state.threads.loop(name, loop_body, vital=name not in _BESIDE)
         control = ControlApi(self.state, self.reporter)
         api = control.build(web.get(PATH, TierPort(self.coordinator).upgrade))
-        port = GuardedPort(api, Strangers(self._most_strangers, self._named), server_context(self.config))
+        strangers = Strangers(self._most_strangers, lambda: named_addresses(self.state.directive))
+        port = GuardedPort(api, strangers, server_context(self.config))
         control.on_proof = port.believe
         await self._serve(port, self.config.control_port)
         self._ready = True
@@ -314,9 +314,6 @@ class Sidecar:
     async def _serve(self, port: GuardedPort, number: int) -> None:
         self._ports.append(port)
         await port.start(self.config.pod_ip, number)
-
-    def _named(self) -> frozenset[str]:
-        return named_addresses(self.state.directive)
 
     def _most_strangers(self) -> int:
         """All workers may call worker 0 at once."""

@@ -48,10 +48,9 @@ from tiercheck_operator.sidecars import read_report
 from tiercheck_sidecar.control.tier_line import Messages, framed
 from tiercheck_sidecar.decoding import decode, decode_request, encode, with_checksum
 from tiercheck_sidecar.digest import digest, is_well_formed
-from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, WireBroken, from_bitmap
+from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge
 from tiercheck_sidecar.node_memory import FolderOwner
-from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.remote.config import parse as parse_remote
 from tiercheck_sidecar.remote.errors import RemoteConfigError
 from tiercheck_sidecar.vault.inventory import take_inventory
@@ -108,8 +107,8 @@ def _exchange(text: bytes) -> None:
     with contextlib.suppress(Malformed, WireBroken):
         ask = decode(text, Ask)
         hash((ask.artifact, ask.digests is not None and is_well_formed(ask.digests)))
-    with contextlib.suppress(Malformed, WireBroken):
-        from_bitmap(decode(text, Say).verified, 40)
+    with contextlib.suppress(Malformed):
+        decode(text, Say)
 
 
 def _slot(text: bytes) -> None:
@@ -335,12 +334,10 @@ TARGETS: dict[str, Target] = {
         "exchange": Target(
             _exchange,
             (to_json(Ask("offer", 0, _VERSION, 1, _DIGESTS)),
-                to_json(Say("send", verified="7f", damaged=(1,),
+                to_json(Say("send", missing=(0, 7), damaged=(1,),
                     listed=(ListedArtifact(Ask("x", 0, _VERSION).artifact, 3),)))),
         ),
-        "parity ask": _message(ParityAsk,
-            ParityAsk("offer", Ask("x", 0, _VERSION).artifact, Share(0, (0, 1)))),
-        "parity say": _message(ParitySay, ParitySay("ok")),
+        "parity ask": _message(Ask, Ask("read", 0, _VERSION, share=Share(0, (0, 1)))),
         "handshake claim": _message(CallerClaim, CallerClaim("u", 0, 1, "n")),
         "handshake challenge": _message(Challenge, Challenge(1, "n", "p")),
         "handshake proof": _message(CallerProof, CallerProof("p")),

@@ -77,7 +77,7 @@ class Shared:
     def operations(self) -> list[Callable[[], object]]:
         store = self.store
         return [
-            store.check, store.versions, lambda: store.read_manifest(VERSION), store.owner,
+            store.check, store.versions, lambda: store.read_manifest(VERSION), store.ownership.owner,
             lambda: store.artifact(0, VERSION), lambda: store.fetch(self.artifact, memoryview(bytearray(5))),
             lambda: store.newest_attempts("uid"), lambda: store.begin_attempt("uid", 2),
             lambda: store.put_artifact(0, VERSION, self.slot, self.digests, None),

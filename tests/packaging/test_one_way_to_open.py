@@ -9,12 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("sidecar/tiercheck_sidecar", "cli/tiercheck_cli/checkpoint")
-PLAIN = {"open_plain", "create_plain", "create"}
+PLAIN = {"open_plain", "create_plain", "create_in"}
 OTHERS = {
     "model/config.py": "the Secret, which the kubelet wrote",
     "offload/renewal.py": "the Secret, which the kubelet wrote",
     "remote/s3/s3_clients.py": "certificates of the image, or what the Secret names",
-    "remote/seeding.py": "a file that the same command made",
     "remote/directory.py": "files below a folder that was opened without links",
     "node_memory.py": "`.owner` of the own folder, made anew unless it is a plain file",
     "rehearsal/routes.py": "/dev/null",

@@ -19,11 +19,11 @@ from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import dial
 from tiercheck_sidecar.exchange.network.interfaces import OwnAddress
-from tiercheck_sidecar.exchange.network.transport import ByteChannel
+from tiercheck_sidecar.exchange.network.transport import TcpChannel
+from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.rebuild import rebuild
@@ -213,12 +213,12 @@ class Station:
         return [Dial(worker, lambda worker=worker: self.connect(worker)) for worker in workers]  # type: ignore[misc]
 
     def content(self, seal: Seal, tier: Tier) -> bytes:
-        with self.vault.pin(seal.rank, seal.version, tier, seal.kind) as slot, slot.mapped() as view:
+        with self.vault.pin(seal.artifact, tier) as slot, slot.mapped() as view:
             return bytes(view[: seal.digests.size])
 
     def flip(self, seal: Seal, tier: Tier, *chunks: int) -> None:
         """A bit of each of `chunks` of what is held here turns, behind the vault's back."""
-        with self.vault.pin(seal.rank, seal.version, tier, seal.kind) as slot, open(slot.path, "r+b") as file:
+        with self.vault.pin(seal.artifact, tier) as slot, open(slot.path, "r+b") as file:
             for chunk in chunks:
                 file.seek(chunk * seal.digests.chunk + length_of(seal.digests, chunk) - 1)
                 octet = file.read(1)
@@ -226,7 +226,7 @@ class Station:
                 file.write(bytes([octet[0] ^ 4]))
 
     def holds(self, artifact: Artifact, tier: Tier = Tier.PEER) -> bool:
-        return self.vault.find(artifact.rank, artifact.version, tier, artifact.kind) is not None
+        return self.vault.find(artifact, tier) is not None
 
     def copied(self, rank: int, kind: Kind = Kind.SNAPSHOT) -> list[Version]:
         """Versions of an own rank's artifacts that are complete at every holder of the group's blocks."""
@@ -239,7 +239,7 @@ class Station:
         return [seal for seal in self.vault.held() if seal.share is not None]
 
     def block_path(self, share: Share, version: Version, kind: Kind = Kind.SNAPSHOT) -> Path:
-        with self.vault.pin_share(share, version, kind) as slot:
+        with self.vault.pin(Artifact(share.ranks[0], version, kind), share=share) as slot:
             return slot.path
 
     def rebuild(
@@ -265,7 +265,7 @@ def send_bytes(wire: Wire, index: int, content: bytes, *, bare: bool = False) ->
 class MeddledChannel:
     """A connection on which somebody changes what arrives, as `meddle` does, given what one call brought."""
 
-    def __init__(self, channel: ByteChannel, meddle: Callable[[memoryview], None]) -> None:
+    def __init__(self, channel: TcpChannel, meddle: Callable[[memoryview], None]) -> None:
         self._channel, self._meddle = channel, meddle
 
     def __getattr__(self, name: str) -> object:

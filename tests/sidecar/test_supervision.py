@@ -287,7 +287,7 @@ def test_lanes_that_got_no_thread_at_first_are_begun_later(
     seal = job[0].save(Version(5, 1), 100_000)
     job[0].name(seal.version)
     job[0].replicate()
-    until(lambda: job[1].vault.find(0, seal.version), "copied")
+    until(lambda: job[1].vault.find(Artifact(0, seal.version)), "copied")
     assert refused == {"snapshots-to-worker-1", "deltas-to-worker-1"}
     until(lambda: sorted(lanes()) == sorted(refused), "one each")
 

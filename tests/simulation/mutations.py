@@ -360,10 +360,10 @@ def _verdicts_of_other_placements() -> list[Patch]:
 def _anybodys_copies() -> list[Patch]:
     real = exchange_session.refuse_offer
 
-    def welcome(fence: Any, directive: Any, claim: Any, artifact: Any, **more: Any) -> Any:
-        if directive is not None and artifact is not None:
-            claim = dataclasses.replace(claim, worker=artifact.rank // directive.procs_per_worker)
-        return real(fence, directive, claim, artifact, **more)
+    def welcome(fence: Any, directive: Any, claim: Any, ask: Any) -> Any:
+        if directive is not None:
+            claim = dataclasses.replace(claim, worker=ask.rank // directive.procs_per_worker)
+        return real(fence, directive, claim, ask)
 
     return [(exchange_session, "refuse_offer", welcome)]
 

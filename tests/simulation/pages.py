@@ -16,7 +16,7 @@ from typing import Any
 
 from tiercheck.protocol.artifacts.slot import TORN, NotASlot, SlotLayout, read_header
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.vault import Seal, slot_table, slots, vault
+from tiercheck_sidecar.vault import Seal, slots, vault
 from tiercheck_sidecar.vault.inventory import fault
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState
 
@@ -82,8 +82,8 @@ class Volumes:
 
         with in_place(
             (vault, "create", self.create),
-            (slot_table, "remove", self.remove),
-            (slot_table, "tear", self.tear),
+            (vault, "remove", self.remove),
+            (vault, "tear", self.tear),
             (vault, "write_seal", self.seal),
             (vault, "take_inventory", self.inventory),
             (vault, "touch_on_node", lambda *_: contextlib.nullcontext()),

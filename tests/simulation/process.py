@@ -22,6 +22,7 @@ from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind
 from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.control.ports import neighbours
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.control.tier_line import CallFailed
 from tiercheck_sidecar.decoding import decode, encode
@@ -29,15 +30,13 @@ from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.exchange import transfers
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.heartbeat import neighbours
 from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState
 from tiercheck_sidecar.offload import remote_inventory
-from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
-from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote import preflight
 from tiercheck_sidecar.remote import store as remote_store
@@ -113,8 +112,8 @@ class RecordedVault(Vault):
         what = (seal.tier, seal.rank, seal.kind, seal.version)
         self.process.world.record("sealed", pod=self.process.pod.uid, what=what)
 
-    def free(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
-        freed = super().free(unwanted)
+    def evict(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
+        freed = super().evict(unwanted)
         if freed:
             what = tuple((seal.tier, seal.rank, seal.kind, seal.version) for seal in freed)
             by = "reclaim" if "reclaim" in self.process._busy else "restore"
@@ -287,7 +286,7 @@ class Process:
         if verdict is None:
             return
         self.world.record_verdict(self, verdict)
-        callers = self.coordinator.callers
+        callers = list(self.coordinator._callers)
         self.coordinator.deliver([(each, self.coordinator.replies(each, None)) for each in callers])
         self.coordinator.announced(verdict)
 
@@ -375,7 +374,12 @@ class _Lane:
 
     def _list(self, rank: int) -> tuple[ListedArtifact, ...]:
         mine = self._process.state
-        return self._process.dial(self._holder).session(mine.config.worker, mine.attempt)._list(rank).listed
+        return (
+            self._process.dial(self._holder)
+            .session(mine.config.worker, mine.attempt)
+            ._list(Ask("list", rank))
+            .listed
+        )
 
     def turn(self) -> None:
         process, waits = self._process, self._waits
@@ -417,7 +421,7 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
     if said.state != "send":
         raise PushRefused(said.message)
     with (
-        vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot,
+        vault.pin(seal.artifact, Tier.LOCAL) as slot,
         slot.mapped(size=seal.digests.size) as view,
     ):
         body = bytearray(view)
@@ -468,7 +472,9 @@ class Reach:
         except WireBroken as error:
             raise SourceFailed(str(error)) from error
         listed = (
-            holder.session(self._process.state.config.worker, self._process.state.attempt)._list(rank).listed
+            holder.session(self._process.state.config.worker, self._process.state.attempt)
+            ._list(Ask("list", rank))
+            .listed
         )
         return {each.artifact: each.bytes for each in listed}
 
@@ -490,13 +496,15 @@ class Reach:
 
     def _copy(self, artifact: Artifact, peer: Peer, bad: list[Quarantined]) -> bool:
         holder, process = self._process.dial(peer), self._process
-        with holder.vault.pin(artifact.rank, artifact.version, kind=artifact.kind) as slot:
+        with holder.vault.pin(artifact) as slot:
             assert slot.seal is not None
             with slot.mapped(size=slot.seal.digests.size) as view:
                 body = bytes(view)
             digests, world_size = slot.seal.digests, slot.seal.world_size
         if first_mismatch(memoryview(body), digests) is not None:
-            holder.session(process.state.config.worker, process.state.attempt)._corrupt(artifact)
+            holder.session(process.state.config.worker, process.state.attempt)._corrupt(
+                Ask.about("corrupt", artifact)
+            )
             why = f"chunk 0 of worker {peer.worker}'s {artifact} does not match its digest"
             bad.append(Quarantined(artifact.rank, artifact.version, peer.worker, why, artifact.kind))
             return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
-from tiercheck_sidecar.remote.verify import ignore_arrival
+from tiercheck_sidecar.remote.verify import ignore
 
 Record = Callable[..., None]
 
@@ -104,7 +104,7 @@ class Folder(Objects):
         found = self._bucket.objects.get(key)
         return None if found is None else found[0]
 
-    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore_arrival) -> int:
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore) -> int:
         self._call()
         found = self._bucket.objects.get(key)
         if found is None:

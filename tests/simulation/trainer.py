@@ -152,7 +152,7 @@ class Launcher:
             return
         session._restored.close()
         for path in session._writing:
-            process.vault.lose(path)
+            process.vault.discard(path)
         process.state.trainer.rank_left(self.rank, self.attempt)
         process._bump()
 

@@ -201,7 +201,7 @@ def import_checkpoint(
             tier.check_empty(store)
             with progress_of(size) as progress:
                 path = seed.write(found, Path(folder), version, progress)
-            tier.put_alone(store, version, path)
+            store.seed(version, path)
     say(to)
     for name in found.left_out[:3]:
         remark(f"left out: {name}")

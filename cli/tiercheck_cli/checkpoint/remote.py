@@ -16,7 +16,7 @@ from tiercheck_cli.checkpoint.saved import Saved, SavedArtifact
 from tiercheck_cli.failure import INSTALL, NOT_FOUND, USAGE, CannotDo
 
 __all__ = [
-    "RemoteStore", "check_empty", "examine_place", "open_store", "open_version", "put_alone", "refusals",
+    "RemoteStore", "check_empty", "examine_place", "open_store", "open_version", "refusals",
     "settings_of_job", "settings_of_url",
 ]  # fmt: skip
 
@@ -28,7 +28,6 @@ try:
         RemoteStore,
         examine_place,
         open_store,
-        put_alone,
     )
 except ModuleNotFoundError as missing:
     raise CannotDo(

@@ -74,7 +74,7 @@ def owner(
         else:
             settings = tier.settings_of_job(cluster.job(job), endpoint, region)
     with tier.refusals():
-        found = tier.open_store(settings, f"{namespace}/{job}").owner()
+        found = tier.open_store(settings, f"{namespace}/{job}").ownership.owner()
     say("nobody's yet" if found is None else found.described)
 
 
@@ -124,7 +124,7 @@ def take_over(
         uid = str(attached.get("uid") or found["metadata"]["uid"])  # what its pods know it by
         cluster_uid = cluster_uid or cluster.uid()
     with tier.refusals():
-        former = tier.open_store(settings, f"{namespace}/{job}").give_to(uid, cluster_uid)
+        former = tier.open_store(settings, f"{namespace}/{job}").ownership.give_to(uid, cluster_uid)
     if former is not None and former.job_uid == uid and cluster_uid in ("", former.cluster):
         say(f"{namespace}/{job} has it already")
         return

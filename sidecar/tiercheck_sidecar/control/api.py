@@ -13,7 +13,6 @@ import logging
 import math
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 from aiohttp import web
 
@@ -29,7 +28,6 @@ from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState, StaleR
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _MAX_BODY = 64 * 1024 * 1024
 _MAX_WAIT = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -124,7 +122,7 @@ class ControlApi:
             changed = self._changed
             report = self._reporter.report()
             left = deadline - asyncio.get_running_loop().time()
-            if self._is_news(report, after) or left <= 0 or self._state.stopping:
+            if report.serial > after or left <= 0 or self._state.stopping:
                 return self._tell(report, request)
             try:
                 async with asyncio.timeout(left):
@@ -146,17 +144,10 @@ class ControlApi:
         wanted, known = request.query.get("holdings"), f"{report.instance}.{report.held}"
         if wanted == "no" or request.query.get("held") == known:
             report = dataclasses.replace(report, holdings=(), tells_holdings=False)
-        response = answer(report)
+        response = web.Response(body=to_json(report), content_type="application/json")
         # The operator brings times in the report to its own clock by this one.
         response.headers["Date"] = email.utils.formatdate(self._state.clock(), usegmt=True)
         return response
-
-    def _is_news(self, report: Report, after: int) -> bool:
-        return report.serial > after
-
-
-def answer(value: object) -> web.Response:
-    return web.Response(body=to_json(value), content_type="application/json")
 
 
 def text_response(status: int, text: str) -> web.Response:

@@ -2,16 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.report import Report, RestoreState, TrainerState
+from tiercheck.protocol.report import Report, RestoreState, TrainerState, Watermarks
 from tiercheck.protocol.version import Kind
 from tiercheck_sidecar.control.report import Reporter
+
+_GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
+    ("attempt", "Attempt of the newest accepted directive.", lambda report: report.attempt),
+    ("memory_limit_bytes", "Bytes the memory volume may hold.", lambda report: report.memory.limit),
+    ("memory_used_bytes", "Bytes of slots and seals.", lambda report: report.memory.used),
+    ("memory_needed_bytes", "Bytes for all slots of this worker.", lambda report: report.memory.needed),
+    ("trainer_step", "Newest step reported by a local rank.", lambda report: report.trainer.step or 0),
+    (
+        "trainer_running",
+        "1 while the training command runs.",
+        lambda report: report.trainer.state is TrainerState.RUNNING,
+    ),
+    ("restore_seconds", "Duration of the newest restore.", lambda report: report.restore.seconds),
+    (
+        "restore_failed",
+        "1 if the newest restore failed.",
+        lambda report: report.restore.state is RestoreState.FAILED,
+    ),
+    (
+        "remote_reachable",
+        "1 if the remote tier answered last time, 0 if it did not or was not tried yet.",
+        lambda report: report.remote.reachable is True,
+    ),
+    ("remote_versions", "Complete versions in the remote tier.", lambda report: len(report.remote.versions)),
+    ("snapshot_every", "Steps between snapshots; 0: not decided yet.", lambda report: report.snapshot_every),
+    (
+        "not_finite_steps",
+        "Steps in a row that the sanity gate refused.",
+        lambda report: report.trainer.not_finite,
+    ),
+    (
+        "chain_length",
+        "Deltas between the newest whole snapshot and the newest step.",
+        lambda report: _chain_length(report.watermarks),
+    ),
+)
+_COUNTERS = (
+    ("captured", "Snapshots sealed.", "captured"),
+    ("deltas", "Deltas sealed.", "deltas"),
+    ("skipped", "Snapshots skipped because no slot was free.", "skipped"),
+    ("deltas_skipped", "Deltas that were due and not taken.", "deltas_skipped"),
+    ("replay_mismatches", "Restores whose replay did not give the recorded state.", "replay_mismatches"),
+    ("not_finite", "Steps that the sanity gate refused.", "not_finite"),
+    ("replicated", "Artifacts acknowledged by a holder.", "replicated"),
+    ("rehearsals", "Rehearsals of one tier that proved it.", "proved"),
+    ("rehearsals_failed", "Rehearsals of one tier that found what would not come back.", "disproved"),
+    ("uploaded", "Artifacts brought to the remote tier.", "uploaded"),
+    ("refused_stale", "Messages of older attempts refused.", "refused_stale"),
+    ("refused_reports", "Senseless tier reports refused.", "refused_reports"),
+)
+"""Names, words, and fields of the report's counters."""
 
 
 class ReportCollector(Collector):
@@ -22,113 +73,61 @@ class ReportCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         report = self._reporter.report()
-        yield _gauge("tiercheck_attempt", "Attempt of the newest accepted directive.", report.attempt)
-        yield _gauge("tiercheck_memory_limit_bytes", "Bytes the memory volume may hold.", report.memory.limit)
-        yield _gauge("tiercheck_memory_used_bytes", "Bytes of slots and seals.", report.memory.used)
-        yield _gauge(
-            "tiercheck_memory_needed_bytes", "Bytes for all slots of this worker.", report.memory.needed
-        )
-        yield _gauge(
-            "tiercheck_trainer_step", "Newest step reported by a local rank.", report.trainer.step or 0
-        )
-        yield _gauge(
-            "tiercheck_trainer_running",
-            "1 while the training command runs.",
-            int(report.trainer.state is TrainerState.RUNNING),
-        )
-        yield _gauge("tiercheck_restore_seconds", "Duration of the newest restore.", report.restore.seconds)
-        yield _gauge(
-            "tiercheck_restore_failed",
-            "1 if the newest restore failed.",
-            int(report.restore.state is RestoreState.FAILED),
-        )
-        marks = GaugeMetricFamily(
-            "tiercheck_watermark_step",
+        for name, text, of in _GAUGES:
+            yield GaugeMetricFamily(f"tiercheck_{name}", text, value=float(of(report)))
+        marks = {tier: getattr(report.watermarks, tier) for tier in ("local", "peer", "remote", "snapshot")}
+        yield _labelled(
+            "watermark_step",
             "Newest step complete for every rank, per tier; snapshot: of which every rank holds a whole one.",
-            labels=["tier"],
+            ("tier",),
+            {(tier,): version.step for tier, version in marks.items() if version is not None},
         )
-        for tier in ("local", "peer", "remote", "snapshot"):
-            version = getattr(report.watermarks, tier)
-            if version is not None:
-                marks.add_metric([tier], version.step)
-        yield marks
-        held = GaugeMetricFamily(
-            "tiercheck_held_bytes", "Bytes of verified artifacts, per tier.", labels=["tier"]
+        held = {
+            tier: [each for each in report.holdings if each.tier is tier] for tier in (Tier.LOCAL, Tier.PEER)
+        }
+        yield _labelled(
+            "held_bytes",
+            "Bytes of verified artifacts, per tier.",
+            ("tier",),
+            {(tier.value,): sum(each.bytes for each in here) for tier, here in held.items()},
         )
-        for name in ("local", "peer"):
-            held.add_metric([name], sum(each.bytes for each in report.holdings if each.tier.value == name))
-        yield held
-        yield from _artifacts(report)
-        remote = report.remote
-        yield _gauge(
-            "tiercheck_remote_reachable",
-            "1 if the remote tier answered last time, 0 if it did not or was not tried yet.",
-            int(remote.reachable is True),
+        yield _labelled(
+            "held",
+            "Verified artifacts here.",
+            ("tier", "kind"),
+            {
+                (tier.value, kind.value): sum(each.kind is kind for each in here)
+                for tier, here in held.items()
+                for kind in Kind
+            },
         )
-        yield _gauge(
-            "tiercheck_remote_versions", "Complete versions in the remote tier.", len(remote.versions)
+        yield _labelled(
+            "artifact_bytes",
+            "Bytes of the largest slot of an own rank.",
+            ("kind",),
+            {(Kind.SNAPSHOT.value,): report.memory.snapshot, (Kind.DELTA.value,): report.memory.delta},
         )
-        problems = GaugeMetricFamily(
-            "tiercheck_problem", "1 for each problem that is present.", labels=["reason"]
+        yield _labelled(
+            "problem",
+            "1 for each problem that is present.",
+            ("reason",),
+            {(problem.reason,): 1 for problem in report.problems},
         )
-        for problem in report.problems:
-            problems.add_metric([problem.reason], 1)
-        yield problems
-        counters = report.counters
-        yield _counter("tiercheck_captured", "Snapshots sealed.", counters.captured)
-        yield _counter("tiercheck_deltas", "Deltas sealed.", counters.deltas)
-        yield _counter("tiercheck_skipped", "Snapshots skipped because no slot was free.", counters.skipped)
-        yield _counter(
-            "tiercheck_deltas_skipped", "Deltas that were due and not taken.", counters.deltas_skipped
-        )
-        yield _counter(
-            "tiercheck_replay_mismatches",
-            "Restores whose replay did not give the recorded state.",
-            counters.replay_mismatches,
-        )
-        yield _counter("tiercheck_not_finite", "Steps that the sanity gate refused.", counters.not_finite)
-        yield _counter("tiercheck_replicated", "Artifacts acknowledged by a holder.", counters.replicated)
-        yield _counter("tiercheck_rehearsals", "Rehearsals of one tier that proved it.", counters.proved)
-        yield _counter(
-            "tiercheck_rehearsals_failed",
-            "Rehearsals of one tier that found what would not come back.",
-            counters.disproved,
-        )
-        yield _counter("tiercheck_uploaded", "Artifacts brought to the remote tier.", counters.uploaded)
-        yield _counter(
-            "tiercheck_refused_stale", "Messages of older attempts refused.", counters.refused_stale
-        )
-        yield _counter(
-            "tiercheck_refused_reports", "Senseless tier reports refused.", counters.refused_reports
-        )
+        for name, text, field in _COUNTERS:
+            yield CounterMetricFamily(f"tiercheck_{name}", text, value=getattr(report.counters, field))
 
 
-def _artifacts(report: Report) -> Iterable[Metric]:
-    yield _gauge(
-        "tiercheck_snapshot_every", "Steps between snapshots; 0: not decided yet.", report.snapshot_every
-    )
-    yield _gauge(
-        "tiercheck_not_finite_steps",
-        "Steps in a row that the sanity gate refused.",
-        report.trainer.not_finite,
-    )
-    sizes = GaugeMetricFamily(
-        "tiercheck_artifact_bytes", "Bytes of the largest slot of an own rank.", labels=["kind"]
-    )
-    sizes.add_metric([Kind.SNAPSHOT.value], report.memory.snapshot)
-    sizes.add_metric([Kind.DELTA.value], report.memory.delta)
-    yield sizes
-    held = GaugeMetricFamily("tiercheck_held", "Verified artifacts here.", labels=["tier", "kind"])
-    for tier in (Tier.LOCAL, Tier.PEER):
-        for kind in Kind:
-            found = sum((each.tier, each.kind) == (tier, kind) for each in report.holdings)
-            held.add_metric([tier.value, kind.value], found)
-    yield held
-    mark, whole = report.watermarks.local, report.watermarks.snapshot
-    chain = max(0, mark.step - whole.step) if mark and whole else 0
-    yield _gauge(
-        "tiercheck_chain_length", "Deltas between the newest whole snapshot and the newest step.", chain
-    )
+def _labelled(
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]
+) -> Metric:
+    found = GaugeMetricFamily(f"tiercheck_{name}", text, labels=labels)
+    for each, value in values.items():
+        found.add_metric(each, value)
+    return found
+
+
+def _chain_length(marks: Watermarks) -> int:
+    return max(0, marks.local.step - marks.snapshot.step) if marks.local and marks.snapshot else 0
 
 
 def render(reporter: Reporter) -> bytes:
@@ -136,11 +135,3 @@ def render(reporter: Reporter) -> bytes:
     registry = CollectorRegistry()
     registry.register(ReportCollector(reporter))
     return generate_latest(registry)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value=value)

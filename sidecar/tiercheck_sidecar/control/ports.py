@@ -112,16 +112,21 @@ def incoming(
         yield connection
 
 
+def neighbours(directive: Directive) -> frozenset[Peer]:
+    """The workers that this one keeps copies or parity with, in either direction."""
+    groups = [*directive.folded, *([directive.parity] if directive.parity else [])]
+    coded = [peer for group in groups for peer in (*group.members, *group.holders)]
+    return frozenset(
+        peer
+        for peer in (*directive.holders, *directive.hosted, *coded)
+        if peer.host and peer.worker != directive.worker
+    )
+
+
 def named_addresses(directive: Directive | None) -> frozenset[str]:
     """The IP addresses of the peers that a directive names."""
-    if directive is None:
-        return frozenset()
-    groups = [*directive.folded, *([directive.parity] if directive.parity else [])]
-    peers: list[Peer] = [*directive.holders, *directive.hosted, directive.coordinator]
-    for group in groups:
-        peers += [*group.members, *group.holders]
     addresses = set()
-    for peer in peers:
+    for peer in (*neighbours(directive), directive.coordinator) if directive is not None else ():
         with contextlib.suppress(ValueError):  # not an address: nobody comes from there
             addresses.add(split_address(peer.host)[0])
     return frozenset(addresses)

@@ -95,10 +95,7 @@ class Reporter:
         before = self._told
         self._told = {
             id(seal): before.get(id(seal))
-            or (
-                seal,
-                Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share),
-            )
+            or (seal, Holding(seal.rank, seal.version, seal.tier, seal.digests.size, seal.kind, seal.share))
             for seal in self._vault.held()
         }
         self._held += self._told.keys() != before.keys()

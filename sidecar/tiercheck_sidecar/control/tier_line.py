@@ -142,11 +142,7 @@ class TierLine:
     def _connect(self) -> ssl.SSLSocket:
         address, own = endpoint(self.host, names.CONTROL_PORT), (self._config.pod_ip, 0)
         raw = socket.create_connection(address, _CONNECT_PATIENCE, own)
-        try:
-            connection = self._context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
-        except BaseException:
-            raw.close()
-            raise
+        connection = self._context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)  # or it closes raw
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._ask(connection)

@@ -65,7 +65,7 @@ class ChunkCollection:
             self._draft.keep()
             return True
         finally:
-            self._draft.discard()
+            self._draft.release()
 
     def _stream(self, dial: Dial, opening: Opening | None) -> None:
         """Chunks from one holder, over a connection that is made anew as often as that brings anything; bare,

@@ -20,8 +20,6 @@ from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.vault import Seal, Vault
 
-__all__ = ["BadCopy", "Dial", "FetchFailed", "Fetched", "fetch", "holdings"]
-
 _GRACE = 0.3
 """Seconds that the first source to answer waits for the others."""
 
@@ -57,10 +55,11 @@ def list_held(wire: Wire, rank: int) -> tuple[ListedArtifact, ...]:
 
 def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial], tier: Tier = Tier.LOCAL) -> Fetched:
     """Copy and seal `artifact`. Raises FetchFailed, NoFreeSlot, NotASlot, OSError; then no slot is taken."""
-    troubles = _Troubles([], [])
+    reasons: list[str] = []
+    bad: list[BadCopy] = []
     with contextlib.ExitStack() as stack:
         groups: dict[Seal, list[Opening]] = {}
-        for opening in _open_all(artifact, sources, tier, troubles):
+        for opening in _open_all(artifact, sources, tier, reasons, bad):
             stack.callback(opening.wire.close)
             groups.setdefault(opening.seal, []).append(opening)
         for seal in sorted(
@@ -68,32 +67,18 @@ def fetch(vault: Vault, artifact: Artifact, sources: Sequence[Dial], tier: Tier 
         ):  # most holders first; they should all agree
             collection = ChunkCollection(vault, seal, groups[seal])
             done = collection.run()
-            troubles.reasons.extend(collection.reasons)
-            troubles.bad.extend(collection.bad)
+            reasons.extend(collection.reasons)
+            bad.extend(collection.bad)
             if done:
-                return Fetched(seal, collection.workers, tuple(troubles.bad))
-    raise FetchFailed(troubles.reasons, troubles.bad)
+                return Fetched(seal, collection.workers, tuple(bad))
+    raise FetchFailed(reasons, bad)
 
 
-@dataclass(frozen=True)
-class _Troubles:
-    reasons: list[str]
-    bad: list[BadCopy]
-
-    def note(self, worker: int, future: Future[Opening]) -> Opening | None:
-        """What became of a connection."""
-        try:
-            return future.result()
-        except Senseless as error:
-            self.bad.append(BadCopy(worker, str(error)))
-            self.reasons.append(str(error))
-        except (WireBroken, PeerRefused, OSError) as error:
-            self.reasons.append(f"worker {worker}: {error}")
-        return None
-
-
-def _open_all(artifact: Artifact, sources: Sequence[Dial], tier: Tier, troubles: _Troubles) -> list[Opening]:
-    """Those that have it. One that does not answer is not waited for once another has."""
+def _open_all(
+    artifact: Artifact, sources: Sequence[Dial], tier: Tier, reasons: list[str], bad: list[BadCopy]
+) -> list[Opening]:
+    """Those that have it; of the others, `reasons` and `bad` copies. One that does not answer is not waited
+    for once another has."""
     pool = ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="fetch")
     futures = {pool.submit(open_copy, artifact, dial, tier, bare=True): dial.worker for dial in sources}
     pool.shutdown(wait=False)
@@ -105,12 +90,18 @@ def _open_all(artifact: Artifact, sources: Sequence[Dial], tier: Tier, troubles:
         done, waiting = wait(waiting, left, FIRST_COMPLETED)
         if not done:
             break
-        opened = [troubles.note(futures[future], future) for future in done]
-        found += [opening for opening in opened if opening is not None]
+        for future in done:
+            try:
+                found.append(future.result())
+            except Senseless as error:
+                bad.append(BadCopy(futures[future], str(error)))
+                reasons.append(str(error))
+            except (WireBroken, PeerRefused, OSError) as error:
+                reasons.append(f"worker {futures[future]}: {error}")
         if found and deadline is None:
             deadline = time.monotonic() + _GRACE
     for future in waiting:
-        troubles.reasons.append(f"worker {futures[future]}: it did not answer in time")
+        reasons.append(f"worker {futures[future]}: it did not answer in time")
         future.add_done_callback(_hang_up)
     return found
 

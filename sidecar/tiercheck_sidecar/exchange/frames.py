@@ -13,19 +13,20 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tiercheck.failpoints import failpoint
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.exchange.network.interfaces import NamedAddress
-from tiercheck_sidecar.exchange.network.transport import GIVEN_UP, ByteChannel, TcpChannel
+from tiercheck_sidecar.exchange.network.transport import GIVEN_UP, TcpChannel
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
-from tiercheck_sidecar.vault.tags import Tagger, Tags
+from tiercheck_sidecar.pacing import Portion
+from tiercheck_sidecar.vault.tags import ChunkTag, Tagger, Tags
 
 T = TypeVar("T")
 
@@ -75,6 +76,11 @@ class Ask:
     - "corrupt": the chunks of this artifact do not match their digests. - "list": which artifacts of `rank`
       have you?
     - "pulse": are you there? - "ucx": may UCX carry what follows? Its worker here has `address`.
+    - "fold": will you fold this artifact of mine into a block? - "chunks": chunks of it follow, until END;
+      answered by what is still missing.
+    - "status": answered when it differs from the last answer on this connection, or after a few seconds.
+
+    With a `share`, "read", "list" and "corrupt" are about that parity block of the version and kind.
     """
 
     op: str
@@ -89,6 +95,12 @@ class Ask:
     bare: bool = False
     """With "read": whether chunks may come bare."""
     address: str = ""
+    share: Share | None = None
+
+    @staticmethod
+    def about(op: str, artifact: Artifact, **more: Any) -> Ask:
+        """With the artifact's name."""
+        return Ask(op, artifact.rank, artifact.version, kind=artifact.kind, **more)
 
     @property
     def artifact(self) -> Artifact:
@@ -100,7 +112,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class ListedArtifact:
-    """A whole artifact that a peer holds."""
+    """A whole artifact that a peer holds, or that a parity block there is made of."""
 
     artifact: Artifact
     bytes: int
@@ -109,7 +121,7 @@ class ListedArtifact:
 @dataclass(frozen=True)
 class Say:
     """The answer. `state`: "send", "have", "busy", "refused", "found", "missing", "listed", "ok", "again",
-    "bad"."""
+    "bad", "status"; "in" (folded; other members' are awaited), "late" (nobody will need the block)."""
 
     state: str
     message: str = ""
@@ -117,8 +129,6 @@ class Say:
     world_size: int = 0
     digests: Digests | None = None
     damaged: tuple[int, ...] = ()
-    verified: str = ""
-    """With "send": which chunks an earlier stream brought already (`bitmap`)."""
     listed: tuple[ListedArtifact, ...] = ()
     attempt: int = 0
     """The newest attempt that the one who answers knows; 0: not said."""
@@ -131,34 +141,24 @@ class Say:
     """With "ok" to the handshake: UCX may carry what follows."""
     address: str = ""
     """With "ok" to "ucx": of the worker there."""
+    missing: tuple[int, ...] = ()
+    """Chunks that no stream brought yet."""
+    members: tuple[Digests, ...] = ()
+    """Of a block that is found: of each member's artifact, in coding order."""
+    complete: tuple[Artifact, ...] = ()
+    """Artifacts of the asking worker whose blocks are sealed here."""
+    folded: tuple[Artifact, ...] = ()
+    """Artifacts of the asking worker that are wholly in blocks which still wait for other members."""
 
 
 def _nobody(_: object) -> None:
     """For what nobody watches."""
 
 
-class BytePace(Protocol):
-    """Grants bytes; `piece` says how many should be asked for at once."""
-
-    def take(self, size: int) -> None: ...
-
-    @property
-    def piece(self) -> int | None: ...
-
-
-class SealedChunk(Protocol):
-    """Tells whether what it is shown, piece by piece, is what was sealed."""
-
-    def update(self, piece: memoryview, /) -> None: ...
-
-    def fits(self) -> bool:
-        """Once, after the last piece."""
-
-
 class Wire:
     """One connection. Used and closed by one thread at a time; only `cut` may come from another."""
 
-    def __init__(self, connection: ByteChannel | socket.socket, timeout: float = IO_TIMEOUT) -> None:
+    def __init__(self, connection: TcpChannel | socket.socket, timeout: float = IO_TIMEOUT) -> None:
         self._channel = TcpChannel(connection) if isinstance(connection, socket.socket) else connection
         self._seconds = timeout
         self.patience(timeout)
@@ -206,11 +206,11 @@ class Wire:
         self._channel.patience(seconds)
 
     @property
-    def channel(self) -> ByteChannel:
+    def channel(self) -> TcpChannel:
         """What carries it."""
         return self._channel
 
-    def move(self, channel: ByteChannel) -> None:
+    def move(self, channel: TcpChannel) -> None:
         """`channel` carries what follows; the other end does the same."""
         channel.patience(self._seconds)
         self._channel = channel
@@ -272,13 +272,13 @@ class Wire:
         index: int,
         offset: int,
         length: int,
-        pace: BytePace | None = None,
+        pace: Portion | None = None,
         *,
         bare: bool = False,
     ) -> None:
         """From the open file `file`; `bare` if the other end has its tag. Nothing travels bare where it is to
         be encrypted. Raises WireBroken."""
-        bare = bare and not self._out_is_encrypted
+        bare = bare and not (self._out is not None and self._out.encrypted)
         header = _CHUNK.pack(index, length, bare)
         frame = self._sending(_PART + header)
         try:
@@ -306,11 +306,7 @@ class Wire:
         self._chunk, self._bare, self._left = frame, bare, length
         return index, length
 
-    def receive_into(
-        self,
-        view: memoryview,
-        sealed: SealedChunk | None = None,
-    ) -> bool:
+    def receive_into(self, view: memoryview, sealed: ChunkTag | None = None) -> bool:
         """Fill `view` with the next bytes of a chunk. They are worth nothing before its last ones were
         received.
 
@@ -332,10 +328,6 @@ class Wire:
             self._check(self._chunk)
         self.heard(len(view))
         return bare is not None
-
-    @property
-    def _out_is_encrypted(self) -> bool:
-        return self._out is not None and self._out.encrypted
 
     def _send_bare(self, file: int, offset: int, size: int) -> None:
         while size:
@@ -401,7 +393,7 @@ class Wire:
             raise wire_error(error) from error
 
 
-def _portions(offset: int, length: int, pace: BytePace | None) -> Iterator[tuple[int, int]]:
+def _portions(offset: int, length: int, pace: Portion | None) -> Iterator[tuple[int, int]]:
     """Where to send from next, and how many bytes, as `pace` grants them."""
     end = offset + length
     while offset < end:
@@ -421,27 +413,6 @@ def _address(of: Callable[[], Any]) -> tuple[str, int]:
     except ValueError as error:
         raise WireBroken("the connection has no address") from error
     return str(host), int(port)
-
-
-def bitmap(indices: Iterable[int]) -> str:
-    """Chunk indices as the hex digits of a number whose bits they are; empty if there are none."""
-    octets = bytearray()
-    for index in indices:
-        octets.extend(bytes(max(0, index // 8 + 1 - len(octets))))
-        octets[index // 8] |= 1 << index % 8
-    number = int.from_bytes(octets, "little")
-    return f"{number:x}" if number else ""
-
-
-def from_bitmap(text: str, chunks: int) -> set[int]:
-    """Inverse of `bitmap`, for an artifact of `chunks` chunks. Raises WireBroken."""
-    try:
-        number = int(text or "0", 16)
-    except ValueError as error:
-        raise WireBroken("not a set of chunks") from error
-    if number < 0 or number >> chunks:
-        raise WireBroken("a set of chunks that the artifact has not")
-    return {index for index in range(chunks) if number >> index & 1}
 
 
 def wire_error(error: OSError) -> WireBroken:

@@ -39,10 +39,6 @@ class Gathering(Generic[Source]):
         """Complete, or nobody is left who could bring the rest."""
         return not self._missing or not self._live
 
-    @property
-    def missing(self) -> int:
-        return len(self._missing)
-
     def is_here(self, index: int) -> bool:
         return index not in self._missing
 

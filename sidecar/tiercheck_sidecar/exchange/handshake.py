@@ -9,13 +9,14 @@ address now. What was said so far, and the token, then give the keys for everyth
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
 import logging
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tiercheck.protocol.directive import Peer
@@ -99,33 +100,18 @@ def dial(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
     """A proven connection to `peer`'s sidecar, over the interfaces that the job names; over its pod's
     address, where none of them leads there. `port`: the usual one, which that address need not name. Raises
     WireBroken, PeerRefused."""
-    wire = _dial_any(identity, attempt, peer, port)
-    if wire.offers_ucx and identity.ucx():
-        try:
-            ask_for_ucx(wire)
-        except BaseException:
-            wire.close()
-            raise
-    return wire
-
-
-def _dial_any(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
-    """Raises WireBroken, PeerRefused."""
     wire = _dial_routes(identity, attempt, peer, port)
-    if wire is not None:
-        return wire
-    wire, is_news = _dial_pod(identity, attempt, peer, port)
-    if not is_news:
-        return wire
-    try:
-        better = _dial_routes(identity, attempt, peer, port)
-    except BaseException:
-        wire.close()
-        raise
-    if better is None:
-        return wire
-    wire.close()
-    return better
+    if wire is None:
+        wire, is_news = _dial_pod(identity, attempt, peer, port)
+        with _closed_by_failure(wire):
+            better = _dial_routes(identity, attempt, peer, port) if is_news else None
+        if better is not None:
+            wire.close()
+            wire = better
+    if wire.offers_ucx and identity.ucx():
+        with _closed_by_failure(wire):
+            ask_for_ucx(wire)
+    return wire
 
 
 def dial_pod(identity: Identity, attempt: int, peer: Peer, port: int) -> Wire:
@@ -175,7 +161,7 @@ def _meet(
     except OSError as error:
         raise type(wire_error(error))(f"{host} cannot be reached: {error}") from error
     wire = Wire(connection, CONNECT_TIMEOUT)
-    try:
+    with _closed_by_failure(wire):
         claim = CallerClaim(
             identity.job_uid, identity.worker, attempt, secrets.token_hex(16), identity.encrypts()
         )
@@ -202,10 +188,16 @@ def _meet(
             raise PeerRefused(f"{host}: {said.message}", SignedAttempt(said.attempt, said.signature))
         wire.patience(IO_TIMEOUT)
         wire.offers_ucx = said.ucx
+    return wire, said
+
+
+@contextlib.contextmanager
+def _closed_by_failure(wire: Wire) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         wire.close()
         raise
-    return wire, said
 
 
 def admit(

@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from tiercheck.protocol.directive import Directive, Peer
+from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.signing import SignedAttempt
+from tiercheck_sidecar.control.ports import neighbours
 from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial_pod
 from tiercheck_sidecar.model.state import SidecarState
@@ -23,17 +24,6 @@ from tiercheck_sidecar.model.state import SidecarState
 EVERY = 1.0
 ANSWER = 2.0
 """Seconds that an answer may take."""
-
-
-def neighbours(directive: Directive) -> frozenset[Peer]:
-    """Whom this worker asks for a heartbeat."""
-    groups = [*directive.folded, *([directive.parity] if directive.parity else [])]
-    coded = [peer for group in groups for peer in (*group.members, *group.holders)]
-    return frozenset(
-        peer
-        for peer in (*directive.holders, *directive.hosted, *coded)
-        if peer.host and peer.worker != directive.worker
-    )
 
 
 class HeartbeatSender:
@@ -48,9 +38,7 @@ class HeartbeatSender:
         """Who has a thread, for which attempt."""
 
     def run(self) -> None:
-        seen = -1
-        while not self._state.stopping:
-            seen = self._state.wait(seen, timeout=5.0)
+        for _ in self._state.looks(timeout=5.0):
             directive = self._state.directive
             if directive is None:
                 continue

@@ -50,8 +50,8 @@ class ExchangeServer:
         # Who has the token may call in anybody's name, but only from addresses of its own.
         self._known = Strangers(lambda: _MOST_CONNECTIONS, per_address=_MOST_CONNECTIONS)
         self.inbox = Inbox(vault)
-        self.languages: dict[str, Language] = {}
-        """What else can be spoken here, by the message that turns a conversation to it."""
+        self.language: Language = lambda wire, claim: {}
+        """What else can be spoken here."""
 
     def start(self) -> None:
         self._listeners.start()
@@ -89,9 +89,7 @@ class ExchangeServer:
                 known = self._known.enter(guest.address, guest.cut)
                 try:
                     with contextlib.closing(wire):
-                        Session(
-                            self._state, self._vault, self.inbox, wire, claim, languages=self.languages
-                        ).serve()
+                        Session(self._state, self._vault, self.inbox, wire, claim, more=self.language).serve()
                 finally:
                     self._known.leave(known)
         except PeerRefused as error:

@@ -8,7 +8,6 @@ from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import open_plain
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import (
@@ -20,17 +19,19 @@ from tiercheck_sidecar.exchange.frames import (
     Say,
     Wire,
     WireBroken,
-    bitmap,
 )
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.network.ucx import answer_ucx
-from tiercheck_sidecar.exchange.offers import refuse_offer
-from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.exchange.transfers import Inbox, refuse_offer
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.verification import evict_if_bad
 
-Language = Callable[[Wire, CallerClaim], None]
-"""Serves a proven connection until the caller hangs up. Raises WireBroken, OSError."""
+Handlers = Mapping[str, Callable[[Ask], Say | None]]
+"""What is done with each message, by its `op`: returns what is answered, if that is not said yet. Raises
+WireBroken, OSError."""
+Language = Callable[[Wire, CallerClaim], Handlers]
+"""More messages that a proven connection understands."""
 
 
 class Session:
@@ -44,11 +45,21 @@ class Session:
         wire: Wire,
         claim: CallerClaim,
         *,
-        languages: Mapping[str, Language] | None = None,
+        more: Language = lambda wire, claim: {},
     ) -> None:
         self._state, self._vault, self._inbox = state, vault, inbox
-        self._languages = languages or {}
         self._wire, self._claim = wire, claim
+        self._handlers: Handlers = {
+            "read": self._read,
+            "join": self._join,
+            "offer": self._offer,
+            "commit": self._commit,
+            "corrupt": self._corrupt,
+            "pulse": lambda ask: Say("ok", **state.newest_attempt._asdict()),
+            "list": self._list,
+            "ucx": lambda ask: answer_ucx(wire, ask.address),
+            **more(wire, claim),
+        }
 
     def serve(self) -> None:
         """Until the caller hangs up, or this sidecar ends. Raises WireBroken, OSError."""
@@ -56,65 +67,49 @@ class Session:
             self._wire.patience(IDLE_TIMEOUT)
             ask = self._wire.receive(Ask)
             self._wire.patience(IO_TIMEOUT)
-            if ask.op == "read":
-                self._read(ask)
-            elif ask.op == "join":
-                self._join(ask)
-            elif ask.op == "offer":
-                self._wire.send(self._offer(ask))
-            elif ask.op == "commit":
-                self._wire.send(self._commit(ask))
-                failpoint("after-ack")
-            elif ask.op == "corrupt":
-                self._wire.send(self._corrupt(ask.artifact))
-            elif ask.op == "pulse":
-                self._wire.send(Say("ok", **self._state.newest_attempt._asdict()))
-            elif ask.op == "list":
-                self._wire.send(self._list(ask.rank))
-            elif ask.op == "ucx":
-                answer_ucx(self._wire, ask.address)
-            elif ask.op in self._languages:
-                return self._languages[ask.op](self._wire, self._claim)
-            else:
+            handle = self._handlers.get(ask.op)
+            if handle is None:
                 raise WireBroken(f"unknown message {ask.op!r}")
+            said = handle(ask)
+            if said is not None:
+                self._wire.send(said)
+            if ask.op == "commit":
+                failpoint("after-ack")
 
     # A copy is brought
 
     def _offer(self, ask: Ask) -> Say:
         directive, worker = self._state.directive, self._claim.worker
-        named = None if ask.version is None or ask.rank < 0 else ask.artifact
-        unwanted = refuse_offer(
-            self._state.fence, directive, self._claim, named, digests=ask.digests, tags=ask.tags
-        )
-        if unwanted:
-            return Say(*unwanted)
+        unwanted = refuse_offer(self._state.fence, directive, self._claim, ask)
+        if unwanted is not None:
+            return unwanted
         assert directive is not None
         assert ask.version is not None
         assert ask.digests is not None
         if worker not in {peer.worker for peer in directive.hosted}:
             return Say("refused", f"this worker does not keep copies for worker {worker}")
         seal = Seal(ask.rank, ask.version, ask.world_size, Tier.PEER, ask.digests, ask.kind, tags=ask.tags)
-        if self._vault.find(ask.rank, ask.version, Tier.PEER, ask.kind) == seal:
+        if self._vault.find(ask.artifact, Tier.PEER) == seal:
             return Say("have")
         try:
             transfer = self._inbox.open(self._claim, seal)
         except (NoFreeSlot, OSError) as error:
             return Say("busy", str(error))
-        return Say("send", transfer=transfer.name, verified=bitmap(transfer.verified))
+        return Say("send", transfer=transfer.name, missing=transfer.missing())
 
-    def _join(self, ask: Ask) -> None:
+    def _join(self, ask: Ask) -> Say:
         transfer = self._inbox.find(ask.transfer, self._claim.worker)
         if transfer is None:
             raise WireBroken("no such transfer")
-        self._wire.send(Say("ok", damaged=transfer.receive(self._wire)))
+        return Say("ok", damaged=transfer.receive(self._wire))
 
     def _commit(self, ask: Ask) -> Say:
         transfer = self._inbox.find(ask.transfer, self._claim.worker)
         if transfer is None:
             return Say("refused", "nothing was offered, or it was waited for in vain")
-        if not transfer.complete:
-            missing = len(transfer.seal.digests.values) - len(transfer.verified)
-            return Say("again", f"{missing} chunks are missing", verified=bitmap(transfer.verified))
+        missing = transfer.missing()
+        if missing:
+            return Say("again", f"{len(missing)} chunks are missing")
         other = self._state.fence.refuse_other(self._claim.attempt, self._state.directive)
         if other:
             return Say("refused", other)
@@ -125,47 +120,47 @@ class Session:
         failpoint("before-ack")
         return Say("ok")
 
-    # A copy is read
+    # What is here is read
 
-    def _list(self, rank: int) -> Say:
-        seals = [seal for seal in self._vault.held() if seal.rank == rank and seal.share is None]
-        listed = {
-            ListedArtifact(Artifact(rank, seal.version, seal.kind), seal.digests.size) for seal in seals
-        }
+    def _list(self, ask: Ask) -> Say:
+        listed = set()
+        for seal in self._vault.held():
+            if ask.share is None and seal.share is None and seal.rank == ask.rank:
+                listed.add(ListedArtifact(seal.artifact, seal.digests.size))
+            elif seal.share is not None and seal.share == ask.share:
+                listed |= {
+                    ListedArtifact(Artifact(rank, seal.version, seal.kind), digests.size)
+                    for rank, digests in zip(seal.share.ranks, seal.members, strict=True)
+                }
         return Say("listed", listed=tuple(sorted(listed, key=lambda each: each.artifact)))
 
-    def _read(self, ask: Ask) -> None:
-        artifact = ask.artifact
+    def _read(self, ask: Ask) -> Say | None:
+        artifact, wire = ask.artifact, self._wire
         try:
-            with self._vault.pin(artifact.rank, artifact.version, kind=artifact.kind) as slot:
+            with self._vault.pin(artifact, share=ask.share) as slot:
                 seal = slot.seal
                 assert seal is not None
-                self._wire.send(
-                    Say("found", world_size=seal.world_size, digests=seal.digests, tags=seal.tags)
+                digests, bare = seal.digests, ask.bare and seal.tags is not None
+                wire.send(
+                    Say(
+                        "found",
+                        world_size=seal.world_size,
+                        digests=digests,
+                        tags=seal.tags,
+                        members=seal.members,
+                    )
                 )
                 with open(open_plain(slot.path), "rb") as file:
-                    self._send_chunks(file.fileno(), seal, ask.bare and seal.tags is not None)
+                    while (index := wire.receive_index()) != END:
+                        if index >= len(digests.values):
+                            raise WireBroken("no such chunk")
+                        begin, length = index * digests.chunk, length_of(digests, index)
+                        wire.send_chunk(file.fileno(), index, begin, length, bare=bare)
         except NotHeld as error:
-            self._wire.send(Say("missing", str(error)))
+            return Say("missing", str(error))
+        return None
 
-    def _send_chunks(self, file: int, seal: Seal, bare: bool) -> None:
-        digests = seal.digests
-        while (index := self._wire.receive_index()) != END:
-            if index >= len(digests.values):
-                raise WireBroken("no such chunk")
-            self._wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index), bare=bare)
-
-    def _corrupt(self, artifact: Artifact) -> Say:
-        """Someone says that a copy here is bad: believe our own eyes."""
-        rank, version, kind = artifact.rank, artifact.version, artifact.kind
-        try:
-            reason = self._vault.fault(rank, version, kind=kind)
-        except (NotHeld, OSError) as error:
-            reason = str(error)
-        if not reason:
-            return Say("ok", "the copy here is good")
-        self._vault.free(
-            lambda seal: seal.share is None and (seal.rank, seal.version, seal.kind) == (rank, version, kind)
-        )
-        self._state.quarantine(Quarantined(rank, version, self._state.config.worker, reason, kind))
-        return Say("bad", reason)
+    def _corrupt(self, ask: Ask) -> Say:
+        """Someone says that what is here is bad: believe our own eyes."""
+        reason = evict_if_bad(self._state, self._vault, ask.artifact, share=ask.share)
+        return Say("bad", reason) if reason else Say("ok", "what is here is good")

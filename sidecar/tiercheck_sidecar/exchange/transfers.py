@@ -15,17 +15,37 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
-from tiercheck_sidecar.exchange.frames import END, Altered, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import END, Altered, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
+from tiercheck_sidecar.model.fence import Fence
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
-from tiercheck_sidecar.vault.tags import Tagger, Tags
+from tiercheck_sidecar.vault.tags import ChunkTag, Tagger, Tags, is_well_described
 
 LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact
 that needs its slot."""
+
+
+def refuse_offer(fence: Fence, directive: Directive | None, claim: CallerClaim, ask: Ask) -> Say | None:
+    """The answer to a proven caller's offer that is not taken: "busy", offer it again later; "refused", do
+    not. None if nothing here speaks against it."""
+    early = fence.refuse_future(claim.attempt, directive)
+    if early or directive is None:
+        return Say("busy", early)
+    late = fence.refuse_past(claim.attempt, directive)
+    if late:
+        return Say("refused", late)
+    if ask.version is None or ask.rank < 0 or not is_well_described(ask.digests, ask.tags):
+        return Say("refused", "the offer is malformed")
+    if ask.rank // directive.procs_per_worker != claim.worker:
+        return Say("refused", f"rank {ask.rank} is not of worker {claim.worker}")
+    if not directive.history.accepts(ask.version):
+        return Say("refused", f"{ask.version} is not of the accepted history")
+    return None
 
 
 class Transfer:
@@ -47,9 +67,9 @@ class Transfer:
     def seal(self) -> Seal:
         return self.draft.seal
 
-    @property
-    def complete(self) -> bool:
-        return len(self.verified) == len(self.seal.digests.values)
+    def missing(self) -> tuple[int, ...]:
+        """The chunks that are not verified yet."""
+        return tuple(sorted(set(range(len(self.seal.digests.values))) - self.verified))
 
     def receive(self, wire: Wire) -> tuple[int, ...]:
         """Take chunks from `wire` until END; returns those that came damaged. Raises WireBroken, OSError."""
@@ -107,11 +127,11 @@ class Transfer:
         self._end()
         self.draft.keep()
 
-    def discard(self) -> None:
+    def release(self) -> None:
         """Give the slot back. Harmless after `keep`, and twice."""
         with contextlib.suppress(WireBroken):
             self._end()
-        self.draft.discard()
+        self.draft.release()
 
     @contextlib.contextmanager
     def _stream(self, wire: Wire) -> Iterator[None]:
@@ -156,7 +176,7 @@ class Inbox:
                 self._forget(transfer)
                 transfer.begin_again(seal)
                 return self._enter(transfer)
-            self.discard(transfer)
+            self.release(transfer)
         try:
             draft = self._vault.draft(seal)
         except NoFreeSlot:
@@ -168,7 +188,7 @@ class Inbox:
             if not rivals:
                 raise
             for transfer in rivals:
-                self.discard(transfer)
+                self.release(transfer)
             draft = self._vault.draft(seal)
         return self._enter(Transfer(draft, claim, self._clock))
 
@@ -180,20 +200,16 @@ class Inbox:
     def keep(self, transfer: Transfer) -> None:
         """Seal it. Raises as `Transfer.keep` does; then it is gone."""
         self._forget(transfer)
-        try:
-            transfer.keep()
-        except BaseException:
-            transfer.draft.discard()
-            raise
+        transfer.keep()
 
-    def discard(self, transfer: Transfer) -> None:
+    def release(self, transfer: Transfer) -> None:
         self._forget(transfer)
-        transfer.discard()
+        transfer.release()
 
     def sweep(self) -> None:
         """Give up what nobody came back for."""
         for transfer in self.of(None, lambda each: each.idle() > LINGER):
-            self.discard(transfer)
+            self.release(transfer)
 
     def of(self, worker: int | None, wanted: Callable[[Transfer], bool] = lambda _: True) -> list[Transfer]:
         """What that worker brings, or any."""
@@ -219,15 +235,6 @@ def write_all(file: int, view: memoryview, offset: int) -> None:
         view = view[written:]
 
 
-class _Unvouched:
-    """A chunk whose tag nobody told."""
-
-    def update(self, piece: memoryview, /) -> None: ...
-
-    def fits(self) -> bool:
-        return False
-
-
 @dataclass(frozen=True)
 class Chunks:
     """Thread-safe. Over one wire, or over several with the same other end."""
@@ -247,8 +254,8 @@ class Chunks:
 
         Raises WireBroken, Altered.
         """
-
-        sealed = self.tagger.expecting(self.tags, index) if self.tags and self.tagger else _Unvouched()
+        tags, tagger = self.tags, self.tagger
+        sealed = tagger.running(index, tags.of(index)) if tags and tagger else ChunkTag()
         return wire.receive_into(view, sealed) or digest_chunk(view) == self.digests.values[index]
 
     def take(self, wire: Wire, index: int, view: memoryview) -> bool:

@@ -97,12 +97,13 @@ class SidecarConfig:
             raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: the job's token is empty")
         if len(operator_public) != 32:
             raise ConfigError(f"{names.ENV_CREDENTIALS_DIR}: {names.OPERATOR_PUBLIC} has no 32 bytes")
+        is_spare = env.get(names.ENV_WORKER) == names.SPARE_WORKER
+        mounted, keeps_memory = env.get(names.ENV_REMOTE_CREDENTIALS_DIR), env.get(names.ENV_NODE_MEMORY_KEEP)
+        has_grace = env.get(names.ENV_GRACE_SECONDS)
         return SidecarConfig(
             job=_text(env, names.ENV_JOB),
             job_uid=_text(env, names.ENV_JOB_UID),
-            worker=SPARE
-            if env.get(names.ENV_WORKER) == names.SPARE_WORKER
-            else _number(env, names.ENV_WORKER),
+            worker=SPARE if is_spare else _number(env, names.ENV_WORKER),
             procs_per_worker=_number(env, names.ENV_PROCS_PER_WORKER),
             pod_uid=_text(env, names.ENV_POD_UID),
             pod_ip=_text(env, names.ENV_POD_IP),
@@ -114,17 +115,11 @@ class SidecarConfig:
             token=token,
             operator_public=operator_public,
             cluster=env.get(names.ENV_CLUSTER, ""),
-            remote_credentials_dir=Path(text)
-            if (text := env.get(names.ENV_REMOTE_CREDENTIALS_DIR))
-            else None,
-            node_memory_keep=float(_number(env, names.ENV_NODE_MEMORY_KEEP))
-            if env.get(names.ENV_NODE_MEMORY_KEEP)
-            else None,
+            remote_credentials_dir=Path(mounted) if mounted else None,
+            node_memory_keep=_number(env, names.ENV_NODE_MEMORY_KEEP) if keeps_memory else None,
             **_ports(env),
             cgroup_dir=Path(env.get(ENV_CGROUP_DIR) or CGROUP),
-            grace=_number(env, names.ENV_GRACE_SECONDS)
-            if env.get(names.ENV_GRACE_SECONDS)
-            else SidecarConfig.grace,
+            grace=_number(env, names.ENV_GRACE_SECONDS) if has_grace else SidecarConfig.grace,
         )
 
 

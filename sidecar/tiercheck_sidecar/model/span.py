@@ -32,11 +32,6 @@ def spans(versions: Collection[Version]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def versions(runs: Iterable[Span]) -> set[Version]:
-    """The versions in the spans."""
-    return {Version(step, run.attempt) for run in runs for step in range(run.first, run.last + 1)}
-
-
 def intersect(many: Iterable[Sequence[Span]]) -> tuple[Span, ...]:
     """What all have; nothing if there are none. Each must be in order of steps."""
     result: tuple[Span, ...] | None = None

@@ -257,7 +257,9 @@ class SidecarState:
             raise StrangerRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
         if directive.pod_uid != config.pod_uid:
             raise StrangerRefused(f"this is pod {config.pod_uid}, not {directive.pod_uid}")
-        worker = directive.worker if self._may_become_another(directive) else config.worker
+        # Within an attempt nobody changes: who this is would then depend on which directive came last.
+        begins = config.worker == SPARE or old is None or directive.attempt > old.attempt
+        worker = directive.worker if begins else config.worker
         if (directive.worker, directive.procs_per_worker) != (worker, config.procs_per_worker):
             raise StrangerRefused(
                 f"this is worker {worker} with {config.procs_per_worker} ranks, "
@@ -270,21 +272,14 @@ class SidecarState:
             raise StaleRefused(
                 f"attempt {old.attempt} is in phase {old.phase.value}, past {directive.phase.value}"
             )
-        if directive != old:
-            self._check_order(directive)
-
-    def _check_order(self, directive: Directive) -> None:
-        """A call that was given up may arrive after the next one, and so may one of an operator that does not
-        lead any more."""
+        if directive == old:
+            return
+        # A call that was given up may arrive after the next one, and so may one of an operator that does not
+        # lead any more.
         if directive.instance != self.instance:
             raise StaleRefused("it is meant for a process of this sidecar that was started again since")
         if directive.number <= self.followed:
             raise StaleRefused(f"directive {directive.number} comes too late, {self.followed} is followed")
-
-    def _may_become_another(self, directive: Directive) -> bool:
-        """Within an attempt nobody changes: who this is would then depend on which directive came last."""
-        known = self.directive
-        return self.config.worker == SPARE or known is None or directive.attempt > known.attempt
 
     # Deltas
 

@@ -11,13 +11,52 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests, Manifest
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload.job_store import JobStore
-from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, RemoteStore
+from tiercheck_sidecar.remote import (
+    Claimant,
+    RemoteConfigError,
+    RemoteCorrupt,
+    RemoteError,
+    RemoteStore,
+    open_store,
+)
 from tiercheck_sidecar.vault import Seal, Vault
 
 _LISTED = 3
 """Versions that a restore is told of: the newest, and some to fall back on if that one is damaged."""
+
+
+class JobStore:
+    """The job's folder in the remote tier, opened once by whatever needs it first: the upload or a restore.
+    Thread-safe."""
+
+    def __init__(self, config: SidecarConfig, make: Callable[[], RemoteStore] | None = None) -> None:
+        """`make`: opens another store than the one that the job names."""
+        self._config, self._make = config, make or self._open
+        self._lock = threading.Lock()
+        self._store: RemoteStore | None = None
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether the job has a remote tier."""
+        return self._config.remote is not None
+
+    def get(self) -> RemoteStore:
+        """The store; `close` ends what it does. Raises RemoteConfigError."""
+        with self._lock:
+            self._store = self._store or self._make()
+            return self._store
+
+    def close(self) -> None:
+        """Whatever the store does ends."""
+        if self._store is not None:
+            self._store.close()
+
+    def _open(self) -> RemoteStore:
+        config = self._config
+        assert config.remote is not None
+        return open_store(config.remote, config.job, Claimant(config.cluster, config.job_uid))
 
 
 class RemoteSource:
@@ -55,7 +94,7 @@ class RemoteSource:
                 store.fetch(artifact, draft.view, heard=heard)
                 draft.keep()
             finally:
-                draft.discard()
+                draft.release()
             return draft.seal
 
     def digests(self, artifact: Artifact) -> Digests:

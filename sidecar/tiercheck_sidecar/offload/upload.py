@@ -13,13 +13,13 @@ from collections.abc import Callable
 from tiercheck.protocol.directive import Directive, Tier
 from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.report import RestoreState
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
+from tiercheck_sidecar.offload.remote_source import JobStore
 from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, RemoteStore
 from tiercheck_sidecar.vault import NotHeld, Vault
-from tiercheck_sidecar.vault.verification import distrust
+from tiercheck_sidecar.vault.verification import evict_if_bad
 from tiercheck_sidecar.versions.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
@@ -119,16 +119,16 @@ class Uploader:
         if not due or not self._is_ours(store, directive):
             return
         for rank in due:
-            seal = self._vault.find(rank, version, Tier.LOCAL)
+            seal = self._vault.find(Artifact(rank, version), Tier.LOCAL)
             if seal is None:
                 continue  # the coordinator learns that from our next report, and names another version
             try:
-                with self._vault.pin(rank, version, Tier.LOCAL) as slot, slot.mapped() as view:
+                with self._vault.pin(Artifact(rank, version), Tier.LOCAL) as slot, slot.mapped() as view:
                     limit = directive.policy.remote_bandwidth
                     artifact = store.put_artifact(rank, version, slot.path, seal.digests, limit, mapped=view)
             except RemoteCorrupt:
                 # What has rotted is no longer held: the coordinator learns that, and names another version.
-                distrust(self._state, self._vault, seal)
+                evict_if_bad(self._state, self._vault, seal.artifact, Tier.LOCAL)
                 raise
             except NotHeld:
                 continue  # freed meanwhile

@@ -44,18 +44,14 @@ class Block:
         self._folding = 0
         self._over = self._sealing = False
 
-    @property
-    def capacity(self) -> int:
-        """Bytes of the largest artifact that it can take."""
-        return self._draft.seal.digests.size
-
     def takes(self, rank: int, digests: Digests) -> bool:
         """Whether this artifact of a member can be folded in: it fits, and nothing else of that member is
         in.
         """
         with self._idle:
             gone = self._over and not self._sealing
-            return not gone and digests.size <= self.capacity and self._digests.get(rank, digests) == digests
+            fits = digests.size <= self._draft.seal.digests.size
+            return not gone and fits and self._digests.get(rank, digests) == digests
 
     def enter(self, rank: int, digests: Digests, tags: Tags | None = None) -> tuple[int, ...]:
         """A member's artifact comes. Returns the chunks still to be sent. Raises BlockGone, also if it came
@@ -73,13 +69,9 @@ class Block:
             ranks = [rank for rank, missing in self._missing.items() if not missing]
         return tuple(Artifact(rank, self.version, self.kind) for rank in ranks)
 
-    def digests_of(self, rank: int) -> Digests | None:
-        """None if it was not offered yet."""
-        return self._digests.get(rank)
-
-    def tags_of(self, rank: int) -> Tags | None:
-        """None if it was offered without."""
-        return self._tags.get(rank)
+    def offered(self, rank: int) -> tuple[Digests | None, Tags | None]:
+        """How a member's artifact was described; None if it was not offered yet, or without tags."""
+        return self._digests.get(rank), self._tags.get(rank)
 
     def fold(self, rank: int, index: int, chunk: memoryview) -> None:
         """Fold a verified chunk in, unless it is in. Raises BlockGone."""
@@ -128,15 +120,15 @@ class Block:
         try:
             self._draft.keep(seal)
         finally:
-            self._draft.discard()
+            self._draft.release()
         return True
 
-    def discard(self) -> None:
+    def release(self) -> None:
         """Give it up: nothing is folded into it after this."""
         with self._idle:
             self._over = True
             self._idle.wait_for(lambda: self._folding == 0)
-        self._draft.discard()
+        self._draft.release()
 
     def _count(self, index: int) -> bool:
         """One more member's chunk is in. Whether it was the last for this place, of a block whose size is

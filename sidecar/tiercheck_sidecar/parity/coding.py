@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tiercheck.protocol.directive import ParityGroup
 from tiercheck.protocol.version import Share
-from tiercheck_sidecar.parity import isal
+from tiercheck_sidecar import isal
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,14 +13,14 @@ from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar import isal
 from tiercheck_sidecar.digest import CHUNK
+from tiercheck_sidecar.exchange.frames import Ask, Say
 from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.offers import refuse_offer
+from tiercheck_sidecar.exchange.transfers import refuse_offer
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.parity import isal
 from tiercheck_sidecar.parity.block import Block, BlockGone, is_expendable
 from tiercheck_sidecar.parity.coding import shares
-from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.parity.unfold import Scratch
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
 
@@ -45,45 +45,44 @@ class ParityHolder:
         self._largest: dict[tuple[Share, Kind], int] = {}
 
     def run(self) -> None:
-        seen = -1
-        while not self._state.stopping:
-            seen = self._state.wait(seen, timeout=5.0)
+        for _ in self._state.looks(timeout=5.0):
             self.prune()
 
-    def offer(self, claim: CallerClaim, ask: ParityAsk) -> ParitySay:
+    def offer(self, claim: CallerClaim, ask: Ask) -> Say:
         """A member wants its artifact to be protected."""
-        directive, artifact, digests = self._state.directive, ask.artifact, ask.digests
-        unwanted = refuse_offer(self._state.fence, directive, claim, artifact, digests=digests, tags=ask.tags)
-        if unwanted:
-            return ParitySay(*unwanted)
+        directive, digests = self._state.directive, ask.digests
+        unwanted = refuse_offer(self._state.fence, directive, claim, ask)
+        if unwanted is not None:
+            return unwanted
         assert directive is not None
-        assert artifact is not None
         assert digests is not None
         if digests.chunk != CHUNK:
-            return ParitySay("refused", "the offer is malformed")
+            return Say("refused", "the offer is malformed")
+        artifact = ask.artifact
         share = self._share(directive, claim.worker, artifact.rank)
         if share is None:
-            return ParitySay("refused", f"this worker keeps no parity for worker {claim.worker}")
-        sealed = self._vault.find_share(share, artifact.version, artifact.kind)
+            return Say("refused", f"this worker keeps no parity for worker {claim.worker}")
+        first = Artifact(share.ranks[0], artifact.version, artifact.kind)
+        sealed = self._vault.find(first, share=share)
         if sealed is not None:
             if sealed.members[share.ranks.index(artifact.rank)] == digests:
-                return ParitySay("have")
-            return ParitySay("refused", f"{sealed} was made from other bytes")
+                return Say("have")
+            return Say("refused", f"{sealed} was made from other bytes")
         if is_expendable(artifact.version, artifact.kind, directive.history, self._state.verdict):
-            return ParitySay("late", f"{artifact.version} is overtaken")
+            return Say("late", f"{artifact.version} is overtaken")
         try:
             block = self._block(share, artifact, ask.world_size, digests)
             missing = block.enter(artifact.rank, digests, ask.tags)
         except isal.LibraryMissing as error:
-            return ParitySay("refused", str(error))
+            return Say("refused", str(error))
         except (NoFreeSlot, OSError) as error:
-            return ParitySay("busy", str(error))
+            return Say("busy", str(error))
         except BlockGone:
-            return ParitySay("busy", "the block is being replaced")
+            return Say("busy", "the block is being replaced")
         if missing:
-            return ParitySay("send", missing=missing)
+            return Say("send", missing=missing)
         self.settle(block)
-        return ParitySay("in")
+        return Say("in")
 
     def block_for(self, claim: CallerClaim, artifact: Artifact) -> Block | None:
         """The block that an offered artifact of the caller's is folded into."""
@@ -105,11 +104,11 @@ class ParityHolder:
             self._blocks = {key: each for key, each in self._blocks.items() if each is not block}
         self._state.bump()
 
-    def status(self, claim: CallerClaim) -> ParitySay:
+    def status(self, claim: CallerClaim) -> Say:
         """What of the caller's artifacts is here."""
         directive = self._state.directive
         if directive is None or directive.attempt != claim.attempt:
-            return ParitySay("status")
+            return Say("status")
         procs = directive.procs_per_worker
         own = range(claim.worker * procs, (claim.worker + 1) * procs)
         with self._lock:
@@ -120,7 +119,7 @@ class ParityHolder:
             if seal.share is not None
             for rank in seal.share.ranks
         }
-        return ParitySay(
+        return Say(
             "status",
             complete=tuple(sorted((each for each in complete if each.rank in own), key=str)),
             folded=tuple(sorted((each for each in folded - complete if each.rank in own), key=str)),
@@ -179,14 +178,14 @@ class ParityHolder:
         try:
             return Block(share, version, kind, world_size, draft)
         except BaseException:
-            draft.discard()
+            draft.release()
             raise
 
     def _give_up(self, key: Key) -> None:
         with self._lock:
             block = self._blocks.pop(key, None)
         if block is not None:
-            block.discard()
+            block.release()
             self._state.bump()
 
     def _share(self, directive: Directive, worker: int, rank: int) -> Share | None:

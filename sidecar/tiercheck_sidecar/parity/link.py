@@ -16,33 +16,25 @@ import weakref
 from collections.abc import Callable, Mapping
 
 from tiercheck.protocol.directive import Peer, Tier
-from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, Kind
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange.frames import Ask, BytePace, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload.pacing import Portion, TokenBucket
-from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
-from tiercheck_sidecar.replicate.agenda import Backoff, due, first_of_each_rank
-from tiercheck_sidecar.replicate.sender import push_on
+from tiercheck_sidecar.pacing import Portion, TokenBucket
+from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
+from tiercheck_sidecar.replicate.sender import lacking, push_on
 from tiercheck_sidecar.replicate.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.stock import MemoryStock, by_rank
-from tiercheck_sidecar.vault.verification import distrust
+from tiercheck_sidecar.vault.verification import evict_if_bad
 
 _DAMAGES = 3
 """How often chunks may arrive damaged."""
 
 
-def converse(wire: Wire) -> Wire:
-    """Turn a proven connection to parity. Raises WireBroken."""
-    wire.send(Ask("parity"))
-    return wire
-
-
-def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> ParitySay:
-    """Offer an own artifact on `line` (whose connections talk parity) and send what is missing. Returns the
+def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> Say:
+    """Offer an own artifact on `line` and send what is missing. Returns the
     holder's last
     word: "in", "have", "late", "busy" or "refused". Raises NotHeld, OSError, WireBroken, PeerRefused,
     TooDamaged; then `line` is hung up.
@@ -50,23 +42,23 @@ def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> 
     return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
 
 
-def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> ParitySay:
+def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> Say:
     artifact, digests = seal.artifact, seal.digests
 
     def stream(left: list[int], bare: bool, wire: Wire, take: Take) -> None:
-        wire.send(ParityAsk("chunks", artifact))
+        wire.send(Ask.about("chunks", artifact))
         while (index := take()) is not None:
             wire.send_chunk(file, index, index * digests.chunk, length_of(digests, index), pace, bare=bare)
         wire.send_end()
-        said = wire.receive(ParitySay)
+        said = wire.receive(Say)
         if said.state != "ok":
             raise WireBroken("the chunks were not taken")
         left.append(len(said.missing))
 
     (wire,) = line.wires(1)
     for damages in range(_DAMAGES + 1):
-        wire.send(ParityAsk("offer", artifact, seal.world_size, digests, tags=seal.tags))
-        said = wire.receive(ParitySay)
+        wire.send(Ask.about("fold", artifact, world_size=seal.world_size, digests=digests, tags=seal.tags))
+        said = wire.receive(Say)
         if said.state != "send":
             return said
         chunks = len(digests.values)
@@ -75,7 +67,7 @@ def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> ParitySay
         body = functools.partial(stream, left, seal.tags is not None and not damages)
         StreamCrew(line, deal, stream_count(digests, len(deal)), body).run()
         if 0 in left:  # the stream that ended last has seen all of them arrive
-            return ParitySay("in")
+            return Say("in")
     raise TooDamaged(f"{min(left)} chunks arrived damaged {_DAMAGES} times")
 
 
@@ -152,8 +144,8 @@ class Link:
             try:
                 with contextlib.closing(self._connect()) as wire:
                     while self._is_open:
-                        wire.send(ParityAsk("status"))
-                        said = wire.receive(ParitySay)
+                        wire.send(Ask("status"))
+                        said = wire.receive(Say)
                         waits.succeeded(None)
                         self._take(frozenset(said.complete), frozenset(said.folded))
             except (WireBroken, PeerRefused) as error:
@@ -199,7 +191,7 @@ class Link:
                 else:
                     seen = self._state.wait(seen, timeout=1.0)
 
-    def _bring(self, seal: Seal, line: Line, pace: BytePace, waits: Backoff[int | None]) -> None:
+    def _bring(self, seal: Seal, line: Line, pace: Portion, waits: Backoff[int | None]) -> None:
         """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to
         wait.
         """
@@ -209,7 +201,7 @@ class Link:
         except NotHeld:
             return  # freed meanwhile: no longer due
         except TooDamaged as error:
-            distrust(self._state, self._vault, seal)
+            evict_if_bad(self._state, self._vault, seal.artifact, Tier.LOCAL)
             waits.failed(seal.rank, now())
             self._tell(seal.kind, str(error))
         except (WireBroken, PeerRefused, OSError) as error:
@@ -240,7 +232,7 @@ class Link:
         return not self._closed and not self._state.stopping
 
     def _connect(self) -> Wire:
-        """A connection that talks parity, and that `close` cuts. Raises WireBroken, PeerRefused."""
+        """A connection that `close` cuts. Raises WireBroken, PeerRefused."""
         wire = self._dial()
         with self._lock:
             self._wires.add(wire)
@@ -248,24 +240,13 @@ class Link:
         if closed:
             wire.close()
             raise WireBroken("the attempt is over")
-        return converse(wire)
+        return wire
 
     def _due(self, kind: Kind) -> list[Seal]:
-        with self._state.lock:
-            verdict, directive = self._state.verdict, self._state.directive
-            ready = self._state.restore.state is RestoreState.READY
-        if verdict is None or not ready or directive is None or directive.attempt != self._attempt:
-            return []
-        held = self._vault.held()
+        here = {seal.artifact for seal in self._vault.held()}
         with self._lock:
-            here = {seal.artifact for seal in held}
             self._late &= here
             self._brought &= here
             has, settled = self._has, self._folded | self._late
-        owed = due(kind, self._vault.stocks(), has, verdict.copy, directive.history)
-        found = (
-            self._vault.find(each.rank, each.version, Tier.LOCAL, kind)
-            for each in owed
-            if each not in settled
-        )
-        return [seal for seal in found if seal is not None]
+        found = lacking(self._state, self._vault, kind, self._attempt, has)
+        return [seal for seal in found if seal.artifact not in settled]

@@ -1,6 +1,6 @@
 """The parts that a lost artifact is put together from, and what could be rebuilt of a rank.
 
-Parts are what other members still hold, and parity blocks; each is asked in its own words. Everybody in the
+Parts are what other members still hold, and parity blocks. Everybody in the
 group is asked what there is, so that a restore plans with that and not with what was meant to be.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from tiercheck.protocol.directive import ParityGroup, Peer
@@ -18,12 +18,11 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.digest import CHUNK, is_well_formed
-from tiercheck_sidecar.exchange.fetch import Dial, holdings
+from tiercheck_sidecar.exchange.fetch import holdings
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.parity.coding import coded_with
-from tiercheck_sidecar.parity.link import converse
-from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 
 DialPeer = Callable[[Peer], Wire]
 """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
@@ -45,23 +44,23 @@ class RebuildPart:
         what = str(self.artifact) if self.share is None else f"parity block {self.share.index}"
         return f"{what} at worker {self.peer.worker}"
 
+    @property
+    def _named(self) -> Artifact:
+        """A block is named by its first rank."""
+        return self.artifact if self.share is None else replace(self.artifact, rank=self.share.ranks[0])
+
     def ask(self, wire: Wire) -> DescribedPart:
         """Begin to read it on `wire`; then chunks can be asked for by index. Raises PartMissing,
         WireBroken.
         """
-        said: Say | ParitySay
-        if self.share is None:
-            wire.send(Ask("read", self.artifact.rank, self.artifact.version, kind=self.artifact.kind))
-            said = wire.receive(Say)
-        else:
-            converse(wire).send(ParityAsk("read", self.artifact, share=self.share))
-            said = wire.receive(ParitySay)
+        wire.send(Ask.about("read", self._named, share=self.share))
+        said = wire.receive(Say)
         digests = said.digests
         if said.state != "found" or digests is None:
             raise PartMissing(f"{self}: {said.message or 'it is not there'}")
         if not is_well_formed(digests) or digests.chunk != CHUNK:
             raise PartMissing(f"{self}: it has senseless digests")
-        return DescribedPart(digests, said.world_size, said.members if isinstance(said, ParitySay) else ())
+        return DescribedPart(digests, said.world_size, said.members)
 
     def find(self, dial: DialPeer) -> DescribedPart:
         """Raises PartMissing, also if its worker cannot be reached."""
@@ -76,14 +75,8 @@ class RebuildPart:
         empty if all is well."""
         try:
             with contextlib.closing(dial(self.peer)) as wire:
-                if self.share is None:
-                    wire.send(
-                        Ask("corrupt", self.artifact.rank, self.artifact.version, kind=self.artifact.kind)
-                    )
-                    said: Say | ParitySay = wire.receive(Say)
-                else:
-                    converse(wire).send(ParityAsk("corrupt", self.artifact, share=self.share))
-                    said = wire.receive(ParitySay)
+                wire.send(Ask.about("corrupt", self._named, share=self.share))
+                said = wire.receive(Say)
         except (WireBroken, PeerRefused) as error:
             return f"its chunks do not match their digests, and then {error}"
         return "" if said.state == "ok" else said.message or "its chunks do not match their digests"
@@ -148,9 +141,9 @@ def obtainable(
 
 def _blocks(peer: Peer, share: Share, rank: int, connect: Callable[[Peer], Wire]) -> dict[Artifact, int]:
     try:
-        with contextlib.closing(converse(connect(peer))) as wire:
-            wire.send(ParityAsk("list", share=share))
-            listed = wire.receive(ParitySay).listed
+        with contextlib.closing(connect(peer)) as wire:
+            wire.send(Ask("list", share=share))
+            listed = wire.receive(Say).listed
     except (WireBroken, PeerRefused) as error:
         raise SourceFailed(f"worker {peer.worker}: {error}") from error
     return {each.artifact: each.bytes for each in listed if each.artifact.rank == rank}

@@ -17,8 +17,9 @@ from tiercheck.plain_files import open_plain
 from tiercheck.protocol.directive import ParityGroup, Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Share
+from tiercheck_sidecar import isal
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
-from tiercheck_sidecar.parity import coding, isal
+from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.coding import coded_with
 from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart
 from tiercheck_sidecar.parity.unfold import PartFailed, Unfolding
@@ -45,7 +46,7 @@ def rebuild(
     seal = Seal(artifact.rank, artifact.version, found.world_size, Tier.LOCAL, found.digests, artifact.kind)
     with contextlib.ExitStack() as stack:
         draft = vault.draft(seal)
-        stack.callback(draft.discard)
+        stack.callback(draft.release)
         file = stack.enter_context(open(open_plain(draft.path, write=True), "r+b"))
         found.unfold(file.fileno(), range(len(found.digests.values)))
         draft.keep()

@@ -10,7 +10,7 @@ from tiercheck.protocol.version import Kind
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload.pacing import TokenBucket
+from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.parity.link import Link
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import MemoryStock
@@ -38,9 +38,7 @@ class ParitySender:
         self._troubles: dict[tuple[int, Kind], str] = {}
 
     def run(self) -> None:
-        seen = -1
-        while not self._state.stopping:
-            seen = self._state.wait(seen, timeout=5.0)
+        for _ in self._state.looks(timeout=5.0):
             directive = self._state.directive
             if directive is None:
                 continue

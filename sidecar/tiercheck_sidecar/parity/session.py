@@ -1,75 +1,53 @@
-"""The holder's end of a parity conversation: one proven connection, one thread."""
+"""What a holder of parity understands on a proven connection, beside the exchange's own messages."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from tiercheck.plain_files import open_plain
-from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.exchange.frames import END, IDLE_TIMEOUT, IO_TIMEOUT, ListedArtifact, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
+from tiercheck_sidecar.exchange.session import Handlers
 from tiercheck_sidecar.exchange.transfers import Chunks
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity.block import BlockGone
 from tiercheck_sidecar.parity.holder import ParityHolder
-from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
-from tiercheck_sidecar.vault import NotHeld, Vault
 
 _STATUS_EVERY = 5.0
 """Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
 
 
-def serving(state: SidecarState, vault: Vault, holder: ParityHolder) -> Callable[[Wire, CallerClaim], None]:
-    """For the exchange server: what to do with a connection that was turned to parity."""
-    return lambda wire, claim: ParitySession(state, vault, holder, wire, claim).serve()
+def serving(state: SidecarState, holder: ParityHolder) -> Callable[[Wire, CallerClaim], Handlers]:
+    """For the exchange server: what else a proven connection understands."""
+    return lambda wire, claim: ParitySession(state, holder, wire, claim).handlers
 
 
 class ParitySession:
-    """`serve` ends when the caller hangs up, or this sidecar ends. Raises WireBroken."""
+    """`handlers` are for one connection, and raise WireBroken."""
 
-    def __init__(
-        self, state: SidecarState, vault: Vault, holder: ParityHolder, wire: Wire, claim: CallerClaim
-    ) -> None:
-        self._state, self._vault, self._holder = state, vault, holder
-        self._wire, self._claim = wire, claim
-        self._said: ParitySay | None = None
+    def __init__(self, state: SidecarState, holder: ParityHolder, wire: Wire, claim: CallerClaim) -> None:
+        self._state, self._holder, self._wire, self._claim = state, holder, wire, claim
+        self._said: Say | None = None
+        self.handlers: Handlers = {
+            "fold": lambda ask: holder.offer(claim, ask),
+            "chunks": self._chunks,
+            "status": self._status,
+        }
 
-    def serve(self) -> None:
-        while not self._state.stopping:
-            self._wire.patience(IDLE_TIMEOUT)
-            ask = self._wire.receive(ParityAsk)
-            self._wire.patience(IO_TIMEOUT)
-            if ask.op == "offer":
-                self._wire.send(self._holder.offer(self._claim, ask))
-            elif ask.op == "chunks":
-                self._wire.send(self._chunks(ask))
-            elif ask.op == "status":
-                self._wire.send(self._status())
-            elif ask.op == "read":
-                self._read(ask)
-            elif ask.op == "list":
-                self._wire.send(self._list(ask))
-            elif ask.op == "corrupt":
-                self._wire.send(self._corrupt(ask))
-            else:
-                raise WireBroken(f"unknown message {ask.op!r}")
-
-    def _chunks(self, ask: ParityAsk) -> ParitySay:
+    def _chunks(self, ask: Ask) -> Say:
         self._must_be_current()
-        block = self._holder.block_for(self._claim, ask.artifact) if ask.artifact else None
-        digests = block.digests_of(ask.artifact.rank) if block and ask.artifact else None
-        if block is None or digests is None or ask.artifact is None:
+        artifact = ask.artifact
+        block, rank = self._holder.block_for(self._claim, artifact), artifact.rank
+        digests, tags = block.offered(rank) if block else (None, None)
+        if block is None or digests is None:
             raise WireBroken("no such block is being made")
-        rank = ask.artifact.rank
-        chunks = Chunks.over(self._wire, ask.artifact, digests, block.tags_of(rank))
+        chunks = Chunks.over(self._wire, artifact, digests, tags)
         try:
             while True:
                 index, length = self._wire.receive_chunk_header()
                 if index == END:
-                    return ParitySay("ok", missing=block.missing(rank))
+                    return Say("ok", missing=block.missing(rank))
                 if index >= len(digests.values) or length != min(CHUNK, digests.size - index * CHUNK):
                     raise WireBroken("a chunk does not fit into the artifact")
                 with self._holder.scratch.buffer() as buffer:
@@ -90,7 +68,7 @@ class ParitySession:
         if other:
             raise WireBroken(other)
 
-    def _status(self) -> ParitySay:
+    def _status(self, ask: Ask) -> Say:
         """Level-based: whatever was missed is in the next answer."""
         until = time.monotonic() + _STATUS_EVERY
         seen = -1
@@ -100,50 +78,3 @@ class ParitySession:
             if said != self._said or time.monotonic() >= until or self._state.stopping:
                 self._said = said
                 return said
-
-    def _read(self, ask: ParityAsk) -> None:
-        if ask.share is None or ask.artifact is None:
-            raise WireBroken("which block?")
-        try:
-            with self._vault.pin_share(ask.share, ask.artifact.version, ask.artifact.kind) as slot:
-                seal = slot.seal
-                assert seal is not None
-                self._wire.send(
-                    ParitySay("found", world_size=seal.world_size, digests=seal.digests, members=seal.members)
-                )
-                with open(open_plain(slot.path), "rb") as file:
-                    while (index := self._wire.receive_index()) != END:
-                        if index >= len(seal.digests.values):
-                            raise WireBroken("no such chunk")
-                        begin = index * CHUNK
-                        self._wire.send_chunk(
-                            file.fileno(), index, begin, min(CHUNK, seal.digests.size - begin)
-                        )
-        except NotHeld as error:
-            self._wire.send(ParitySay("missing", str(error)))
-
-    def _list(self, ask: ParityAsk) -> ParitySay:
-        blocks = [seal for seal in self._vault.held() if seal.share is not None and seal.share == ask.share]
-        return ParitySay(
-            "listed",
-            listed=tuple(
-                ListedArtifact(Artifact(rank, seal.version, seal.kind), digests.size)
-                for seal in blocks
-                for rank, digests in zip(seal.share.ranks if seal.share else (), seal.members, strict=True)
-            ),
-        )
-
-    def _corrupt(self, ask: ParityAsk) -> ParitySay:
-        """Someone says that a block here is bad: believe our own eyes."""
-        if ask.share is None or ask.artifact is None:
-            raise WireBroken("which block?")
-        share, version, kind = ask.share, ask.artifact.version, ask.artifact.kind
-        try:
-            reason = self._vault.fault_share(share, version, kind)
-        except (NotHeld, OSError) as error:
-            reason = str(error)
-        if not reason:
-            return ParitySay("ok", "the block here is good")
-        self._vault.free(lambda seal: (seal.share, seal.version, seal.kind) == (share, version, kind))
-        self._state.quarantine(Quarantined(share.ranks[0], version, self._state.config.worker, reason, kind))
-        return ParitySay("bad", reason)

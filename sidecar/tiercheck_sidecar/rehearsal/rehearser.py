@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from tiercheck.protocol.directive import Directive, Phase, Tier
-from tiercheck.protocol.report import Proof, RestoreState
+from tiercheck.protocol.directive import Directive, Tier
+from tiercheck.protocol.report import Proof
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in, seconds_to_rest
+from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in
 from tiercheck_sidecar.rehearsal.routes import routes
-from tiercheck_sidecar.rehearsal.walk import Disproved, Stopped, TooSlow, Walk, Walked
+from tiercheck_sidecar.rehearsal.walk import Disproved, RehearsalGround, Stopped, TooSlow, Wait, Walk, Walked
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
 
@@ -26,14 +26,6 @@ log = logging.getLogger(__name__)
 REHEARSAL_FAILED = "RehearsalFailed"
 """Reason of the problem that something would not come back."""
 _LOOK_EVERY = 5.0
-_OUTLIVED = 5.0
-"""Seconds within which the word of a newer version follows the end of an older one."""
-_GIVES_WAY = 10.0
-"""Seconds that it waits for a save at most before it reads one more chunk: where deltas are written all the
-time, it gets on all the same."""
-
-Wait = Callable[[Callable[[], bool], float], bool]
-"""Waits until something is so, at most so many seconds; whether it is."""
 
 
 class Rehearser:
@@ -76,7 +68,7 @@ class Rehearser:
                 log.debug("rehearsal of the %s tier: %s", tier.value, why)
 
     def _look_at(self, tier: Tier, directive: Directive, every: float) -> None:
-        ground = _Ground(self._state, self._vault, directive, tier, self._wait)
+        ground = RehearsalGround(self._state, self._vault, directive, tier, self._wait)
         newest, began = ground.newest(), self._clock()
         if due_in(began, every, self._looks.get(tier), self._course, newest) > 0:
             return
@@ -87,7 +79,9 @@ class Rehearser:
             raise
         self._looks[tier] = Look(self._course, began, good, whole)
 
-    def _rehearse(self, tier: Tier, directive: Directive, ground: _Ground) -> tuple[bool, Version | None]:
+    def _rehearse(
+        self, tier: Tier, directive: Directive, ground: RehearsalGround
+    ) -> tuple[bool, Version | None]:
         """Whether all is well, and which version was read whole. Raises Stopped."""
         walked: dict[int, list[tuple[Walked, float]]] = {rank: [] for rank in self._vault.ranks}
         bad: dict[int, list[str]] = {}
@@ -135,70 +129,3 @@ class Rehearser:
             self._state.show(ledger.shown(self._vault.ranks))
         self._state.problem(REHEARSAL_FAILED, ledger.complaint())
         self._state.bump()
-
-
-class _Ground:
-    """`walk.RehearsalGround` by the state and the vault."""
-
-    def __init__(
-        self, state: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait
-    ) -> None:
-        self._state, self._vault, self._directive, self._tier, self._wait = (
-            state,
-            vault,
-            directive,
-            tier,
-            wait,
-        )
-
-    def newest(self) -> Version:
-        with self._state.lock:
-            verdict = self._state.verdict
-            self._go_on()
-        if verdict is None:
-            raise Stopped("nothing is known to be complete")
-        marks = verdict.watermarks
-        version = {Tier.LOCAL: marks.local, Tier.PEER: marks.peer, Tier.REMOTE: marks.remote}[self._tier]
-        if version is None or not self._directive.history.continues(version):
-            raise Stopped("nothing is complete yet")
-        return version
-
-    def outlived(self, version: Version) -> bool:
-        self._wait(lambda: self._is_over() or self._marks_another(version), _OUTLIVED)
-        return self.newest() != version
-
-    def rest(self, core: float, moved: int) -> None:
-        policy = self._directive.policy
-        bandwidth = {Tier.PEER: policy.peer_bandwidth, Tier.REMOTE: policy.remote_bandwidth}.get(self._tier)
-        self.pause(seconds_to_rest(core, moved, bandwidth))
-        self._wait(lambda: self._is_over() or not self._vault.unfinished(), _GIVES_WAY)
-        self._go_on()
-
-    def pause(self, seconds: float) -> None:
-        self._wait(self._is_over, seconds)
-        self._go_on()
-
-    def _marks_another(self, version: Version) -> bool:
-        try:
-            return self.newest() != version
-        except Stopped:
-            return True
-
-    def _go_on(self) -> None:
-        if self._is_over():
-            raise Stopped("something else has begun")
-
-    def _is_over(self) -> bool:
-        """Whether the sidecar has something better to do than when this began."""
-        state, mine = self._state, self._directive
-        now = state.directive
-        return (
-            now is None
-            or (now.attempt, now.placement) != (mine.attempt, mine.placement)
-            or now.phase is not Phase.RELEASE
-            or now.policy.rehearse_every is None
-            or state.restore.state is not RestoreState.READY
-            or state.fenced
-            or state.ending
-            or state.stopping
-        )

@@ -66,7 +66,7 @@ class OwnMemory:
         return _artifacts(plan(rank, version, history, self._vault.own_artifacts(rank), ()), rank)
 
     def digests(self, artifact: Artifact) -> Digests:
-        seal = self._vault.find(artifact.rank, artifact.version, Tier.LOCAL, artifact.kind)
+        seal = self._vault.find(artifact, Tier.LOCAL)
         if seal is None:
             raise Gone("it is not there")
         return seal.digests

@@ -8,15 +8,19 @@ read whole all the same, in parts of several.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from tiercheck.protocol.artifacts.slot import NotASlot
+from tiercheck.protocol.directive import Directive, Phase, Tier
+from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, History, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.rehearsal.ledger import seconds_to_rest
 from tiercheck_sidecar.rehearsal.routes import Gone, Route
+from tiercheck_sidecar.vault import Vault
 
 PAUSES = (2.0, 5.0, 15.0, 30.0)
 """Seconds before what could not be read is tried again: a sidecar may be starting anew."""
@@ -36,21 +40,80 @@ class Disproved(Exception):
     """It would not come back; the message is a sentence."""
 
 
-class RehearsalGround(Protocol):
-    """What goes on around."""
+_OUTLIVED = 5.0
+"""Seconds within which the word of a newer version follows the end of an older one."""
+_GIVES_WAY = 10.0
+"""Seconds that it waits for a save at most before it reads one more chunk: where deltas are written all the
+time, it gets on all the same."""
+
+Wait = Callable[[Callable[[], bool], float], bool]
+"""Waits until something is so, at most so many seconds; whether it is."""
+
+
+class RehearsalGround:
+    """What goes on around. All methods raise Stopped."""
+
+    def __init__(
+        self, state: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait
+    ) -> None:
+        """`wait` as `SidecarState.wait_until`."""
+        self._state, self._vault, self._wait = state, vault, wait
+        self._directive, self._tier = directive, tier
 
     def newest(self) -> Version:
-        """The newest version that is complete in the tier. Raises Stopped."""
+        """The newest version that is complete in the tier."""
+        with self._state.lock:
+            verdict = self._state.verdict
+            self._go_on()
+        if verdict is None:
+            raise Stopped("nothing is known to be complete")
+        marks = verdict.watermarks
+        version = {Tier.LOCAL: marks.local, Tier.PEER: marks.peer, Tier.REMOTE: marks.remote}[self._tier]
+        if version is None or not self._directive.history.continues(version):
+            raise Stopped("nothing is complete yet")
+        return version
 
     def outlived(self, version: Version) -> bool:
-        """Whether there is a newer one, if need be after a moment. Raises Stopped."""
+        """Whether there is a newer one, if need be after a moment."""
+        self._wait(lambda: self._is_over() or self._marks_another(version), _OUTLIVED)
+        return self.newest() != version
 
     def rest(self, core: float, moved: int) -> None:
-        """Pause after a piece of work as its cost demands, and while something is being saved. Raises
-        Stopped."""
+        """Pause after a piece of work as its cost demands, and while something is being saved."""
+        policy = self._directive.policy
+        bandwidth = {Tier.PEER: policy.peer_bandwidth, Tier.REMOTE: policy.remote_bandwidth}.get(self._tier)
+        self.pause(seconds_to_rest(core, moved, bandwidth))
+        self._wait(lambda: self._is_over() or not self._vault.unfinished(), _GIVES_WAY)
+        self._go_on()
 
     def pause(self, seconds: float) -> None:
-        """Raises Stopped."""
+        self._wait(self._is_over, seconds)
+        self._go_on()
+
+    def _marks_another(self, version: Version) -> bool:
+        try:
+            return self.newest() != version
+        except Stopped:
+            return True
+
+    def _go_on(self) -> None:
+        if self._is_over():
+            raise Stopped("something else has begun")
+
+    def _is_over(self) -> bool:
+        """Whether the sidecar has something better to do than when this began."""
+        state, mine = self._state, self._directive
+        now = state.directive
+        return (
+            now is None
+            or (now.attempt, now.placement) != (mine.attempt, mine.placement)
+            or now.phase is not Phase.RELEASE
+            or now.policy.rehearse_every is None
+            or state.restore.state is not RestoreState.READY
+            or state.fenced
+            or state.ending
+            or state.stopping
+        )
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from tiercheck_sidecar.remote import keys
-from tiercheck_sidecar.remote.config import (
-    S3_FIELDS,
-    DirectorySettings,
-    S3Settings,
-    parse,
-    take_over_from,
-)
+from tiercheck_sidecar.remote.config import S3_FIELDS, DirectorySettings, S3Settings, parse, take_over_from
 from tiercheck_sidecar.remote.errors import (
     Reason,
     RemoteArchived,
@@ -30,7 +24,6 @@ from tiercheck_sidecar.remote.errors import (
 from tiercheck_sidecar.remote.objects import Objects
 from tiercheck_sidecar.remote.ownership import Claimant, StoreOwner
 from tiercheck_sidecar.remote.preflight import StoreFinding, examine
-from tiercheck_sidecar.remote.seeding import put_alone
 from tiercheck_sidecar.remote.store import RemoteStore
 
 __all__ = [
@@ -49,7 +42,6 @@ __all__ = [
     "StoreOwner",
     "examine_place",
     "open_store",
-    "put_alone",
 ]
 
 

@@ -16,40 +16,18 @@ import os
 import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from tiercheck.plain_files import NotPlain, folder_beneath, open_plain, sync_folder
+from tiercheck.plain_files import NotPlain, create_in, folder_beneath, open_plain, sync_folder
 from tiercheck_sidecar.remote.errors import Reason, RemoteCorrupt, RemoteError
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, read_all
-from tiercheck_sidecar.remote.verify import ignore_arrival
+from tiercheck_sidecar.remote.verify import ignore
 
 PIECE = 4 * 1024 * 1024
 _TEMPORARY = ".tmp-"
 _DEEPEST = 8
 """Folders below the job's; what we write lies in three."""
-
-
-@dataclass(frozen=True)
-class _NewFile:
-    """A file that is written under a name of its own, beside the place where it will be."""
-
-    folder: int
-    parts: tuple[str, ...]
-    """Of the folder, below the root."""
-    temporary: str
-    name: str
-
-    def create(self) -> int:
-        access = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.open(self.temporary, access, 0o666, dir_fd=self.folder)
-
-    def rename(self) -> None:
-        os.rename(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
-
-    def link(self) -> None:
-        os.link(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
 
 
 class DirectoryObjects(Objects):
@@ -73,31 +51,20 @@ class DirectoryObjects(Objects):
 
     def upload(self, key: str, source: memoryview, chunk: int, gate: Gate) -> None:
         stride = max(1, PIECE // chunk) * chunk
-        with self._sentences(), self._new(key) as new:
-            with open(new.create(), "wb", buffering=0) as sink:
-                for begin in range(0, len(source), stride):
-                    with source[begin : begin + stride] as piece:
-                        gate(begin, piece)
-                        _write_all(sink.fileno(), piece)
-                os.fsync(sink.fileno())
-            new.rename()
-            self._sync_up(new.parts)
+
+        def fill(file: int) -> None:
+            for begin in range(0, len(source), stride):
+                with source[begin : begin + stride] as piece:
+                    gate(begin, piece)
+                    _write_all(file, piece)
+
+        self._store(key, fill)
 
     def write(self, key: str, body: bytes) -> None:
-        with self._sentences(), self._new(key) as new:
-            _write_synced(new, body)
-            new.rename()
-            self._sync_up(new.parts)
+        self._store(key, lambda file: _write_all(file, memoryview(body)))
 
     def create(self, key: str, body: bytes) -> bool:
-        with self._sentences(), self._new(key) as new:
-            _write_synced(new, body)
-            try:
-                new.link()
-            except FileExistsError:
-                return False
-            self._sync_up(new.parts)
-            return True
+        return self._store(key, lambda file: _write_all(file, memoryview(body)), os.link)
 
     def read(self, key: str) -> bytes | None:
         with self._sentences():
@@ -107,7 +74,7 @@ class DirectoryObjects(Objects):
             except FileNotFoundError:
                 return None
 
-    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore_arrival) -> int:
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore) -> int:
         with self._sentences():
             try:
                 source = self._open(key)
@@ -155,12 +122,6 @@ class DirectoryObjects(Objects):
         with contextlib.suppress(FileNotFoundError), folder_beneath(self._root, below) as folder:
             yield from _files(folder, ".", "".join(f"{part}/" for part in parts), prefix)
 
-    def _sync_up(self, parts: tuple[str, ...]) -> None:
-        """A folder that was just made is an entry of its parent, and lost with it: so every one up to the
-        root is synced."""
-        for depth in range(len(parts), -1, -1):
-            self._sync(parts[:depth])
-
     def _sync(self, parts: tuple[str, ...]) -> None:
         with folder_beneath(self._root, parts) as folder:
             sync_folder(folder)
@@ -184,13 +145,24 @@ class DirectoryObjects(Objects):
             raise RemoteError(Reason.OTHER, f"{key!r} is no key of {self.location}.", retriable=False)
         return (*self._folder, *parts)
 
-    @contextlib.contextmanager
-    def _new(self, key: str) -> Iterator[_NewFile]:
+    def _store(self, key: str, fill: Callable[[int], None], publish: Callable[..., None] = os.rename) -> bool:
+        """Whether a file that `fill` wrote is at its place now; not, if `publish` found one there."""
         *parts, name = self._parts(key)
         temporary = f"{_TEMPORARY}{name}-{uuid.uuid4().hex}"
-        with folder_beneath(self._root, parts, make=True) as folder:
+        with self._sentences(), folder_beneath(self._root, parts, make=True) as folder:
             try:
-                yield _NewFile(folder, tuple(parts), temporary, name)
+                with open(create_in(folder, temporary), "wb", buffering=0) as sink:
+                    fill(sink.fileno())
+                    os.fsync(sink.fileno())
+                try:
+                    publish(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                except FileExistsError:
+                    return False
+                # A folder that was just made is an entry of its parent, and lost with it: so every one up to
+                # the root is synced.
+                for depth in range(len(parts), -1, -1):
+                    self._sync(tuple(parts[:depth]))
+                return True
             finally:
                 # Where nothing may be deleted, `forget_unfinished` tries again.
                 with contextlib.suppress(OSError):
@@ -209,35 +181,24 @@ class DirectoryObjects(Objects):
             raise _as_remote_error(error, self.location) from error
 
 
+_FORBIDDEN = (
+    Reason.FORBIDDEN,
+    "{place} may not be used ({said}); let the sidecar's user (see fsGroup) write there.",
+)
+_FULL = Reason.FULL, "{place} is full ({said}); free space or keep fewer versions (tiers.remote.keep)."
+_ABSENT = Reason.NO_SUCH_BUCKET, "{place} is not there; mount the shared volume in every worker."
+_SILENT = Reason.UNREACHABLE, "{place} does not answer ({error}); look at the file server."
+_TROUBLES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _FORBIDDEN),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _FULL),
+    errno.ENOENT: _ABSENT,
+}
+
+
 def _as_remote_error(error: OSError, location: str) -> RemoteError:
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return RemoteError(
-            Reason.FORBIDDEN,
-            f"{location} may not be used ({error.strerror}); let the sidecar's user (see fsGroup) write "
-            "there.",
-            retriable=False,
-        )
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RemoteError(
-            Reason.FULL,
-            f"{location} is full ({error.strerror}); free space or keep fewer versions (tiers.remote.keep).",
-            retriable=True,
-        )
-    if error.errno == errno.ENOENT:
-        return RemoteError(
-            Reason.NO_SUCH_BUCKET,
-            f"{location} is not there; mount the shared volume in every worker.",
-            retriable=True,
-        )
-    return RemoteError(
-        Reason.UNREACHABLE, f"{location} does not answer ({error}); look at the file server.", retriable=True
-    )
-
-
-def _write_synced(new: _NewFile, body: bytes) -> None:
-    with open(new.create(), "wb", buffering=0) as sink:
-        _write_all(sink.fileno(), memoryview(body))
-        os.fsync(sink.fileno())
+    reason, sentence = _TROUBLES.get(error.errno or 0, _SILENT)
+    message = sentence.format(place=location, said=error.strerror, error=error)
+    return RemoteError(reason, message, retriable=reason is not Reason.FORBIDDEN)
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:

@@ -47,42 +47,42 @@ class RemoteError(Exception):
         """Whether the same call may succeed later without anybody changing anything."""
 
 
-class RemoteCorrupt(RemoteError):
+class _Lasting(RemoteError):
+    """No repetition changes it."""
+
+    of = Reason.OTHER
+
+    def __init__(self, message: str) -> None:
+        super().__init__(self.of, message, retriable=False)
+
+
+class RemoteCorrupt(_Lasting):
     """Stored bytes are missing, short, or do not match their digests."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.CORRUPT, message, retriable=False)
+    of = Reason.CORRUPT
 
 
-class RemoteArchived(RemoteError):
+class RemoteArchived(_Lasting):
     """The store has what was asked for in an archive, where it cannot be read."""
 
+    of = Reason.ARCHIVED
+
     def __init__(self, what: str) -> None:
-        super().__init__(
-            Reason.ARCHIVED,
-            f"{what}; bring it back from there, and end the lifecycle rule that moves it.",
-            retriable=False,
-        )
+        super().__init__(f"{what}; bring it back from there, and end the lifecycle rule that moves it.")
 
 
-class RemoteMissing(RemoteError):
+class RemoteMissing(_Lasting):
     """The wanted version is not in the remote tier (it never was, or it has been deleted)."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.OTHER, message, retriable=False)
 
-
-class RemoteOwned(RemoteError):
+class RemoteOwned(_Lasting):
     """The job's folder belongs to somebody else; nothing in it was touched."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.OWNED, message, retriable=False)
+    of = Reason.OWNED
 
 
-class RemoteClosed(RemoteError):
+class RemoteClosed(_Lasting):
     """The store was closed while the operation ran."""
 
     def __init__(self) -> None:
-        super().__init__(
-            Reason.OTHER, "The remote tier was closed before this operation ended.", retriable=False
-        )
+        super().__init__("The remote tier was closed before this operation ended.")

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,8 @@ from tiercheck.protocol.encoding import Malformed, from_json, to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.signing import SignedAttempt
 from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.offload.pacing import TokenBucket
+from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import (
     Reason,
@@ -33,17 +35,12 @@ from tiercheck_sidecar.remote.errors import (
     RemoteMissing,
 )
 from tiercheck_sidecar.remote.objects import Objects, Stored
-from tiercheck_sidecar.remote.ownership import Claimant, Ownership, StoreOwner
+from tiercheck_sidecar.remote.ownership import Claimant, Ownership
 from tiercheck_sidecar.remote.preflight import StoreFinding, examine
-from tiercheck_sidecar.remote.verify import (
-    Arriving,
-    check_chunks,
-    check_shape,
-    digest_of,
-    ignore_arrival,
-    ignore_bytes,
-)
+from tiercheck_sidecar.remote.verify import Arriving, check_chunks, check_shape, digest_of, ignore
 
+_SEEDED = "imported"
+"""In place of the job's UID: no job wrote it."""
 FETCH_BYTES = 8 * 1024 * 1024
 FETCH_THREADS = 4
 _REFUSALS = 3
@@ -69,7 +66,8 @@ class RemoteStore:
         self.untidied = ""
         """What could not be deleted when it was last tried, in the place's own words: a sentence."""
         self._in_archive = ""
-        self._ownership = Ownership(objects, claimant)
+        self.ownership = Ownership(objects, claimant)
+        """Whose the job's folder is."""
 
     @property
     def location(self) -> str:
@@ -79,7 +77,7 @@ class RemoteStore:
     def check(self) -> None:
         """Raise unless the place answers, can be read and written, and belongs to this job or to nobody."""
         self._objects.check()
-        self._ownership.check()
+        self.ownership.check()
         if not self._known_as_ours:
             complete = self.versions()
             if complete:
@@ -96,14 +94,6 @@ class RemoteStore:
             "delete": self.untidied,
             "archive": self._in_archive,
         }
-
-    def owner(self) -> StoreOwner | None:
-        """Whose the job's folder is; None: nobody has written there."""
-        return self._ownership.owner()
-
-    def give_to(self, job_uid: str, cluster: str = "") -> StoreOwner | None:
-        """Make the folder a job's, whoever had it: a person's word. Returns who had it."""
-        return self._ownership.give_to(job_uid, cluster)
 
     def examine(self) -> Iterator[StoreFinding]:
         """Try out all that the remote tier relies on, one thing after the other. Raises nothing."""
@@ -136,7 +126,7 @@ class RemoteStore:
         check_shape(digests, str(path))
         detailed = RankArtifact(rank, version, keys.artifact_key(version, rank, digest_of(digests)), digests)
         artifact = _brief(detailed)
-        self._ownership.claim()
+        self.ownership.claim()
         complete = self._manifest(version)
         if complete is not None:
             if artifact in complete.artifacts:
@@ -150,7 +140,7 @@ class RemoteStore:
             )
         self._bucket.set_rate(bandwidth)
 
-        def gate(offset: int, piece: memoryview, first: Callable[[memoryview], None] = ignore_bytes) -> None:
+        def gate(offset: int, piece: memoryview, first: Callable[[memoryview], None] = ignore) -> None:
             check_chunks(piece, offset, digests, str(path), first)
             self._bucket.take(len(piece))
 
@@ -170,7 +160,7 @@ class RemoteStore:
             range(manifest.world_size)
         ):
             raise ValueError(f"not a complete manifest of {self.job}: {manifest.job}, {manifest.version}")
-        self._ownership.claim()
+        self.ownership.claim()
         sizes = {
             stored.key: stored.size for stored in self._objects.list(keys.artifacts_of(manifest.version))
         }
@@ -193,11 +183,19 @@ class RemoteStore:
                 raise
         return _content(self.read_manifest(manifest.version)) == _content(manifest)
 
+    def seed(self, version: Version, path: Path) -> None:
+        """Upload the sealed slot at `path` as a version of one rank that no job wrote, for one to begin from.
+        Raises OSError."""
+        with _mapped(path, path.stat().st_size) as view:
+            artifact = self.put_artifact(0, version, path, digest(view), None, mapped=view)
+        if not self.commit(Manifest(self.job, _SEEDED, version, 1, (artifact,), time.time())):
+            raise RemoteError(Reason.OTHER, f"{version} already exists in {self.location}.", retriable=False)
+
     def begin_attempt(self, job_uid: str, attempt: int, signature: str = "") -> None:
         """Announce an attempt to whoever still writes here for an older one; what was announced before it is
         forgotten, where that is allowed: the highest counts. `signature`: the operator's, by which it is
         believed."""
-        self._ownership.claim()
+        self.ownership.claim()
         self._objects.write(keys.attempt_key(job_uid, attempt), signature.encode())
         with self._tidying():
             known = [stored.key for stored in self._objects.list(keys.ATTEMPTS)]
@@ -216,7 +214,7 @@ class RemoteStore:
 
     def versions(self) -> list[Version]:
         """Complete versions, oldest (lowest step) first."""
-        self._ownership.check()
+        self.ownership.check()
         return sorted(self._committed())
 
     def read_manifest(self, version: Version) -> Manifest:
@@ -240,7 +238,7 @@ class RemoteStore:
         artifact: RankArtifact,
         into: memoryview,
         chunks: Sequence[int] | None = None,
-        heard: Callable[[int], None] = ignore_arrival,
+        heard: Callable[[int], None] = ignore,
     ) -> None:
         """Read an artifact, or only these of its `chunks` (in order), into its place in `into` and verify
         every chunk. `heard` is told of the bytes as they come, and what it raises ends the reading.
@@ -294,7 +292,7 @@ class RemoteStore:
         Never the newest complete version, and nothing of `protect` (complete or still being uploaded). What
         cannot be deleted is left, as `untidied` says. Returns the versions that are left.
         """
-        self._ownership.claim()
+        self.ownership.claim()
         committed = self._committed()
         kept, self.untidied, refused = set(committed), "", 0
         # The newest first: what was refused before is older, and a few of those are enough to know it.
@@ -333,12 +331,7 @@ class RemoteStore:
         self._objects.close()
 
     def _fetch_range(
-        self,
-        key: str,
-        digests: Digests,
-        begin: int,
-        into: memoryview,
-        heard: Callable[[int], None] = ignore_arrival,
+        self, key: str, digests: Digests, begin: int, into: memoryview, heard: Callable[[int], None] = ignore
     ) -> None:
         if self._closed.is_set():
             raise RemoteClosed

@@ -9,8 +9,8 @@ from tiercheck_sidecar.digest import digest_as_filled, digest_chunk, running_dig
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
 
 
-def ignore_arrival(_: int) -> None:
-    """For those who look at the bytes when all are there."""
+def ignore(_: object) -> None:
+    """For those who look at the bytes when all are there, or have no other use for them."""
 
 
 def digest_of(digests: Digests) -> str:
@@ -26,16 +26,8 @@ def check_shape(digests: Digests, place: str) -> None:
         raise RemoteCorrupt(f"The digests of {place} are not those of {digests.size} bytes.")
 
 
-def ignore_bytes(_: memoryview) -> None:
-    """Most have the bytes already, and no other use for them."""
-
-
 def check_chunks(
-    piece: memoryview,
-    offset: int,
-    digests: Digests,
-    place: str,
-    first: Callable[[memoryview], None] = ignore_bytes,
+    piece: memoryview, offset: int, digests: Digests, place: str, first: Callable[[memoryview], None] = ignore
 ) -> None:
     """Raises RemoteCorrupt at the first chunk that differs. `piece` begins on a chunk, at byte `offset`.
 
@@ -58,7 +50,7 @@ class Arriving:
         offset: int,
         digests: Digests,
         place: str,
-        heard: Callable[[int], None] = ignore_arrival,
+        heard: Callable[[int], None] = ignore,
     ) -> None:
         """`heard` is told how many bytes have come since it was told last; what it raises ends the
         reading.

@@ -18,19 +18,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from tiercheck.protocol.directive import Directive, Peer, Tier
-from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, History, Kind
 from tiercheck_sidecar.exchange.fetch import list_held
 from tiercheck_sidecar.exchange.frames import ListedArtifact, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload.pacing import Portion, TokenBucket
-from tiercheck_sidecar.replicate.agenda import Backoff, due, first_of_each_rank
-from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, push
+from tiercheck_sidecar.pacing import Portion, TokenBucket
+from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
+from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, lacking, push
 from tiercheck_sidecar.replicate.streams import Line, TooDamaged
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
-from tiercheck_sidecar.vault.verification import distrust
+from tiercheck_sidecar.vault.verification import evict_if_bad
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable
 from tiercheck_sidecar.versions.watermark import TierVerdict
 
@@ -149,16 +148,9 @@ class Replicator:
                 self._send(holder, seal, line, waits, era)
 
     def _due(self, holder: Peer, kind: Kind, era: _Era) -> list[Seal]:
-        with self._state.lock:
-            verdict, directive = self._state.verdict, self._state.directive
-            ready = self._state.restore.state is RestoreState.READY
-        if verdict is None or not ready or directive is None or directive.attempt != era.attempt:
-            return []
         with self._lock:
             has = self._acknowledged.get(holder, {})
-        owed = due(kind, self._vault.stocks(), has, verdict.copy, directive.history)
-        found = (self._vault.find(each.rank, each.version, Tier.LOCAL, kind) for each in owed)
-        return [seal for seal in found if seal is not None]
+        return lacking(self._state, self._vault, kind, era.attempt, has)
 
     def _send(self, holder: Peer, seal: Seal, line: Line, waits: Backoff[int | None], era: _Era) -> None:
         """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to
@@ -170,7 +162,7 @@ class Replicator:
         except NotHeld:
             return  # freed meanwhile: no longer due
         except TooDamaged as error:
-            distrust(self._state, self._vault, seal)
+            evict_if_bad(self._state, self._vault, seal.artifact, Tier.LOCAL)
             waits.failed(seal.rank, time.monotonic())
             self._trouble(lane, str(error))
         except PushRefused as error:

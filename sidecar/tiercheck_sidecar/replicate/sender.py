@@ -5,7 +5,7 @@ A push that is broken off goes on where it stopped, as long as each connection b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -13,10 +13,30 @@ from typing import TypeVar
 from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import open_plain
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import RestoreState
+from tiercheck.protocol.version import Kind
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange.frames import Ask, BytePace, Say, Wire, WireBroken, from_bitmap
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.pacing import Portion
+from tiercheck_sidecar.replicate.agenda import due
 from tiercheck_sidecar.replicate.streams import Deal, Line, StreamCrew, Take, stream_count
 from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.vault.stock import MemoryStock
+
+
+def lacking(
+    state: SidecarState, vault: Vault, kind: Kind, attempt: int, has: Mapping[int, MemoryStock]
+) -> list[Seal]:
+    """What a holder of that attempt, which `has` so much of each own rank, should get now."""
+    with state.lock:
+        verdict, directive = state.verdict, state.directive
+        ready = state.restore.state is RestoreState.READY
+    if verdict is None or not ready or directive is None or directive.attempt != attempt:
+        return []
+    owed = due(kind, vault.stocks(), has, verdict.copy, directive.history)
+    found = (vault.find(each, Tier.LOCAL) for each in owed)
+    return [seal for seal in found if seal is not None]
 
 
 class Pushed(Enum):
@@ -30,7 +50,7 @@ class PushRefused(Exception):
     """The holder will not take it; the message is its sentence."""
 
 
-def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> Pushed:
+def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> Pushed:
     """Send `seal`'s artifact. A stream that breaks is taken up again where it stopped. Whatever is raised,
     `line` is hung up.
 
@@ -39,7 +59,7 @@ def push(vault: Vault, seal: Seal, line: Line, pace: BytePace | None = None) -> 
     return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
 
 
-def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> Pushed:
+def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> Pushed:
     (wire,) = line.wires(1)
     failpoint("before-push")
     wire.send(
@@ -53,7 +73,7 @@ def _push(seal: Seal, line: Line, file: int, pace: BytePace | None) -> Pushed:
     if said.state != "send":
         raise PushRefused(said.message)
     chunks = len(seal.digests.values)
-    deal = Deal(chunks, from_bitmap(said.verified, chunks))
+    deal = Deal(chunks, set(range(chunks)) - set(said.missing))
     sending = _Sending(said.transfer, seal, file, deal, pace)
     StreamCrew(line, deal, stream_count(seal.digests, len(deal)), sending.stream).run()
     while True:  # chunks that came back damaged after their stream had ended
@@ -74,7 +94,7 @@ class _Sending:
     seal: Seal
     file: int
     deal: Deal
-    pace: BytePace | None
+    pace: Portion | None
 
     def stream(self, wire: Wire, take: Take) -> None:
         """As many chunks as `wire` gets to carry. Raises WireBroken, PushRefused, TooDamaged."""
@@ -108,10 +128,7 @@ def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T
     Raises NotHeld, OSError, WireBroken, and what `once` raises; then `line` is hung up.
     """
     try:
-        with (
-            vault.pin(seal.rank, seal.version, Tier.LOCAL, seal.kind) as slot,
-            open(open_plain(slot.path), "rb") as file,
-        ):
+        with vault.pin(seal.artifact, Tier.LOCAL) as slot, open(open_plain(slot.path), "rb") as file:
             for _ in range(_MOST_BREAKS):
                 hopeful, before = line.is_open, line.sent
                 try:

@@ -23,7 +23,7 @@ from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.restore.restore_plan import Need, OutOfReach, RestorePlan, SourceOffer, plan
 from tiercheck_sidecar.restore.sources import Brought, RestoreSources, TriedInVain, name_of
-from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
+from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Vault
 from tiercheck_sidecar.vault.verification import fault_of
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,8 @@ class RankRestorer:
             found = plan(self._rank, self._version, self._directive.history, self._own(), self._places or ())
             if isinstance(found, OutOfReach):
                 if self._places is None:
-                    self._ask()
+                    self._places, failures = self._reach.ask(self._rank, self._version, self._sources)
+                    self._failures += failures
                     continue
                 self._failures.append(
                     str(found) + ("" if self._sources else ", and no other source is known")
@@ -120,10 +121,6 @@ class RankRestorer:
 
     def _own(self) -> dict[Artifact, int]:
         return self._vault.own_artifacts(self._rank)
-
-    def _ask(self) -> None:
-        self._places, failures = self._reach.ask(self._rank, self._version, self._sources)
-        self._failures += failures
 
     def _verify(self, artifact: Artifact) -> None:
         meter = self._state.meter
@@ -192,11 +189,7 @@ class RankRestorer:
             return self._free(victim)
 
     def _free(self, artifact: Artifact) -> bool:
-        def is_it(seal: Seal) -> bool:
-            same = seal.artifact == artifact
-            return same and seal.tier is Tier.LOCAL and seal.share is None
-
-        return bool(self._vault.free(is_it))
+        return bool(self._vault.evict(lambda seal: (seal.artifact, seal.tier) == (artifact, Tier.LOCAL)))
 
     def _forget(self, artifact: Artifact, group: Sequence[Source]) -> None:
         self._places = [

@@ -14,8 +14,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from tiercheck.plain_files import create_plain, folder_beneath, open_plain
 from tiercheck.protocol.artifacts.slot import NotASlot, beginning
@@ -27,13 +27,12 @@ from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
+from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.parity.rebuild import Rebuild
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.inventory import header_fault
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 FOLDER = "lent"
 _STATE_WORD = 8
@@ -51,31 +50,8 @@ Opened = Callable[[BoundedCall], contextlib.AbstractContextManager[tuple[Digests
 """A place that was asked for an artifact, by a call."""
 
 
-class Bounded(Protocol):
-    """Makes calls that are left behind when nothing comes."""
-
-    def __call__(self, place: str, body: Callable[[BoundedCall], T], rank: int) -> T:
-        """What `body` brings for `rank` from `place`. Raises what it raises, Stalled."""
-
-
-def _unbounded(place: str, body: Callable[[BoundedCall], T], rank: int) -> T:
-    return body(BoundedCall(lambda _: None))
-
-
-class RemotePart(Protocol):
-    """What lending needs of the remote tier."""
-
-    def digests(self, artifact: Artifact) -> Digests:
-        """Of a snapshot of a complete version. Raises SourceFailed."""
-
-    def fetch_chunks(
-        self, artifact: Artifact, indices: Sequence[int], into: memoryview, heard: Callable[[int], None]
-    ) -> None:
-        """Fill these chunks of `into`, verified; `heard` is told of the bytes as they come, and what it
-        raises ends the reading.
-
-        Raises SourceFailed, SourceCorrupt.
-        """
+Bounded = Callable[[str, Callable[[BoundedCall], Path], int], Path]
+"""Makes a call to a place for a rank, which is left behind when nothing comes. Raises as it does, Stalled."""
 
 
 @dataclass
@@ -99,8 +75,8 @@ class Lender:
         vault: Vault,
         folder: Path,
         dial: Callable[[Peer], Wire],
-        remote: RemotePart,
-        bounded: Bounded = _unbounded,
+        remote: RemoteSource,
+        bounded: Bounded = lambda place, body, rank: body(BoundedCall(lambda _: None)),
     ) -> None:
         """`bounded` makes calls to the places."""
         self._vault, self._dial, self._remote, self._bounded = vault, dial, remote, bounded
@@ -137,11 +113,9 @@ class Lender:
         if artifact in self._lent:
             return self._lent[artifact]
         try:
-            if self._vault.fault(artifact.rank, artifact.version, kind=artifact.kind):
+            if self._vault.fault(artifact):
                 return None
-            slot = self._pinned.enter_context(
-                self._vault.pin(artifact.rank, artifact.version, kind=artifact.kind)
-            )
+            slot = self._pinned.enter_context(self._vault.pin(artifact))
         except NotHeld:
             return None
         self._lent[artifact] = slot.path
@@ -230,11 +204,15 @@ class Lender:
             if end > digests.size:
                 raise SourceFailed(f"its header reaches to byte {end} of {digests.size}")
             self._bring(loan, bring, view, _chunks([(0, end)], digests))
-            here = _contiguous(loan)
+            chunks = next(index for index in count() if index not in loan.here)
+            here = min(chunks * digests.chunk, digests.size)
             if here < end:
                 raise SourceFailed(f"it has digests of {here} of {digests.size} bytes")
-            with view[:here] as known:
-                end = _end_of_beginning(known)
+            try:
+                with view[:here] as known:
+                    end = beginning(known)
+            except NotASlot as error:
+                raise SourceFailed(str(error)) from error
         with view[:here] as known:
             reason = header_fault(
                 known, Seal(artifact.rank, artifact.version, 0, Tier.LOCAL, digests, artifact.kind), len(view)
@@ -300,18 +278,3 @@ def _chunks(ranges: Iterable[tuple[int, int]], digests: Digests) -> set[int]:
         if begin < end
         for index in range(max(begin, 0) // digests.chunk, min((end - 1) // digests.chunk, last) + 1)
     }
-
-
-def _contiguous(loan: _Loan) -> int:
-    """Bytes from the beginning on that are here."""
-    index = 0
-    while index in loan.here:
-        index += 1
-    return min(index * loan.digests.chunk, loan.digests.size)
-
-
-def _end_of_beginning(view: memoryview) -> int:
-    try:
-        return beginning(view)
-    except NotASlot as error:
-        raise SourceFailed(str(error)) from error

@@ -18,13 +18,11 @@ from tiercheck.protocol.directive import Directive, Phase, Restore, Tier
 from tiercheck.protocol.report import RankRestore, RestoreReport, RestoreState
 from tiercheck.protocol.version import Artifact
 from tiercheck.supervised import describe
-from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.restore.rank_restore import RankRestorer
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import MemoryTooSmall, Vault
-
-__all__ = ["Restorer", "SourceCorrupt", "SourceFailed"]
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +43,7 @@ class Restorer:
         """What was begun last, and how often."""
 
     def run(self) -> None:
-        seen = -1
-        while not self._state.stopping:
-            seen = self._state.wait(seen, timeout=5.0)
+        for _ in self._state.looks(timeout=5.0):
             with self._state.lock:
                 directive = self._state.directive
                 ready = self._state.restore.state is RestoreState.READY

@@ -10,23 +10,25 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from tiercheck.protocol.directive import RESTORE_STALL, ParityGroup, Peer, Source, Tier
-from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck.supervised import describe
 from tiercheck_sidecar.bounded_calls import BoundedCall, BoundedCalls, SourceFailed, Stalled
-from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
+from tiercheck_sidecar.exchange.fetch import FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
+from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.parity.parts import obtainable
 from tiercheck_sidecar.parity.rebuild import rebuild
-from tiercheck_sidecar.restore.resharded_reads import FOLDER, Lender, RemotePart
+from tiercheck_sidecar.restore.resharded_reads import FOLDER, Lender
 from tiercheck_sidecar.restore.restore_plan import SourceOffer
-from tiercheck_sidecar.vault import Seal, Vault
+from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)
 
@@ -34,25 +36,6 @@ T = TypeVar("T")
 
 SOURCE_STALLED = "SourceStalled"
 """Reason of the problem that a source of restores hangs."""
-
-
-class RemoteTier(RemotePart, Protocol):
-    """What a restore needs of the remote tier."""
-
-    def listed(self, rank: int, version: Version) -> dict[Artifact, int]:
-        """What it has of `rank` up to `version`, with bytes. Raises SourceFailed."""
-
-    def fetch(self, rank: int, version: Version, heard: Callable[[int], None]) -> Seal:
-        """Copy a snapshot into an own slot; `heard` is told of the bytes as they come, and what it raises
-        ends the copying.
-
-        Raises SourceFailed, SourceCorrupt, NoFreeSlot, NotASlot, OSError.
-        """
-
-    def fetch_chunk(self, artifact: Artifact, digests: Digests, index: int, into: memoryview) -> None:
-        """Read one chunk, verified, into `into`, which is as long as it. Raises SourceFailed,
-        SourceCorrupt.
-        """
 
 
 @dataclass(frozen=True)
@@ -77,15 +60,10 @@ class RestoreSources:
     """Thread-safe."""
 
     def __init__(
-        self, state: SidecarState, vault: Vault, identity: Identity, port: int, remote: RemoteTier
+        self, state: SidecarState, vault: Vault, identity: Identity, port: int, remote: RemoteSource
     ) -> None:
-        self._state, self._vault, self._identity, self._port, self.remote = (
-            state,
-            vault,
-            identity,
-            port,
-            remote,
-        )
+        self._state, self._vault, self._identity, self._port = state, vault, identity, port
+        self.remote = remote
         self._calls = BoundedCalls(self._patience, self._left_behind)
 
     def ask(
@@ -94,7 +72,10 @@ class RestoreSources:
         """What each source has of `rank`, in their order; and a sentence for each that did not answer."""
         places, failures = [], []
         with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="list") as pool:
-            answers = [pool.submit(self._bounded_list, rank, version, source) for source in sources]
+            answers = [
+                pool.submit(self._bounded, name_of(source), partial(self._list, rank, version, source), rank)
+                for source in sources
+            ]
             for source, answer in zip(sources, answers, strict=True):
                 try:
                     places.append(SourceOffer(source, answer.result()))
@@ -115,7 +96,7 @@ class RestoreSources:
         try:
             return self._bounded(place, lambda call: self._bring(artifact, sources, call), artifact.rank)
         except Stalled:
-            self._vault.leave(artifact)
+            self._vault.discard(artifact)
             raise
 
     def _bring(self, artifact: Artifact, sources: Sequence[Source], call: BoundedCall) -> Brought:
@@ -150,9 +131,6 @@ class RestoreSources:
             raise TriedInVain((str(error),), tuple(bad)) from error
         return Brought(source, tuple(bad))
 
-    def _bounded_list(self, rank: int, version: Version, source: Source) -> dict[Artifact, int]:
-        return self._bounded(name_of(source), lambda call: self._list(rank, version, source, call), rank)
-
     def _list(self, rank: int, version: Version, source: Source, call: BoundedCall) -> dict[Artifact, int]:
         if source.tier is Tier.REMOTE:
             return self.remote.listed(rank, version)
@@ -161,11 +139,8 @@ class RestoreSources:
             return obtainable(group, rank, len(self._vault.ranks), lambda peer: call.own(self.connect(peer)))
         if source.peer is None:
             raise SourceFailed("the source names no worker")
-        return self._held_by(source.peer, rank, call)
-
-    def _held_by(self, peer: Peer, rank: int, call: BoundedCall) -> dict[Artifact, int]:
         try:
-            return {each.artifact: each.bytes for each in holdings(self._dial(peer, call), rank)}
+            return {each.artifact: each.bytes for each in holdings(self._dial(source.peer, call), rank)}
         except (WireBroken, PeerRefused, OSError) as error:
             raise SourceFailed(str(error)) from error
 

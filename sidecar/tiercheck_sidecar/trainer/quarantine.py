@@ -57,7 +57,7 @@ class Quarantine:
         state.count(replay_mismatches=1)
         state.distrust_deltas(reason)
         self._quarantine([Artifact(rank, version, Kind.DELTA) for version in sorted(bad)], reason)
-        self._vault.free(
+        self._vault.evict(
             lambda s: s.kind is Kind.DELTA and s.tier is Tier.LOCAL and s.rank == rank and s.version in bad
         )
         state.bump()
@@ -83,7 +83,7 @@ class Quarantine:
             if directive.history.accepts(each) and each.step >= found.step
         ]
         self._quarantine(bad, found.message)
-        self._vault.free(lambda s: s.tier is Tier.LOCAL and Artifact(s.rank, s.version, s.kind) in bad)
+        self._vault.evict(lambda s: s.tier is Tier.LOCAL and Artifact(s.rank, s.version, s.kind) in bad)
 
     def _quarantine(self, bad: Sequence[Artifact], why: str) -> None:
         worker = self._state.config.worker

@@ -90,7 +90,7 @@ class RankSession:
                         self._send(dataclasses.replace(reply, snapshot_every=self._state.every))
             finally:
                 for path in self._writing:
-                    self._vault.lose(path)
+                    self._vault.discard(path)
                 with self._state.lock:
                     self._state.trainer.rank_left(self._hello.rank, self._hello.attempt)
                 self._state.bump()
@@ -144,9 +144,8 @@ class RankSession:
         if chain is None:
             raise NotHeld(f"rank {rank} {version} is not here")
         with contextlib.ExitStack() as stack:
-            paths = [stack.enter_context(self._vault.pin(rank, chain.base, Tier.LOCAL)).path]
-            for delta in chain.deltas:
-                paths.append(stack.enter_context(self._vault.pin(rank, delta, Tier.LOCAL, Kind.DELTA)).path)
+            whole = Artifact(rank, chain.base), *(Artifact(rank, each, Kind.DELTA) for each in chain.deltas)
+            paths = [stack.enter_context(self._vault.pin(each, Tier.LOCAL)).path for each in whole]
             self._restored.push(stack.pop_all())
         return [str(path) for path in paths]
 
@@ -233,7 +232,7 @@ class RankSession:
                 self._submit(kind, lambda: self._seal(path))
             case AbandonSlot():
                 self._writing.discard(Path(request.path))
-                vault.abandon(Path(request.path))
+                vault.release(Path(request.path))
             case DeclineDeltas():
                 state.decline_deltas(rank, request.message)
                 if request.step:

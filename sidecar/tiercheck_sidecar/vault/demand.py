@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
-from typing import TypeVar
 
 from tiercheck.protocol.artifacts import sizing
 from tiercheck.protocol.artifacts.sizing import LONGEST_CADENCE, SPARE_DELTAS, Room, Sizing, auto_cadence
@@ -20,17 +19,15 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Kind, Share
 from tiercheck_sidecar.vault.slots import NoFreeSlot, Pool
 
-Key = TypeVar("Key", int, Share)
-
 
 class Demand:
-    """Not thread-safe: the table of slots has it."""
+    """Not thread-safe: the vault has it."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.own: dict[int, Room] = {}
-        self._hosted: dict[int, Room] = {}
-        self._lanes: dict[Share, Room] = {}
+        self._hosted: dict[int | Share, Room] = {}
+        """By rank, or parity block."""
         self._cadence = 0
         self._guess: Room | None = None
         self._plan: Sizing | None = None
@@ -59,9 +56,9 @@ class Demand:
     def host(self, ranks: Iterable[int], shares: Iterable[Share], known: Iterable[tuple[Pool, int]]) -> None:
         """Whose copies and which parity blocks are kept here. `known`: pools and sizes of slots that are here
         already."""
-        before, lanes = self._hosted, self._lanes
-        self._hosted = {rank: before.get(rank, Room()) for rank in ranks}
-        self._lanes = {share: lanes.get(share, Room(parts=1 + len(share.ranks))) for share in shares}
+        wanted: dict[int | Share, Room] = dict.fromkeys(ranks, Room())
+        wanted |= {share: Room(parts=1 + len(share.ranks)) for share in shares}
+        self._hosted = {each: self._hosted.get(each, room) for each, room in wanted.items()}
         self._change()
         for pool, size in known:
             self.learn(pool, size)
@@ -83,11 +80,10 @@ class Demand:
                 self.own[pool.rank] = dataclasses.replace(before, snapshot=size)
                 self._change()
         else:
-            table: dict[int, Room] | dict[Share, Room] = self._lanes if pool.share else self._hosted
             key = pool.share or pool.rank
-            if key not in table:
+            if key not in self._hosted:
                 return
-            before = table[key]  # type: ignore[index]
+            before = self._hosted[key]
             if pool.kind is Kind.DELTA:
                 after = dataclasses.replace(before, delta=max(before.delta or 0, sizing.roomy(size)))
             elif pool.share:
@@ -95,7 +91,7 @@ class Demand:
             else:
                 after = dataclasses.replace(before, snapshot=size)
             if after != before:
-                table[key] = after  # type: ignore[index]
+                self._hosted[key] = after
                 self._change()
 
     @contextlib.contextmanager
@@ -103,20 +99,12 @@ class Demand:
         """As `learn`, while a slot is looked for. If there is none, the claim is forgotten: whoever made it
         could ask for any size, and stop all saving here.
         """
-        before = (
-            self.own.get(pool.rank),
-            self._hosted.get(pool.rank),
-            self._lanes.get(pool.share) if pool.share else None,
-        )
+        before = self.own.copy(), self._hosted.copy()
         self.learn(pool, size)
         try:
             yield
         except NoFreeSlot:
-            own, hosted, lane = before
-            _put_back(self.own, pool.rank, own)
-            _put_back(self._hosted, pool.rank, hosted)
-            if pool.share:
-                _put_back(self._lanes, pool.share, lane)
+            self.own, self._hosted = before
             self._change()
             raise
 
@@ -125,8 +113,8 @@ class Demand:
 
     def plan(self) -> Sizing:
         if self._plan is None:
-            hosted = (*self._hosted.values(), *self._lanes.values())
-            self._plan = sizing.plan(self.limit, tuple(self.own.values()), hosted, self.cadence, self._guess)
+            own, hosted = tuple(self.own.values()), tuple(self._hosted.values())
+            self._plan = sizing.plan(self.limit, own, hosted, self.cadence, self._guess)
         return self._plan
 
     @property
@@ -141,7 +129,8 @@ class Demand:
     @property
     def ranks(self) -> tuple[int, int, int]:
         """How many own ranks, hosted ranks and parity blocks."""
-        return len(self.own), len(self._hosted), len(self._lanes)
+        lanes = sum(isinstance(each, Share) for each in self._hosted)
+        return len(self.own), len(self._hosted) - lanes, lanes
 
     def cap(self, pool: Pool) -> int:
         """How many slots `pool` may have."""
@@ -160,17 +149,10 @@ class Demand:
             if room is None:
                 return None
             return room.snapshot if pool.kind is Kind.SNAPSHOT else room.delta or None
-        wanted = self._lanes.get(pool.share) if pool.share else self._hosted.get(pool.rank)
+        wanted = self._hosted.get(pool.share or pool.rank)
         if wanted is None:
             return None
         return wanted.snapshot if pool.kind is Kind.SNAPSHOT else wanted.delta or 0
-
-
-def _put_back(table: dict[Key, Room], key: Key, before: Room | None) -> None:
-    if before is None:
-        table.pop(key, None)
-    else:
-        table[key] = before
 
 
 _REMEDY = "Raise tiers.local.sizeLimit and the sidecar's memory limit"

@@ -40,17 +40,17 @@ class SlotDraft:
         final = seal or self.seal
         reason = header_fault(self.view, final) if final.share is None else ""
         if reason:
-            self.discard()
+            self.release()
             raise NotASlot(reason)
         self._stack.close()
         try:
             self._keep(self._slot, final)
         except BaseException:
-            self.discard()
+            self.release()
             raise
         self.seal, self._over = final, True
 
-    def discard(self) -> None:
+    def release(self) -> None:
         """Give the slot back. Harmless after `keep`."""
         if self._over:
             return

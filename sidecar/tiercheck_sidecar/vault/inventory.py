@@ -6,8 +6,9 @@ writing through its mapping, and must then write into a file that no one will ev
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,17 +57,22 @@ def _inspect(path: Path) -> Slot | None:
 
 def fault(slot: Slot) -> str:
     """Why the slot's bytes are not what its seal says; empty if they are. Raises OSError."""
-    seal = slot.seal
-    if seal is None:
-        return "it has no seal"
-    size = seal.digests.size
-    if slot.size < size:
-        return f"it is {slot.size} bytes long, its seal says {size}"
-    with slot.mapped(size=size) as view:
+    with sealed(slot) as (view, seal):
         bad = first_mismatch(view, seal.digests)
         if bad is not None:
             return f"chunk {bad} does not match its digest"
         return header_fault(view, seal) if seal.share is None else ""
+
+
+@contextlib.contextmanager
+def sealed(slot: Slot) -> Iterator[tuple[memoryview, Seal]]:
+    """The bytes that the slot's seal is about. Raises OSError if there are fewer."""
+    seal = slot.seal
+    assert seal is not None
+    if slot.size < seal.digests.size:
+        raise OSError(f"it is {slot.size} bytes long, its seal says {seal.digests.size}")
+    with slot.mapped(size=seal.digests.size) as view:
+        yield view, seal
 
 
 def header_fault(view: memoryview, seal: Seal, size: int | None = None) -> str:

@@ -20,7 +20,7 @@ from tiercheck.plain_files import create_plain, open_plain
 from tiercheck.protocol.artifacts.mapping import map_aligned
 from tiercheck.protocol.artifacts.slot import TORN
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.version import Kind, Share
+from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.vault.pages import collapse, populate
 from tiercheck_sidecar.vault.seal import Seal, break_seal
 
@@ -54,7 +54,7 @@ class SlotState(Enum):
 
 @dataclass(eq=False)
 class Slot:
-    """The table of slots changes it, under the vault's lock, except for the bytes themselves."""
+    """The vault changes it, under its lock, except for the bytes themselves."""
 
     path: Path
     size: int
@@ -65,8 +65,8 @@ class Slot:
     pins: int = 0
     doomed: bool = False
     """Free it as soon as nobody uses it."""
-    attempt: int = field(default=0)
-    step: int = field(default=0)
+    version: Version = field(default=Version(0, 0))
+    """Of what is being written, until it is sealed."""
     _area: memoryview | None = field(default=None, repr=False)
     _identity: tuple[int, int] = field(default=(0, 0), repr=False)
 
@@ -81,6 +81,11 @@ class Slot:
     @property
     def kind(self) -> Kind:
         return self.pool.kind
+
+    @property
+    def artifact(self) -> Artifact:
+        """What is, or shall be, in it; of a parity block: the first."""
+        return Artifact(self.rank, self.seal.version if self.seal else self.version, self.kind)
 
     @contextlib.contextmanager
     def mapped(self, write: bool = False, size: int | None = None) -> Iterator[memoryview]:

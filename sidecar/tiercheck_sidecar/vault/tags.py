@@ -52,38 +52,32 @@ class Tagger:
         said = to_json(["artifact", job_uid, artifact])
         self._key = AES(HKDF(SHA256(), _KEY, self.salt.encode(), said).derive(token.encode()))
 
-    def running(self, index: int) -> RunningTag:
-        """For a chunk that comes piece by piece."""
-        return RunningTag(Cipher(self._key, GCM(index.to_bytes(12, "big"))))
-
-    def expecting(self, tags: Tags, index: int) -> ExpectedTag:
-        """For the bytes that are said to have been sealed as chunk `index`."""
-        return ExpectedTag(self.running(index), tags.of(index))
+    def running(self, index: int, wanted: str = "") -> ChunkTag:
+        """For a chunk that comes piece by piece, and was sealed with `wanted`, if that is known."""
+        return ChunkTag(Cipher(self._key, GCM(index.to_bytes(12, "big"))), wanted)
 
 
-class RunningTag:
-    """One tag in the making."""
+class ChunkTag:
+    """One tag in the making, to compare with the one that was sealed."""
 
-    def __init__(self, cipher: Cipher[GCM]) -> None:
-        self._context = cipher.encryptor()
-        self.update: Callable[[memoryview], None] = self._context.authenticate_additional_data
+    def __init__(self, cipher: Cipher[GCM] | None = None, wanted: str = "") -> None:
+        """Without a `cipher` nothing is what was sealed: nobody told the tag."""
+        self._context, self._wanted = cipher.encryptor() if cipher is not None else None, wanted
+        self.update: Callable[[memoryview], None] = (
+            self._context.authenticate_additional_data if self._context is not None else lambda _: None
+        )
 
     def hex(self) -> str:
         """Once, after the last piece."""
+        if self._context is None:
+            return ""
         self._context.finalize()
         return self._context.tag.hex()
 
-
-class ExpectedTag:
-    """Compares a tag in the making with the one that was sealed."""
-
-    def __init__(self, running: RunningTag, wanted: str) -> None:
-        self._running, self._wanted = running, wanted
-        self.update = running.update
-
     def fits(self) -> bool:
         """Whether what was seen is what was sealed. Once, after the last piece."""
-        return hmac.compare_digest(self._running.hex().encode(), self._wanted.encode())
+        found = self.hex()
+        return bool(found) and hmac.compare_digest(found.encode(), self._wanted.encode())
 
 
 def digest_and_tag(view: memoryview, tagger: Tagger | None) -> tuple[Digests, Tags | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,24 +20,39 @@ from tiercheck.protocol.artifacts import sizing
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
-from tiercheck_sidecar.vault.demand import deltas_refused, saving_refused
+from tiercheck_sidecar.vault.demand import Demand, deltas_refused, saving_refused
 from tiercheck_sidecar.vault.draft import SlotDraft
-from tiercheck_sidecar.vault.inventory import fault, take_inventory
+from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX, fault, take_inventory
 from tiercheck_sidecar.vault.pages import step_back, touch_on_node
 from tiercheck_sidecar.vault.seal import Seal, write_seal
-from tiercheck_sidecar.vault.slot_table import Guarded, SlotTable, remove_files
-from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoFreeSlot, Pool, Slot, SlotState, create
-from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where, where
+from tiercheck_sidecar.vault.slots import (
+    MemoryTooSmall,
+    NoDeltas,
+    NoFreeSlot,
+    NotHeld,
+    Pool,
+    Slot,
+    SlotState,
+    create,
+    remove,
+    tear,
+)
+from tiercheck_sidecar.vault.stock import NOTHING, HeldStock, MemoryStock, Where, where
 from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 log = logging.getLogger(__name__)
+
+_Shape = tuple[int, int, int, int, list[Slot]]
+"""Which slots are useless, and which are missing, is the same as long as this is, and nothing is gone: how
+often the demand changed, how many slots were ever made, there are and are gone, and those free or gone."""
 
 
 class Vault:
     """Thread-safe. No method waits for the network; only allocation and sealing touch many bytes, outside the
     lock.
 
-    The table of slots is to be had under the lock only: what needs the lock is a method of it.
+    A slot's use ends in one of three ways: `release`, when its writer has let go of it; `discard`, when that
+    may still be writing; `evict`, when what is held is not needed.
     """
 
     def __init__(
@@ -56,9 +72,20 @@ class Vault:
         self.limit = limit
         self.ranks = tuple(ranks)
         """The worker's own; none while this is a spare. See `identify`."""
-        self._directory = directory
+        self._directory, self._instance = directory, instance or uuid.uuid4().hex[:6]
         self._on_change, self._tagger, self._hands = on_change, tagger, hands
-        self._table = Guarded(SlotTable(directory, limit, instance or uuid.uuid4().hex[:6]))
+        self._lock = threading.Condition()
+        """Guards all that follows. The thread that has it may take it again."""
+        self._slots: dict[Path, Slot] = {}
+        self._pools: dict[Pool, dict[Path, Slot]] = {}
+        self._stock = HeldStock()
+        self._demand = Demand(limit)
+        self._numa: dict[int, int] = {}
+        """NUMA nodes of own ranks' devices."""
+        self._serial = self._used = 0
+        self._tidy: _Shape | None = None
+        """In which nothing was to be removed."""
+        self._lacking: dict[tuple[Kind, ...], tuple[_Shape, list[tuple[int, Pool, int, int]]]] = {}
 
     def open(self) -> None:
         """Take inventory of what an earlier process left. Raises OSError if the volume cannot be used."""
@@ -67,20 +94,24 @@ class Vault:
         with contextlib.suppress(PermissionError):  # the volume's root may belong to the kubelet
             self._directory.chmod(0o777)
         found = take_inventory(self._directory)
-        with self._table as table:
-            table.enter(found)
+        with self._lock:
+            for slot in found:
+                self._add(slot)
+                self._demand.found(slot.pool, slot.size)
+                if slot.seal is not None:
+                    self._stock.add(slot.seal)
 
     # What is here
 
     def held(self) -> tuple[Seal, ...]:
         """Every verified artifact and parity block, oldest first."""
-        with self._table as table:
-            return table.stock.seals()
+        with self._lock:
+            return self._stock.seals()
 
     def stocks(self) -> Mapping[Where, MemoryStock]:
         """The same as versions, by place."""
-        with self._table as table:
-            return table.stock.places()
+        with self._lock:
+            return self._stock.places()
 
     def own_stock(self, rank: int) -> MemoryStock:
         """What lies in own slots of a rank."""
@@ -91,90 +122,77 @@ class Vault:
         place = Where(Tier.LOCAL, rank)
         return {seal.artifact: seal.digests.size for seal in self.held() if where(seal) == place}
 
-    def find(
-        self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT
-    ) -> Seal | None:
-        """A whole artifact; never a parity block."""
-        with self._table as table:
-            slot = table.find(rank, version, tier, kind)
-            return slot.seal if slot else None
-
-    def find_share(self, share: Share, version: Version, kind: Kind) -> Seal | None:
-        """A complete parity block."""
-        with self._table as table:
-            slot = table.find(share.ranks[0], version, Tier.PEER, kind, share)
+    def find(self, artifact: Artifact, tier: Tier | None = None, share: Share | None = None) -> Seal | None:
+        """A whole artifact, or with `share` the complete parity block that the artifact is the first of."""
+        with self._lock:
+            slot = self._find(artifact, tier, share)
             return slot.seal if slot else None
 
     def own(self, rank: int) -> set[Artifact]:
         """What an own rank is writing, wrote or has sealed."""
-        with self._table as table:
-            return table.artifacts(SlotState.WRITING, SlotState.SEALING, SlotState.SEALED, of=rank)
+        return self._artifacts(SlotState.WRITING, SlotState.SEALING, SlotState.SEALED, of=rank)
 
     def unfinished(self) -> set[Artifact]:
         """What own ranks are writing, or wrote and is not sealed yet."""
-        with self._table as table:
-            return table.artifacts(SlotState.WRITING, SlotState.SEALING)
+        return self._artifacts(SlotState.WRITING, SlotState.SEALING)
 
-    def pin(
-        self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT
-    ) -> contextlib.AbstractContextManager[Slot]:
-        """Keep a whole artifact from being freed while it is read. Raises NotHeld."""
-        return self._pin(rank, version, tier, kind, None)
+    @contextlib.contextmanager
+    def pin(self, artifact: Artifact, tier: Tier | None = None, share: Share | None = None) -> Iterator[Slot]:
+        """Keep what `find` finds from being freed while it is read. Raises NotHeld."""
+        with self._lock:
+            slot = self._find(artifact, tier, share)
+            if slot is None:
+                raise NotHeld(f"the {artifact}, is not here")
+            slot.pins += 1
+        try:
+            yield slot
+        finally:
+            with self._lock:
+                slot.pins -= 1
+                self._settle(slot)
 
-    def pin_share(
-        self, share: Share, version: Version, kind: Kind
-    ) -> contextlib.AbstractContextManager[Slot]:
-        """As `pin`, for a parity block."""
-        return self._pin(share.ranks[0], version, Tier.PEER, kind, share)
-
-    def fault(self, rank: int, version: Version, tier: Tier | None = None, kind: Kind = Kind.SNAPSHOT) -> str:
-        """Read an artifact again and say what is wrong with it; empty if nothing is. Raises NotHeld,
+    def fault(self, artifact: Artifact, tier: Tier | None = None, share: Share | None = None) -> str:
+        """Read what `find` finds again and say what is wrong with it; empty if nothing is. Raises NotHeld,
         OSError.
         """
-        with self.pin(rank, version, tier, kind) as slot:
-            return fault(slot)
-
-    def fault_share(self, share: Share, version: Version, kind: Kind) -> str:
-        """As `fault`, for a parity block."""
-        with self.pin_share(share, version, kind) as slot:
+        with self.pin(artifact, tier, share) as slot:
             return fault(slot)
 
     # Room
 
     def size_plan(self) -> sizing.Sizing:
-        with self._table as table:
-            return table.demand.plan()
+        with self._lock:
+            return self._demand.plan()
 
     def used(self) -> int:
         """Bytes of the volume taken by slots and seals."""
-        with self._table as table:
-            return table.used()
+        return self._used
 
     def reserved(self, rank: int) -> sizing.Room | None:
         """What an own rank asked for, as far as it is known."""
-        with self._table as table:
-            return table.demand.own.get(rank)
+        with self._lock:
+            return self._demand.own.get(rank)
 
     def identify(self, ranks: Sequence[int]) -> None:
         """This worker has these ranks from now on. What lies here of others, own ones until now, stays as it
         is, and no slots are kept ready for it.
         """
-        with self._table as table:
+        with self._lock:
             self.ranks = tuple(ranks)
-            table.demand.only(self.ranks)
+            self._demand.only(self.ranks)
 
     def host(self, ranks: Iterable[int], shares: Iterable[Share] = ()) -> None:
         """Whose copies and which parity blocks are kept here from now on."""
-        with self._table as table:
-            known = [(slot.pool, slot.size) for slot in table.slots.values() if slot.tier is Tier.PEER]
-            table.demand.host(ranks, shares, known)
+        with self._lock:
+            known = [(slot.pool, slot.size) for slot in self._slots.values() if slot.tier is Tier.PEER]
+            self._demand.host(ranks, shares, known)
         self.tidy()
 
     def expect(self, cadence: int, guess: sizing.Room) -> None:
         """The coordinator's word: steps between snapshots, and the largest slots that any rank of the job
         has."""
-        with self._table as table:
-            news = table.demand.expect(cadence, guess)
+        with self._lock:
+            news = self._demand.expect(cadence, guess)
         if news:
             self.tidy()
             self._on_change()
@@ -186,28 +204,33 @@ class Vault:
         """
         if rank not in self.ranks or size <= 0 or (delta_size or 0) < 0:
             raise ValueError(f"cannot reserve {size} and {delta_size} bytes for rank {rank}")
-        with self._table as table:
-            table.numa[rank] = numa
-            table.demand.reserve(rank, size, delta_size)
+        with self._lock:
+            self._numa[rank] = numa
+            self._demand.reserve(rank, size, delta_size)
         reason = self.too_small()
         if reason:
             raise MemoryTooSmall(reason)
         self.tidy()
         # `prepare` may be making one of them, and a trainer that was told they are there would find none.
         snapshots = Pool(Tier.LOCAL, rank, Kind.SNAPSHOT)
-        self._table.wait_until(lambda table: not table.is_making(snapshots))
+        with self._lock:
+            self._lock.wait_for(
+                lambda: all(
+                    slot.state is not SlotState.ALLOCATING for slot in self._pools.get(snapshots, {}).values()
+                )
+            )
 
     def too_small(self) -> str:
         """Why saving is refused, with the numbers; empty if memory is large enough."""
-        with self._table as table:
-            return saving_refused(table.demand)
+        with self._lock:
+            return saving_refused(self._demand)
 
     def no_deltas(self) -> str:
         """Why ranks that want to take deltas cannot, with the numbers; empty if they can, or none wants
         to.
         """
-        with self._table as table:
-            return deltas_refused(table.demand)
+        with self._lock:
+            return deltas_refused(self._demand)
 
     def tidy(self) -> None:
         """Bring the snapshot slots to the planned number and size, as far as memory is free. Slow:
@@ -220,169 +243,238 @@ class Vault:
 
     def trim(self) -> None:
         """Remove free slots that the plan has no use for, and lost ones. Never slow."""
-        with self._table as table:
-            gone = table.retire()
-        remove_files(gone)
-        if gone:
-            with self._table as table:
-                table.forget(gone)
+        with self._lock:
+            gone = self._useless()
+        for slot in gone:
+            try:
+                remove(slot.path)
+            except OSError as error:  # a trainer put something else in its place; it holds up no other slot
+                log.warning("%s cannot be removed: %s", slot.path.name, error)
+            slot.unmap()
+        with self._lock:
+            for slot in gone:
+                self._forget(slot)
 
     def prepare(self, *, deltas: bool = True) -> None:
         """Allocate what is missing for own ranks, on several cores but behind whoever else wants them. Apart,
         so that no trainer waits for it."""
         kinds = (Kind.SNAPSHOT, Kind.DELTA) if deltas else (Kind.SNAPSHOT,)
-        with self._table as table:
-            missing = table.missing(kinds)
+        missing = 0
+        with self._lock:
+            left = self.limit - self._used
+            for _, _, size, lack in self._missing(kinds):
+                fit = min(lack, max(0, left) // sizing.cost(size))
+                missing, left = missing + fit, left - fit * sizing.cost(size)
         hands = min(self._hands, missing)
-        if not missing:
-            return
-        if hands < 2:
+        if hands == 1:
             self._grow(*kinds)
-            return
-        with ThreadPoolExecutor(hands, "prepare", initializer=step_back) as pool:
-            for done in [pool.submit(self._grow, *kinds) for _ in range(hands)]:
-                done.result()
+        elif hands:
+            with ThreadPoolExecutor(hands, "prepare", initializer=step_back) as pool:
+                for done in [pool.submit(self._grow, *kinds) for _ in range(hands)]:
+                    done.result()
 
     # Own ranks: the trainer writes
 
     def begin(self, rank: int, version: Version, kind: Kind = Kind.SNAPSHOT, size: int = 0) -> Path:
         """A slot for the trainer to write at most `size` bytes (0: as many as it reserved). Raises
         NoFreeSlot, MemoryTooSmall."""
-        with self._table as table:
-            return table.begin(rank, version, kind, size).path
+        pool = Pool(Tier.LOCAL, rank, kind)
+        with self._lock:
+            capacity = self._demand.capacity(pool) or 0
+            if size > capacity > 0:
+                raise NoFreeSlot(f"the {kind.value} has {size} bytes, {capacity} were reserved")
+            slot = self._free_slot(pool, capacity)
+            if slot is None:
+                reason = saving_refused(self._demand)
+                if reason:
+                    raise MemoryTooSmall(reason)
+                if kind is Kind.DELTA and self._demand.plan().delta_slots == 0:
+                    raise NoDeltas(deltas_refused(self._demand) or "no delta slots were reserved")
+                raise NoFreeSlot(f"no slot is free: older {kind.value}s are still needed or being copied")
+            slot.state, slot.version = SlotState.WRITING, version
+        return slot.path
 
     def complete(self, path: Path, world_size: int) -> Kind:
         """The trainer has written the slot; `seal` must follow. Raises NotASlot; then the slot is free
         again.
         """
-        with self._table as table:
-            slot = table.writing(path)
-        try:
-            with slot.mapped() as view:
-                wrong = _unlike(slot, read_header(view), world_size)
-        except (OSError, NotASlot) as error:
-            wrong = str(error)
-        except BaseException:
-            self._drop(slot)
-            raise
-        if wrong:
-            self._drop(slot)
-            raise NotASlot(wrong)
-        with self._table:
+        slot = self._writing(path)
+        with self._released_by_failure(slot):
+            try:
+                with slot.mapped() as view:
+                    header = read_header(view)
+            except OSError as error:
+                raise NotASlot(str(error)) from error
+            _check_header(slot, header, world_size)
+        with self._lock:
             slot.state = SlotState.SEALING
         return slot.kind
 
     def seal(self, path: Path) -> Seal | None:
         """Digest and seal a completed slot; None if it could not be (it is free again). Slow: reads every
         byte."""
-        with self._table as table:
-            slot = table.slots[path]
+        with self._lock:
+            slot = self._slots[path]
         try:
-            with slot.mapped() as view:
-                header = read_header(view)
-                tagger = self._tagger(Artifact(slot.rank, header.version, slot.kind))
-                digests, tags = digest_and_tag(view[: header.size], tagger)
-            seal = Seal(
-                slot.rank, header.version, header.world_size, Tier.LOCAL, digests, slot.kind, tags=tags
-            )
-            self._seal(slot, seal)
+            with self._released_by_failure(slot):
+                with slot.mapped() as view:
+                    header = read_header(view)
+                    tagger = self._tagger(Artifact(slot.rank, header.version, slot.kind))
+                    digests, tags = digest_and_tag(view[: header.size], tagger)
+                seal = Seal(
+                    slot.rank, header.version, header.world_size, Tier.LOCAL, digests, slot.kind, tags=tags
+                )
+                self._seal(slot, seal)
         except (OSError, NotASlot) as error:
             log.warning("%s could not be sealed: %s", path.name, error)
-            self._drop(slot)
             return None
-        except BaseException:
-            self._drop(slot)
-            raise
         return seal
-
-    def abandon(self, path: Path) -> None:
-        """The trainer says that it will not complete the slot. Raises NotASlot."""
-        with self._table as table:
-            slot = table.writing(path)
-        self._drop(slot)
-
-    def lose(self, path: Path) -> None:
-        """The trainer is gone, or silent: it may still be writing, so the file is never used again."""
-        with self._table as table:
-            lost = table.give_up(lambda slot: slot.path == path)
-        if lost:
-            self.trim()
 
     # Copies, parity blocks and restored artifacts: this sidecar writes
 
     def draft(self, seal: Seal) -> SlotDraft:
         """A slot to receive an artifact into, or to fold a parity block in. One of an own rank is made on
         several cores: nothing trains during a restore. Raises NoFreeSlot, OSError."""
-        with self._table as table:
-            slot = table.draft(seal)
+        pool, size = Pool(seal.tier, seal.rank, seal.kind, seal.share), seal.digests.size
+        with self._lock:
+            if seal.tier is Tier.PEER and any(
+                slot.state is SlotState.WRITING and slot.version == seal.version
+                for slot in self._pools.get(pool, {}).values()
+            ):
+                raise NoFreeSlot("this artifact is being received already")
+            with self._demand.learning(pool, size):
+                slot = self._free_slot(pool, size) or self._new_slot(pool, size)
+            slot.version, is_new = seal.version, slot.state is SlotState.ALLOCATING
+            if not is_new:
+                slot.state = SlotState.WRITING
         hands = self._hands if seal.tier is Tier.LOCAL else 1
-        if slot.state is SlotState.ALLOCATING and not self._allocate(slot, SlotState.WRITING, hands):
+        if is_new and not self._allocate(slot, SlotState.WRITING, hands):
             raise NoFreeSlot("the memory volume is full")
-        try:
-            return SlotDraft(slot, seal, self._seal, self._drop)
-        except BaseException:
-            self._drop(slot)
-            raise
+        with self._released_by_failure(slot):
+            return SlotDraft(slot, seal, self._seal, self._release)
 
-    def leave(self, artifact: Artifact) -> None:
-        """Whoever fills a slot with this own artifact may never come to an end, and may still be writing: the
-        file is never used again."""
+    # How the use of a slot ends
 
-        def fills(slot: Slot) -> bool:
-            begun = Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind)
-            return slot.tier is Tier.LOCAL and begun == artifact
+    def release(self, path: Path) -> None:
+        """The trainer says that it will not complete the slot. Raises NotASlot."""
+        self._release(self._writing(path))
 
-        with self._table as table:
-            table.give_up(fills)
+    def discard(self, which: Path | Artifact) -> None:
+        """The trainer that writes this slot is gone, or silent, or whatever fills one with this own artifact
+        may never come to an end: it may still be writing, so the file is never used again."""
+        with self._lock:
+            for slot in self._slots.values():
+                ours = slot.tier is Tier.LOCAL and which in (slot.path, slot.artifact)
+                if ours and slot.state is SlotState.WRITING:
+                    slot.state = SlotState.GONE
         self.trim()
 
-    # Freeing
-
-    def free(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
+    def evict(self, unwanted: Callable[[Seal], bool]) -> tuple[Seal, ...]:
         """Free every held artifact that `unwanted` names, those in use as soon as they are not. Returns
         them.
         """
-        with self._table as table:
-            seals = table.doom(unwanted)
+        seals = []
+        with self._lock:
+            for slot in self._slots.values():
+                if _readable(slot) and slot.seal is not None and unwanted(slot.seal):
+                    seals.append(slot.seal)
+                    slot.doomed = True
+                    self._stock.remove(slot.seal)
+                    self._settle(slot)
+                    failpoint("mid-reclaim")
         if seals:
             self.trim()
             self._on_change()
-        return seals
+        return tuple(seals)
 
-    # Inside
+    # Inside, what is here
+
+    def _find(self, artifact: Artifact, tier: Tier | None, share: Share | None) -> Slot | None:
+        for each in (Tier.LOCAL, Tier.PEER) if tier is None else (tier,):
+            for slot in self._pools.get(Pool(each, artifact.rank, artifact.kind, share), {}).values():
+                if slot.seal is not None and slot.seal.version == artifact.version and _readable(slot):
+                    return slot
+        return None
+
+    def _artifacts(self, *states: SlotState, of: int | None = None) -> set[Artifact]:
+        """In own slots of these states; `of`: of that rank only."""
+        with self._lock:
+            return {
+                slot.artifact
+                for slot in self._slots.values()
+                if slot.state in states
+                and of in (None, slot.rank)
+                and slot.tier is Tier.LOCAL
+                and not slot.doomed
+            }
+
+    def _writing(self, path: Path) -> Slot:
+        """What the trainer writes. Raises NotASlot."""
+        with self._lock:
+            slot = self._slots.get(path)
+            if slot is None or slot.state is not SlotState.WRITING or slot.tier is not Tier.LOCAL:
+                raise NotASlot(f"{path.name} was not begun here")
+            return slot
+
+    # Inside, ends
+
+    def _seal(self, slot: Slot, seal: Seal) -> None:
+        if slot.state is SlotState.GONE:
+            raise OSError(errno.ESTALE, f"{slot.path.name} was given up")
+        write_seal(slot.path, seal)
+        failpoint("after-seal")
+        with self._lock:
+            slot.seal, slot.state = seal, SlotState.SEALED
+            if self._slots.get(slot.path) is slot:  # it may have been given up a moment ago
+                self._stock.add(seal)
+            self._settle(slot)
+        self._on_change()
+
+    def _release(self, slot: Slot) -> None:
+        """What is in a slot that was being written is worth nothing."""
+        with self._lock:
+            if slot.state in (SlotState.WRITING, SlotState.SEALING):
+                _empty(slot)
+        self._on_change()
 
     @contextlib.contextmanager
-    def _pin(
-        self, rank: int, version: Version, tier: Tier | None, kind: Kind, share: Share | None
-    ) -> Iterator[Slot]:
-        with self._table as table:
-            slot = table.pin(rank, version, tier, kind, share)
+    def _released_by_failure(self, slot: Slot) -> Iterator[None]:
         try:
-            yield slot
-        finally:
-            with self._table as table:
-                table.unpin(slot)
-
-    def _allocate(self, slot: Slot, state: SlotState = SlotState.FREE, hands: int = 1) -> bool:
-        with self._table as table:
-            numa = table.numa_of(slot)
-        try:
-            with touch_on_node(numa):
-                slot.adopt(create(slot.path, slot.size, hands))
-            with self._table:
-                slot.state = state
-        except OSError as error:
-            log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)
-            with self._table as table:
-                table.forget([slot])
-            return False
+            yield
         except BaseException:
-            with self._table as table:
-                table.forget([slot])
+            self._release(slot)
             raise
-        finally:
-            self._table.tell()
-        return True
+
+    def _settle(self, slot: Slot) -> None:
+        """Free a doomed slot that nobody uses."""
+        if slot.doomed and slot.pins == 0 and slot.state is SlotState.SEALED:
+            _empty(slot)
+
+    def _useless(self) -> list[Slot]:
+        """Lost slots, and free ones that the plan has no use for: those are lost from now on."""
+        shape = self._shape()
+        if shape == self._tidy:
+            return []  # nothing was, and nothing is gone
+        for pool, slots in self._pools.items():
+            free = [slot for slot in slots.values() if slot.state is SlotState.FREE]
+            if not free:
+                continue
+            capacity, surplus = self._demand.capacity(pool), self._count(pool) - self._demand.cap(pool)
+            for slot in free:
+                if capacity is None or capacity not in (0, slot.size) or surplus > 0:
+                    slot.state = SlotState.GONE
+                    surplus -= 1
+        gone = [slot for slot in self._slots.values() if slot.state is SlotState.GONE]
+        self._tidy = None if gone else shape
+        return gone
+
+    def _forget(self, slot: Slot) -> None:
+        """There is no such slot any more."""
+        if self._slots.pop(slot.path, None) is not None:
+            del self._pools[slot.pool][slot.path]
+            self._used -= sizing.cost(slot.size, slot.pool.parts)
+
+    # Inside, what there should be
 
     def _grow(self, *kinds: Kind) -> None:
         added = False
@@ -392,32 +484,122 @@ class Vault:
             self._on_change()
 
     def _next_missing(self, kinds: tuple[Kind, ...]) -> Slot | None:
-        with self._table as table:
-            return table.next_missing(kinds)
+        """An own slot that the plan wants and memory allows, entered but not yet allocated; of the first kind
+        that lacks any. Ranks take turns: a version needs all of them."""
+        with self._lock:
+            for _, pool, size, _ in self._missing(kinds):
+                if self._used + sizing.cost(size) <= self.limit:
+                    return self._place(pool, size)
+        return None
 
-    def _seal(self, slot: Slot, seal: Seal) -> None:
-        if slot.state is SlotState.GONE:
-            raise OSError(errno.ESTALE, f"{slot.path.name} was given up")
-        write_seal(slot.path, seal)
-        failpoint("after-seal")
-        with self._table as table:
-            table.keep(slot, seal)
-        self._on_change()
+    def _allocate(self, slot: Slot, state: SlotState = SlotState.FREE, hands: int = 1) -> bool:
+        numa = self._numa.get(slot.rank, -1) if slot.tier is Tier.LOCAL else -1
+        done = False
+        try:
+            with touch_on_node(numa):
+                slot.adopt(create(slot.path, slot.size, hands))
+            done = True
+        except OSError as error:
+            log.warning("cannot allocate %d bytes for %s: %s", slot.size, slot.path.name, error)
+        finally:
+            with self._lock:
+                if done:
+                    slot.state = state
+                else:
+                    self._forget(slot)
+                self._lock.notify_all()
+        return done
 
-    def _drop(self, slot: Slot) -> None:
-        with self._table as table:
-            table.drop(slot)
-        self._on_change()
+    def _missing(self, kinds: tuple[Kind, ...]) -> list[tuple[int, Pool, int, int]]:
+        """Of own ranks with fewer slots than the plan wants, kind by kind those with the fewest first: slots,
+        pool, bytes of each, and how many are missing."""
+        shape, known = self._shape(), self._lacking.get(kinds)
+        if known is None or known[0] != shape or shape[3]:
+            found = [each for kind in kinds for each in sorted(self._lack(kind), key=lambda each: each[0])]
+            known = self._lacking[kinds] = shape, found
+        return known[1]
+
+    def _lack(self, kind: Kind) -> Iterator[tuple[int, Pool, int, int]]:
+        if not self._demand.plan().fits:
+            return  # saving is refused, so a slot would only raise hopes
+        for rank in self._demand.own:
+            pool = Pool(Tier.LOCAL, rank, kind)
+            size, count, cap = self._demand.capacity(pool), self._count(pool), self._demand.cap(pool)
+            if size and count < cap:
+                yield count, pool, size, cap - count
+
+    def _free_slot(self, pool: Pool, size: int) -> Slot | None:
+        exact = pool.tier is Tier.LOCAL or (pool.kind is Kind.SNAPSHOT and pool.share is None)
+        for slot in self._pools.get(pool, {}).values():
+            fits = slot.size == size or (slot.size > size and not exact)
+            if slot.state is SlotState.FREE and fits:
+                return slot
+        return None
+
+    def _new_slot(self, pool: Pool, size: int) -> Slot:
+        """One that is to be allocated. Raises NoFreeSlot."""
+        self.trim()
+        # A restore needs the whole chain at once, however few slots training gets afterwards: only memory
+        # bounds it.
+        bounded = pool.tier is Tier.PEER or pool.kind is Kind.SNAPSHOT
+        cap = self._demand.cap(pool)
+        if bounded and self._count(pool) >= cap:
+            raise NoFreeSlot(
+                f"all {cap} {pool.kind.value} slots for rank {pool.rank} hold what is still needed"
+            )
+        capacity = size
+        if pool.tier is Tier.PEER:
+            capacity = max(size, self._demand.capacity(pool) or 0)
+        cost = sizing.cost(capacity, pool.parts)
+        if self._used + cost > self.limit:
+            raise NoFreeSlot(f"{self._used} of {self.limit} bytes are in use, {cost} more do not fit")
+        return self._place(pool, capacity)
+
+    def _place(self, pool: Pool, size: int) -> Slot:
+        self._serial += 1
+        word = "own" if pool.tier is Tier.LOCAL else "parity" if pool.share else "copy"
+        what = "delta-" if pool.kind is Kind.DELTA else ""
+        path = self._directory / f"{word}-{what}{pool.rank}-{self._instance}-{self._serial}{SLOT_SUFFIX}"
+        slot = Slot(path=path, size=size, pool=pool)
+        self._add(slot)
+        return slot
+
+    def _add(self, slot: Slot) -> None:
+        self._slots[slot.path] = slot
+        self._pools.setdefault(slot.pool, {})[slot.path] = slot
+        self._used += sizing.cost(slot.size, slot.pool.parts)
+
+    def _shape(self) -> _Shape:
+        slots = self._slots.values()
+        idle = [slot for slot in slots if slot.state is SlotState.FREE or slot.state is SlotState.GONE]
+        gone = sum(slot.state is SlotState.GONE for slot in idle)
+        return self._demand.changes, self._serial, len(slots), gone, idle
+
+    def _count(self, pool: Pool) -> int:
+        return sum(slot.state is not SlotState.GONE for slot in self._pools.get(pool, {}).values())
 
 
-def _unlike(slot: Slot, header: SlotHeader, world_size: int) -> str:
-    """Why the slot does not hold what was begun; empty if it does."""
-    begun = Artifact(slot.rank, Version(slot.step, slot.attempt), slot.kind)
+def _readable(slot: Slot) -> bool:
+    return slot.state is SlotState.SEALED and not slot.doomed
+
+
+def _empty(slot: Slot) -> None:
+    """Make a slot unreadable, and free. One whose file was cut off, or taken away, is never used again."""
+    slot.seal, slot.doomed, slot.state = None, False, SlotState.GONE
+    try:
+        tear(slot)
+        if slot.is_whole():
+            slot.state = SlotState.FREE
+    except OSError as error:
+        log.warning("%s is given up: %s", slot.path.name, error)
+
+
+def _check_header(slot: Slot, header: SlotHeader, world_size: int) -> None:
+    """Raises NotASlot if the slot does not hold what was begun."""
     written = Artifact(header.rank, header.version, header.kind)
-    if written != begun:
-        return f"it holds the {written}, not what was begun"
+    if written != slot.artifact:
+        raise NotASlot(f"it holds the {written}, not what was begun")
     if slot.kind is Kind.SNAPSHOT and header.size != slot.size:
-        return f"it holds {header.size} bytes, {slot.size} were reserved"
+        raise NotASlot(f"it holds {header.size} bytes, {slot.size} were reserved")
     if world_size and header.world_size != world_size:
-        return f"it says world size {header.world_size}, the job has {world_size}"
-    return ""
+        raise NotASlot(f"it says world size {header.world_size}, the job has {world_size}")

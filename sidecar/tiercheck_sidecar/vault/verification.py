@@ -13,11 +13,11 @@ from concurrent.futures import Executor
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Artifact
+from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.inventory import header_fault
+from tiercheck_sidecar.vault.inventory import header_fault, sealed
 
 
 def fault_of(
@@ -46,13 +46,8 @@ def fault_of_chunk(vault: Vault, artifact: Artifact, index: int) -> str:
 
 @contextlib.contextmanager
 def _mapped(vault: Vault, artifact: Artifact) -> Iterator[tuple[memoryview, Seal]]:
-    with vault.pin(artifact.rank, artifact.version, Tier.LOCAL, artifact.kind) as slot:
-        seal = slot.seal
-        assert seal is not None
-        if slot.size < seal.digests.size:
-            raise OSError(f"it is {slot.size} bytes long, its seal says {seal.digests.size}")
-        with slot.mapped(size=seal.digests.size) as view:
-            yield view, seal
+    with vault.pin(artifact, Tier.LOCAL) as slot, sealed(slot) as found:
+        yield found
 
 
 def _chunk_fault(view: memoryview, digests: Digests, index: int) -> str:
@@ -61,10 +56,22 @@ def _chunk_fault(view: memoryview, digests: Digests, index: int) -> str:
     return f"chunk {index} does not match its digest"
 
 
-def distrust(state: SidecarState, vault: Vault, seal: Seal) -> None:
-    """Read an own artifact again; if it has rotted, it is freed and reported."""
-    with contextlib.suppress(NotHeld, OSError):
-        reason = vault.fault(seal.rank, seal.version, Tier.LOCAL, seal.kind)
-        if reason:
-            vault.free(lambda each: each == seal)
-            state.quarantine(Quarantined(seal.rank, seal.version, state.config.worker, reason, seal.kind))
+def evict_if_bad(
+    state: SidecarState,
+    vault: Vault,
+    artifact: Artifact,
+    tier: Tier | None = None,
+    share: Share | None = None,
+) -> str:
+    """Read an artifact, or a block, again. If it has rotted it is freed and reported, and what is wrong with
+    it is returned: whoever complains of it is not believed, our own eyes are."""
+    try:
+        reason = vault.fault(artifact, tier, share=share)
+    except (NotHeld, OSError) as error:
+        reason = str(error)
+    if reason and vault.evict(
+        lambda seal: (seal.artifact, seal.share) == (artifact, share) and tier in (None, seal.tier)
+    ):
+        bad = Quarantined(artifact.rank, artifact.version, state.config.worker, reason, artifact.kind)
+        state.quarantine(bad)
+    return reason

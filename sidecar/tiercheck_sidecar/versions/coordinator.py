@@ -104,6 +104,7 @@ class Coordinator:
         self._verdict: TierVerdict | None = None
         self._is_dirty = False
         self._told: TierVerdict | None = None
+        """What all were sent who were connected then."""
         self._for_all = TierAnswer()
         """The verdict as all are told it."""
         self._proved: dict[int, WorkerWord] = {}
@@ -117,8 +118,6 @@ class Coordinator:
         """In the order in which they came, so that a simulation goes the same way each time."""
         self._new: dict[Caller, None] = {}
         """Of them, those who have been sent nothing."""
-        self._spread: TierVerdict | None = None
-        """What all others have been sent."""
         self._connections = 0
         self._newest: dict[int, Caller] = {}
         """By worker, the newest connection that it has spoken on: what comes later on an older one was said
@@ -146,12 +145,6 @@ class Coordinator:
         directive = self._state.directive
         there = directive.workers if directive is not None else _UNTOLD
         return 2 * there + _MORE_CALLERS if self._state.config.worker == 0 else 0
-
-    @property
-    def callers(self) -> list[Caller]:
-        """Who is connected."""
-        with self._lock:
-            return list(self._callers)
 
     def connect(self, caller: Caller) -> None:
         """It may say something from now on."""
@@ -214,7 +207,8 @@ class Coordinator:
         """What the caller is sent now: the verdict, if it does not know it yet, and the answer."""
         verdict = self._verdict
         if verdict is None:
-            return [] if answer is None else [answer if answer.refused else _not_reckoned(answer)]
+            said = answer and (answer if answer.refused else TierAnswer(answer.to, _NOT_RECKONED))
+            return [] if said is None else [said]
         told, caller.told = caller.told, verdict
         news = [] if told is verdict else [self._word_for_all(verdict)]
         return news if answer is None else [*news, answer]
@@ -422,8 +416,7 @@ class Coordinator:
         """To everybody, if there is a new verdict."""
         with self._lock:
             some = [caller for caller in self._new | dict.fromkeys(answers) if caller in self._callers]
-            whom = some if self._verdict is self._spread else self._callers
-            self._spread, self._new = self._verdict, {}
+            whom, self._new = some if self._verdict == self._told else self._callers, {}
             sent = [(caller, self.replies(caller, answers.get(caller))) for caller in whom]
         return [each for each in sent if each[1]]
 
@@ -464,19 +457,20 @@ class Coordinator:
         return is_hopeless(upload, directive.workers * procs, ranks, uploaded)
 
     def _enter(self, directive: Directive) -> None:
-        if directive.attempt == self._attempt and directive.placement != self._placement:
+        same = directive.attempt == self._attempt
+        if same and directive.placement == self._placement:
+            return
+        self._attempt, self._placement = directive.attempt, directive.placement
+        self._tally, self._words, self._verdict = Tally(), {}, None
+        self._proved, self._unproved, self._refused = {}, {}, {}
+        if same:
             # Protection begins anew, and nothing counts that was said under the old placement.
-            self._tally, self._words, self._verdict = Tally(), {}, None
-            self._proved, self._unproved, self._refused = {}, {}, {}
             self._final = set(self._done)  # those may have gone, and add nothing under any placement
             self._standing = TierStanding(snapshot=self._standing.snapshot)
-        self._placement = directive.placement
-        if directive.attempt != self._attempt:
-            self._attempt, self._tally, self._words = directive.attempt, Tally(), {}
-            self._heard, self._newest, self._final, self._done = {}, {}, set(), set()
-            self._proved, self._unproved, self._refused = {}, {}, {}
-            self._standing, self._verdict, self._uploading = TierStanding(), None, None
-            self._artifacts, self._on_record = {}, {}
+            return
+        self._heard, self._newest, self._final, self._done = {}, {}, set(), set()
+        self._standing, self._uploading = TierStanding(), None
+        self._artifacts, self._on_record = {}, {}
 
     def _judge(self, directive: Directive) -> None:
         world = directive.workers * directive.procs_per_worker
@@ -513,10 +507,6 @@ class Coordinator:
         if self._cadence is None or self._cadence[0] != (world, wanted):
             self._cadence = (world, wanted), decide(world, self._needs, wanted)
         return self._cadence[1]
-
-
-def _not_reckoned(answer: TierAnswer) -> TierAnswer:
-    return TierAnswer(answer.to, _NOT_RECKONED)
 
 
 def _deliver(sent: list[tuple[Caller, list[TierAnswer]]]) -> None:

@@ -104,18 +104,13 @@ class Reclaimer:
         if gone:
             failpoint("before-reclaim")
             versions = {version for _, _, version in gone}
-            self._vault.free(
+            self._vault.evict(
                 lambda seal: seal.version in versions and (where(seal), seal.kind, seal.version) in gone
             )
         self._vault.trim()
 
     def _expendable(
-        self,
-        name: Where,
-        stock: MemoryStock,
-        directive: Directive,
-        verdict: TierVerdict | None,
-        plan: Sizing,
+        self, name: Where, stock: MemoryStock, directive: Directive, verdict: TierVerdict | None, plan: Sizing
     ) -> frozenset[tuple[Kind, Version]]:
         """Of one place; nothing else than these decides it."""
         owed = verdict.upload if verdict and plan.own_slots == OWN_SLOTS else None

@@ -15,7 +15,7 @@ from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.control.tier_line import AnswerLate, CallFailed, TierLine
 from tiercheck_sidecar.decoding import encode
 from tiercheck_sidecar.model.cadence import Needs
-from tiercheck_sidecar.model.span import Span, intersect
+from tiercheck_sidecar.model.span import intersect
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
@@ -120,6 +120,7 @@ class TierClient:
         for rank in self._vault.ranks:
             own = here.get(Where(Tier.LOCAL, rank), NOTHING)
             at_holders = _at_holders(directive, acknowledged, rank)
+            copied = [set(stock.snapshots) for stock in at_holders]
             going = {each.version for each in leaving if each.rank == rank} & own.snapshots
             held = RankHoldings(
                 local=(MemoryStock(own.snapshots - going, own.deltas) if going else own).rebuildable(history),
@@ -128,8 +129,8 @@ class TierClient:
                 unfinished=_of(unfinished, rank, Kind.SNAPSHOT),
                 unfinished_deltas=_of(unfinished, rank, Kind.DELTA),
                 reached=reached.get(rank),
-                copied=_copied(at_holders, directive),
-                copied_snapshots=tuple(sorted(_everywhere(at_holders))),
+                copied=intersect(stock.rebuildable(history) for stock in at_holders),
+                copied_snapshots=tuple(sorted(set.intersection(*copied) if copied else ())),
             )
             own_facts = RankOwn(rank, holders, self._uploaded(rank, verdict), self._needs(directive, rank))
             ranks.append((own_facts, held))
@@ -188,13 +189,9 @@ class TierClient:
             self._saw(directive, error.how)
             return False
         self._saw(directive, None)
-        self._state.leave_out(
-            frozenset(
-                Artifact(rank, each)
-                for rank, shape in word.shapes.items()
-                for each in shape.held.value.leaving
-            )
-        )
+        shapes = word.shapes.items()
+        left_out = {Artifact(rank, each) for rank, shape in shapes for each in shape.held.value.leaving}
+        self._state.leave_out(frozenset(left_out))
         return True
 
     def _say(self, line: TierLine, word: WorkerWord) -> None:
@@ -264,11 +261,3 @@ def _at_holders(
             )
         ]
     return [each.accepted(directive.history) for each in stocks]
-
-
-def _copied(at_holders: list[MemoryStock], directive: Directive) -> tuple[Span, ...]:
-    return intersect(stock.rebuildable(directive.history) for stock in at_holders)
-
-
-def _everywhere(at_holders: list[MemoryStock]) -> frozenset[Version]:
-    return frozenset.intersection(*(stock.snapshots for stock in at_holders)) if at_holders else frozenset()

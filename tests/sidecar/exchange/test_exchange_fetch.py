@@ -12,8 +12,9 @@ import pytest
 from tests.sidecar.stations import MeddledChannel, Station, Stations
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
-from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
+from tiercheck_sidecar.exchange.fetch import FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
+from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
 MIB = 1 << 20
@@ -30,7 +31,7 @@ def copied(job: Stations, size: int = LARGE, kind: Kind = Kind.SNAPSHOT) -> tupl
     content = job[0].content(seal, Tier.LOCAL)
     for worker in (1, 2):
         plant(job[worker], seal, content)
-    job[0].vault.free(lambda each: True)
+    job[0].vault.evict(lambda each: True)
     return seal, Artifact(0, version, kind), content
 
 

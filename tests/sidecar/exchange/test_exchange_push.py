@@ -15,7 +15,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange import server, transfers
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken, from_bitmap
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, push
@@ -72,7 +72,7 @@ def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: Callable[
     job = stations()
     job[0].save(Version(5, 1), 8 * MIB)
     seal = job[0].save(Version(6, 1), 5000, Kind.DELTA)
-    with job[0].vault.pin(0, Version(6, 1), kind=Kind.DELTA) as slot:
+    with job[0].vault.pin(Artifact(0, Version(6, 1), Kind.DELTA)) as slot:
         assert slot.size > seal.digests.size
     with job[0].line(1) as line:
         assert push(job[0].vault, seal, line) is Pushed.KEPT
@@ -104,13 +104,13 @@ def test_sender_that_comes_back_is_told_what_is_there(stations: Callable[..., St
     first = job[0].connect(1)
     first.send(offer(seal))
     said = first.receive(Say)
-    assert (said.state, said.verified) == ("send", "")
+    assert (said.state, said.missing) == ("send", tuple(range(chunks)))
     assert send_by_hand(first, seal, content, said.transfer, 0, 3, 5).damaged == ()
     first.close()
     second = job[0].connect(1)
     second.send(offer(seal))
     again = second.receive(Say)
-    assert (again.state, from_bitmap(again.verified, chunks)) == ("send", {0, 3, 5})
+    assert (again.state, set(again.missing)) == ("send", set(range(chunks)) - {0, 3, 5})
     second.close()
     with job[0].line(1) as line:
         assert push(job[0].vault, seal, line) is Pushed.KEPT
@@ -147,7 +147,7 @@ def test_other_content_under_the_same_name_starts_over(stations: Callable[..., S
     again = wire.receive(Say)
     assert again.state == "send"
     assert again.transfer != said.transfer
-    assert again.verified == ""
+    assert again.missing == tuple(range(6))
     wire.close()
 
 
@@ -231,7 +231,7 @@ def test_holder_without_room_says_so_and_takes_it_later(stations: Callable[..., 
     with job[0].line(1) as line:
         said = [push(job[0].vault, seal, line) for seal in seals]
         assert said == [Pushed.KEPT, Pushed.KEPT, Pushed.BUSY]
-        job[1].vault.free(lambda seal: seal.version == Version(1, 1))
+        job[1].vault.evict(lambda seal: seal.version == Version(1, 1))
         assert push(job[0].vault, seals[2], line) is Pushed.KEPT
 
 

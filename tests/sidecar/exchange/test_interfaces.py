@@ -100,7 +100,7 @@ def test_connections_take_turns_and_leave_alone_for_a_while_what_does_not_answer
     now = 100.0
     book = PeerAddresses(lambda: now)
     peer = Peer(1, "10.1.0.8")
-    book.listen_on((NamedAddress("net1", "10.20.0.7"), NamedAddress("net2", "10.30.0.7")))
+    book.own = (NamedAddress("net1", "10.20.0.7"), NamedAddress("net2", "10.30.0.7"))
     assert book.hear(peer, (NamedAddress("net1", "10.20.0.8"), NamedAddress("net2", "10.30.0.8")))
     assert not book.hear(peer, (NamedAddress("net1", "10.20.0.8"), NamedAddress("net2", "10.30.0.8")))
     first, second = PeerRoute("10.20.0.7", "10.20.0.8"), PeerRoute("10.30.0.7", "10.30.0.8")
@@ -149,7 +149,7 @@ def test_restore_reads_over_all_named_interfaces_at_once(stations: MakeStations)
     with job[0].line(1) as line:
         push(job[0].vault, seal, line)
     content = job[0].content(seal, Tier.LOCAL)
-    job[0].vault.free(lambda _: True)
+    job[0].vault.evict(lambda _: True)
     called: Counter[str] = Counter()
 
     def connect(job: Stations = job) -> Wire:
@@ -264,7 +264,7 @@ def test_peers_meet_over_ipv6(stations: MakeStations) -> None:
     try:
         job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_interfaces=("::1/128",)))
         until(lambda: job[1].identity.addresses.own, "it listens at ::1")
-        job[0].identity.addresses.listen_on((NamedAddress("::1/128", "::1"),))
+        job[0].identity.addresses.own = (NamedAddress("::1/128", "::1"),)
         with closing(handshake.dial(job[0].identity, 2, Peer(1, host), port)) as wire:
             assert (wire.near_end[0], wire.far_end) == ("::1", ("::1", port))
     finally:

@@ -36,7 +36,7 @@ from tiercheck_sidecar.exchange.handshake import (
 from tiercheck_sidecar.exchange.protection import TAG, directions
 from tiercheck_sidecar.replicate.sender import Pushed, push
 from tiercheck_sidecar.replicate.streams import Line
-from tiercheck_sidecar.vault.tags import ExpectedTag, Tagger, Tags
+from tiercheck_sidecar.vault.tags import ChunkTag, Tagger, Tags
 
 MakeStations = Callable[..., Stations]
 MIB = 1 << 20
@@ -268,12 +268,13 @@ class Said:
                 wire.receive_into(part)
         return Said("chunk" if index == length else "a chunk of another place", bytes(target))
 
-    def sealed(self) -> ExpectedTag:
+    def sealed(self) -> ChunkTag:
         """By the tag that came with the index, long before."""
         tagger = Tagger(TOKEN, JOB_UID, ARTIFACT, "salt")
         tag = tagger.running(len(self.body))
         tag.update(memoryview(self.body))
-        return tagger.expecting(Tags("salt", NO_TAG * len(self.body) + tag.hex()), len(self.body))
+        told = Tags("salt", NO_TAG * len(self.body) + tag.hex())
+        return tagger.running(len(self.body), told.of(len(self.body)))
 
 
 ARTIFACT = Artifact(0, Version(5, 1))

@@ -12,7 +12,7 @@ from tests.sidecar.restore.test_restore import training
 from tests.sidecar.world import FakeLauncher, World, layout, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.version import Kind, Version
+from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.vault import Vault
 
 MakeWorld = Callable[..., World]
@@ -150,7 +150,7 @@ def test_what_an_earlier_pod_made_as_another_worker_gets_no_new_slots(memory: Pa
     vault.open()
     vault.identify((1,))
     vault.tidy()
-    assert vault.find(2, OLD), "it is a source all the same"
+    assert vault.find(Artifact(2, OLD)), "it is a source all the same"
     assert vault.size_plan().local == 0
     assert len(list(memory.glob("own-*.safetensors"))) == 1
 

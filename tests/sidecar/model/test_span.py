@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.model.span import Span, intersect, newest, spans, unite, versions
+from tiercheck_sidecar.model.span import Span, intersect, newest, spans, unite
 
 HISTORY = History((Branch(1, 0), Branch(3, 10), Branch(4, 17)))
 accepted = st.integers(1, 30).map(lambda step: Version(step, HISTORY.owner(step) or 0))
 sets = st.frozensets(accepted)
+
+
+def versions(runs: Iterable[Span]) -> set[Version]:
+    return {Version(step, run.attempt) for run in runs for step in range(run.first, run.last + 1)}
 
 
 @given(sets)

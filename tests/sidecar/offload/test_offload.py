@@ -15,8 +15,8 @@ from tests.sidecar.world import JOB_UID, FakeLauncher, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Policy, Source, Tier
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.offload.job_store import JobStore
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
+from tiercheck_sidecar.offload.remote_source import JobStore
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote import RemoteCorrupt, open_store
 from tiercheck_sidecar.versions.coordinator import Coordinator
@@ -189,7 +189,7 @@ def test_job_of_the_same_name_in_another_cluster_is_told_whose_the_store_is_and_
     assert sorted(path for path in store.rglob("*") if path.is_file()) == before
 
     tool = open_store(dev.remote or "", "default/gpt")
-    tool.give_to(JOB_UID, "uid-of-prod")
+    tool.ownership.give_to(JOB_UID, "uid-of-prod")
     until(
         lambda: prod.report(0).watermarks.remote == Version(20, 1),
         "it goes on by itself once it owns the folder",

@@ -9,7 +9,7 @@ import xxhash
 
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.offload.pacing import BURST_SECONDS, TokenBucket
+from tiercheck_sidecar.pacing import BURST_SECONDS, TokenBucket
 from tiercheck_sidecar.remote.directory import PIECE, DirectoryObjects
 from tiercheck_sidecar.remote.store import RemoteStore
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.sidecar.stations import Station, Stations
 from tests.sidecar.world import until
 from tiercheck.protocol.directive import Directive, ParityGroup, Policy
-from tiercheck.protocol.version import Kind, Version
+from tiercheck.protocol.version import Artifact, Kind, Version
 
 
 class Group(Stations):
@@ -65,7 +65,7 @@ class Group(Stations):
 
     def spoil(self, rank: int, version: Version, offset: int) -> None:
         """One bit of a rank's own snapshot is not what it was."""
-        with self.stations[rank // self.procs].vault.pin(rank, version) as slot:
+        with self.stations[rank // self.procs].vault.pin(Artifact(rank, version)) as slot:
             flip(slot.path, offset)
 
     def lose(self, *workers: int) -> None:

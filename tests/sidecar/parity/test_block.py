@@ -29,13 +29,13 @@ class MemoryDraft:
         self.view = memoryview(bytearray(capacity))
         self.seal = Seal(0, V, 1, Tier.PEER, Digests(capacity, CHUNK, ()))
         self.kept: Seal | None = None
-        self.discarded = False
+        self.released = False
 
     def keep(self, seal: Seal) -> None:
         self.kept = seal
 
-    def discard(self) -> None:
-        self.discarded = True
+    def release(self) -> None:
+        self.released = True
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +108,8 @@ def test_nothing_is_folded_once_it_is_given_up() -> None:
     members = [b"a" * CHUNK, b"b" * CHUNK]
     block, draft, digests = begin(members)
     block.enter(0, digests[0])
-    block.discard()
-    assert draft.discarded
+    block.release()
+    assert draft.released
     with pytest.raises(BlockGone):
         block.fold(0, 0, chunk(members[0], 0))
     with pytest.raises(BlockGone):

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_sidecar.parity import coding, isal
+from tiercheck_sidecar import isal
+from tiercheck_sidecar.parity import coding
 
 
 def encode(members: list[bytes], parity: int) -> list[bytearray]:

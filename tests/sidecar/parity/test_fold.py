@@ -17,11 +17,9 @@ from tiercheck.protocol.directive import Directive, Peer
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.exchange.frames import Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.link import converse
-from tiercheck_sidecar.parity.messages import ParityAsk, ParitySay
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.tags import Tagger
 
@@ -37,7 +35,10 @@ def expected(saved: dict[int, bytes], ranks: tuple[int, ...], index: int) -> byt
 
 
 def block_of(holder: Station, share: Share, version: Version = V, kind: Kind = Kind.SNAPSHOT) -> bytes:
-    with holder.vault.pin_share(share, version, kind) as slot, slot.mapped() as view:
+    with (
+        holder.vault.pin(Artifact(share.ranks[0], version, kind), share=share) as slot,
+        slot.mapped() as view,
+    ):
         assert slot.seal is not None
         return bytes(view[: slot.seal.digests.size])
 
@@ -45,23 +46,23 @@ def block_of(holder: Station, share: Share, version: Version = V, kind: Kind = K
 def talk(station: Station, holder: Station, attempt: int | None = None) -> Wire:
     """A connection of a member that says what the test wants."""
     attempt = station.state.attempt if attempt is None else attempt
-    return converse(dial(station.identity, attempt, Peer(holder.identity.worker, holder.identity.host), 8471))
+    return dial(station.identity, attempt, Peer(holder.identity.worker, holder.identity.host), 8471)
 
 
-def offer(wire: Wire, seal: Seal) -> ParitySay:
-    wire.send(ParityAsk("offer", seal.artifact, seal.world_size, seal.digests))
-    return wire.receive(ParitySay)
+def offer(wire: Wire, seal: Seal) -> Say:
+    wire.send(Ask.about("fold", seal.artifact, world_size=seal.world_size, digests=seal.digests))
+    return wire.receive(Say)
 
 
-def send(wire: Wire, seal: Seal, chunks: dict[int, bytes]) -> ParitySay:
-    wire.send(ParityAsk("chunks", seal.artifact))
+def send(wire: Wire, seal: Seal, chunks: dict[int, bytes]) -> Say:
+    wire.send(Ask.about("chunks", seal.artifact))
     for index, chunk in chunks.items():
         read, write = os.memfd_create("chunk"), 0
         os.write(read, chunk)
         wire.send_chunk(read, index, write, len(chunk))
         os.close(read)
     wire.send_end()
-    return wire.receive(ParitySay)
+    return wire.receive(Say)
 
 
 def chunks_of(content: bytes, *indices: int) -> dict[int, bytes]:
@@ -119,7 +120,7 @@ def test_a_claim_that_does_not_fit_makes_no_later_block_impossible(make_job: Mak
     job = make_job(data=2, parity=1)
     size = 1 << 38
     digests = Digests(size, CHUNK, ("a" * 32,) * (size // CHUNK))
-    said = job.holders[0].holder.offer(claim(job, 0), ParityAsk("offer", Artifact(0, V), 2, digests))
+    said = job.holders[0].holder.offer(claim(job, 0), Ask("fold", 0, V, 2, digests))
     assert said.state == "busy"
     job.protect(V, 5_000_000)
 
@@ -132,14 +133,14 @@ def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make
     job = make_job(data=2, parity=1)
     saved = job.save(V, 3 * CHUNK)
     one, other, holder = *job.members, job.holders[0]
-    seal, second = one.vault.find(0, V), other.vault.find(1, V)
+    seal, second = one.vault.find(Artifact(0, V)), other.vault.find(Artifact(1, V))
     assert seal is not None
     assert second is not None
     wire = talk(one, holder)
     assert offer(wire, seal).missing == (0, 1, 2, 3)
     said = send(wire, seal, chunks_of(saved[0], 2, 0))
     assert said.missing == (1, 3)
-    wire.send(ParityAsk("chunks", Artifact(0, V)))
+    wire.send(Ask("chunks", 0, V))
     wire.close()
     wire = talk(one, holder)
     assert offer(wire, seal).missing == (1, 3)
@@ -157,7 +158,7 @@ def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make
 def test_chunk_that_arrives_damaged_is_not_folded(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
     saved = job.save(V, CHUNK)
-    seal = job.members[0].vault.find(0, V)
+    seal = job.members[0].vault.find(Artifact(0, V))
     assert seal is not None
     wire = talk(job.members[0], job.holders[0])
     offer(wire, seal)
@@ -183,7 +184,7 @@ def test_larger_member_makes_the_block_anew(make_job: MakeJob) -> None:
 def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
     saved = job.save(V, 2 * CHUNK)
-    seal = job.members[0].vault.find(0, V)
+    seal = job.members[0].vault.find(Artifact(0, V))
     assert seal is not None
     wire = talk(job.members[0], job.holders[0])
     offer(wire, seal)
@@ -203,7 +204,7 @@ def _later(job: Group) -> Directive:
 def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
     saved = job.save(V, 2 * CHUNK)
-    seal = job.members[0].vault.find(0, V)
+    seal = job.members[0].vault.find(Artifact(0, V))
     assert seal is not None
     wire = talk(job.members[0], job.holders[0])
     offer(wire, seal)
@@ -219,7 +220,7 @@ def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
 def test_stranger_to_the_group_is_refused(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
     job.save(V, 1_000)
-    seal = job.members[1].vault.find(1, V)
+    seal = job.members[1].vault.find(Artifact(1, V))
     assert seal is not None
     said = offer(talk(job.members[0], job.holders[0]), seal)
     assert (said.state, said.message) == ("refused", "rank 1 is not of worker 0")
@@ -239,7 +240,7 @@ def test_overtaken_block_makes_room_for_the_next(make_job: MakeJob) -> None:
             ),
             f"{version} is folded",
         )
-        job.members[0].vault.free(lambda seal, version=version: seal.version < version)
+        job.members[0].vault.evict(lambda seal, version=version: seal.version < version)
     until(
         lambda: len(job.holders[0].holder.status(claim(job, 0)).folded) == 1, "only the newest is being made"
     )

@@ -14,7 +14,7 @@ from tests.sidecar.stations import Station
 from tests.sidecar.world import until
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.version import Kind, Version
+from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
@@ -111,7 +111,7 @@ def test_bad_block_without_another_fails_and_leaves_nothing_behind(make_job: Mak
     job.next_attempt(V.step)
     with pytest.raises(SourceCorrupt, match="parity block 0 at worker 3"):
         job.stations[1].rebuild(1, V, job.group)
-    assert job.stations[1].vault.find(1, V) is None
+    assert job.stations[1].vault.find(Artifact(1, V)) is None
 
 
 def test_more_losses_than_blocks_say_who_is_missing(make_job: MakeJob) -> None:
@@ -136,7 +136,7 @@ def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job:
     job.protect(V, 1_000_000)
     holder = job.holders[0]
     (block,) = holder.blocks()
-    holder.vault.free(lambda seal: True)
+    holder.vault.evict(lambda seal: True)
     draft = holder.vault.draft(block)
     draft.view[:] = b"x" * len(draft.view)
     draft.keep(dataclasses.replace(block, digests=digest(draft.view)))

@@ -45,7 +45,7 @@ def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_wha
 ) -> None:
     job = make_job(data=2, parity=1)
     job.protect(V, 50_000)
-    with job.stations[1].vault.pin(1, V) as slot:
+    with job.stations[1].vault.pin(Artifact(1, V)) as slot:
         flip(slot.path, 30_000)
     state = rehearsed(job)
     (problem,) = state.problems
@@ -54,5 +54,5 @@ def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_wha
         in problem.message
     )
     assert [proof.tier for proof in state.proofs] == [Tier.LOCAL]
-    assert job.stations[1].vault.find(1, V, Tier.LOCAL) is not None
+    assert job.stations[1].vault.find(Artifact(1, V), Tier.LOCAL) is not None
     assert not job.stations[1].state.quarantined

@@ -14,7 +14,7 @@ from tests.sidecar.journeys.strikes import Strikes
 from tests.sidecar.parity.group import Group
 from tests.sidecar.world import until
 from tiercheck import supervised
-from tiercheck.protocol.version import Kind, Version
+from tiercheck.protocol.version import Artifact, Kind, Version
 
 MakeJob = Callable[..., Group]
 V = Version(10, 1)
@@ -107,7 +107,7 @@ def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(
     job.name(V)
     until(lambda: member.state.quarantined, "the member looks at its own memory")
     assert (member.state.quarantined[0].worker, member.state.quarantined[0].version) == (0, V)
-    assert member.vault.find(0, V) is None
+    assert member.vault.find(Artifact(0, V)) is None
 
 
 def test_deltas_and_snapshots_share_the_workers_bandwidth(make_job: MakeJob) -> None:

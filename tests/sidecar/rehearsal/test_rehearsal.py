@@ -181,7 +181,7 @@ def test_complaint_ends_with_the_attempt_in_which_it_was_made(stage: Stage) -> N
 
 def test_copy_that_its_holder_does_not_have_is_told(stage: Stage) -> None:
     stage.save(stage.version)
-    stage.job[1].vault.free(lambda seal: seal.tier is Tier.PEER)
+    stage.job[1].vault.evict(lambda seal: seal.tier is Tier.PEER)
     stage.rehearser.look()
     assert "would not come back from worker 1" in stage.complaint()
     assert str(Artifact(0, stage.version)) in stage.complaint()
@@ -227,7 +227,7 @@ def test_a_tier_waits_for_its_turn_and_a_new_attempt_begins_anew(stage: Stage) -
     stage.job.next_attempt(later.step, Policy(None, 1_000_000, 5, rehearse_every=600.0))
     newest = Version(later.step + 1, stage.job.attempt)
     for station in stage.job.stations:
-        station.vault.free(lambda seal: seal.version == stage.version)
+        station.vault.evict(lambda seal: seal.version == stage.version)
     stage.save(newest)
     stage.rehearser.look()
     assert set(stage.proved().values()) == {newest}
@@ -250,7 +250,7 @@ def test_save_that_begins_is_finished_before_the_next_chunk_is_read(stage: Stage
     vault.pin = watched  # type: ignore[method-assign, assignment]
     stage.happenings = [
         lambda: begun.append(vault.begin(0, later)),  # in the pause after the first chunk
-        lambda: vault.abandon(begun[0]),  # it gives way, and meanwhile the save ends
+        lambda: vault.release(begun[0]),  # it gives way, and meanwhile the save ends
     ]
     stage.rehearser.look()
     assert begun
@@ -270,13 +270,13 @@ def test_between_two_chunks_no_slot_is_held_here_or_at_the_holder(
     later = Version(stage.version.step + 1, stage.version.attempt)
 
     def nothing_is_doomed(vault: Vault) -> bool:
-        with vault._table as table:
-            return not any(slot.doomed for slot in table.slots.values())
+        with vault._lock:
+            return not any(slot.doomed for slot in vault._slots.values())
 
     def overtaken() -> None:
         stage.save(later)
         for station in stage.job.stations:
-            station.vault.free(lambda seal: seal.version == stage.version)
+            station.vault.evict(lambda seal: seal.version == stage.version)
             until(
                 lambda vault=station.vault: nothing_is_doomed(vault),
                 "what was freed is free",
@@ -296,7 +296,7 @@ def test_reclaimed_version_goes_on_in_the_next_one_where_it_stopped(stage: Stage
 
     def overtaken() -> None:
         stage.save(later)
-        stage.me.vault.free(lambda each: each.version == stage.version)
+        stage.me.vault.evict(lambda each: each.version == stage.version)
 
     stage.happenings = [lambda: None, overtaken]
     stage.rehearser.look()
@@ -313,12 +313,12 @@ def test_versions_that_are_freed_before_they_can_be_read_are_no_failure_and_not_
     asked: list[Version] = []
     find = stage.me.vault.find
 
-    def overtaken(rank: int, version: Version, *arguments: object) -> None:
+    def overtaken(artifact: Artifact, *arguments: object) -> None:
         """Each is freed when it is asked for, and its successor is complete."""
-        asked.append(version)
-        seal = find(rank, version, *arguments)  # type: ignore[arg-type]
-        stage.me.vault.free(lambda each: each == seal)
-        stage.save(Version(version.step + 1, version.attempt), 1000)
+        asked.append(artifact.version)
+        seal = find(artifact, *arguments)  # type: ignore[arg-type]
+        stage.me.vault.evict(lambda each: each == seal)
+        stage.save(Version(artifact.version.step + 1, artifact.version.attempt), 1000)
 
     stage.me.vault.find = overtaken  # type: ignore[method-assign, assignment]
     stage.rehearser.look()

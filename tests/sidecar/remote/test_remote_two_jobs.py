@@ -160,11 +160,11 @@ def test_job_that_was_deleted_and_created_again_goes_on_and_its_leftovers_do_not
 def test_versions_of_a_release_that_named_no_owner_are_gone_on_with(jobs: Opener) -> None:
     tool = jobs(None)
     assert jobs.save(tool, Version(10, 1), b"old")
-    assert tool.owner() is None
+    assert tool.ownership.owner() is None
     store = jobs(PROD)
     store.check()
     assert store.versions() == [Version(10, 1)]
-    assert tool.owner() is None, "who only looks, owns nothing"
+    assert tool.ownership.owner() is None, "who only looks, owns nothing"
     store.begin_attempt(PROD.job_uid, 2)
     refused(jobs, jobs(DEV), PROD)
 
@@ -173,13 +173,13 @@ def test_folder_is_taken_over_by_a_persons_word(jobs: Opener) -> None:
     dev, prod, tool = jobs(DEV), jobs(PROD), jobs(None)
     assert jobs.save(dev, Version(10, 1), b"of dev")
     refused(jobs, prod, DEV)
-    former = tool.give_to(PROD.job_uid)
+    former = tool.ownership.give_to(PROD.job_uid)
     assert former is not None
     assert former.job_uid == DEV.job_uid
     assert prod.versions() == [Version(10, 1)]
     assert jobs.save(prod, Version(20, 2), b"of prod")
     refused(jobs, dev, PROD)
-    tool.give_to(DEV.job_uid, DEV.cluster)
+    tool.ownership.give_to(DEV.job_uid, DEV.cluster)
     assert jobs.save(dev, Version(30, 3), b"of dev again")
     refused(jobs, prod, DEV)
     assert [restored(tool, version) for version in tool.versions()] == [
@@ -216,7 +216,7 @@ def test_of_many_that_want_a_new_folder_one_gets_it(jobs: Opener) -> None:
     with ThreadPoolExecutor(len(stores)) as pool:
         won = list(pool.map(begin, range(len(stores))))
     assert won.count(True) == 1
-    owner = jobs(None).owner()
+    owner = jobs(None).ownership.owner()
     assert owner is not None
     assert owner.job_uid == f"uid-{won.index(True)}"
 
@@ -228,7 +228,7 @@ def test_unreadable_owner_stops_writers_and_a_person_mends_it(jobs: Opener) -> N
     jobs.place.put(name, b"{")
     with pytest.raises(RemoteCorrupt, match="whose the folder is"):
         jobs(DEV).check()
-    jobs(None).give_to(DEV.job_uid)
+    jobs(None).ownership.give_to(DEV.job_uid)
     assert jobs(DEV).versions() == [Version(10, 1)]
 
 
@@ -261,7 +261,7 @@ def test_whoever_comes_in_whatever_order_what_was_committed_comes_back_and_only_
         stores = {claimant: jobs(claimant) for claimant in (DEV, PROD, AGAIN)}
         kept: dict[Version, bytes] = {}
         for number, (claimant, act) in enumerate(acts, start=1):
-            before, owner, version = jobs.content(), tool.owner(), Version(number, number)
+            before, owner, version = jobs.content(), tool.ownership.owner(), Version(number, number)
             content = f"{number} of {claimant.job_uid}".encode()
             try:
                 if act == "save":
@@ -273,7 +273,7 @@ def test_whoever_comes_in_whatever_order_what_was_committed_comes_back_and_only_
                 elif act == "restart":
                     stores[claimant] = jobs(claimant)
                 else:
-                    tool.give_to(claimant.job_uid, claimant.cluster)
+                    tool.ownership.give_to(claimant.job_uid, claimant.cluster)
             except RemoteOwned:
                 assert owner is not None
                 assert owner.job_uid != claimant.job_uid
@@ -317,7 +317,7 @@ def test_owner_that_changes_while_it_is_asked_for_is_worth_another_try(tmp_path:
             return None if key.startswith("owner/") else super().read(key)
 
     (tmp_path / "shared").mkdir()
-    RemoteStore(DirectoryObjects(str(tmp_path / "shared"), "f"), JOB).give_to("uid")
+    RemoteStore(DirectoryObjects(str(tmp_path / "shared"), "f"), JOB).ownership.give_to("uid")
     with pytest.raises(RemoteError) as caught:
         RemoteStore(Vanishing(str(tmp_path / "shared"), "f"), JOB, DEV).check()
     assert caught.value.retriable

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.replicate import streams
-from tiercheck_sidecar.replicate.breadth import FEW, GAIN, REST, Breadth
-from tiercheck_sidecar.replicate.streams import Deal, Line, StreamCrew, Take
+from tiercheck_sidecar.replicate.streams import FEW, GAIN, REST, Breadth, Deal, Line, StreamCrew, Take
 
 MOST = 8
 BEGINNING = Breadth()

@@ -19,7 +19,7 @@ from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.offload.pacing import SMALLEST_PIECE, Portion, TokenBucket
+from tiercheck_sidecar.pacing import SMALLEST_PIECE, Portion, TokenBucket
 from tiercheck_sidecar.replicate import replicate, sender
 from tiercheck_sidecar.replicate.agenda import due, first_of_each_rank
 from tiercheck_sidecar.replicate.replicate import still_kept
@@ -198,7 +198,7 @@ def test_copy_that_a_holder_has_no_more_does_not_count_and_is_brought_again(
     job[0].name(V(1, 1))
     until(lambda: acknowledged(job) == {snapshot(1), snapshot(1, 1)}, "copied")
     counted = job[0].state.counters.replicated
-    job[1].vault.free(lambda seal: seal.rank == 0)
+    job[1].vault.evict(lambda seal: seal.rank == 0)
     until(lambda: job[0].state.counters.replicated > counted and job[1].holds(snapshot(1)), "brought again")
     until(lambda: acknowledged(job) == {snapshot(1), snapshot(1, 1)}, "it counts again")
     assert job[0].state.counters.replicated == counted + 1, "the other one was there all the time"

@@ -19,8 +19,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.offload.job_store import JobStore
-from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
 from tiercheck_sidecar.restore.resharded_reads import Lender
 from tiercheck_sidecar.vault import MemoryTooSmall
 
@@ -104,7 +103,7 @@ def test_artifact_smaller_than_a_chunk_takes_no_more_room_than_it_has_bytes(
 
 def test_what_lies_here_is_lent_as_it_is_unless_it_is_bad(job: Stations, lender: Lender) -> None:
     seal = job[3].save(Version(5, 1), 9 * MIB, rank=3)
-    with job[3].vault.pin(3, seal.version) as slot:
+    with job[3].vault.pin(Artifact(3, seal.version)) as slot:
         assert lender.lend(directive(job), Artifact(3, seal.version), ()) == slot.path
 
 

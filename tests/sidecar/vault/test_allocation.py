@@ -36,8 +36,8 @@ def vault_at(folder: Path, hands: int = 1, limit: int = PLENTY) -> Vault:
 
 
 def ready(vault: Vault, kind: Kind = Kind.DELTA) -> Counter[int]:
-    with vault._table as table:
-        return Counter(slot.rank for slot in table.slots.values() if slot.kind is kind)
+    with vault._lock:
+        return Counter(slot.rank for slot in vault._slots.values() if slot.kind is kind)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> None:
@@ -79,8 +79,7 @@ def test_several_hands_make_as_many_slots_as_one(tmp_path: Path, monkeypatch: py
 
 
 def test_several_hands_never_take_more_than_there_is(tmp_path: Path) -> None:
-    with vault_at(tmp_path / "large")._table as table:
-        snapshots = table.used()
+    snapshots = vault_at(tmp_path / "large").used()
     limit = snapshots + 16 * (SIZE + 8192)
     vault = vault_at(tmp_path / "small", hands=4, limit=limit)
     vault.prepare()
@@ -146,7 +145,7 @@ def test_slots_are_freed_while_others_are_made_ready(tmp_path: Path, monkeypatch
     preparing = state.threads.loop("prepare", vault.prepare)
     try:
         assert began.wait(60)
-        vault.lose(vault.begin(1, Version(1, 1), Kind.SNAPSHOT))
+        vault.discard(vault.begin(1, Version(1, 1), Kind.SNAPSHOT))
         Reclaimer(state, vault).step()
         assert ready(vault, Kind.SNAPSHOT)[1] == OWN_SLOTS - 1, "it is not this loop that makes another"
     finally:

@@ -91,12 +91,12 @@ class Slots(RuleBasedStateMachine):
             self.vault.complete(path, 2)
             self.vault.seal(path)
         else:
-            self.vault.abandon(path)
+            self.vault.release(path)
 
     @rule()
     def lose(self) -> None:
         if self.begun:
-            self.vault.lose(self.begun.pop())
+            self.vault.discard(self.begun.pop())
 
     @rule(rank=st.integers(0, 4), version=versions, kind=kinds, keep=st.booleans())
     def receive(self, rank: int, version: Version, kind: Kind, keep: bool) -> None:
@@ -110,18 +110,18 @@ class Slots(RuleBasedStateMachine):
         if keep:
             draft.keep()
         else:
-            draft.discard()
+            draft.release()
 
     @rule(step=st.integers(1, 6), kind=kinds, tier=st.sampled_from((Tier.LOCAL, Tier.PEER)))
     def free(self, step: int, kind: Kind, tier: Tier) -> None:
-        self.vault.free(lambda seal: (seal.version.step, seal.kind, seal.tier) == (step, kind, tier))
+        self.vault.evict(lambda seal: (seal.version.step, seal.kind, seal.tier) == (step, kind, tier))
 
     @rule()
     def free_while_it_is_read(self) -> None:
         seal = next(iter(self.vault.held()), None)
         if seal is not None:
-            with self.vault.pin(seal.rank, seal.version, seal.tier, seal.kind):
-                self.vault.free(lambda each: each is seal)
+            with self.vault.pin(seal.artifact, seal.tier):
+                self.vault.evict(lambda each: each is seal)
                 self.stock_is_the_one_that_is_read_anew()
 
     @rule(hosted=st.sets(st.integers(2, 4)))
@@ -134,9 +134,9 @@ class Slots(RuleBasedStateMachine):
 
     @invariant()
     def stock_is_the_one_that_is_read_anew(self) -> None:
-        with self.vault._table as table:
-            slots = list(table.slots.values())
-            assert table.used() == sum(cost(slot.size, slot.pool.parts) for slot in slots)
+        with self.vault._lock:
+            slots = list(self.vault._slots.values())
+            assert self.vault.used() == sum(cost(slot.size, slot.pool.parts) for slot in slots)
         seals = [slot.seal for slot in slots if readable(slot) and slot.seal is not None]
         held, stocks = self.vault.held(), self.vault.stocks()
         assert sorted(map(id, held)) == sorted(map(id, seals))

@@ -40,7 +40,7 @@ def tagged(content: bytes, tagger: Tagger) -> Tags:
 
 
 def fits(tagger: Tagger, said: Tags, index: int, chunk: memoryview) -> bool:
-    expected = tagger.expecting(said, index)
+    expected = tagger.running(index, said.of(index))
     expected.update(chunk)
     return expected.fits()
 
@@ -183,11 +183,11 @@ def test_nobody_reads_what_was_sealed_with_tags_on_its_way_to_a_holder_and_back(
     with job[0].line(1) as line:
         assert push(job[0].vault, seal, line) is Pushed.KEPT
         assert line.sent == seal.digests.size
-    job[0].vault.free(lambda _: True)
+    job[0].vault.evict(lambda _: True)
     fetched = fetch(job[0].vault, seal.artifact, job[0].dials(1)).seal
     assert fetched.tags == seal.tags, "what came back can be sent on as it is"
     with job[0].line(1) as line:
-        job[1].vault.free(lambda _: True)
+        job[1].vault.evict(lambda _: True)
         assert push(job[0].vault, fetched, line) is Pushed.KEPT
     assert job[1].content(seal, Tier.PEER) == content
 
@@ -202,7 +202,7 @@ def test_copy_that_a_restarted_holder_finds_again_is_served_as_it_was(
     folder = job[1].directory
     again = Vault(folder, job.limit, (1,))
     again.open()
-    held = again.find(0, Version(5, 1), Tier.PEER)
+    held = again.find(Artifact(0, Version(5, 1)), Tier.PEER)
     assert held is not None
     assert held.tags == seal.tags
 
@@ -219,10 +219,10 @@ def test_artifact_without_tags_is_sent_fetched_and_right(stations: MakeStations,
     sent = seal if encrypted else replace(seal, tags=None)
     with job[0].line(1) as line:
         assert push(job[0].vault, sent, line) is Pushed.KEPT
-    copy = job[1].vault.find(0, Version(5, 1), Tier.PEER)
+    copy = job[1].vault.find(Artifact(0, Version(5, 1)), Tier.PEER)
     assert copy is not None
     assert (copy.tags is None) != encrypted
-    job[0].vault.free(lambda _: True)
+    job[0].vault.evict(lambda _: True)
     fetch(job[0].vault, seal.artifact, job[0].dials(1))
     assert job[0].content(seal, Tier.LOCAL) == content
 
@@ -236,7 +236,7 @@ def test_good_bytes_with_wrong_tags_still_reach_a_holder_and_come_back(stations:
     bent = replace(seal, tags=replace(seal.tags, values="0" * len(seal.tags.values)))
     with job[0].line(1) as line:
         assert push(job[0].vault, bent, line) is Pushed.KEPT
-    job[0].vault.free(lambda _: True)
+    job[0].vault.evict(lambda _: True)
     fetched = fetch(job[0].vault, seal.artifact, job[0].dials(1))
     assert not fetched.bad
     assert job[1].holds(seal.artifact), "nobody calls the copy bad"
@@ -265,7 +265,7 @@ def test_chunk_that_was_changed_and_has_the_right_digest_is_not_taken(
     content = job[0].content(seal, Tier.LOCAL)
     with job[0].line(1) as line:
         push(job[0].vault, seal, line)
-    job[0].vault.free(lambda _: True)
+    job[0].vault.evict(lambda _: True)
     wires: list[Altering] = []
     (holder,) = job[0].dials(1)
 

@@ -11,7 +11,7 @@ from tests.sidecar.world import content, layout
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Kind, Version
+from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault, vault
 from tiercheck_sidecar.vault.slots import SlotState
 
@@ -54,9 +54,9 @@ def test_claim_that_does_not_fit_stops_no_saving(own: Vault, size: int, kind: Ki
 
 
 def test_size_that_fits_is_learned_and_its_next_one_too(own: Vault) -> None:
-    own.draft(claim(SIZE)).discard()
+    own.draft(claim(SIZE)).release()
     assert own.size_plan().peer > 0
-    own.draft(claim(2 * SIZE)).discard()
+    own.draft(claim(2 * SIZE)).release()
     assert own.size_plan().peer >= 4 * SIZE
 
 
@@ -65,8 +65,7 @@ def fail(*_: object, **__: object) -> None:
 
 
 def states(own: Vault) -> set[SlotState]:
-    with own._table as table:
-        return {slot.state for slot in table.slots.values()}
+    return {slot.state for slot in own._slots.values()}
 
 
 def test_slot_is_free_again_whatever_ended_its_sealing(own: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,11 +116,10 @@ def put_folder(path: Path) -> None:
 def test_slot_that_a_trainer_took_away_holds_up_no_other(own: Vault, spoil: Callable[[Path], None]) -> None:
     for step in (5, 6):
         own.seal(save(own, step))
-    with own._table as table:
-        first = next(path for path, slot in table.slots.items() if slot.seal and slot.seal.version.step == 5)
+    first = next(path for path, slot in own._slots.items() if slot.seal and slot.seal.version.step == 5)
     spoil(first)
-    own.free(lambda seal: seal.version.step == 5)
-    own.free(lambda seal: seal.version.step == 6)
+    own.evict(lambda seal: seal.version.step == 5)
+    own.evict(lambda seal: seal.version.step == 6)
     own.tidy()
     assert own.held() == ()
     for step in (7, 8):
@@ -141,12 +139,11 @@ def test_link_in_place_of_a_slot_leads_the_sidecar_nowhere(
         path.symlink_to(elsewhere)
 
     own.seal(save(own, 5))
-    with own._table as table:
-        (sealed,) = (path for path, slot in table.slots.items() if slot.seal)
+    (sealed,) = (path for path, slot in own._slots.items() if slot.seal)
     point_elsewhere(sealed)
     with pytest.raises(OSError, match="bytes long"):
-        own.fault(0, Version(5, 1))
-    own.free(lambda seal: seal.version.step == 5)
+        own.fault(Artifact(0, Version(5, 1)))
+    own.evict(lambda seal: seal.version.step == 5)
     begun = own.begin(0, Version(6, 1))
     point_elsewhere(begun)
     with pytest.raises(NotASlot):

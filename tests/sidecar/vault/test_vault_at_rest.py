@@ -15,5 +15,5 @@ def test_tidying_a_tidy_vault_wakes_nobody(tmp_path: Path) -> None:
     vault.tidy()
     changes.clear()
     vault.tidy()
-    vault.free(lambda seal: True)
+    vault.evict(lambda seal: True)
     assert changes == [], "a loop that is woken by its own tidying would never rest"

@@ -88,9 +88,9 @@ class VaultUnderUse(RuleBasedStateMachine):
     def end_capture(self, fate: str) -> None:
         path, rank, version, kind = self.writing.pop(0)
         if fate == "abandon":
-            self.vault.abandon(path)
+            self.vault.release(path)
         elif fate == "lose":
-            self.vault.lose(path)
+            self.vault.discard(path)
         else:
             assert self.vault.complete(path, 8) is kind
             assert self.vault.seal(path)
@@ -130,11 +130,11 @@ class VaultUnderUse(RuleBasedStateMachine):
         if keep:
             draft.keep(Seal(4, seal.version, 8, Tier.PEER, digest(draft.view), kind, LANE))
         else:
-            draft.discard()
+            draft.release()
 
     @rule(older=st.integers(0, 20))
     def free(self, older: int) -> None:
-        gone = self.vault.free(lambda seal: seal.version.step < self.step - older)
+        gone = self.vault.evict(lambda seal: seal.version.step < self.step - older)
         for seal in gone:
             self.sealed.discard((seal.artifact, seal.tier))
 

@@ -47,32 +47,32 @@ def receive(vault: Vault, step: int, kind: Kind, size: int) -> Path:
     draft = vault.draft(Seal(1, v(step), 8, Tier.PEER, digest(memoryview(data)), kind))
     draft.view[:] = data
     draft.keep()
-    with vault.pin(1, v(step), Tier.PEER, kind) as slot:
+    with vault.pin(Artifact(1, v(step), kind), Tier.PEER) as slot:
         return slot.path
 
 
 def test_delta_is_the_first_bytes_of_its_slot_and_only_they_count(vault: Vault) -> None:
     path = capture(vault, 1, Kind.DELTA, size=1000)
-    seal = vault.find(0, v(1), Tier.LOCAL, Kind.DELTA)
+    seal = vault.find(Artifact(0, v(1), Kind.DELTA), Tier.LOCAL)
     assert seal is not None
     assert seal.digests.size == layout(1000).size < path.stat().st_size == DELTA.size
     with open(path, "r+b") as file:
         file.seek(seal.digests.size)
         file.write(b"left by a longer delta")
-    assert vault.fault(0, v(1), Tier.LOCAL, Kind.DELTA) == ""
+    assert vault.fault(Artifact(0, v(1), Kind.DELTA), Tier.LOCAL) == ""
     with open(path, "r+b") as file:
         file.seek(seal.digests.size - 1)
         file.write(b"?")
-    assert "does not match" in vault.fault(0, v(1), Tier.LOCAL, Kind.DELTA)
+    assert "does not match" in vault.fault(Artifact(0, v(1), Kind.DELTA), Tier.LOCAL)
 
 
 def test_snapshot_and_delta_of_one_version_are_two_artifacts(vault: Vault) -> None:
     capture(vault, 1)
     capture(vault, 1, Kind.DELTA)
-    vault.free(lambda seal: seal.kind is Kind.SNAPSHOT)
-    assert vault.find(0, v(1)) is None
-    assert vault.find(0, v(1), kind=Kind.DELTA)
-    with pytest.raises(NotHeld), vault.pin(0, v(1)):
+    vault.evict(lambda seal: seal.kind is Kind.SNAPSHOT)
+    assert vault.find(Artifact(0, v(1))) is None
+    assert vault.find(Artifact(0, v(1), Kind.DELTA))
+    with pytest.raises(NotHeld), vault.pin(Artifact(0, v(1))):
         pass
 
 
@@ -95,26 +95,26 @@ def test_killed_writer_costs_its_own_slot_and_nothing_committed(vault: Vault) ->
     for kind in Kind:
         path = vault.begin(0, v(2), kind)
         path.write_bytes(b"\0" * 8 + b"half")
-        vault.lose(path)
+        vault.discard(path)
         assert not path.exists()
         torn = vault.begin(0, v(2), kind)
         with pytest.raises(NotASlot, match="torn"):
             vault.complete(torn, 8)
     for kind in Kind:
-        assert vault.fault(0, v(1), Tier.LOCAL, kind) == ""
+        assert vault.fault(Artifact(0, v(1), kind), Tier.LOCAL) == ""
 
 
 def test_slot_whose_file_was_taken_away_is_given_up_and_others_go_on(vault: Vault) -> None:
     writing = vault.begin(0, v(1), Kind.SNAPSHOT)
     writing.unlink()
-    vault.abandon(writing)
+    vault.release(writing)
     capture(vault, 2).unlink()
-    assert [seal.version for seal in vault.free(lambda seal: True)] == [v(2)]
+    assert [seal.version for seal in vault.evict(lambda seal: True)] == [v(2)]
     assert vault.held() == ()
     vault.reserve(0, SNAPSHOT.size, DELTA.size)
     for step in (3, 4, 5):
         capture(vault, step)
-    assert vault.fault(0, v(5), Tier.LOCAL, Kind.SNAPSHOT) == ""
+    assert vault.fault(Artifact(0, v(5), Kind.SNAPSHOT), Tier.LOCAL) == ""
 
 
 def test_delta_that_is_no_delta_is_refused(vault: Vault) -> None:
@@ -132,11 +132,11 @@ def test_delta_larger_than_reserved_is_skipped_with_the_numbers(vault: Vault) ->
 
 def test_copies_of_deltas_that_vary_in_size_use_the_same_slots_again(vault: Vault) -> None:
     first = receive(vault, 1, Kind.DELTA, 100_000)
-    vault.free(lambda seal: seal.tier is Tier.PEER)
+    vault.evict(lambda seal: seal.tier is Tier.PEER)
     assert receive(vault, 2, Kind.DELTA, 101_000) == first
-    vault.free(lambda seal: seal.tier is Tier.PEER)
+    vault.evict(lambda seal: seal.tier is Tier.PEER)
     assert receive(vault, 3, Kind.DELTA, 10) == first
-    assert vault.fault(1, v(3), Tier.PEER, Kind.DELTA) == ""
+    assert vault.fault(Artifact(1, v(3), Kind.DELTA), Tier.PEER) == ""
 
 
 def test_holder_keeps_two_snapshots_and_two_chains_per_rank(vault: Vault) -> None:
@@ -158,13 +158,13 @@ def test_parity_block_is_found_by_its_share_and_never_taken_for_an_artifact(vaul
     draft.view[:] = b"p" * 1000
     final = Seal(4, v(1), 8, Tier.PEER, digest(draft.view), Kind.DELTA, LANE, members)
     draft.keep(final)
-    assert vault.find_share(LANE, v(1), Kind.DELTA) == final
-    assert vault.find(4, v(1), Tier.PEER, Kind.DELTA) is None
-    assert vault.fault_share(LANE, v(1), Kind.DELTA) == ""
-    vault.free(lambda seal: seal.share is not None)
+    assert vault.find(Artifact(LANE.ranks[0], v(1), Kind.DELTA), Tier.PEER, share=LANE) == final
+    assert vault.find(Artifact(4, v(1), Kind.DELTA), Tier.PEER) is None
+    assert vault.fault(Artifact(LANE.ranks[0], v(1), Kind.DELTA), Tier.PEER, share=LANE) == ""
+    vault.evict(lambda seal: seal.share is not None)
     again = vault.draft(Seal(4, v(2), 8, Tier.PEER, empty.digests, Kind.DELTA, LANE))
     assert not any(again.view), "a block begins with zeros, also in a slot that was used before"
-    again.discard()
+    again.release()
 
 
 def test_restarted_vault_takes_inventory_of_every_kind(vault: Vault, memory: Path) -> None:

@@ -48,21 +48,13 @@ class PeerAddresses:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._own: tuple[NamedAddress, ...] = ()
+        self.own: tuple[NamedAddress, ...] = ()
+        """Where this sidecar listens beside its pod's address."""
         self._told: dict[Peer, tuple[NamedAddress, ...]] = {}
         self._failed: dict[PeerRoute, float] = {}
         self._turns: Counter[Peer] = Counter()
         self._used: dict[PeerRoute, weakref.WeakSet[object]] = {}
         """The connections that there are."""
-
-    @property
-    def own(self) -> tuple[NamedAddress, ...]:
-        """Where this sidecar listens beside its pod's address."""
-        return self._own
-
-    def listen_on(self, own: tuple[NamedAddress, ...]) -> None:
-        with self._lock:
-            self._own = own
 
     def hear(self, peer: Peer, addresses: tuple[NamedAddress, ...]) -> bool:
         """A proven peer's word. Returns whether it is news."""
@@ -83,7 +75,7 @@ class PeerAddresses:
             now = self._clock()
             routes = [
                 route
-                for route in pair(self._own, self._told.get(peer, ()))
+                for route in pair(self.own, self._told.get(peer, ()))
                 if self._failed.get(route, now) <= now
             ]
             if not routes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -93,14 +93,11 @@ _PLACES: dict[int, slice] = {socket.AF_INET: slice(2, 6), socket.AF_INET6: slice
 
 def own_addresses() -> tuple[OwnAddress, ...]:
     """Of this pod's network, in the kernel's order. Raises OSError."""
-    return tuple(_listed())
-
-
-def _listed() -> Iterator[OwnAddress]:
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), "the pod's addresses cannot be listed")
+    found = []
     try:
         each = first
         while each:
@@ -108,7 +105,8 @@ def _listed() -> Iterator[OwnAddress]:
             place = _PLACES.get(address.contents.family) if address else None
             if place is not None:
                 packed = bytes(address.contents.data[place])
-                yield OwnAddress(each.contents.name.decode(), str(ipaddress.ip_address(packed)))
+                found.append(OwnAddress(each.contents.name.decode(), str(ipaddress.ip_address(packed))))
             each = each.contents.next
     finally:
         library.freeifaddrs(first)
+    return tuple(found)

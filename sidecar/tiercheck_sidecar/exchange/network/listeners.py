@@ -137,6 +137,6 @@ class Listeners:
 
     def _tell(self, addresses: tuple[NamedAddress, ...]) -> None:
         if addresses != self._identity.addresses.own:
-            self._identity.addresses.listen_on(addresses)
+            self._identity.addresses.own = addresses
             log.info("the exchange also listens at: %s", ", ".join(each.host for each in addresses))
             self._state.bump()

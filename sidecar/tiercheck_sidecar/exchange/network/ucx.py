@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, wire_error
-from tiercheck_sidecar.exchange.network.transport import ByteChannel
+from tiercheck_sidecar.exchange.network.transport import TcpChannel
 
 log = logging.getLogger(__name__)
 
@@ -71,17 +71,17 @@ def answer_ucx(wire: Wire, address: str) -> None:
     wire.move(channel)
 
 
-class UcxChannel:
+class UcxChannel(TcpChannel):
     """`address` is for the other end, whose own is for `meet`. Raises OSError if UCX cannot be used."""
 
-    def __init__(self, proven: ByteChannel) -> None:
+    def __init__(self, proven: TcpChannel) -> None:
         """`proven`: what the two ends have met over."""
         if why_no_ucx():
             raise OSError(why_no_ucx())
         import ucxx._lib.libucxx as api
         from ucxx._lib.arr import Array
 
-        self._api, self._array, self._proven = api, Array, proven
+        self._api, self._array, self._socket = api, Array, proven._socket
         self._cut = threading.Event()
         self._seconds = 0.0
         self._endpoint: Any = None
@@ -96,7 +96,7 @@ class UcxChannel:
             raise OSError(f"UCX cannot be used: {error}") from error
         self._poll = select.poll()
         self._poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
-        self._poll.register(proven.descriptor, select.POLLIN | select.POLLRDHUP)
+        self._poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
 
     @property
     def address(self) -> str:
@@ -111,18 +111,6 @@ class UcxChannel:
             )
         except Exception as error:  # whatever its bindings raise
             raise OSError(f"UCX does not reach the other end: {error}") from error
-
-    @property
-    def near_end(self) -> tuple[str, int]:
-        return self._proven.near_end
-
-    @property
-    def far_end(self) -> tuple[str, int]:
-        return self._proven.far_end
-
-    @property
-    def descriptor(self) -> int:
-        return self._proven.descriptor
 
     def patience(self, seconds: float) -> None:
         self._seconds = seconds
@@ -143,7 +131,7 @@ class UcxChannel:
 
     def cut(self) -> None:
         self._cut.set()
-        self._proven.cut()
+        super().cut()
 
     def close(self) -> None:
         self._cut.set()
@@ -151,7 +139,7 @@ class UcxChannel:
             self._worker.cancel_inflight_requests(_CLOSING, 1)
             self._endpoint.close_blocking(_CLOSING, 1)
             self._endpoint = None
-        self._proven.close()
+        super().close()
 
     def _wait(self, request: Any) -> None:
         """Raises OSError, TimeoutError."""

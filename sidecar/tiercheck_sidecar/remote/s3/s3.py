@@ -21,7 +21,7 @@ from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, read_all
 from tiercheck_sidecar.remote.s3 import s3_errors
 from tiercheck_sidecar.remote.s3.s3_multipart import Leftover, part_size
-from tiercheck_sidecar.remote.verify import ignore_arrival
+from tiercheck_sidecar.remote.verify import ignore
 
 if TYPE_CHECKING:
     from tiercheck_sidecar.remote.s3.s3_clients import Clients
@@ -137,7 +137,7 @@ class S3Objects(Objects):
                     return None
                 raise
 
-    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore_arrival) -> int:
+    def read_into(self, key: str, offset: int, into: memoryview, arrived: Arrived = ignore) -> int:
         if not into:
             return 0
         clients = self._clients()

@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from tiercheck_sidecar import isal
 from tiercheck_sidecar.remote.config import PARALLEL_PARTS
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt
 from tiercheck_sidecar.remote.objects import Gate
-from tiercheck_sidecar.remote.s3 import crc64nvme, s3_errors
+from tiercheck_sidecar.remote.s3 import s3_errors
 
 if TYPE_CHECKING:
     from tiercheck_sidecar.remote.s3.s3_clients import Clients
@@ -73,8 +74,8 @@ class Leftover:
             raise RemoteClosed
         piece = self._piece(number)
         gate((number - 1) * self._part, piece)
-        crc = self._checksum and crc64nvme.available()
-        more = {"ChecksumCRC64NVME": crc64nvme.header_value(piece)} if crc else {}
+        crc = _crc64nvme(piece) if self._checksum else ""
+        more = {"ChecksumCRC64NVME": crc} if crc else {}
         answer = self._boto.upload_part(**name, PartNumber=number, Body=io.BytesIO(piece), **more)
         return str(answer["ETag"])
 
@@ -108,10 +109,16 @@ class Leftover:
         if not 1 <= number <= self._count or stored["Size"] != len(piece):
             return False
         checksum = stored.get("ChecksumCRC64NVME")
-        if checksum and crc64nvme.available():
-            return bool(checksum == crc64nvme.header_value(piece))
+        ours = _crc64nvme(piece) if checksum else ""
+        if ours:
+            return bool(checksum == ours)
         return str(stored["ETag"]).strip('"') == hashlib.md5(piece, usedforsecurity=False).hexdigest()
 
     def _piece(self, number: int) -> memoryview:
         begin = (number - 1) * self._part
         return self._source[begin : begin + self._part]
+
+
+def _crc64nvme(piece: memoryview) -> str:
+    """Empty: it cannot be computed here."""
+    return isal.library().crc64nvme(piece) if isal.is_here() else ""

@@ -18,7 +18,7 @@ from tests.sidecar.remote.test_remote_conformance import JOB, Slots, fetched, sa
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import open_store
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
-from tiercheck_sidecar.remote.verify import ignore_arrival
+from tiercheck_sidecar.remote.verify import ignore
 
 
 @pytest.fixture
@@ -98,10 +98,10 @@ def test_temporary_keys_that_boto3_renewed_are_used_from_then_on(proxy: Proxy, s
     transfers = Transfers(config, {"allow_http": True}, Renewing(), "s3://here", threading.Event())
     into = memoryview(bytearray(5))
     transfers.send("x", b"state")
-    assert transfers.receive("x", 0, into, ignore_arrival) == 5
+    assert transfers.receive("x", 0, into, ignore) == 5
     current[0] = "second"
     transfers.send("x", b"state")
-    assert transfers.receive("x", 0, into, ignore_arrival) == 5
+    assert transfers.receive("x", 0, into, ignore) == 5
     assert [key_of(each) for each in proxy.seen] == ["first", "first", "second", "second"]
 
 

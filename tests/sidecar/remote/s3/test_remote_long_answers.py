@@ -108,7 +108,7 @@ def test_file_that_has_grown_is_not_read_either(
 
 
 def read_all(store: RemoteStore) -> None:
-    store.owner()
+    store.ownership.owner()
     for artifact in store.read_manifest(V).artifacts:
         store.artifact(artifact.rank, V)
 
