@@ -9,9 +9,10 @@ import faults
 import pytest
 from play import Play
 from report import Report
-from stage import TRAINING, Stage, job
+from stage import TRAINING, Stage, job, label_nodes
 from testbed.cluster import Testbed
 from testbed.node import Node
+from testbed.processes import wait_for
 from training import Begin, Training
 from unhurt import UnhurtRun
 
@@ -80,6 +81,51 @@ def test_node_tainted_no_execute_is_left(two: Play, stage: Stage, unhurt: Unhurt
         assert two.training.node_of(1) is not node
     finally:
         stage.testbed.kubectl("taint", "node", node.name, f"{taint}-", check=False)
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_node_deleted_from_the_api_is_left_and_taken_again_when_it_is_back(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    """The machine is well all the time: as an autoscaler or an admin does it by mistake."""
+    training, node = two.training, two.training.node_of(1)
+    two.recover(
+        "node object deleted, its kubelet alive",
+        lambda: stage.testbed.kubectl("delete", "node", node.name),
+        causes=(Cause.NODE_LOST, *DELETED), replaced={1},
+    )  # fmt: skip
+    assert training.node_of(1) is not node
+    node.kill_kubelet()
+    node.start_kubelet()
+    wait_for(lambda: stage.testbed.is_ready(node), 120, "the node to be back")
+    label_nodes(stage.testbed)
+    stage.testbed.kubectl("cordon", *(other.name for other in stage.testbed.nodes if other is not node))
+    name = training.pod(1)["metadata"]["name"]
+    two.recover(
+        "pod deleted, only the node that is back has room",
+        lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--wait=false"),
+        causes=DELETED, replaced={1},
+    )  # fmt: skip
+    assert training.node_of(1) is node
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_node_deleted_and_registered_again_without_its_labels_is_left(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    """Its kubelet, which starts anew for that, fails the pods that may not be on such a node."""
+    node = two.training.node_of(1)
+
+    def hit() -> None:
+        stage.testbed.kubectl("delete", "node", node.name)
+        node.kill_kubelet()
+        node.start_kubelet()
+
+    two.recover(
+        "node object deleted and made anew at once, labels lost", hit,
+        causes=(Cause.POD_FAILED, Cause.NODE_LOST, *DELETED), replaced={1},
+    )  # fmt: skip
+    label_nodes(stage.testbed)
     unhurt.assert_same(two.training, ranks=2)
 
 
