@@ -11,7 +11,7 @@ from play import Play
 from report import Report
 from stage import TRAINING, Stage, job, label_nodes
 from testbed.cluster import Testbed
-from testbed.node import Node
+from testbed.node import SYSCTL, Node
 from testbed.processes import wait_for
 from training import Begin, Training
 from unhurt import UnhurtRun
@@ -51,6 +51,11 @@ def test_containerd_that_is_away_until_its_node_is_not_ready_stops_no_training(
         node.start_containerd()
 
     two.leave_alone("containerd of a node away until NotReady", restart, told=lambda: told(two.training))
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_api_server_that_is_away_stops_no_training(two: Play, stage: Stage, unhurt: UnhurtRun) -> None:
+    two.leave_alone("API server away for 45 s", lambda: faults.restart_api_server(stage.testbed, 45))
     unhurt.assert_same(two.training, ranks=2)
 
 
@@ -126,6 +131,120 @@ def test_node_deleted_and_registered_again_without_its_labels_is_left(
         causes=(Cause.POD_FAILED, Cause.NODE_LOST, *DELETED), replaced={1},
     )  # fmt: skip
     label_nodes(stage.testbed)
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_node_whose_kubelet_refuses_pods_is_avoided(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    """As after a driver that fails: the scheduler sees room on it, and every pod there fails at once."""
+    manifest = job("refused", workers=2)
+    manifest["spec"]["template"]["spec"]["securityContext"]["sysctls"] = [{"name": SYSCTL, "value": "65536"}]
+    stage.make_namespace(UNSAFE, "privileged")
+    play = started(begin(UNSAFE, manifest), report)
+    training, testbed = play.training, stage.testbed
+    old, name = training.node_of(1), training.pod(1)["metadata"]["name"]
+    bad, other = (node for node in testbed.nodes[:-1] if node not in (training.node_of(0), old))
+    began = time.time()
+
+    def avoided() -> bool:
+        return bad.name in {place["node"] for place in training.status.get("avoidedNodes") or ()}
+
+    def hit() -> None:
+        testbed.kubectl("cordon", old.name, other.name)
+        testbed.kubectl("-n", UNSAFE, "delete", "pod", name, "--wait=false")
+        training.wait(avoided, "the node to be avoided")
+        testbed.kubectl("uncordon", old.name, other.name)
+
+    bad.allow_sysctl(False)
+    wait_for(lambda: testbed.is_ready(bad), 120, "the node to be Ready")
+    try:
+        play.recover("a node's kubelet refuses the new pod", hit, causes=DELETED, replaced={1})
+    finally:
+        bad.allow_sysctl(True)
+    assert training.node_of(1) in (old, other)
+    assert any(
+        bad.name in said and "SysctlForbidden" in said for said in events(training, began, "NodeAvoided")
+    )
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_quota_that_is_full_delays_a_new_pod_until_the_old_one_is_gone(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    limit_pods(stage, COUNTED, 2)
+    play = started(begin(COUNTED, job("exact", workers=2)), report)
+    began, name = time.time(), play.training.pod(1)["metadata"]["name"]
+    play.recover(
+        "pod deleted, quota full until it is gone",
+        lambda: stage.testbed.kubectl("-n", COUNTED, "delete", "pod", name, "--wait=false"),
+        causes=DELETED, replaced={1},
+    )  # fmt: skip
+    assert any("exceeded quota" in said for said in events(play.training, began, conditions.REFUSED))
+    unhurt.assert_same(play.training, ranks=2)
+
+
+def test_spare_that_the_quota_refuses_stops_nothing_else(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    limit_pods(stage, COUNTED, 2)
+    training = begin(COUNTED, job("luxury", workers=2, spares=1))
+    training.wait_for_step(20)
+    refused = training.condition(conditions.SPARES_READY)
+    assert (refused["status"], refused["reason"]) == ("False", conditions.REFUSED)
+    assert "exceeded quota" in refused["message"]
+    before = training.attempt
+    faults.kill_rank(training, 1)
+    training.wait(lambda: training.steps[-1].attempt > before, "a restart in place")
+    before, name = training.attempt, training.pod(1)["metadata"]["name"]
+    stage.testbed.kubectl("-n", COUNTED, "delete", "pod", name, "--wait=false")
+    training.wait(lambda: training.steps[-1].attempt > before, "another pod")
+    limit_pods(stage, COUNTED, 3)
+    training.wait_until_protected()
+    assert training.condition(conditions.SPARES_READY)["status"] == "True"
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_worker_that_a_more_important_pod_displaces_goes_elsewhere(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    training, node = two.training, two.training.node_of(1)
+    important = {
+        "apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "important"},
+        "value": 1000,
+    }  # fmt: skip
+    pod = job("x")["spec"]["template"]["spec"]
+    container = {**pod["containers"][0], "command": ["sleep", "infinity"]}
+    container["resources"] = {"requests": {"cpu": "1900m"}}
+    intruder = {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "important"},
+        "spec": {**pod, "containers": [container], "nodeSelector": {"kubernetes.io/hostname": node.name},
+            "priorityClassName": "important", "terminationGracePeriodSeconds": 0},
+    }  # fmt: skip
+    stage.apply(important)
+    try:
+        two.recover(
+            "preempted by a higher priority", lambda: stage.apply(intruder), causes=EVICTED, replaced={1}
+        )
+        assert training.node_of(1) is not node
+    finally:
+        stage.testbed.kubectl("-n", TRAINING, "delete", "pod", "important", "--ignore-not-found")
+        stage.testbed.kubectl("delete", "priorityclass", "important")
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_operator_upgraded_in_mid_recovery_spends_no_second_attempt(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    name = two.training.pod(1)["metadata"]["name"]
+
+    def hit() -> None:
+        stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--force", "--grace-period=0")
+        two.training.wait(lambda: "recovery" in two.training.status, "the recovery to begin")
+        stage.upgrade(podAnnotations={"example.com/changed": "in mid-recovery"})
+
+    two.recover("pod deleted, then helm upgrade", hit, causes=DELETED, replaced={1})
+    stage.upgrade()
     unhurt.assert_same(two.training, ranks=2)
 
 
