@@ -9,9 +9,9 @@ import faults
 import pytest
 from play import Play
 from report import Report
-from stage import TRAINING, Stage, job, label_nodes
+from stage import SYSTEM, TRAINING, Stage, job, label_nodes
 from testbed.cluster import Testbed
-from testbed.node import SYSCTL, Node
+from testbed.node import DEVICE, SYSCTL, Node
 from testbed.processes import wait_for
 from training import Begin, Training
 from unhurt import UnhurtRun
@@ -246,6 +246,77 @@ def test_operator_upgraded_in_mid_recovery_spends_no_second_attempt(
     two.recover("pod deleted, then helm upgrade", hit, causes=DELETED, replaced={1})
     stage.upgrade()
     unhurt.assert_same(two.training, ranks=2)
+
+
+def test_deleted_namespace_takes_its_job_with_it_and_no_other(
+    two: Play, stage: Stage, begin: Begin, unhurt: UnhurtRun
+) -> None:
+    stage.make_namespace(DOOMED)
+    doomed = begin(DOOMED, job("doomed", workers=2))
+    doomed.wait_until_protected()
+    pods = ("-n", SYSTEM, "get", "pods", "-o", "jsonpath={..restartCount}")
+    restarts = stage.testbed.kubectl(*pods)
+
+    def delete() -> None:
+        stage.testbed.kubectl("delete", "namespace", DOOMED, "--timeout=600s")
+
+    two.leave_alone("namespace of another job deleted", delete)
+    assert stage.testbed.kubectl(*pods) == restarts, "an operator ended"
+    assert not stage.testbed.kubectl("get", "namespace", DOOMED, "--ignore-not-found")
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_pod_evicted_for_its_own_storage_counts_as_a_crash(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    manifest = job("full", workers=2)
+    limits = manifest["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    limits["ephemeral-storage"] = "20Mi"
+    play = started(begin(TRAINING, manifest), report)
+    play.recover(
+        "own ephemeral-storage limit exceeded", lambda: faults.fill_disk(play.training, 1, 60 << 20),
+        causes=(Cause.STORAGE_EXCEEDED,), replaced={1},
+    )  # fmt: skip
+    assert play.training.status["restarts"]["counted"] == 1
+    assert "Raise that limit" in play.training.status["lastRecovery"]["message"]
+    unhurt.assert_same(play.training, ranks=2)
+
+
+def test_device_that_turns_unhealthy_is_told_avoided_and_taken_again_when_it_is_well(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    testbed, nodes = stage.testbed, stage.testbed.nodes[:-1]
+    try:
+        for node in nodes:
+            node.offer_device("Healthy")
+        for node in nodes:
+            wait_for(lambda node=node: devices(testbed, node) == "1", 60, f"the device of {node.name}")
+        manifest = job("gpu", workers=2)
+        manifest["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"][DEVICE] = "1"
+        play = started(begin(TRAINING, manifest), report)
+        training, node, began = play.training, play.training.node_of(1), time.time()
+
+        def turn_ill_and_well() -> None:
+            node.offer_device("Unhealthy")
+            training.wait(lambda: reason(training) == conditions.DEVICE_UNHEALTHY, "it to be told")
+            node.offer_device("Healthy")
+            training.wait(lambda: reason(training) != conditions.DEVICE_UNHEALTHY, "its end to be told")
+
+        play.leave_alone("a device turns unhealthy, and well again", turn_ill_and_well)
+        assert any(DEVICE in said for said in events(training, began, conditions.DEVICE_UNHEALTHY))
+        node.offer_device("Unhealthy")
+        training.wait(lambda: reason(training) == conditions.DEVICE_UNHEALTHY, "it to be told")
+        name = training.pod(1)["metadata"]["name"]
+        play.recover(
+            "pod with an unhealthy device deleted",
+            lambda: testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--wait=false"),
+            causes=DELETED, replaced={1},
+        )  # fmt: skip
+        assert training.node_of(1) is not node
+    finally:
+        for node in nodes:
+            node.take_device_away()
+    unhurt.assert_same(training, ranks=2)
 
 
 def devices(testbed: Testbed, node: Node) -> str:
