@@ -69,6 +69,9 @@ _LISTED_AT_ONCE = 100
 """Objects that a first listing brings at once: a pod takes a hundred KiB until what matters of it is kept."""
 _LIST_AGAIN = 1.0
 """Seconds before a kind is listed anew: a server that answers nonsense is not asked all the time."""
+_TRY_AGAIN = (1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0)
+"""Seconds between tries of a watch. kopf's own grow to 21, in which a leader that has its lease again would
+decide by pods as they were before the outage."""
 _RECEIVED_AT_ONCE = 2 * 1024
 """Bytes that asyncio keeps for each connection, and TLS as many. asyncio's own 256 KiB, for connections that
 are mostly idle, would be most of this process."""
@@ -298,6 +301,7 @@ class Operator:
         settings.posting.enabled = False
         settings.peering.standalone = True
         settings.networking.request_timeout = 30
+        settings.networking.error_backoffs = _TRY_AGAIN
         settings.watching.chunk_size = _LISTED_AT_ONCE
         settings.watching.reconnect_backoff = _LIST_AGAIN
         settings.queueing.idle_timeout = _REMEMBERED_FOR

@@ -23,6 +23,7 @@ from tiercheck_local.addresses import free_ports
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_operator.app import Operator, end_by_signal
 from tiercheck_operator.config import Config
+from tiercheck_operator.kubernetes.election.candidate import Terms
 from tiercheck_operator.kubernetes.login import Access
 
 pytestmark = pytest.mark.cluster
@@ -211,6 +212,14 @@ async def test_sigterm_is_the_operators_own_and_not_its_frameworks(tmp_path: Pat
             signal.raise_signal(signal.SIGTERM)
             await running
         assert stop.is_set()
+
+
+def test_watches_are_tried_again_sooner_than_a_leader_stops_without_its_lease() -> None:
+    """Else one that has its lease again after an outage decides for long by what was before it."""
+    access = Access(lambda: kopf.ConnectionInfo(server="http://127.0.0.1:1"))
+    gaps = Operator(Config(), access)._settings().networking.error_backoffs
+    assert isinstance(gaps, tuple)
+    assert max(gaps) < Terms().renew_within
 
 
 def test_leader_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from losses import LossReader
     from report import Report
     from stage import Stage
+    from testbed.cluster import Testbed
+    from training import Begin, Training
+    from unhurt import UnhurtRun
 
 _PATIENCE = 3600
 """Seconds for a test: the run without faults trains every step of the one with faults again."""
@@ -78,6 +81,49 @@ def losses(stage: Stage) -> Iterator[LossReader]:
     reader.start()
     yield reader
     reader.stop()
+
+
+@pytest.fixture(scope="session")
+def unhurt(stage: Stage, losses: LossReader) -> UnhurtRun:
+    from unhurt import UnhurtRun
+
+    return UnhurtRun(stage.testbed, losses)
+
+
+@pytest.fixture
+def healed(stage: Stage) -> Iterator[Testbed]:
+    """Whatever a test broke is well again before the next one."""
+    import faults
+    from stage import SYSTEM
+
+    yield stage.testbed
+    stage.s3.go_on()
+    if faults.mend_nodes(stage.testbed):
+        # Elsewhere nodes do not fail every minute. The operator prefers others for a while, and has forgotten
+        # that anew.
+        stage.testbed.kubectl("-n", SYSTEM, "rollout", "restart", "deployment/tiercheck-operator")
+        stage.wait_for_operators()
+
+
+@pytest.fixture
+def begin(stage: Stage, losses: LossReader) -> Iterator[Begin]:
+    """Starts a job of its own for a test; what is left of it afterwards is deleted."""
+    from stage import wait_until_gone
+    from training import Training
+
+    begun: list[Training] = []
+
+    def start(namespace: str, manifest: dict[str, Any]) -> Training:
+        training = Training(stage.testbed, losses, namespace, manifest["metadata"]["name"])
+        training.apply(manifest)
+        begun.append(training)
+        return training
+
+    yield start
+    for training in begun:
+        stage.testbed.kubectl("-n", training.namespace, "delete", "tcj", training.name, "--ignore-not-found")
+        training.stop_watching()
+        wait_until_gone(stage.testbed, training.namespace, "pods")
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from testbed import control_plane
 from testbed.cgroups import is_unified
 from testbed.cluster import Testbed
 from testbed.node import Node
+from testbed.processes import wait_for
 from training import Training
 
 from tiercheck.protocol import names
@@ -92,6 +95,59 @@ def kill_operator(testbed: Testbed, pod: str) -> None:
         "-n", "tiercheck-system", "get", "pod", pod, "-o", "jsonpath={.metadata.uid} {.spec.nodeName}"
     ).split()
     os.kill(testbed.node(where[1]).pids_of(where[0], "tiercheck_operator")[0], signal.SIGKILL)
+
+
+def restart_api_server(testbed: Testbed, seconds: float) -> None:
+    """It is away for so long, and comes back with what etcd knows."""
+    testbed.processes.kill("kube-apiserver")
+    time.sleep(seconds)
+    control_plane.start_api_server(testbed.processes, testbed.folder, testbed.core)
+
+
+def fill_disk(training: Training, worker: int, size: int) -> None:
+    """Writes so many bytes into the root file system of the worker's trainer."""
+    Path(f"/proc/{rank_pids(training, worker)[0]}/root/tmp/filled").write_bytes(bytes(size))
+
+
+def renew_certificate(testbed: Testbed, kept: dict[str, bytes] | None = None) -> dict[str, bytes]:
+    """The API server goes on with another certificate, which signs itself as the CA of all, or with `kept`.
+    The files of the old one, for `kept`."""
+    folder = testbed.folder / "apiserver"
+    testbed.processes.kill("kube-apiserver")
+    old = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name in old:
+        (folder / name).unlink()
+    for name, content in (kept or {}).items():
+        (folder / name).write_bytes(content)
+    control_plane.start_api_server(testbed.processes, testbed.folder, testbed.core)
+    control_plane.restart_controllers(testbed.processes, testbed.folder, testbed.core)
+    for node in testbed.nodes:
+        node.kill_kubelet()
+        node.start_kubelet()
+    return old
+
+
+def mend_nodes(testbed: Testbed) -> bool:
+    """Whether anything was broken of API server and nodes; all of it is well when this returns."""
+    if testbed.processes.pid("kube-apiserver") is None:
+        control_plane.start_api_server(testbed.processes, testbed.folder, testbed.core)
+    continue_kubelets(testbed)
+    broken = False
+    for node in testbed.nodes:
+        broken |= not testbed.is_ready(node)
+        if not node.running:
+            testbed.power_on(node)
+        node.mend()
+        if testbed.processes.pid(f"{node.name}-init") is None:
+            node.power_off()
+            testbed.power_on(node)
+        if testbed.processes.pid(f"{node.name}-containerd") is None:
+            node.start_containerd()
+        if testbed.processes.pid(f"{node.name}-kubelet") is None:
+            node.start_kubelet()
+        wait_for(lambda node=node: testbed.is_ready(node), 120, f"{node.name} to be Ready")
+        testbed.kubectl("uncordon", node.name)
+    return broken
 
 
 def _mapped(pid: int) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import yaml
 from testbed.cluster import Testbed
 from testbed.network import CORE, REGISTRY_NAME
-from testbed.processes import wait_for
+from testbed.processes import run, wait_for
 from testbed.registry import push_archive
 
 from tests.images.building import TARGETS
@@ -64,6 +65,10 @@ class Stage:
             f"--from-literal=AWS_ACCESS_KEY_ID={ACCESS_KEY}",
             f"--from-literal=AWS_SECRET_ACCESS_KEY={SECRET_KEY}",
         )  # fmt: skip
+
+    def apply(self, manifest: dict[str, Any], namespace: str = TRAINING) -> None:
+        command = ["kubectl", f"--kubeconfig={self.testbed.kubeconfig}", "-n", namespace, "apply", "-f", "-"]
+        run(command, text=yaml.safe_dump(manifest))
 
     def bucket(self) -> Any:
         """A client of the real S3 server."""
@@ -164,6 +169,36 @@ def job(name: str, workers: int = 4, steps: int = 1_000_000, **spec: Any) -> dic
         "metadata": {"name": name},
         "spec": {**wanted, **spec},
     }
+
+
+def policy() -> dict[str, Any]:
+    """With which pods that another controller makes are attached."""
+    tiers = {"local": {"sizeLimit": "512Mi"}, "peer": {"copies": 1}, "remote": {"s3": remote("attached")}}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckPolicy",
+        "metadata": {"name": "careful"},
+        "spec": {"topology": job("x")["spec"]["topology"], "tiers": tiers},
+    }
+
+
+def indexed_job(name: str, steps: int = 1_000_000) -> dict[str, Any]:
+    """A batch/v1 Job of two workers that asks for that policy."""
+    pod = job("x", steps=steps)["spec"]["template"]["spec"]
+    disrupted = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name},
+        "spec": {
+            "completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 3,
+            "podFailurePolicy": {"rules": [{"action": "Ignore", **disrupted}]},
+            "template": {
+                "metadata": {"labels": {"tiercheck.io/inject": "careful"}},
+                "spec": {**pod, "restartPolicy": "Never"},
+            },
+        },
+    }  # fmt: skip
 
 
 def remote(prefix: str = "runs") -> dict[str, str]:

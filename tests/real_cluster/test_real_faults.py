@@ -17,6 +17,7 @@ from stage import REMOTE_EVERY, SYSTEM, TRAINING, Stage, job, leader, wait_until
 from testbed.cluster import Testbed
 from testbed.processes import wait_for
 from training import WORKER, Training
+from unhurt import UnhurtRun
 
 from tiercheck_operator.model.causes import Cause
 
@@ -38,33 +39,6 @@ def play(stage: Stage, losses: LossReader, report: Report) -> Iterator[Play]:
 @pytest.fixture(autouse=True)
 def on_its_way(play: Play, healed: Testbed) -> None:
     play.begin()
-
-
-@pytest.fixture(autouse=True)
-def healed(stage: Stage) -> Iterator[Testbed]:
-    """Whatever a test broke is well again before the next one."""
-    testbed = stage.testbed
-    yield testbed
-    stage.s3.go_on()
-    faults.continue_kubelets(testbed)
-    broken = False
-    for node in testbed.nodes:
-        broken |= not testbed.is_ready(node)
-        if not node.running:
-            testbed.power_on(node)
-        node.mend()
-        if testbed.processes.pid(f"{node.name}-init") is None:
-            node.power_off()
-            testbed.power_on(node)
-        elif testbed.processes.pid(f"{node.name}-kubelet") is None:
-            node.start_kubelet()
-        wait_for(lambda node=node: testbed.is_ready(node), 120, f"{node.name} to be Ready")
-        testbed.kubectl("uncordon", node.name)
-    if broken:
-        # Elsewhere nodes do not fail every minute. The operator prefers others for a while, and has forgotten
-        # that anew.
-        testbed.kubectl("-n", SYSTEM, "rollout", "restart", "deployment/tiercheck-operator")
-        stage.wait_for_operators()
 
 
 def protected(play: Play) -> str:
@@ -335,7 +309,7 @@ def test_suspended_job_ends_within_seconds_and_goes_on_where_it_was(play: Play, 
 
 
 def test_losses_of_the_whole_run_are_those_of_a_run_without_faults(
-    play: Play, stage: Stage, losses: LossReader, report: Report
+    play: Play, stage: Stage, unhurt: UnhurtRun, report: Report
 ) -> None:
     training = play.training
     stage.testbed.kubectl("-n", TRAINING, "delete", "tcj", training.name)
@@ -344,19 +318,8 @@ def test_losses_of_the_whole_run_are_those_of_a_run_without_faults(
     secrets = stage.testbed.kubectl("-n", TRAINING, "get", "secrets", "-o", "name").split()
     assert secrets == ["secret/bucket"], "nothing of a deleted job stays"
 
-    alone = job("reference", workers=1, procsPerWorker=4)
-    alone["spec"]["tiers"]["peer"] = {"copies": 0}
-    reference = Training(stage.testbed, losses, TRAINING, "reference")
-    reference.apply(alone)
-    try:
-        reference.wait_for_step(last, seconds=3000)
-    finally:
-        stage.testbed.kubectl("-n", TRAINING, "delete", "tcj", "reference", "--wait=false")
-        reference.stop_watching()
-    right = {entry.step: entry.loss for entry in reference.steps}
     trained = training.steps
-    wrong = [entry for entry in trained if entry.loss != right[entry.step]]
-    missing = set(range(1, last + 1)) - {entry.step for entry in trained}
+    wrong, missing = unhurt.compare(trained, ranks=4)
     report.verdicts.append(
         f"{len(trained)} steps were trained in {training.attempt} attempts, "
         f"{len(trained) - len({s.step for s in trained})} of them "

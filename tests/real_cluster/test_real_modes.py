@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import yaml
 from losses import LossReader
 from play import Play
 from report import Report, Row
-from stage import SYSTEM, TRAINING, Stage, job, remote, wait_until_gone
-from testbed.processes import run, wait_for
-from training import Training
+from stage import SYSTEM, TRAINING, Stage, indexed_job, job, policy, wait_until_gone
+from testbed.processes import wait_for
+from training import Begin, Training
 
 from tiercheck_operator.model.causes import Cause
 
@@ -24,26 +22,6 @@ PRIVILEGED = "memory-of-nodes"
 
 NEIGHBOUR = "next-door"
 """Where another team works."""
-
-Begin = Callable[..., Training]
-
-
-@pytest.fixture
-def begin(stage: Stage, losses: LossReader) -> Iterator[Begin]:
-    """Starts a job of its own for a test; what is left of it afterwards is deleted."""
-    begun: list[Training] = []
-
-    def start(namespace: str, manifest: dict[str, Any]) -> Training:
-        training = Training(stage.testbed, losses, namespace, manifest["metadata"]["name"])
-        training.apply(manifest)
-        begun.append(training)
-        return training
-
-    yield start
-    for training in begun:
-        stage.testbed.kubectl("-n", training.namespace, "delete", "tcj", training.name, "--ignore-not-found")
-        training.stop_watching()
-        wait_until_gone(stage.testbed, training.namespace, "pods")
 
 
 def test_spare_takes_over(stage: Stage, begin: Begin, report: Report) -> None:
@@ -172,8 +150,8 @@ def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossRead
     testbed = stage.testbed
     stage.upgrade(attach={"enabled": True})
     training = Training(testbed, losses, TRAINING, "job-attached", logs="attached")
-    training.apply(_policy())
-    apply_manifest(stage, _indexed_job())
+    training.apply(policy())
+    stage.apply(indexed_job("attached", steps=400))
     training.wait_until_protected()
     name = training.pod(1)["metadata"]["name"]
     Play(training, report).recover(
@@ -196,42 +174,6 @@ def test_pods_of_a_job_that_is_not_ours_come_back(stage: Stage, losses: LossRead
     owner = "jsonpath={.metadata.ownerReferences[*].kind}"
     kept = testbed.kubectl("-n", SYSTEM, "get", "secret", "tiercheck-attach", "-o", owner)
     assert kept == "Deployment", "its Secret goes with the operator"
-
-
-def apply_manifest(stage: Stage, manifest: dict[str, Any]) -> None:
-    command = ["kubectl", f"--kubeconfig={stage.testbed.kubeconfig}", "-n", TRAINING, "apply", "-f", "-"]
-    run(command, text=yaml.safe_dump(manifest))
-
-
-def _policy() -> dict[str, Any]:
-    topology = job("x")["spec"]["topology"]
-    tiers = {"local": {"sizeLimit": "512Mi"}, "peer": {"copies": 1}, "remote": {"s3": remote("attached")}}
-    return {
-        "apiVersion": "tiercheck.io/v1alpha1",
-        "kind": "TierCheckPolicy",
-        "metadata": {"name": "careful"},
-        "spec": {"topology": topology, "tiers": tiers},
-    }
-
-
-def _indexed_job() -> dict[str, Any]:
-    pod = job("x", steps=400)["spec"]["template"]["spec"]
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "attached"},
-        "spec": {
-            "completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 3,
-            "podFailurePolicy": {
-                "rules": [{"action": "Ignore",
-                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-            },
-            "template": {
-                "metadata": {"labels": {"tiercheck.io/inject": "careful"}},
-                "spec": {**pod, "restartPolicy": "Never"},
-            },
-        },
-    }  # fmt: skip
 
 
 def _eviction(stage: Stage, pod: str) -> str:

@@ -22,8 +22,11 @@ from tiercheck_operator.model.status import parse_time
 GROUP, VERSION, PLURAL = "tiercheck.io", "v1alpha1", "tiercheckjobs"
 WORKER = "tiercheck.io/worker"
 JOB_UID = "tiercheck.io/job-uid"
-PATIENCE = 240.0
+PATIENCE = 600.0
 """Seconds after which a test gives up; nothing is measured by it."""
+
+Begin = Callable[[str, dict[str, Any]], "Training"]
+"""Applies a job's manifest in a namespace."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class Training:
     _stop: bool = False
 
     def __post_init__(self) -> None:
+        self._connect()
+
+    def _connect(self) -> None:
         client = kubernetes.config.new_client_from_config(str(self.testbed.kubeconfig))
         self._jobs, self._core = (
             kubernetes.client.CustomObjectsApi(client),
@@ -228,12 +234,17 @@ class Training:
         )
 
     def _follow(self, into: list[Sighting], stream: Callable[[Any], Any]) -> None:
+        failed = False
         while not self._stop:
             try:
+                if failed:
+                    self._connect()  # with the CA of now
+                failed = False
                 for event in stream(kubernetes.watch.Watch()):
                     if event["type"] != "BOOKMARK":
                         into.append(Sighting(time.time(), event["type"], event["raw_object"]))
             except Exception as error:  # the watch is begun anew, as the API server may be away
+                failed = True
                 print(f"watch of {self.key}: {error!r}", flush=True)
                 time.sleep(0.5)
 

@@ -82,8 +82,8 @@ MOVING = "Moving"
 NO_ROOM_TO_MOVE = "NoRoomToMove"
 """A pod will have to leave its node, and no node has room for its replacement: it stays until it is ended."""
 NODE_NOT_READY = "NodeNotReady"
-"""No kubelet is heard on a node of the job. Its pods train on as long as they answer; new ones go
-elsewhere."""
+"""A node of the job is not ready, or its kubelet is silent. Its pods train on as long as they answer; new
+ones go elsewhere."""
 DEVICE_UNHEALTHY = "DeviceUnhealthy"
 """The kubelet says that a device of a worker's pod is not well. Its next pod prefers other nodes."""
 OWNER_RESIZED = "OwnerResized"

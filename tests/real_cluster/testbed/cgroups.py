@@ -8,6 +8,8 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _OURS = "tiercheck-testbed"
+_SHARES = {"cpu.shares": "8192", "cpu.weight": "800"}
+"""All pods of all nodes together weigh as much as eight processes of the machine; else it would be one."""
 
 
 def is_unified() -> bool:
@@ -31,6 +33,9 @@ def make_node_root(number: int) -> None:
             elif (path / "cpuset.cpus").exists():
                 for name in ("cpuset.cpus", "cpuset.mems"):
                     (path / name).write_text((path.parent / name).read_text())
+        for name, value in _SHARES.items():
+            if (hierarchy / _OURS / name).exists():
+                (hierarchy / _OURS / name).write_text(value)
 
 
 def processes_of(number: int) -> list[tuple[int, str]]:

@@ -24,7 +24,30 @@ def start(processes: Processes, folder: Path, core: int, nodes: int) -> None:
         *inside, kube_bin("etcd"), f"--data-dir={folder}/etcd", f"--listen-client-urls={_ETCD}",
         f"--advertise-client-urls={_ETCD}", "--listen-peer-urls=http://127.0.0.1:2380", "--unsafe-no-fsync",
     ])  # fmt: skip
-    keys, admin = folder / "keys", folder / "admin.conf"
+    start_api_server(processes, folder, core)
+    restart_controllers(processes, folder, core)
+
+
+def restart_controllers(processes: Processes, folder: Path, core: int) -> None:
+    """Controller manager and scheduler begin, or begin anew with the CA of now."""
+    inside, admin = ["nsenter", "-t", str(core), "-n"], folder / "admin.conf"
+    for name in ("kube-controller-manager", "kube-scheduler"):
+        processes.kill(name)
+    processes.start("kube-controller-manager", [
+        *inside, kube_bin("kube-controller-manager"), f"--kubeconfig={admin}",
+        f"--service-account-private-key-file={folder}/keys/accounts.key",
+        f"--root-ca-file={folder}/apiserver/apiserver.crt",
+        "--leader-elect=false", "--use-service-account-credentials",
+    ])  # fmt: skip
+    processes.start("kube-scheduler", [
+        *inside, kube_bin("kube-scheduler"), f"--kubeconfig={admin}", "--leader-elect=false",
+    ])  # fmt: skip
+
+
+def start_api_server(processes: Processes, folder: Path, core: int) -> None:
+    """Until it answers. Raises TimeoutError with the end of its log."""
+    inside = ["nsenter", "-t", str(core), "-n"]
+    keys = folder / "keys"
     processes.start("kube-apiserver", [
         *inside, kube_bin("kube-apiserver"), f"--etcd-servers={_ETCD}", "--secure-port=6443",
         f"--bind-address={CORE}", f"--advertise-address={CORE}", f"--cert-dir={folder}/apiserver",
@@ -36,18 +59,9 @@ def start(processes: Processes, folder: Path, core: int, nodes: int) -> None:
         "--enable-admission-plugins=NodeRestriction,OwnerReferencesPermissionEnforcement",
     ])  # fmt: skip
     try:
-        wait_for(lambda: _ready(core, admin), START_SECONDS, "the API server")
+        wait_for(lambda: _ready(core, folder / "admin.conf"), START_SECONDS, "the API server")
     except TimeoutError as error:
         raise TimeoutError(f"{error}; {processes.end_of_log('kube-apiserver')}") from error
-    processes.start("kube-controller-manager", [
-        *inside, kube_bin("kube-controller-manager"), f"--kubeconfig={admin}",
-        f"--service-account-private-key-file={keys}/accounts.key",
-        f"--root-ca-file={folder}/apiserver/apiserver.crt",
-        "--leader-elect=false", "--use-service-account-credentials",
-    ])  # fmt: skip
-    processes.start("kube-scheduler", [
-        *inside, kube_bin("kube-scheduler"), f"--kubeconfig={admin}", "--leader-elect=false",
-    ])  # fmt: skip
 
 
 def ask(kubeconfig: Path, path: str) -> dict[str, object]:

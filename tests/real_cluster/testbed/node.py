@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
-from testbed import cgroups, network
+from testbed import cgroups, device_plugin, network
 from testbed.needs import CNI_PLUGINS, kube_bin
 from testbed.processes import Processes, run, wait_for
 
+DEVICE = "example.com/device"
+SYSCTL = "kernel.msgmax"
+"""Pods may set it where the kubelet allows it; else it refuses them."""
 _PAUSE = f"{network.REGISTRY}/pause:1"
 # Mounts /proc for the node's own processes, then adopts and reaps what others leave.
 _INIT = "mount -t proc proc /proc && while :; do sleep 1000 & wait $!; done"
@@ -42,8 +46,10 @@ class Node:
         )
         wait_for(lambda: network.has_own(kernel, "net") and network.has_own(kernel, "mnt"), 10, "namespaces")
         network.connect_node(self._pid("core"), self.number, kernel)
-        Path("/var/lib/cni").mkdir(exist_ok=True)
-        for path, size in (("/run", "512m"), ("/dev/shm", "4g"), ("/var/lib/cni", "16m")):
+        for path, size in (
+            ("/run", "512m"), ("/dev/shm", "4g"), ("/var/lib/cni", "16m"), (str(device_plugin.FOLDER), "16m"),
+        ):  # fmt: skip
+            Path(path).mkdir(parents=True, exist_ok=True)
             run([*self._inside(), "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path])
         cgroups.make_node_root(self.number)
         self._write_settings()
@@ -56,9 +62,12 @@ class Node:
             inner=True,
         )
         wait_for(lambda: network.has_own(init, "pid"), 10, "a PID namespace")
+        self.start_containerd()
+        self.start_kubelet()
+
+    def start_containerd(self) -> None:
         self._daemon("containerd", ["containerd", "-c", f"{self.folder}/containerd.toml"])
         wait_for(lambda: self._ctr("version"), 60, f"containerd of {self.name}")
-        self.start_kubelet()
 
     def start_kubelet(self) -> None:
         self._daemon("kubelet", [
@@ -71,6 +80,30 @@ class Node:
 
     def kill_kubelet(self) -> None:
         self._processes.kill(f"{self.name}-kubelet")
+
+    def allow_sysctl(self, allowed: bool) -> None:
+        """Starts the kubelet anew, which from then on admits pods that set SYSCTL, or fails them."""
+        self.kill_kubelet()
+        (self.folder / "kubelet.json").write_text(_kubelet(self, [SYSCTL] if allowed else []))
+        self.start_kubelet()
+
+    def offer_device(self, health: str) -> None:
+        """DEVICE of the node is in this health, Healthy or Unhealthy, from now on."""
+        state = self.folder / "device.json"
+        state.with_suffix(".new").write_text(json.dumps({"device-0": health}))
+        state.with_suffix(".new").rename(state)
+        if self._processes.pid(f"{self.name}-plugin") is None:
+            script = str(Path(device_plugin.__file__))
+            self._processes.start(
+                f"{self.name}-plugin", [*self._inside(), sys.executable, script, str(state), DEVICE]
+            )
+
+    def take_device_away(self) -> None:
+        self._processes.kill(f"{self.name}-plugin")
+
+    def kill_containerd(self) -> None:
+        """Its containers run on, as with systemd's KillMode=process."""
+        self._processes.kill(f"{self.name}-containerd")
 
     def power_off(self) -> None:
         """A power cut: the cable first, so that nobody says good-bye, then everything at once."""
@@ -157,7 +190,7 @@ class Node:
         (self.folder / "cni").mkdir(exist_ok=True)
         (self.folder / "cni" / "10-pods.conflist").write_text(_cni(self.number))
         (self.folder / "containerd.toml").write_text(_containerd(self.folder))
-        (self.folder / "kubelet.json").write_text(_kubelet(self))
+        (self.folder / "kubelet.json").write_text(_kubelet(self, [SYSCTL]))
 
 
 def may_lower_oom_scores() -> bool:
@@ -207,7 +240,7 @@ state = "/run/containerd"
 """
 
 
-def _kubelet(node: Node) -> str:
+def _kubelet(node: Node, sysctls: list[str]) -> str:
     return json.dumps({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -223,6 +256,7 @@ def _kubelet(node: Node) -> str:
         "cgroupRoot": cgroups.node_root(node.number),
         "enforceNodeAllocatable": [],
         "maxPods": 50,
+        "allowedUnsafeSysctls": sysctls,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "imageGCHighThresholdPercent": 100,
     })  # fmt: skip

@@ -66,14 +66,13 @@ def unready_node_message(obs: Observation, members: Mapping[int, PodView]) -> tu
     found = [pod for _, pod in sorted(members.items()) if pod.node in unready]
     if not found:
         return None
-    more = f" and those of {len(found) - 1} other workers are" if len(found) > 1 else " is"
+    first, others = found[0], len(found) - 1
+    more = f", and so it is with those of {others} other workers" if others else ""
+    why = obs.nodes[first.node or ""].lost
     return (
         conditions.NODE_NOT_READY,
-        f"node {found[0].node} of worker {found[0].worker}{more} not ready: no kubelet is heard there. "
-        "Who answers "
-        "trains on, and is left alone until Kubernetes evicts it, or its sidecar falls silent as well; "
-        "new pods "
-        "go elsewhere",
+        f"node {first.node} of worker {first.worker}: {why}{more}. Who answers trains on, and is left alone "
+        "until Kubernetes evicts it, or its sidecar falls silent as well; new pods go elsewhere",
     )
 
 

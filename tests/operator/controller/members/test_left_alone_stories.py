@@ -264,6 +264,7 @@ def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None
     holds, reason, message = placed(world)
     assert (holds, reason) == (True, "NodeNotReady")
     assert "trains on" in message
+    assert "node is not ready (NodeStatusUnknown), and so it is with those of" in message
     assert "NodeNotReady" in world.notices
     for name in world.nodes:
         world.start_kubelet(name)

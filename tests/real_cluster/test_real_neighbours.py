@@ -1,0 +1,350 @@
+"""What admins, other teams and the cluster's own services do beside a job: it comes back by itself."""
+
+from __future__ import annotations
+
+import time
+import zlib
+
+import faults
+import pytest
+from play import Play
+from report import Report
+from stage import SYSTEM, TRAINING, Stage, job, label_nodes
+from testbed.cluster import Testbed
+from testbed.node import DEVICE, SYSCTL, Node
+from testbed.processes import wait_for
+from training import Begin, Training
+from unhurt import UnhurtRun
+
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+
+DELETED = (Cause.POD_DELETED,)
+EVICTED = (Cause.POD_EVICTED,)
+COUNTED, DOOMED, UNSAFE = "counted", "doomed", "unsafe"
+"""Namespaces of their own."""
+
+pytestmark = pytest.mark.usefixtures("healed")
+
+
+@pytest.fixture
+def two(request: pytest.FixtureRequest, begin: Begin, report: Report) -> Play:
+    """Two workers, on their way, under a name that no other test gives: else they would take up its run."""
+    name = f"two-{zlib.crc32(request.node.name.encode()):x}"
+    return started(begin(TRAINING, job(name, workers=2)), report)
+
+
+def started(training: Training, report: Report) -> Play:
+    play = Play(training, report)
+    play.begin()
+    return play
+
+
+def test_containerd_that_is_away_until_its_node_is_not_ready_stops_no_training(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    node = two.training.node_of(1)
+
+    def restart() -> None:
+        node.kill_containerd()
+        two.training.wait(lambda: reason(two.training) == conditions.NODE_NOT_READY, "it to be told")
+        node.start_containerd()
+
+    two.leave_alone("containerd of a node away until NotReady", restart, told=lambda: told(two.training))
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_api_server_that_is_away_stops_no_training(two: Play, stage: Stage, unhurt: UnhurtRun) -> None:
+    two.leave_alone("API server away for 45 s", lambda: faults.restart_api_server(stage.testbed, 45))
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_pod_deleted_just_before_the_api_server_restarts_is_replaced_once(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    training = two.training
+    began, old = time.time(), training.pod(1)["metadata"]["name"]
+
+    def hit() -> None:
+        stage.testbed.kubectl("-n", TRAINING, "delete", "pod", old, "--wait=false")
+        faults.restart_api_server(stage.testbed, 20)
+
+    two.recover("pod deleted, then API server away for 20 s", hit, causes=DELETED, replaced={1})
+    assert training.pods_deleted(began) == [old], "a new pod went because its kubelet came late"
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_node_tainted_no_execute_is_left(two: Play, stage: Stage, unhurt: UnhurtRun) -> None:
+    node = two.training.node_of(1)
+    taint = "example.com/maintenance"
+    try:
+        two.recover(
+            "taint NoExecute",
+            lambda: stage.testbed.kubectl("taint", "node", node.name, f"{taint}=now:NoExecute"),
+            causes=EVICTED, replaced={1},
+        )  # fmt: skip
+        assert two.training.node_of(1) is not node
+    finally:
+        stage.testbed.kubectl("taint", "node", node.name, f"{taint}-", check=False)
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_node_deleted_from_the_api_is_left_and_taken_again_when_it_is_back(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    """The machine is well all the time: as an autoscaler or an admin does it by mistake."""
+    training, node = two.training, two.training.node_of(1)
+    two.recover(
+        "node object deleted, its kubelet alive",
+        lambda: stage.testbed.kubectl("delete", "node", node.name),
+        causes=(Cause.NODE_LOST, *DELETED), replaced={1},
+    )  # fmt: skip
+    assert training.node_of(1) is not node
+    node.kill_kubelet()
+    node.start_kubelet()
+    wait_for(lambda: stage.testbed.is_ready(node), 120, "the node to be back")
+    label_nodes(stage.testbed)
+    stage.testbed.kubectl("cordon", *(other.name for other in stage.testbed.nodes if other is not node))
+    name = training.pod(1)["metadata"]["name"]
+    two.recover(
+        "pod deleted, only the node that is back has room",
+        lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--wait=false"),
+        causes=DELETED, replaced={1},
+    )  # fmt: skip
+    assert training.node_of(1) is node
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_node_deleted_and_registered_again_without_its_labels_is_left(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    """Its kubelet, which starts anew for that, fails the pods that may not be on such a node."""
+    node = two.training.node_of(1)
+
+    def hit() -> None:
+        stage.testbed.kubectl("delete", "node", node.name)
+        node.kill_kubelet()
+        node.start_kubelet()
+
+    two.recover(
+        "node object deleted and made anew at once, labels lost", hit,
+        causes=(Cause.POD_FAILED, Cause.NODE_LOST, *DELETED), replaced={1},
+    )  # fmt: skip
+    label_nodes(stage.testbed)
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_node_whose_kubelet_refuses_pods_is_avoided(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    """As after a driver that fails: the scheduler sees room on it, and every pod there fails at once."""
+    manifest = job("refused", workers=2)
+    manifest["spec"]["template"]["spec"]["securityContext"]["sysctls"] = [{"name": SYSCTL, "value": "65536"}]
+    stage.make_namespace(UNSAFE, "privileged")
+    play = started(begin(UNSAFE, manifest), report)
+    training, testbed = play.training, stage.testbed
+    old, name = training.node_of(1), training.pod(1)["metadata"]["name"]
+    bad, other = (node for node in testbed.nodes[:-1] if node not in (training.node_of(0), old))
+    began = time.time()
+
+    def avoided() -> bool:
+        return bad.name in {place["node"] for place in training.status.get("avoidedNodes") or ()}
+
+    def hit() -> None:
+        testbed.kubectl("cordon", old.name, other.name)
+        testbed.kubectl("-n", UNSAFE, "delete", "pod", name, "--wait=false")
+        training.wait(avoided, "the node to be avoided")
+        testbed.kubectl("uncordon", old.name, other.name)
+
+    bad.allow_sysctl(False)
+    wait_for(lambda: testbed.is_ready(bad), 120, "the node to be Ready")
+    try:
+        play.recover("a node's kubelet refuses the new pod", hit, causes=DELETED, replaced={1})
+    finally:
+        bad.allow_sysctl(True)
+    assert training.node_of(1) in (old, other)
+    assert any(
+        bad.name in said and "SysctlForbidden" in said for said in events(training, began, "NodeAvoided")
+    )
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_quota_that_is_full_delays_a_new_pod_until_the_old_one_is_gone(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    limit_pods(stage, COUNTED, 2)
+    play = started(begin(COUNTED, job("exact", workers=2)), report)
+    began, name = time.time(), play.training.pod(1)["metadata"]["name"]
+    play.recover(
+        "pod deleted, quota full until it is gone",
+        lambda: stage.testbed.kubectl("-n", COUNTED, "delete", "pod", name, "--wait=false"),
+        causes=DELETED, replaced={1},
+    )  # fmt: skip
+    assert any("exceeded quota" in said for said in events(play.training, began, conditions.REFUSED))
+    unhurt.assert_same(play.training, ranks=2)
+
+
+def test_spare_that_the_quota_refuses_stops_nothing_else(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    limit_pods(stage, COUNTED, 2)
+    training = begin(COUNTED, job("luxury", workers=2, spares=1))
+    training.wait_for_step(20)
+    refused = training.condition(conditions.SPARES_READY)
+    assert (refused["status"], refused["reason"]) == ("False", conditions.REFUSED)
+    assert "exceeded quota" in refused["message"]
+    before = training.attempt
+    faults.kill_rank(training, 1)
+    training.wait(lambda: training.steps[-1].attempt > before, "a restart in place")
+    before, name = training.attempt, training.pod(1)["metadata"]["name"]
+    stage.testbed.kubectl("-n", COUNTED, "delete", "pod", name, "--wait=false")
+    training.wait(lambda: training.steps[-1].attempt > before, "another pod")
+    limit_pods(stage, COUNTED, 3)
+    training.wait_until_protected()
+    assert training.condition(conditions.SPARES_READY)["status"] == "True"
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_worker_that_a_more_important_pod_displaces_goes_elsewhere(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    training, node = two.training, two.training.node_of(1)
+    important = {
+        "apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "important"},
+        "value": 1000,
+    }  # fmt: skip
+    pod = job("x")["spec"]["template"]["spec"]
+    container = {**pod["containers"][0], "command": ["sleep", "infinity"]}
+    container["resources"] = {"requests": {"cpu": "1900m"}}
+    intruder = {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "important"},
+        "spec": {**pod, "containers": [container], "nodeSelector": {"kubernetes.io/hostname": node.name},
+            "priorityClassName": "important", "terminationGracePeriodSeconds": 0},
+    }  # fmt: skip
+    stage.apply(important)
+    try:
+        two.recover(
+            "preempted by a higher priority", lambda: stage.apply(intruder), causes=EVICTED, replaced={1}
+        )
+        assert training.node_of(1) is not node
+    finally:
+        stage.testbed.kubectl("-n", TRAINING, "delete", "pod", "important", "--ignore-not-found")
+        stage.testbed.kubectl("delete", "priorityclass", "important")
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_operator_upgraded_in_mid_recovery_spends_no_second_attempt(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    name = two.training.pod(1)["metadata"]["name"]
+
+    def hit() -> None:
+        stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--force", "--grace-period=0")
+        two.training.wait(lambda: "recovery" in two.training.status, "the recovery to begin")
+        stage.upgrade(podAnnotations={"example.com/changed": "in mid-recovery"})
+
+    two.recover("pod deleted, then helm upgrade", hit, causes=DELETED, replaced={1})
+    stage.upgrade()
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_deleted_namespace_takes_its_job_with_it_and_no_other(
+    two: Play, stage: Stage, begin: Begin, unhurt: UnhurtRun
+) -> None:
+    stage.make_namespace(DOOMED)
+    doomed = begin(DOOMED, job("doomed", workers=2))
+    doomed.wait_until_protected()
+    pods = ("-n", SYSTEM, "get", "pods", "-o", "jsonpath={..restartCount}")
+    restarts = stage.testbed.kubectl(*pods)
+
+    def delete() -> None:
+        stage.testbed.kubectl("delete", "namespace", DOOMED, "--timeout=600s")
+
+    two.leave_alone("namespace of another job deleted", delete)
+    assert stage.testbed.kubectl(*pods) == restarts, "an operator ended"
+    assert not stage.testbed.kubectl("get", "namespace", DOOMED, "--ignore-not-found")
+    unhurt.assert_same(two.training, ranks=2)
+
+
+def test_pod_evicted_for_its_own_storage_counts_as_a_crash(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    manifest = job("full", workers=2)
+    limits = manifest["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    limits["ephemeral-storage"] = "20Mi"
+    play = started(begin(TRAINING, manifest), report)
+    play.recover(
+        "own ephemeral-storage limit exceeded", lambda: faults.fill_disk(play.training, 1, 60 << 20),
+        causes=(Cause.STORAGE_EXCEEDED,), replaced={1},
+    )  # fmt: skip
+    assert play.training.status["restarts"]["counted"] == 1
+    assert "Raise that limit" in play.training.status["lastRecovery"]["message"]
+    unhurt.assert_same(play.training, ranks=2)
+
+
+def test_device_that_turns_unhealthy_is_told_avoided_and_taken_again_when_it_is_well(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    testbed, nodes = stage.testbed, stage.testbed.nodes[:-1]
+    try:
+        for node in nodes:
+            node.offer_device("Healthy")
+        for node in nodes:
+            wait_for(lambda node=node: devices(testbed, node) == "1", 60, f"the device of {node.name}")
+        manifest = job("gpu", workers=2)
+        manifest["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"][DEVICE] = "1"
+        play = started(begin(TRAINING, manifest), report)
+        training, node, began = play.training, play.training.node_of(1), time.time()
+
+        def turn_ill_and_well() -> None:
+            node.offer_device("Unhealthy")
+            training.wait(lambda: reason(training) == conditions.DEVICE_UNHEALTHY, "it to be told")
+            node.offer_device("Healthy")
+            training.wait(lambda: reason(training) != conditions.DEVICE_UNHEALTHY, "its end to be told")
+
+        play.leave_alone("a device turns unhealthy, and well again", turn_ill_and_well)
+        assert any(DEVICE in said for said in events(training, began, conditions.DEVICE_UNHEALTHY))
+        node.offer_device("Unhealthy")
+        training.wait(lambda: reason(training) == conditions.DEVICE_UNHEALTHY, "it to be told")
+        name = training.pod(1)["metadata"]["name"]
+        play.recover(
+            "pod with an unhealthy device deleted",
+            lambda: testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--wait=false"),
+            causes=DELETED, replaced={1},
+        )  # fmt: skip
+        assert training.node_of(1) is not node
+    finally:
+        for node in nodes:
+            node.take_device_away()
+    unhurt.assert_same(training, ranks=2)
+
+
+def devices(testbed: Testbed, node: Node) -> str:
+    """How many the kubelet offers."""
+    path = "jsonpath={.status.allocatable.example\\.com/device}"
+    return testbed.kubectl("get", "node", node.name, "-o", path)
+
+
+def limit_pods(stage: Stage, namespace: str, pods: int) -> None:
+    if not stage.testbed.kubectl("get", "namespace", namespace, "--ignore-not-found"):
+        stage.make_namespace(namespace)
+    quota = {
+        "apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "pods"},
+        "spec": {"hard": {"pods": str(pods)}},
+    }  # fmt: skip
+    stage.apply(quota, namespace)
+
+
+def events(training: Training, since: float, reason: str) -> list[str]:
+    return [event["message"] for event in training.events(since) if event["reason"] == reason]
+
+
+def reason(training: Training) -> str:
+    """Of the condition Placed."""
+    return str(training.condition(conditions.PLACED).get("reason"))
+
+
+def told(training: Training) -> str:
+    """What Placed says of a node that is not ready; empty: nothing."""
+    found = training.condition(conditions.PLACED)
+    return f"{found['reason']}: {found['message']}" if reason(training) == conditions.NODE_NOT_READY else ""
