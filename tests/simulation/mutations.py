@@ -328,7 +328,7 @@ def _holders_of_before() -> list[Patch]:
 
 
 def _rotten_uploads_stay() -> list[Patch]:
-    return [(upload, "distrust", lambda *_: None)]
+    return [(upload, "evict_if_bad", lambda *_: "")]
 
 
 def _labels_are_believed() -> list[Patch]:

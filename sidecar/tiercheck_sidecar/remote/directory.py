@@ -64,7 +64,7 @@ class DirectoryObjects(Objects):
         self._store(key, lambda file: _write_all(file, memoryview(body)))
 
     def create(self, key: str, body: bytes) -> bool:
-        return self._store(key, lambda file: _write_all(file, memoryview(body)), os.link)
+        return self._store(key, lambda file: _write_all(file, memoryview(body)), once=True)
 
     def read(self, key: str) -> bytes | None:
         with self._sentences():
@@ -145,8 +145,8 @@ class DirectoryObjects(Objects):
             raise RemoteError(Reason.OTHER, f"{key!r} is no key of {self.location}.", retriable=False)
         return (*self._folder, *parts)
 
-    def _store(self, key: str, fill: Callable[[int], None], publish: Callable[..., None] = os.rename) -> bool:
-        """Whether a file that `fill` wrote is at its place now; not, if `publish` found one there."""
+    def _store(self, key: str, fill: Callable[[int], None], once: bool = False) -> bool:
+        """Whether a file that `fill` wrote is at its place now; not, if it may be there `once` and is."""
         *parts, name = self._parts(key)
         temporary = f"{_TEMPORARY}{name}-{uuid.uuid4().hex}"
         with self._sentences(), folder_beneath(self._root, parts, make=True) as folder:
@@ -155,7 +155,7 @@ class DirectoryObjects(Objects):
                     fill(sink.fileno())
                     os.fsync(sink.fileno())
                 try:
-                    publish(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    (os.link if once else os.rename)(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                 except FileExistsError:
                     return False
                 # A folder that was just made is an entry of its parent, and lost with it: so every one up to
