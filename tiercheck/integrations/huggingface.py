@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 from tiercheck.trainer.backends.backend import log
 from tiercheck.trainer.checkpointer import Checkpointer, Found, find
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.training import end_run, name_run
+from tiercheck.trainer.training import end_run, name_run
 
 _NEEDED = (
     "_init_training_state",

@@ -22,7 +22,7 @@ from torch.nn.utils import prune
 from tiercheck.trainer.backends.backend import RestoreError, log
 from tiercheck.trainer.checkpointer import Checkpointer, find
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.training import end_run, name_run
+from tiercheck.trainer.training import end_run, name_run
 
 try:
     from lightning.pytorch import callbacks

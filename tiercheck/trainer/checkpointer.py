@@ -44,7 +44,7 @@ from tiercheck.trainer.save.slot_context import UnknownRoom
 from tiercheck.trainer.state import user_state
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.pending import Pending
-from tiercheck.trainer.state.training import TRAINING, TrainingIdentity, fingerprint, name_of
+from tiercheck.trainer.training import TRAINING, TrainingIdentity, fingerprint, name_of
 
 __all__ = ["Checkpointer", "Found", "find"]
 

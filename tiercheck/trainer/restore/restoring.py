@@ -36,7 +36,7 @@ from tiercheck.trainer.state.capture import named_parameters_of
 from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.modes import put_back_modes
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
-from tiercheck.trainer.state.training import name_of
+from tiercheck.trainer.training import name_of
 
 
 @dataclass(frozen=True)

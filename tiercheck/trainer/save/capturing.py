@@ -22,7 +22,7 @@ from tiercheck.trainer.state.accelerator import accelerator_of
 from tiercheck.trainer.state.capture import Inventory
 from tiercheck.trainer.state.leaves import PLAIN, Entry, NotCapturable
 from tiercheck.trainer.state.samples import Sampler
-from tiercheck.trainer.state.training import TRAINING
+from tiercheck.trainer.training import TRAINING
 
 
 class Capturing:

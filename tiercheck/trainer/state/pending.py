@@ -1,4 +1,4 @@
-"""Lets the training thread and the thread of the saver agree on an artifact: begun, given up, or copied."""
+"""Lets two threads agree on an artifact on its way: begun, given up, or copied."""
 
 from __future__ import annotations
 
