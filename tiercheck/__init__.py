@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tiercheck.trainer.checkpointer import Checkpointer, Found, find
     from tiercheck.trainer.restore.load import DifferentState
     from tiercheck.trainer.resumable_sampler import ResumableSampler
-    from tiercheck.trainer.state.leaves import NotCapturable
     from tiercheck.trainer.state.user_state import State
+    from tiercheck.trainer.tensors.leaves import NotCapturable
 else:  # a type checker would take every name for Any
     _MODULES = {
         "DifferentState": "restore.load",

@@ -19,8 +19,8 @@ from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.flight import Flight
-from tiercheck.trainer.state.accelerator import accelerator_of
 from tiercheck.trainer.state.slot_file import SlotReader, SlotWriter
+from tiercheck.trainer.tensors.accelerator import accelerator_of
 
 
 @dataclass(frozen=True)

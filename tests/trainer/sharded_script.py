@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tiercheck import Checkpointer
 from tiercheck.trainer.proof.state_hash import fingerprints
 from tiercheck.trainer.state.capture import take_inventory
-from tiercheck.trainer.state.leaves import local_shard
+from tiercheck.trainer.tensors.leaves import local_shard
 
 WIDE = 1301
 """Wide enough for replicas to store shares of a layer, and no multiple of anything."""

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tests.trainer.deltas.replaying import EQUAL, REFUSED, TOLD, Script, outcome, started, train
 from tiercheck.trainer.restore.load import DifferentState
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 WIDTH = 24
 After = Callable[[nn.Module, Optimizer, int], None]

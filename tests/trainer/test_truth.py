@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tiercheck import Checkpointer
 from tiercheck.trainer.backends.backend import RestoreError
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 WIDTH = 512
 

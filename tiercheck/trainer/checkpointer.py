@@ -42,8 +42,8 @@ from tiercheck.trainer.save.deltas import Deltas
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.save.slot_context import UnknownRoom
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.leaves import NotCapturable
-from tiercheck.trainer.state.pending import Pending
+from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.pending import Pending
 from tiercheck.trainer.training import TRAINING, TrainingIdentity, fingerprint, name_of
 
 __all__ = ["Checkpointer", "Found", "find"]

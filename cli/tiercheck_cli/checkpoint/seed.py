@@ -24,9 +24,9 @@ from tiercheck.protocol.artifacts.pieces import Box, Piece, pieces_table
 from tiercheck.protocol.artifacts.slot import PIECES, SlotLayout, read_tensors
 from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.folder_backend import FolderBackend
-from tiercheck.trainer.state.leaves import dtype_name, dtype_of
 from tiercheck.trainer.state.slot_file import USER_BLOB, USER_BYTES, SlotWriter, bytes_into
 from tiercheck.trainer.state.user_state import capacity_for
+from tiercheck.trainer.tensors.leaves import dtype_name, dtype_of
 from tiercheck_cli.failure import USAGE, CannotDo
 
 Fill = Callable[[Tensor], None]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tiercheck.protocol.artifacts.contents import DCP, DCP_BYTES, WholeTensor
 from tiercheck.protocol.artifacts.pieces import Box
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.leaves import dtype_of
+from tiercheck.trainer.tensors.leaves import dtype_of
 from tiercheck_cli.checkpoint.saved import Saved, read_box
 from tiercheck_cli.failure import CannotDo
 

@@ -20,7 +20,7 @@ from tiercheck.protocol.artifacts.slot import (
 )
 from tiercheck.protocol.plain_json import MOST_VALUES, Malformed
 from tiercheck.protocol.version import Version
-from tiercheck.trainer.state.leaves import _NAMES
+from tiercheck.trainer.tensors.leaves import _NAMES
 
 ABOUT = {"rank": "0", "step": "5", "attempt": "1", "world_size": "1", "kind": "snapshot"}
 INF = float("inf")

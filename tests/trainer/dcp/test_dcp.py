@@ -26,7 +26,7 @@ from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.dcp import writer
 from tiercheck.trainer.dcp.note import Note, planner_paths
 from tiercheck.trainer.dcp.writer import step_of
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 SCRIPT = Path(__file__).parent / "dcp_script.py"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_dcp.py"

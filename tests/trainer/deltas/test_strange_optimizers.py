@@ -22,7 +22,7 @@ from tests.trainer.deltas.replaying import Script, started, survives_from_a_snap
 from tests.trainer.deltas.test_idioms import IDIOMS, Bound, Multiplies, Slow, adam, net, simple
 from tiercheck import ResumableSampler
 from tiercheck.protocol.version import Kind
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 
 class Falling:

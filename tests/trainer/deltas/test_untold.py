@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tiercheck.trainer.deltas.untold import PATIENCE, Untold
-from tiercheck.trainer.state import accelerator
-from tiercheck.trainer.state.samples import Sampler
+from tiercheck.trainer.tensors import accelerator
+from tiercheck.trainer.tensors.samples import Sampler
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiercheck.trainer.state.samples import Sampler
+from tiercheck.trainer.tensors.samples import Sampler
 
 MIB = 2**20
 

@@ -16,8 +16,8 @@ from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore import restoring
-from tiercheck.trainer.state.leaves import dtype_name
 from tiercheck.trainer.state.slot_file import SlotReader, SlotWriter
+from tiercheck.trainer.tensors.leaves import dtype_name
 
 LARGE = 10_000_019
 """Elements of fp32: above the size for which several threads read, and no multiple of the pieces they read.

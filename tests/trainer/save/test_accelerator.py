@@ -21,9 +21,10 @@ from tiercheck.trainer.deltas import watch
 from tiercheck.trainer.deltas.encoding import have_same_bits
 from tiercheck.trainer.deltas.untold import PATIENCE
 from tiercheck.trainer.save import flight
-from tiercheck.trainer.state import accelerator, buffers, slot_file, stored
-from tiercheck.trainer.state.accelerator import accelerator_of
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.state import slot_file, stored
+from tiercheck.trainer.tensors import accelerator, buffers
+from tiercheck.trainer.tensors.accelerator import accelerator_of
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 WIDTH = 160
 """A weight of 100 KiB, which travels alone, beside biases that are packed."""

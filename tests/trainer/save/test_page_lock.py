@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tiercheck.protocol.artifacts import mapping
-from tiercheck.trainer.state import accelerator
 from tiercheck.trainer.state.slot_file import SlotWriter
+from tiercheck.trainer.tensors import accelerator
 
 MIB = 2**20
 

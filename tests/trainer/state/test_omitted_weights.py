@@ -16,8 +16,8 @@ from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore.load import DifferentState
-from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.slot_file import SlotReader
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 WIDTH = 64
 

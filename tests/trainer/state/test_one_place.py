@@ -11,7 +11,7 @@ from torch import nn
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 
 def made(folder: Path | None = None, model: nn.Module | None = None) -> tuple[nn.Module, Checkpointer]:

@@ -22,9 +22,9 @@ from torch import nn
 
 from tiercheck import Checkpointer
 from tiercheck.dcp import Storage
-from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.readable import MARK
 from tiercheck.trainer.state.user_state import Packed, unpack
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 
 class Phase(enum.Enum):

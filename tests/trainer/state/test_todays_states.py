@@ -24,7 +24,7 @@ from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.checkpointer import find
 from tiercheck.trainer.restore import resharding
 from tiercheck.trainer.restore.load import DifferentState
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 Script = Callable[[int], "Run"]
 

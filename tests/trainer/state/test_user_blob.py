@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.user_state import Packed, unpack
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 
 def test_what_changes_after_the_step_is_not_in_the_blob() -> None:

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from tests.scripted_sidecar import ScriptedSidecar
 from tests.trainer.deltas.replaying import EQUAL, TOLD, Script, outcome, started, survives_from_a_snapshot
 from tiercheck import Checkpointer
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 WIDTH = 8
 

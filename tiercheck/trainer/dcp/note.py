@@ -12,8 +12,8 @@ import torch
 
 from tiercheck.protocol.artifacts.contents import DCP, DCP_BYTES, DCP_PREFIX
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.readable import must_come_back, read_plain, write_plain
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 Path = tuple[str | int, ...]
 

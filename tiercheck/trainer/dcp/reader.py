@@ -35,7 +35,7 @@ from tiercheck.trainer.backends.backend import Offer, RestoreError
 from tiercheck.trainer.dcp.note import LENGTHS, Note, rewrite_for_planner
 from tiercheck.trainer.dcp.writer import step_of
 from tiercheck.trainer.restore.resharding import OtherRanks, merged_ranges
-from tiercheck.trainer.state.leaves import NotCapturable, dtype_of
+from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_of
 
 
 class TierCheckReader(StorageReader):

@@ -25,9 +25,9 @@ from tiercheck.protocol.version import Kind, Version
 from tiercheck.trainer.backends.backend import Backend
 from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.dcp.note import LENGTHS, Note, planner_paths, readable
-from tiercheck.trainer.state.leaves import NotCapturable, dtype_name
 from tiercheck.trainer.state.slot_file import OpenSlots, bytes_into
 from tiercheck.trainer.state.user_state import capacity_for
+from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_name
 
 _FORMAT_VERSION = "1.0.0"
 """Of torch's metadata (`CURRENT_DCP_VERSION`)."""

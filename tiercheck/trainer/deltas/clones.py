@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.deltas.encoding import are_equal_by_bits, decode, encode, have_same_bits
 from tiercheck.trainer.deltas.gradients import Event
-from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, local_shard
 from tiercheck.trainer.state.replayable import (
     inseparable,
     is_elementwise,
@@ -29,6 +28,7 @@ from tiercheck.trainer.state.replayable import (
     own_attributes,
     plain_step,
 )
+from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable, local_shard
 
 _GRAIN = 1024
 """Elements: cuts lie at multiples of this."""

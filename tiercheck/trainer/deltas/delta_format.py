@@ -20,10 +20,10 @@ from tiercheck.protocol.plain_json import parse_json
 from tiercheck.trainer.deltas.encoding import decode, encode, look_sparse, may_be_sparse
 from tiercheck.trainer.deltas.gradients import Event
 from tiercheck.trainer.replicas.replicas import Replicas, cut, share_of
-from tiercheck.trainer.state.leaves import NotCapturable, dtype_name
-from tiercheck.trainer.state.pending import Pending
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
 from tiercheck.trainer.state.user_state import Packed
+from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_name
+from tiercheck.trainer.tensors.pending import Pending
 
 REPLAY_BLOB = "replay"
 REPLAY_BYTES = "replay_bytes"

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.state.leaves import NotCapturable, dtype_name, dtype_of, local_shard
 from tiercheck.trainer.state.readable import is_record
+from tiercheck.trainer.tensors.leaves import NotCapturable, dtype_name, dtype_of, local_shard
 
 SAMPLE = 1024
 """Elements looked at first."""

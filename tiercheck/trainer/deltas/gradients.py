@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tiercheck.trainer.state.leaves import NotCapturable, local_shard, read_each
 from tiercheck.trainer.state.replayable import SCALING
+from tiercheck.trainer.tensors.leaves import NotCapturable, local_shard, read_each
 
 _FRESH_STEPS = 4
 """A gradient inside of larger memory is copied at once until it was seen in fresh memory this many times in a

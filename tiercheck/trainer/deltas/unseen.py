@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.state.leaves import parts
-from tiercheck.trainer.state.samples import Sample, Sampler
+from tiercheck.trainer.tensors.leaves import parts
+from tiercheck.trainer.tensors.samples import Sample, Sampler
 
 COMPILED = "updates happen without a call of the optimizer's hooks (a compiled or captured step)"
 FOREIGN = (

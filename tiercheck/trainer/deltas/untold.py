@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.state.accelerator import on_host
-from tiercheck.trainer.state.leaves import PLAIN
-from tiercheck.trainer.state.samples import Sample, Sampler
+from tiercheck.trainer.tensors.accelerator import on_host
+from tiercheck.trainer.tensors.leaves import PLAIN
+from tiercheck.trainer.tensors.samples import Sample, Sampler
 
 PATIENCE = 3
 """Deltas that turn out not to tell all before none are taken any more."""

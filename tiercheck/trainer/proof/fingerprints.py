@@ -22,8 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.proof.journal import StepRecord
-from tiercheck.trainer.state.accelerator import Accelerator, Mark, accelerator_of
-from tiercheck.trainer.state.leaves import PLAIN, NotCapturable
+from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, accelerator_of
+from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable
 
 _T = TypeVar("_T")
 _HOST_TENSORS, _DEVICE_TENSORS = 8, 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiercheck.trainer.state.leaves import is_wrapper, local_shard, parts
+from tiercheck.trainer.tensors.leaves import is_wrapper, local_shard, parts
 
 MOST = 8
 """A delta carries the fingerprints of every k-th tensor, in turn; k is at most this."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tiercheck.trainer.replicas.bucket_layout import bucket_layouts
-from tiercheck.trainer.state.leaves import NotCapturable, local_shard
 from tiercheck.trainer.state.live import Wrapped
+from tiercheck.trainer.tensors.leaves import NotCapturable, local_shard
 
 log = logging.getLogger("tiercheck")
 

@@ -26,8 +26,8 @@ from tiercheck.protocol.plain_json import parse_json
 from tiercheck.trainer.backends.backend import Skipped, log
 from tiercheck.trainer.backends.ranks import is_distributed
 from tiercheck.trainer.replicas.replicas import Shares, share_of
-from tiercheck.trainer.state.leaves import Entry, local_shard
-from tiercheck.trainer.state.samples import content
+from tiercheck.trainer.tensors.leaves import Entry, local_shard
+from tiercheck.trainer.tensors.samples import content
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -20,8 +20,8 @@ from tiercheck.protocol.artifacts.pieces import Piece, fair_span
 from tiercheck.trainer.backends.ranks import shard_of
 from tiercheck.trainer.replicas.partitioned import Partitions
 from tiercheck.trainer.state.capture import Inventory
-from tiercheck.trainer.state.leaves import Entry, local_shard
 from tiercheck.trainer.state.live import Wrapped
+from tiercheck.trainer.tensors.leaves import Entry, local_shard
 
 SMALLEST = 64 * 1024
 """Bytes; a smaller tensor is stored whole by every replica, because a share of it would cost more than it

@@ -14,12 +14,12 @@ from tiercheck.trainer.replicas.arithmetic import Arithmetic
 from tiercheck.trainer.replicas.partitioned import Partitions
 from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.accelerator import accelerator_of
 from tiercheck.trainer.state.inventories import Inventories
 from tiercheck.trainer.state.kept import refuse_inner
-from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.live import Wrapped, WrapperState, is_final, refuse_fsdp1, unwrap
 from tiercheck.trainer.state.omitted_weights import OmittedWeights
+from tiercheck.trainer.tensors.accelerator import accelerator_of
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 
 class TrainedState:

@@ -22,9 +22,17 @@ from tiercheck.trainer.state.capture import (
     named_parameters_of,
     own_entries,
 )
-from tiercheck.trainer.state.leaves import PLAIN, Entry, held_by, is_wrapper, list_tensor, local_shard, parts
 from tiercheck.trainer.state.slot_file import SlotReader
 from tiercheck.trainer.state.stored import StoredTensors
+from tiercheck.trainer.tensors.leaves import (
+    PLAIN,
+    Entry,
+    held_by,
+    is_wrapper,
+    list_tensor,
+    local_shard,
+    parts,
+)
 
 
 class DifferentState(ValueError):

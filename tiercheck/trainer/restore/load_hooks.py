@@ -18,12 +18,12 @@ from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.proof.proof import first_difference
 from tiercheck.trainer.replicas.trained_state import TrainedState
 from tiercheck.trainer.state import kept
-from tiercheck.trainer.state.buffers import PASSING
 from tiercheck.trainer.state.capture import BESIDE
 from tiercheck.trainer.state.inventories import FSDP2
-from tiercheck.trainer.state.leaves import PLAIN, write
 from tiercheck.trainer.state.live import Wrapped
-from tiercheck.trainer.state.samples import Sampler
+from tiercheck.trainer.tensors.buffers import PASSING
+from tiercheck.trainer.tensors.leaves import PLAIN, write
+from tiercheck.trainer.tensors.samples import Sampler
 
 _METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 

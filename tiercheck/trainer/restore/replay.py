@@ -13,10 +13,10 @@ from tiercheck.trainer.deltas.delta_format import StoredDelta, StoredEvent
 from tiercheck.trainer.deltas.gradients import set_hyper_parameters
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.replicas.replicas import Shares, exchange
-from tiercheck.trainer.state.buffers import Buffers
 from tiercheck.trainer.state.capture import named_parameters_of
-from tiercheck.trainer.state.leaves import local_shard
 from tiercheck.trainer.state.replayable import SCALING, plain_step
+from tiercheck.trainer.tensors.buffers import Buffers
+from tiercheck.trainer.tensors.leaves import local_shard
 
 
 class Mismatch(Exception):

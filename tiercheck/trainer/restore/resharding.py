@@ -26,7 +26,6 @@ from tiercheck.trainer.replicas.replicas import Shares
 from tiercheck.trainer.restore.grown import add_groups, add_tensors, describe_difference, group_as_saved
 from tiercheck.trainer.restore.load import DifferentState, refuse_lost, sharded_like
 from tiercheck.trainer.state import kept, user_state
-from tiercheck.trainer.state.buffers import take_shape
 from tiercheck.trainer.state.capture import (
     is_extra,
     model_items,
@@ -35,10 +34,11 @@ from tiercheck.trainer.state.capture import (
     names_of,
     own_entries,
 )
-from tiercheck.trainer.state.leaves import PLAIN, held_by, local_shard
 from tiercheck.trainer.state.modes import evaluate_as_saved, freeze_as_saved
-from tiercheck.trainer.state.samples import Sampler
 from tiercheck.trainer.state.slot_file import USER_BLOB, SlotReader
+from tiercheck.trainer.tensors.buffers import take_shape
+from tiercheck.trainer.tensors.leaves import PLAIN, held_by, local_shard
+from tiercheck.trainer.tensors.samples import Sampler
 
 Borrow = Callable[[int, Ranges], str]
 """Rank, and byte ranges of its slot that must be there: the path of a file with them at their places. The

@@ -31,11 +31,11 @@ from tiercheck.trainer.restore.load_hooks import run_load_hooks
 from tiercheck.trainer.restore.replay import Mismatch, Replay
 from tiercheck.trainer.restore.resharding import Here, OtherRanks, load_resharded
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.buffers import PASSING
 from tiercheck.trainer.state.capture import named_parameters_of
-from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.modes import put_back_modes
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, SlotReader
+from tiercheck.trainer.tensors.buffers import PASSING
+from tiercheck.trainer.tensors.leaves import NotCapturable
 from tiercheck.trainer.training import name_of
 
 

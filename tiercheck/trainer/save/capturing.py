@@ -18,10 +18,10 @@ from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.save.slot_context import DeltaRoom, UnknownRoom
 from tiercheck.trainer.save.staging import Snapshot
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.accelerator import accelerator_of
 from tiercheck.trainer.state.capture import Inventory
-from tiercheck.trainer.state.leaves import PLAIN, Entry, NotCapturable
-from tiercheck.trainer.state.samples import Sampler
+from tiercheck.trainer.tensors.accelerator import accelerator_of
+from tiercheck.trainer.tensors.leaves import PLAIN, Entry, NotCapturable
+from tiercheck.trainer.tensors.samples import Sampler
 from tiercheck.trainer.training import TRAINING
 
 

@@ -27,9 +27,9 @@ from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.flight import Flight
 from tiercheck.trainer.save.slot_context import Cancelled, Desk
-from tiercheck.trainer.state.leaves import NotCapturable
-from tiercheck.trainer.state.samples import Sample
 from tiercheck.trainer.state.slot_file import USER_BLOB, USER_BYTES, bytes_into
+from tiercheck.trainer.tensors.leaves import NotCapturable
+from tiercheck.trainer.tensors.samples import Sample
 
 _UNIT = 64 * 1024
 _BLANK = "0" * 32  # a fingerprint not yet known has the length of one

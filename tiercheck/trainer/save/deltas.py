@@ -26,13 +26,13 @@ from tiercheck.trainer.save.chain import ASKED_AGAIN
 from tiercheck.trainer.save.delta import Script
 from tiercheck.trainer.save.saver import Saver
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.accelerator import accelerator_of
-from tiercheck.trainer.state.buffers import Buffers
 from tiercheck.trainer.state.capture import named_parameters_of
-from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.live import is_final
 from tiercheck.trainer.state.modes import Modes
 from tiercheck.trainer.state.replayable import hindrance, is_known
+from tiercheck.trainer.tensors.accelerator import accelerator_of
+from tiercheck.trainer.tensors.buffers import Buffers
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 log = logging.getLogger("tiercheck")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiercheck.trainer.save import staging
-from tiercheck.trainer.state.accelerator import Accelerator, Mark
+from tiercheck.trainer.tensors.accelerator import Accelerator, Mark
 
 SMALL = 64 * 1024
 """Bytes: smaller tensors are packed."""

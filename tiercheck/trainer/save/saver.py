@@ -37,8 +37,8 @@ from tiercheck.trainer.save.tasks import (
     Task,
     TellCannotSave,
 )
-from tiercheck.trainer.state.accelerator import Accelerator, Mark
-from tiercheck.trainer.state.pending import Pending
+from tiercheck.trainer.tensors.accelerator import Accelerator, Mark
+from tiercheck.trainer.tensors.pending import Pending
 
 _TICK = 0.05  # seconds between attempts to deliver progress that is owed
 _UNFINISHED = 2  # artifacts copied but not handed over, before the next copy has to wait

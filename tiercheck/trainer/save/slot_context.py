@@ -20,9 +20,9 @@ from tiercheck.trainer.proof.proof import SUM_BYTES
 from tiercheck.trainer.replicas.equality import Equality
 from tiercheck.trainer.save.sanity import Sanity
 from tiercheck.trainer.state import user_state
-from tiercheck.trainer.state.leaves import Entry, NotCapturable, dtype_name
-from tiercheck.trainer.state.pending import Pending
 from tiercheck.trainer.state.slot_file import USER_BLOB, OpenSlots, SlotWriter
+from tiercheck.trainer.tensors.leaves import Entry, NotCapturable, dtype_name
+from tiercheck.trainer.tensors.pending import Pending
 
 
 class UnknownRoom(Enum):

@@ -16,8 +16,8 @@ from tiercheck.trainer.save import staging
 from tiercheck.trainer.save.flight import Flight
 from tiercheck.trainer.save.slot_context import Cancelled, Desk, Planned
 from tiercheck.trainer.save.staging import Crew, Snapshot
-from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.slot_file import DELTA_ROOM, USER_BLOB, USER_BYTES, bytes_into
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 
 class SnapshotJob:

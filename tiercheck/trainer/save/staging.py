@@ -16,9 +16,9 @@ from torch import Tensor
 from tiercheck.failpoints import failpoint
 from tiercheck.trainer.deltas.watch import VersionCounters
 from tiercheck.trainer.proof.proof import StateProof
-from tiercheck.trainer.state.leaves import Entry
-from tiercheck.trainer.state.pending import Pending
 from tiercheck.trainer.state.user_state import Packed
+from tiercheck.trainer.tensors.leaves import Entry
+from tiercheck.trainer.tensors.pending import Pending
 
 CHUNK = 16 * 1024 * 1024
 """Bytes per copy call: long enough to be efficient, short enough that other threads get the interpreter in

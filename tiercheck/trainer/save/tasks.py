@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiercheck.trainer.save.slot_context import DeltaRoom, Job
-from tiercheck.trainer.state.pending import Pending
+from tiercheck.trainer.tensors.pending import Pending
 
 
 @dataclass(frozen=True)

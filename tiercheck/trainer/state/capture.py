@@ -18,8 +18,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tiercheck.trainer.state import kept
-from tiercheck.trainer.state.buffers import PASSING
-from tiercheck.trainer.state.leaves import (
+from tiercheck.trainer.state.modes import modes_of
+from tiercheck.trainer.state.omitted_weights import is_omitted
+from tiercheck.trainer.state.readable import in_words
+from tiercheck.trainer.state.user_state import keys_of_metrics
+from tiercheck.trainer.tensors.buffers import PASSING
+from tiercheck.trainer.tensors.leaves import (
     Entry,
     NotCapturable,
     held_by,
@@ -28,10 +32,6 @@ from tiercheck.trainer.state.leaves import (
     local_shard,
     named,
 )
-from tiercheck.trainer.state.modes import modes_of
-from tiercheck.trainer.state.omitted_weights import is_omitted
-from tiercheck.trainer.state.readable import in_words
-from tiercheck.trainer.state.user_state import keys_of_metrics
 
 OWN = "param"
 """Key of a parameter that only an optimizer has: `optimizer<i>/#<number>/param`."""

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.state.buffers import Passing
 from tiercheck.trainer.state.capture import BESIDE, Inventory, take_inventory
 from tiercheck.trainer.state.kept import attributes_of, odd_attributes
-from tiercheck.trainer.state.leaves import PLAIN, Entry, read_each
 from tiercheck.trainer.state.live import refuse_copies
+from tiercheck.trainer.tensors.buffers import Passing
+from tiercheck.trainer.tensors.leaves import PLAIN, Entry, read_each
 
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state", "named_parameters")
 _hooks, _pre_hooks = attrgetter("_state_dict_hooks"), attrgetter("_state_dict_pre_hooks")

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tiercheck.trainer.state.leaves import PLAIN, Entry, NotCapturable, held_by, is_wrapper, list_tensor
 from tiercheck.trainer.state.readable import (
     UNCHANGEABLE,
     Apart,
@@ -32,6 +31,7 @@ from tiercheck.trainer.state.readable import (
 )
 from tiercheck.trainer.state.replayable import closed_over, is_function, is_value, own_attributes
 from tiercheck.trainer.state.user_state import generator_state, set_generator
+from tiercheck.trainer.tensors.leaves import PLAIN, Entry, NotCapturable, held_by, is_wrapper, list_tensor
 
 _ATTRIBUTE, _GENERATOR = "tiercheck.attribute", "tiercheck.generator"
 """Beginnings of the keys of what is kept as an attribute; its name follows."""

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.backends.ranks import rank_and_world
-from tiercheck.trainer.state.leaves import NotCapturable, is_wrapper, parts
-from tiercheck.trainer.state.samples import Sampler
+from tiercheck.trainer.tensors.leaves import NotCapturable, is_wrapper, parts
+from tiercheck.trainer.tensors.samples import Sampler
 
 _omitted: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
 """Of a model the names of parameters and buffers that are left out, and of the others."""

@@ -33,7 +33,7 @@ from uuid import UUID
 
 import torch
 
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 MARK = "tiercheck.value"
 """Key of the kind of a record; its members, if it has any, are under `of`."""

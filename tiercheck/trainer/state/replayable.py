@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tiercheck.trainer.state.leaves import NotCapturable
 from tiercheck.trainer.state.readable import taken_apart
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 _NAMES = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",

@@ -19,9 +19,9 @@ from tiercheck.protocol.artifacts.pieces import Piece, read_pieces
 from tiercheck.protocol.artifacts.slot import PIECES, PROOF, SlotHeader, SlotLayout, read_header
 from tiercheck.protocol.artifacts.slot import Tensor as SlotTensor
 from tiercheck.protocol.version import Kind, Version
-from tiercheck.trainer.state.accelerator import page_lock, release
-from tiercheck.trainer.state.leaves import dtype_of
 from tiercheck.trainer.state.stored import StoredTensors
+from tiercheck.trainer.tensors.accelerator import page_lock, release
+from tiercheck.trainer.tensors.leaves import dtype_of
 
 log = logging.getLogger("tiercheck")
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tiercheck.trainer.backends.backend import RestoreError
-from tiercheck.trainer.state.accelerator import Accelerator, Mark, accelerator_of
-from tiercheck.trainer.state.leaves import write
+from tiercheck.trainer.tensors.accelerator import Accelerator, Mark, accelerator_of
+from tiercheck.trainer.tensors.leaves import write
 
 _PIECE = 4 * 1024 * 1024
 _MANY = 32 * 1024 * 1024

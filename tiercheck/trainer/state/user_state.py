@@ -20,8 +20,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, memory
 from tiercheck.trainer.state.readable import encoded, must_come_back, read_plain, write_plain
+from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable, memory
 
 _SMALLEST = 64 * 1024
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiercheck.trainer.state.leaves import PLAIN, NotCapturable, local_shard, write
-from tiercheck.trainer.state.samples import Sampler
+from tiercheck.trainer.tensors.leaves import PLAIN, NotCapturable, local_shard, write
+from tiercheck.trainer.tensors.samples import Sampler
 
 log = logging.getLogger("tiercheck")
 

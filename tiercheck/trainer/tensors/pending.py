@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from tiercheck.trainer.state.accelerator import Accelerator, Mark
+from tiercheck.trainer.tensors.accelerator import Accelerator, Mark
 
 
 @dataclass(kw_only=True)

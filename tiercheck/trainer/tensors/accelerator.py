@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tiercheck.trainer.state.leaves import NotCapturable
+from tiercheck.trainer.tensors.leaves import NotCapturable
 
 _HOST = {"cpu", "meta"}
 _device = attrgetter("device")

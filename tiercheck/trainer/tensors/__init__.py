@@ -1,0 +1,1 @@
+"""Tensors one by one: their parts, samples of their bytes, and how they come off a device."""
