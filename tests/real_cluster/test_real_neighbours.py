@@ -359,6 +359,29 @@ def test_pod_evicted_for_its_own_storage_counts_as_a_crash(
     unhurt.assert_same(play.training, ranks=2)
 
 
+def test_ca_that_is_rotated_at_once_stops_no_training_and_no_recovery(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    """Without a time in which both are trusted: operators read the new one as soon as their pods have it."""
+    pods = ("-n", SYSTEM, "get", "pods", "-o", "jsonpath={..metadata.name}")
+    operators = stage.testbed.kubectl(*pods)
+    old: dict[str, bytes] = {}
+    try:
+        two.leave_alone("CA rotated", lambda: old.update(faults.renew_certificate(stage.testbed)))
+        name = two.training.pod(1)["metadata"]["name"]
+        two.recover(
+            "pod deleted after the CA was rotated",
+            lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--wait=false"),
+            causes=DELETED, replaced={1},
+        )  # fmt: skip
+        assert stage.testbed.kubectl(*pods) == operators
+    finally:
+        faults.renew_certificate(stage.testbed, old)  # other clients here read it once
+        stage.testbed.kubectl("-n", SYSTEM, "rollout", "restart", "deployment/tiercheck-operator")
+        stage.wait_for_operators()
+    unhurt.assert_same(two.training, ranks=2)
+
+
 def test_device_that_turns_unhealthy_is_told_avoided_and_taken_again_when_it_is_well(
     stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
 ) -> None:
