@@ -7,17 +7,19 @@ import zlib
 
 import faults
 import pytest
+from losses import LossReader
 from play import Play
 from report import Report
-from stage import SYSTEM, TRAINING, Stage, job, label_nodes
+from stage import SYSTEM, TRAINING, Stage, indexed_job, job, label_nodes, policy, wait_until_gone
 from testbed.cluster import Testbed
 from testbed.node import DEVICE, SYSCTL, Node
 from testbed.processes import wait_for
-from training import Begin, Training
+from training import WORKER, Begin, Training
 from unhurt import UnhurtRun
 
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import ANNOTATION_AVOIDED
 
 DELETED = (Cause.POD_DELETED,)
 EVICTED = (Cause.POD_EVICTED,)
@@ -266,6 +268,81 @@ def test_deleted_namespace_takes_its_job_with_it_and_no_other(
     unhurt.assert_same(two.training, ranks=2)
 
 
+def test_owner_that_is_scaled_stops_no_training_and_comes_back(
+    stage: Stage, losses: LossReader, unhurt: UnhurtRun
+) -> None:
+    """A batch/v1 Job with elastic indexes: one worker more, as before, one less, as before."""
+    testbed = stage.testbed
+    stage.upgrade(attach={"enabled": True})
+    training = Training(testbed, losses, TRAINING, "job-scaled", logs="scaled")
+    training.apply(policy())
+    stage.apply(indexed_job("scaled"))
+
+    def scale(size: int) -> None:
+        change = f'{{"spec": {{"completions": {size}, "parallelism": {size}}}}}'
+        testbed.kubectl("-n", TRAINING, "patch", "job", "scaled", "-p", change)
+
+    try:
+        training.wait(training.is_on_its_way, "training to be on its way")
+        before, began, workers = training.attempt, time.time(), [training.pod(n) for n in range(2)]
+        scale(3)
+        training.wait(lambda: reason(training) == conditions.OWNER_RESIZED, "the size to be told")
+        assert "3 workers now" in training.condition(conditions.PLACED)["message"]
+        training.wait(lambda: events(training, began, conditions.OWNER_RESIZED), "the Event")
+        reached = training.step
+        training.wait_for_step(reached + 20)
+        scale(2)
+        training.wait(lambda: reason(training) != conditions.OWNER_RESIZED, "the old size to be told")
+        training.wait_until_protected()
+        assert training.attempt == before, "a healthy training was stopped"
+        uids = [pod["metadata"]["uid"] for pod in workers]
+        assert [training.pod(n)["metadata"]["uid"] for n in range(2)] == uids
+        scale(1)
+        training.wait(lambda: reason(training) == conditions.OWNER_RESIZED, "the size to be told")
+        scale(2)
+        training.wait(lambda: training.attempt > before, "an attempt")
+        training.wait_until_protected()
+        failed = testbed.kubectl("-n", TRAINING, "get", "job", "scaled", "-o", "jsonpath={.status.failed}")
+        assert failed in ("", "0"), "pods of the owner were counted as failed"
+    finally:
+        testbed.kubectl("-n", TRAINING, "delete", "job", "scaled", "--ignore-not-found")
+        wait_until_gone(testbed, TRAINING, "pods,tcj")
+        training.stop_watching()
+        stage.upgrade()
+    unhurt.assert_same(training, ranks=2)
+
+
+def test_node_that_reboots_quickly_is_taken_again_where_no_other_fits(
+    stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
+) -> None:
+    testbed = stage.testbed
+    testbed.kubectl("cordon", "node-2", "node-4")
+    manifest = job("rebooted", workers=2)
+    manifest["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"] = "1100m"
+    play = started(begin(TRAINING, manifest), report)
+    training, node, began = play.training, play.training.node_of(1), time.time()
+
+    def reboot() -> None:
+        node.power_off()
+        testbed.power_on(node)
+
+    causes = (Cause.NODE_SILENT, Cause.NODE_LOST, Cause.SIDECAR_SILENT, Cause.POD_FAILED, *DELETED)
+    play.recover("quick reboot, no other node fits", reboot, causes=causes, replaced={1}, attempts=(1, 2))
+    assert training.node_of(1) is node
+    made = {  # a watch that begins anew tells of them again
+        seen.body["metadata"]["uid"]: seen.body["metadata"]
+        for seen in training.pods_seen
+        if seen.at > began and seen.body["metadata"]["labels"].get(WORKER) == "1"
+    }
+    avoided = [(pod.get("annotations") or {}).get(ANNOTATION_AVOIDED, "") for pod in made.values()]
+    assert avoided in (["", node.name, ""], ["", ""], [""]), f"a pod was made in vain: {avoided}"
+    said = [seen.body.get("status", {}).get("conditions", ()) for seen in training.seen]
+    messages = {each["message"] for found in said for each in found if each["type"] == conditions.PLACED}
+    waited = [message for message in messages if "have no node" in message]
+    assert all(f"It avoids {node.name} until" in message for message in waited), waited
+    unhurt.assert_same(training, ranks=2)
+
+
 def test_pod_evicted_for_its_own_storage_counts_as_a_crash(
     stage: Stage, begin: Begin, report: Report, unhurt: UnhurtRun
 ) -> None:
@@ -280,6 +357,29 @@ def test_pod_evicted_for_its_own_storage_counts_as_a_crash(
     assert play.training.status["restarts"]["counted"] == 1
     assert "Raise that limit" in play.training.status["lastRecovery"]["message"]
     unhurt.assert_same(play.training, ranks=2)
+
+
+def test_ca_that_is_rotated_at_once_stops_no_training_and_no_recovery(
+    two: Play, stage: Stage, unhurt: UnhurtRun
+) -> None:
+    """Without a time in which both are trusted: operators read the new one as soon as their pods have it."""
+    pods = ("-n", SYSTEM, "get", "pods", "-o", "jsonpath={..metadata.name}")
+    operators = stage.testbed.kubectl(*pods)
+    old: dict[str, bytes] = {}
+    try:
+        two.leave_alone("CA rotated", lambda: old.update(faults.renew_certificate(stage.testbed)))
+        name = two.training.pod(1)["metadata"]["name"]
+        two.recover(
+            "pod deleted after the CA was rotated",
+            lambda: stage.testbed.kubectl("-n", TRAINING, "delete", "pod", name, "--wait=false"),
+            causes=DELETED, replaced={1},
+        )  # fmt: skip
+        assert stage.testbed.kubectl(*pods) == operators
+    finally:
+        faults.renew_certificate(stage.testbed, old)  # other clients here read it once
+        stage.testbed.kubectl("-n", SYSTEM, "rollout", "restart", "deployment/tiercheck-operator")
+        stage.wait_for_operators()
+    unhurt.assert_same(two.training, ranks=2)
 
 
 def test_device_that_turns_unhealthy_is_told_avoided_and_taken_again_when_it_is_well(

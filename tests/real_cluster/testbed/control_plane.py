@@ -48,7 +48,7 @@ def start_api_server(processes: Processes, folder: Path, core: int) -> None:
     """Until it answers. Raises TimeoutError with the end of its log."""
     inside = ["nsenter", "-t", str(core), "-n"]
     keys = folder / "keys"
-    processes.start("kube-apiserver", [
+    command = [
         *inside, kube_bin("kube-apiserver"), f"--etcd-servers={_ETCD}", "--secure-port=6443",
         f"--bind-address={CORE}", f"--advertise-address={CORE}", f"--cert-dir={folder}/apiserver",
         f"--service-account-key-file={keys}/accounts.pub",
@@ -57,9 +57,15 @@ def start_api_server(processes: Processes, folder: Path, core: int) -> None:
         "--authorization-mode=Node,RBAC", f"--service-cluster-ip-range={SERVICES}", "--allow-privileged=true",
         "--kubelet-preferred-address-types=InternalIP",
         "--enable-admission-plugins=NodeRestriction,OwnerReferencesPermissionEnforcement",
-    ])  # fmt: skip
+    ]  # fmt: skip
+
+    def answers() -> bool:
+        if processes.pid("kube-apiserver") is None:  # one that was killed may hold the port a moment longer
+            processes.start("kube-apiserver", command)
+        return _ready(core, folder / "admin.conf")
+
     try:
-        wait_for(lambda: _ready(core, folder / "admin.conf"), START_SECONDS, "the API server")
+        wait_for(answers, START_SECONDS, "the API server")
     except TimeoutError as error:
         raise TimeoutError(f"{error}; {processes.end_of_log('kube-apiserver')}") from error
 
