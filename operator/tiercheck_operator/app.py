@@ -30,19 +30,18 @@ from tiercheck_operator.attach.service import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
+from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity, NodeLeases
 from tiercheck_operator.kubernetes.election.elector import Elector, boot_clock
-from tiercheck_operator.kubernetes.identity import ClusterIdentity
 from tiercheck_operator.kubernetes.login import Access
-from tiercheck_operator.kubernetes.node_leases import NodeLeases
-from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, describe_troubles, stuck
-from tiercheck_operator.kubernetes.watch_session import WatchSession
+from tiercheck_operator.kubernetes.object_reader import WatchSession
+from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, stuck
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
     Strange,
     Watched,
     copy_of_job,
     date_containers,
-    version_of,
+    version_in,
 )
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.observed import PodView
@@ -282,17 +281,17 @@ class Operator:
         return self._watching.is_set() and self._resync.complete
 
     def _trouble(self) -> str:
+        """All that is wrong, a line each; empty: nothing."""
         now = asyncio.get_running_loop().time()
         begun = {loop.named: loop.began for loop in self._loops.values() if loop.began is not None}
         dead = [loop.named for loop in self._loops.values() if loop.dead]
-        return describe_troubles(
-            [
-                *self._resync.troubles(),
-                stuck(begun, now, self._config.stuck_seconds),
-                f"the loops of {', '.join(dead[:5])} have ended" if dead else "",
-                "the leader election has ended" if self._elector is not None and self._elector.died else "",
-            ]
-        )
+        sentences = [
+            *self._resync.troubles(),
+            stuck(begun, now, self._config.stuck_seconds),
+            f"the loops of {', '.join(dead[:5])} have ended" if dead else "",
+            "the leader election has ended" if self._elector is not None and self._elector.died else "",
+        ]
+        return "\n".join(filter(None, sentences))
 
     # What is heard.
 
@@ -451,8 +450,7 @@ class _NoDifferences(kopf.DiffBaseStorage):
 
 
 def _identity(body: Mapping[str, Any]) -> tuple[str, int]:
-    metadata = body["metadata"]
-    return str(metadata["uid"]), version_of(metadata.get("resourceVersion"))
+    return str(body["metadata"]["uid"]), version_in(body)
 
 
 def end_by_signal(stop: asyncio.Event) -> None:

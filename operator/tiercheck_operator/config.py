@@ -8,11 +8,16 @@ from typing import TypeVar
 
 from tiercheck.about import __version__
 from tiercheck_operator.kubernetes.election.candidate import Terms
-from tiercheck_operator.manifests.node_memory import NodeMemory, absolute_path
+from tiercheck_operator.manifests.pod_settings import NodeMemory, absolute_path
 from tiercheck_operator.model.node_signs import NO_SETTINGS, NodeSigns, parse_signs
 from tiercheck_operator.model.observed import Patience
 
 T = TypeVar("T")
+_PATIENCE = (
+    "settle", "accused", "isolated", "suspect", "silent", "unschedulable", "capacity", "suspend", "flush",
+    "relocate", "grow", "retry",
+)  # fmt: skip
+"""Of `Patience`, what an operator may be given."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,10 @@ class Config:
     def from_env(env: Mapping[str, str]) -> Config:
         """Raises ValueError, naming the variable, if a value cannot be understood."""
         default = Config()
-        patience = Patience()
+
+        def seconds(name: str, usual: float) -> float:
+            return _parsed(env, f"TIERCHECK_{name.upper()}_SECONDS", usual, float)
+
         host, port = _address(env, "TIERCHECK_METRICS_ADDRESS", (default.metrics_host, default.metrics_port))
         return Config(
             namespaces=tuple(
@@ -94,37 +102,24 @@ class Config:
             sidecar_pull_secrets=tuple(
                 env.get("TIERCHECK_SIDECAR_PULL_SECRETS", "").replace(",", " ").split()
             ),
-            resync_seconds=_number(env, "TIERCHECK_RESYNC_SECONDS", default.resync_seconds),
-            poll_seconds=_number(env, "TIERCHECK_POLL_SECONDS", default.poll_seconds),
-            call_seconds=_number(env, "TIERCHECK_CALL_SECONDS", default.call_seconds),
-            progress_seconds=_number(env, "TIERCHECK_PROGRESS_SECONDS", default.progress_seconds),
+            resync_seconds=seconds("resync", default.resync_seconds),
+            poll_seconds=seconds("poll", default.poll_seconds),
+            call_seconds=seconds("call", default.call_seconds),
+            progress_seconds=seconds("progress", default.progress_seconds),
             lease=_lease(env.get("TIERCHECK_LEASE", "")),
             identity=env.get("TIERCHECK_IDENTITY") or default.identity,
             terms=_parsed(env, "TIERCHECK_LEASE_SECONDS", default.terms, lambda text: Terms.of(float(text))),
-            watch_check_seconds=_number(env, "TIERCHECK_WATCH_CHECK_SECONDS", default.watch_check_seconds),
-            watch_grace_seconds=_number(env, "TIERCHECK_WATCH_GRACE_SECONDS", default.watch_grace_seconds),
-            stuck_seconds=_number(env, "TIERCHECK_STUCK_SECONDS", default.stuck_seconds),
+            watch_check_seconds=seconds("watch_check", default.watch_check_seconds),
+            watch_grace_seconds=seconds("watch_grace", default.watch_grace_seconds),
+            stuck_seconds=seconds("stuck", default.stuck_seconds),
             node_memory=NodeMemory(
                 path=_parsed(env, "TIERCHECK_NODE_MEMORY_PATH", NodeMemory.path, absolute_path),
-                keep_seconds=_number(env, "TIERCHECK_NODE_MEMORY_KEEP_SECONDS", NodeMemory.keep_seconds),
+                keep_seconds=seconds("node_memory_keep", NodeMemory.keep_seconds),
             ),
             log_level=env.get("TIERCHECK_LOG_LEVEL") or default.log_level,
             signs=_signs(env),
             webhook=_webhook(env),
-            patience=Patience(
-                settle=_number(env, "TIERCHECK_SETTLE_SECONDS", patience.settle),
-                accused=_number(env, "TIERCHECK_ACCUSED_SECONDS", patience.accused),
-                isolated=_number(env, "TIERCHECK_ISOLATED_SECONDS", patience.isolated),
-                suspect=_number(env, "TIERCHECK_SUSPECT_SECONDS", patience.suspect),
-                silent=_number(env, "TIERCHECK_SILENT_SECONDS", patience.silent),
-                unschedulable=_number(env, "TIERCHECK_UNSCHEDULABLE_SECONDS", patience.unschedulable),
-                capacity=_number(env, "TIERCHECK_CAPACITY_SECONDS", patience.capacity),
-                suspend=_number(env, "TIERCHECK_SUSPEND_SECONDS", patience.suspend),
-                flush=_number(env, "TIERCHECK_FLUSH_SECONDS", patience.flush),
-                relocate=_number(env, "TIERCHECK_RELOCATE_SECONDS", patience.relocate),
-                grow=_number(env, "TIERCHECK_GROW_SECONDS", patience.grow),
-                retry=_number(env, "TIERCHECK_RETRY_SECONDS", patience.retry),
-            ),
+            patience=Patience(**{name: seconds(name, getattr(default.patience, name)) for name in _PATIENCE}),
         )
 
 
@@ -141,10 +136,6 @@ def _signs(env: Mapping[str, str]) -> NodeSigns:
         return parse_signs(taints, conditions, env.get("TIERCHECK_CORDON", ""))
     except ValueError as error:
         raise ValueError(f"TIERCHECK_CORDON: {error}") from error
-
-
-def _number(env: Mapping[str, str], name: str, default: float) -> float:
-    return _parsed(env, name, default, float)
 
 
 def _parsed(env: Mapping[str, str], name: str, default: T, parse: Callable[[str], T]) -> T:
@@ -187,7 +178,6 @@ def _webhook(env: Mapping[str, str]) -> WebhookConfig | None:
     if not (namespace and secret and configuration and hosts):
         raise ValueError(
             "TIERCHECK_WEBHOOK_ADDRESS needs TIERCHECK_WEBHOOK_SECRET=NAMESPACE/NAME, "
-            "TIERCHECK_WEBHOOK_CONFIGURATION and "
-            "TIERCHECK_WEBHOOK_HOSTS beside it"
+            "TIERCHECK_WEBHOOK_CONFIGURATION and TIERCHECK_WEBHOOK_HOSTS beside it"
         )
     return WebhookConfig(host, port, (namespace, secret), configuration, hosts, issuer)

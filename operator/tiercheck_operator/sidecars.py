@@ -295,9 +295,7 @@ class JobSidecars:
         """Stop listening."""
         tasks = [*self._tasks.values(), *self._asking.values()]
         self.follow({})
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
         if not self._shares_lines:
             await self._lines.close()
 
@@ -432,9 +430,7 @@ class JobSidecars:
                     )
         except SidecarError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever it may be: nothing that a sidecar answers ends the listening to it
+        except Exception as error:  # nothing that a sidecar answers ends the listening to it
             what = f"{host} does not answer: {type(error).__name__} {error}"
             raise SidecarError(what, _failure_of(error)) from error
         return self._accept(host, text, ahead)

@@ -25,9 +25,8 @@ from tiercheck.protocol.report import (
     Watermarks,
 )
 from tiercheck.protocol.version import Version
-from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.metrics import JobDurations, JobSeries, Metrics
 from tiercheck_operator.model import conditions
-from tiercheck_operator.series import JobDurations, JobSeries
 from tiercheck_sidecar.control.metrics import ReportCollector
 
 MONITORED = {

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from tests.operator.world_in_memory import World, make_spec
-from tiercheck_operator.controller.failures.sidecar_ends import find_silent_members
+from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.status import PlacementRecord, SparesRecord
 

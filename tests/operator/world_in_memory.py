@@ -46,7 +46,7 @@ from tiercheck_operator.model.actions import (
     RemoveGang,
     SavePlacement,
 )
-from tiercheck_operator.model.limits import render_fitting
+from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import (
     HostSign,
     JobView,
@@ -290,7 +290,7 @@ class World:
         match item:
             case JobRecord():
                 if item != self.status:  # as the operator's loop, which writes no status that is the same
-                    self.job = replace(self.job, status=parse_record(render_fitting(item)))
+                    self.job = replace(self.job, status=parse_record(fit_status(item)[1]))
             case CreatePod():
                 self.created.append(item)
                 self._create(item)

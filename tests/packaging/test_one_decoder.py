@@ -22,12 +22,13 @@ OTHER_DOORS = {
         "reads two words of each object in a list, which may be as deep as the API server takes them"
     ),
     "operator/tiercheck_operator/kubernetes/object_reader.py": (
-        "takes objects apart, once they are cut to a depth, and gives the parts to the door"
+        "takes objects apart, once they are cut to a depth, and gives the parts to the door; "
+        "errors, which its framework reads"
     ),
-    "operator/tiercheck_operator/kubernetes/watch_session.py": "errors, which its framework reads",
     "tiercheck/warm/becoming.py": (
         "an order of this process's own parent; its environment may hold what is no Unicode"
     ),
+    "operator/tiercheck_operator/model/saved_placement.py": "types of values that came through the door",
     "operator/tiercheck_operator/model/parsing.py": (
         "one word of a pod's annotation, read with the rest of the pod"
     ),

@@ -9,14 +9,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.redaction import redacted
 from tiercheck_operator.attach.injection import (
     Attachment,
-    Outfit,
     attached_job,
     attachment_of,
     inject,
@@ -25,8 +23,9 @@ from tiercheck_operator.attach.injection import (
     mark_refused,
 )
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
+from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube, fill
-from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,8 @@ hears why."""
 class Admission:
     """`admit` is all there is."""
 
-    def __init__(self, kube: Kube, outfit: Outfit, clock: Callable[[], float] = time.monotonic) -> None:
-        self._kube, self._outfit, self._clock = kube, outfit, clock
+    def __init__(self, kube: Kube, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kube, self._config, self._clock = kube, config, clock
         self._cluster = ClusterIdentity(kube)
         self._known: dict[str, tuple[float, Mapping[str, Any] | None]] = {}
 
@@ -89,10 +88,9 @@ class Admission:
             attachment = Attachment(
                 owner, attach.get("policy") or policy, attach["container"], workers, procs
             )
-        outfit = self._outfit
-        if ((job["spec"].get("tiers") or {}).get("remote")) is not None:
-            outfit = replace(outfit, cluster=await self._cluster.uid())
-        return inject(pod, attachment, seat, job, outfit)
+        remote = (job["spec"].get("tiers") or {}).get("remote") is not None
+        cluster = await self._cluster.uid() if remote else ""
+        return inject(pod, attachment, seat, job, self._config, cluster=cluster)
 
     async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
         """The owner's job, if it exists; one of an earlier owner of the same name does not count."""

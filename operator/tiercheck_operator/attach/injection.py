@@ -10,13 +10,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.attach.owners import Owner, Seat, Unattachable
-from tiercheck_operator.manifests.node_memory import NodeMemory
+from tiercheck_operator.config import Config
 from tiercheck_operator.manifests.pod import equip
 from tiercheck_operator.manifests.pod_settings import with_pull_settings, worker_ports
 from tiercheck_operator.manifests.resources import resources_problem
@@ -34,18 +34,6 @@ _PROCS = "PET_NPROC_PER_NODE"
 _TOKEN_PATH, _NO_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount", "tiercheck-no-token"
 """Where a ServiceAccount's token is mounted, and the empty volume that our containers have there."""
 _FROM_POLICY = ("topology", "checkpoint", "tiers", "restore", "failurePolicy", "sidecar")
-
-
-@dataclass(frozen=True)
-class Outfit:
-    """What the operator's own settings say about sidecars, as for pods that it makes itself."""
-
-    image: str
-    pull_policy: str = ""
-    pull_secrets: tuple[str, ...] = ()
-    node_memory: NodeMemory = field(default_factory=NodeMemory)
-    cluster: str = ""
-    """As `JobView.cluster`."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +124,18 @@ def is_injected(pod: Mapping[str, Any]) -> bool:
 
 
 def inject(
-    pod: Mapping[str, Any], attachment: Attachment, seat: Seat, job: Mapping[str, Any], outfit: Outfit
+    pod: Mapping[str, Any],
+    attachment: Attachment,
+    seat: Seat,
+    job: Mapping[str, Any],
+    config: Config,
+    *,
+    cluster: str = "",
 ) -> dict[str, Any]:
-    """The pod as a worker of `job`, a TierCheckJob as the API has it. Raises Unattachable."""
+    """The pod as a worker of `job`, a TierCheckJob as the API has it. `cluster`: as `JobView.cluster`. Raises
+    Unattachable."""
     new: dict[str, Any] = copy.deepcopy(dict(pod))
-    view = replace(_view(job, attachment), cluster=outfit.cluster)
+    view = replace(_view(job, attachment), cluster=cluster)
     spec = new["spec"]
     _check_names(spec)
     if wrong := pod_problem(spec, attachment.container) or resources_problem(view.spec, spec):
@@ -153,19 +148,11 @@ def inject(
         # trainers have ended.
         spec["terminationGracePeriodSeconds"] = _GRACE_WITH_REMOTE
     # A job keeps the sidecar that it began with, however often the operator is upgraded.
-    image = view.status.sidecar_image or outfit.image
-    ports = worker_ports(view.identity, seat.worker)
-    equip(
-        view,
-        str(seat.worker),
-        spec,
-        attachment.container,
-        image,
-        host_ports=ports,
-        node_memory=outfit.node_memory,
-    )
+    image, memory = view.status.sidecar_image or config.sidecar_image, config.node_memory
+    ports, worker = worker_ports(view.identity, seat.worker), str(seat.worker)
+    equip(view, worker, spec, attachment.container, image, host_ports=ports, node_memory=memory)
     _withhold_token(spec)
-    new = with_pull_settings(new, outfit.pull_policy, outfit.pull_secrets)
+    new = with_pull_settings(new, config.sidecar_pull_policy, config.sidecar_pull_secrets)
     metadata = new["metadata"]
     metadata["labels"] = {
         **(metadata.get("labels") or {}),
@@ -239,9 +226,8 @@ def _procs(container: Mapping[str, Any]) -> int:
             return max(1, int(entry["value"]))
         if entry.get("name") == _PROCS:
             raise Unattachable(
-                f"{_PROCS} is {entry.get('value') or 'not a plain value'!r}; set spec.procsPerWorker of "
-                "the TierCheckPolicy, "
-                "because ranks must be known before they start"
+                f"{_PROCS} is {entry.get('value') or 'not a plain value'!r}; set spec.procsPerWorker of the "
+                "TierCheckPolicy, because ranks must be known before they start"
             )
     return 1
 

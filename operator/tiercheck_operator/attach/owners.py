@@ -158,8 +158,7 @@ def _seat_in_pytorchjob(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str,
     if silent:
         raise Unattachable(
             f"the {silent[0]} replicas of PyTorchJob {owner.name} do not ask to be attached; put "
-            f"{names.LABEL_INJECT} on the "
-            "templates of all replica types, because they train together"
+            f"{names.LABEL_INJECT} on the templates of all replica types, because they train together"
         )
     counts = {kind: int(_or_one(entry.get("replicas"))) for kind, entry in replicas.items()}
     masters = counts.get("master", 0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from tiercheck_operator.attach.admission import Admission
-from tiercheck_operator.attach.adoption import Adoption
-from tiercheck_operator.attach.injection import Outfit
-from tiercheck_operator.attach.left_out import LeftOut
+from tiercheck_operator.attach.adoption import Adoption, LeftOut
 from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers
 from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.attach.webhook import Webhook
@@ -38,22 +36,8 @@ class AttachService:
         self._left_out: LeftOut | None = None
         if config.webhook is not None:
             settings = config.webhook
-            trust = Trust(
-                always,
-                settings.secret,
-                settings.configuration,
-                settings.hosts,
-                deployment=config.lease,
-                issuer=settings.issuer,
-            )
-            outfit = Outfit(
-                config.sidecar_image,
-                config.sidecar_pull_policy,
-                config.sidecar_pull_secrets,
-                config.node_memory,
-            )
-            admission = Admission(always, outfit)
-            self._webhook = Webhook(settings.host, settings.port, trust, admission)
+            trust = Trust(always, settings, config.lease)
+            self._webhook = Webhook(settings.host, settings.port, trust, Admission(always, config))
             self._adoption = Adoption(kube, has_job, pods_of)
             self._left_out = LeftOut(kube, config.namespaces, config.resync_seconds, has_job)
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from cryptography import x509
 
+from tiercheck_operator.config import WebhookConfig
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
-from tiercheck_operator.kubernetes.identity import DEPLOYMENT, owner_metadata
+from tiercheck_operator.kubernetes.cluster_facts import DEPLOYMENT, owner_metadata
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{name}"
 _SECRETS = CORE + "/secrets"
@@ -65,23 +66,15 @@ def _plain(host: str) -> str:
 
 
 class Trust:
-    """For one replica. `secret`: namespace and name; `configuration`: the MutatingWebhookConfiguration;
-    `hosts`: our names; `deployment`: the operator's, namespace and name; `issuer`: who else writes the
-    Secret, which is then only read; empty: nobody does.
-    """
+    """For one replica. `deployment`: the operator's, namespace and name. Where the settings name an issuer,
+    the Secret is only read."""
 
     def __init__(
-        self,
-        kube: Kube,
-        secret: tuple[str, str],
-        configuration: str,
-        hosts: Sequence[str],
-        *,
-        deployment: tuple[str, str] | None = None,
-        issuer: str = "",
+        self, kube: Kube, settings: WebhookConfig, deployment: tuple[str, str] | None = None
     ) -> None:
-        self._kube, self._secret, self._configuration, self._hosts = kube, secret, configuration, hosts
-        self._deployment, self._issuer = deployment, issuer
+        self._kube, self._deployment = kube, deployment
+        self._secret, self._configuration = settings.secret, settings.configuration
+        self._hosts, self._issuer = settings.hosts, settings.issuer
 
     async def establish(self, now: datetime.datetime) -> tuple[Bundle, bool]:
         """The bundle to show, and whether the API server has had time to hear of its authority. Raises

@@ -14,21 +14,26 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Report, TrainerState
 from tiercheck_operator.controller.attempt.attempt import Begun, begin_attempt
-from tiercheck_operator.controller.attempt.barrier import (
+from tiercheck_operator.controller.attempt.directives import due_directives, wanted_phase
+from tiercheck_operator.controller.attempt.readiness import (
+    Waiting,
     advance,
     describe_late_trainers,
     find_late_trainers,
+    waiting_for_pods,
 )
-from tiercheck_operator.controller.attempt.directives import due_directives, wanted_phase
-from tiercheck_operator.controller.attempt.readiness import waiting_for_pods
 from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset_restart_count
-from tiercheck_operator.controller.failures.standstill import stalled_restore_message
+from tiercheck_operator.controller.failures.standstill import describe_stalled_restore
 from tiercheck_operator.controller.failures.trigger import find_trigger, update_recovery
 from tiercheck_operator.controller.finish import after_finish, find_passed_deadline, suspend
-from tiercheck_operator.controller.members.capacity import describe_owner, refused_beside_workers
-from tiercheck_operator.controller.members.departures import departure_message
+from tiercheck_operator.controller.members.capacity import (
+    describe_ill_device,
+    describe_owner,
+    refused_beside_workers,
+)
+from tiercheck_operator.controller.members.departures import describe_departures
 from tiercheck_operator.controller.members.elastic import resize, seconds_to_growth
-from tiercheck_operator.controller.members.lost_nodes import unready_node_message
+from tiercheck_operator.controller.members.lost_nodes import describe_unready_nodes
 from tiercheck_operator.controller.members.replacing import evict_lost, replace_pods
 from tiercheck_operator.controller.members.spares import Upkeep, keep_spares
 from tiercheck_operator.controller.members.suspicion import due_probes, seconds_to_next_look
@@ -37,6 +42,7 @@ from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.budget import budget_actions
 from tiercheck_operator.controller.placement.placing import (
     CannotPlace,
+    Placed,
     all_copied,
     describe_found_again,
     describe_members,
@@ -57,6 +63,7 @@ from tiercheck_operator.model.actions import (
     EnsureService,
     RemoveGang,
     SavePlacement,
+    soonest,
 )
 from tiercheck_operator.model.conditions import Finding, Findings
 from tiercheck_operator.model.observed import ContainerState, Observation
@@ -147,8 +154,7 @@ def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> Decisi
 
 def end_at_deadline(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Fails a job that takes longer than it may."""
-    left = situation.seconds_to_deadline
-    overdue = None if left is None else find_passed_deadline(situation)
+    overdue = find_passed_deadline(situation)
     return draft if overdue is None else conclude(situation, draft.with_findings(failed=overdue))
 
 
@@ -240,14 +246,12 @@ def begin_next_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDr
     if isinstance(outcome, Begun):
         draft = replace(draft, status=outcome.status, placement=outcome.placement)
         return draft.with_actions(SavePlacement(outcome.placement)).with_findings(placed=outcome.placed)
-    found = Finding(outcome.reason, outcome.message)
     if isinstance(outcome, GivenUp):
-        return conclude(situation, replace(draft, wake=None).with_findings(failed=found))
+        return conclude(situation, replace(draft, wake=None).with_findings(failed=outcome))
     if isinstance(outcome, CannotPlace):
-        return conclude(situation, draft.with_findings(unplaced=found, waiting=found))
-    lacking = waiting_for_pods(situation)
-    unplaced = None if lacking is None else Finding(lacking.reason, lacking.message)
-    draft = replace(draft, after=outcome.probes).with_findings(unplaced=unplaced, waiting=found)
+        return conclude(situation, draft.with_findings(unplaced=outcome, waiting=outcome))
+    draft = draft.with_findings(unplaced=waiting_for_pods(situation), waiting=outcome)
+    draft = replace(draft, after=outcome.probes if isinstance(outcome, Waiting) else ())
     return conclude(situation, draft.with_wake(outcome.wake_after, 60.0))
 
 
@@ -258,13 +262,11 @@ def restore_lost_placement(situation: Situation, draft: DecisionDraft) -> Decisi
         return draft
     placed = place_members(situation)
     if isinstance(placed, CannotPlace):
-        return conclude(situation, draft.with_findings(unplaced=Finding(placed.reason, placed.message)))
+        return conclude(situation, draft.with_findings(unplaced=placed))
     saved = placed.as_saved(status.attempt, situation.membership)
     status = replace(status, placement=describe_found_again(status.placement, placed.record))
     draft = replace(draft, status=status, placement=saved)
-    return draft.with_actions(SavePlacement(saved)).with_findings(
-        placed=Finding(placed.reason, placed.message)
-    )
+    return draft.with_actions(SavePlacement(saved)).with_findings(placed=placed.found)
 
 
 def drive_attempt(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -301,41 +303,28 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
 def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Says who is about to leave or on a doubtful node, or again what the placement is worth."""
     assert draft.placement is not None
-    going, news = situation.membership.departures, None
-    if going:
-        news = departure_message(going, situation.refused)
-    elif any(node.lost for node in situation.nodes.values()):
-        news = unready_node_message(situation, situation.members)
-    found = Finding(*news) if news is not None else None
-    ill = next((pod for _, pod in sorted(situation.members.items()) if pod.ill), None)
-    if found is None and situation.refused:
-        found = refused_beside_workers(situation)
-    if found is None and ill is not None:
-        said = f"{ill.ill} in pod {ill.name} on node {ill.node}. It trains on, and its next pod prefers"
-        found = Finding(
-            conditions.DEVICE_UNHEALTHY, f"{said} other nodes. Look at the device, or drain the node"
-        )
-    resized = describe_owner(situation) if situation.owner_size is not None else ""
-    if found is None and resized:
-        found = Finding(conditions.OWNER_RESIZED, resized)
-    if found is not None:
-        return draft.with_findings(placed=found)
+    found = (
+        describe_departures(situation.membership.departures, situation.refused)
+        or describe_unready_nodes(situation, situation.members)
+        or refused_beside_workers(situation)
+        or describe_ill_device(situation.members)
+        or describe_owner(situation)
+    )
     told = draft.status.condition(conditions.PLACED)
-    if draft.findings.placed is not None or told is None or told.reason not in _PASSING:
-        return draft
-    worth = describe_members(situation, draft.placement)
-    return draft.with_findings(placed=Finding(worth.reason, worth.message))
+    if found is None and draft.findings.placed is None and told is not None and told.reason in _PASSING:
+        worth = describe_members(situation, draft.placement)
+        found = worth.found if isinstance(worth, Placed) else worth
+    return draft if found is None else draft.with_findings(placed=found)
 
 
 def tell_what_holds_up(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Says which restore stands still, or which trainer the release waits for."""
     if not draft.status.on_way_back:
         return draft
-    still = stalled_restore_message(situation, draft.status, draft.reports)
     late = find_late_trainers(situation, draft.status, draft.reports)
-    if late:
-        return draft.with_findings(waiting=describe_late_trainers(situation, late))
-    return draft if still is None else draft.with_findings(waiting=Finding(*still))
+    still = describe_stalled_restore(situation, draft.status, draft.reports)
+    found = describe_late_trainers(situation, late) if late else still
+    return draft if found is None else draft.with_findings(waiting=found)
 
 
 def direct_sidecars(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
@@ -400,11 +389,6 @@ def decision_after_refusal(obs: Observation, decision: Decision, sentence: str) 
     same = decision.status.attempt == obs.job.status.attempt
     status = with_refusal(obs, decision.status if same else obs.job.status, sentence)
     return Decision(status=status, notices=notices(obs.job.status, status))
-
-
-def soonest(*seconds: float | None) -> float | None:
-    """The least of those that are given."""
-    return min((entry for entry in seconds if entry is not None), default=None)
 
 
 def _all_succeeded(situation: Situation, reports: Mapping[int, Report]) -> bool:

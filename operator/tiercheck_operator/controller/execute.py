@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -15,8 +15,8 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.redaction import redacted
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import CORE, JOBS, ApiFailure, Kube, NameTaken
-from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.client import CORE, JOBS, ApiFailure, Kube, NameTaken, evict
+from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
@@ -130,37 +130,16 @@ class Executor:
                 await self._belongings.remove_budget(job)
             case SavePlacement(placement):
                 await self._belongings.save_placement(job, placement)
-            case CreatePod(worker, incarnation, avoid, prefer, unwelcome):
-                image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
-                known = await self._with_cluster(job)
-                pod = build_pod(
-                    known,
-                    worker,
-                    incarnation,
-                    avoid,
-                    image,
-                    prefer=prefer,
-                    unwelcome=unwelcome,
-                    node_memory=memory,
-                )
-                await self._create_pod(job, pod)
-            case CreateSpare(number, avoid, unwelcome):
-                image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
-                known = await self._with_cluster(job)
-                await self._create_pod(
-                    job, build_spare(known, number, avoid, image, unwelcome=unwelcome, node_memory=memory)
-                )
+            case CreatePod() | CreateSpare():
+                await self._create_pod(job, action)
             case Promote():
                 await self._promote(job, action)
             case DeletePod():
                 await self._delete_pod(job, action)
             case DeleteJob():
-                await self._kube.delete(
-                    JOBS + "/{name}",
-                    _only(job.uid, propagationPolicy="Background"),
-                    namespace=job.namespace,
-                    name=job.name,
-                )
+                where = {"namespace": job.namespace, "name": job.name}
+                only = _only(job.uid, propagationPolicy="Background")
+                await self._kube.delete(JOBS + "/{name}", only, **where)
             case ProbeSidecar(uid):
                 if sidecars is not None:
                     sidecars.probe(uid)
@@ -171,20 +150,19 @@ class Executor:
                         if directive.phase is Phase.RELEASE:
                             failpoint("after-release")
                     except SidecarError as error:
-                        log.warning(
-                            "%s/%s: directive for worker %s: %s",
-                            job.namespace,
-                            job.name,
-                            directive.worker,
-                            error,
-                        )
+                        whose = f"{job.namespace}/{job.name}: directive for worker {directive.worker}"
+                        log.warning("%s: %s", whose, error)
 
-    async def _with_cluster(self, job: JobView) -> JobView:
-        if self._cluster is None or job.spec.remote is None:
-            return job  # nobody else's store is shared
-        return replace(job, cluster=await self._cluster.uid())
-
-    async def _create_pod(self, job: JobView, pod: Mapping[str, Any]) -> None:
+    async def _create_pod(self, job: JobView, action: CreatePod | CreateSpare) -> None:
+        image, memory = job.sidecar_image or self._config.sidecar_image, self._config.node_memory
+        if self._cluster is not None and job.spec.remote is not None:  # nobody else's store is shared
+            job = replace(job, cluster=await self._cluster.uid())
+        avoid, unwelcome = action.avoid, action.unwelcome
+        if isinstance(action, CreateSpare):
+            pod = build_spare(job, action.number, avoid, image, unwelcome=unwelcome, node_memory=memory)
+        else:
+            who, prefer = (action.worker, action.incarnation), action.prefer
+            pod = build_pod(job, *who, avoid, image, prefer=prefer, unwelcome=unwelcome, node_memory=memory)
         pod = with_pull_settings(pod, self._config.sidecar_pull_policy, self._config.sidecar_pull_secrets)
         try:
             await self._kube.create(_PODS_STRICTLY, pod, namespace=job.namespace)
@@ -227,18 +205,19 @@ class Executor:
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         where = {"namespace": job.namespace, "name": action.name}
         if action.given_up:
-            note = {
-                "uid": action.uid,
-                "annotations": {ANNOTATION_GIVEN_UP: redacted(action.given_up)[:_LONGEST_NOTE]},
-            }
-            with contextlib.suppress(
-                ApiFailure
-            ):  # the cause is in the status as well; a pod is not kept for it
+            said = redacted(action.given_up)[:_LONGEST_NOTE]
+            note = {"uid": action.uid, "annotations": {ANNOTATION_GIVEN_UP: said}}
+            # The cause is in the status as well; a pod is not kept for it.
+            with contextlib.suppress(ApiFailure):
                 await self._kube.merge(CORE + "/pods/{name}", {"metadata": note}, **where)
         options = _only(action.uid, gracePeriodSeconds=0) if action.force else _only(action.uid)
         failpoint("before-pod-delete")
         try:
-            found = action.evict and await self._evict(where, options)
+            found = False
+            if action.evict:
+                with contextlib.suppress(ApiFailure):  # it is lost, whatever a disruption budget says
+                    await evict(self._kube, options, **where)
+                    found = True
             found = found or await self._kube.delete(CORE + "/pods/{name}", options, **where)
         except ApiFailure as error:
             if not error.conflict:  # another pod has the name by now
@@ -250,15 +229,6 @@ class Executor:
             self._removed.append(action)
             by_force = " by force" if action.force else ""
             log.info("%s/%s: deleted%s %s", job.namespace, job.name, by_force, action.why)
-
-    async def _evict(self, where: Mapping[str, str], options: Mapping[str, Any]) -> bool:
-        """Returns whether that was taken: a lost pod goes whatever a disruption budget says."""
-        meta = {"name": where["name"], "namespace": where["namespace"]}
-        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta, "deleteOptions": options}
-        with contextlib.suppress(ApiFailure):
-            await self._kube.create(CORE + "/pods/{name}/eviction", body, **where)
-            return True
-        return False
 
     def take_deleted_pods(self) -> list[DeletePod]:
         """The pods that were deleted since this was asked last."""

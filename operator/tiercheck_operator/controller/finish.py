@@ -17,7 +17,7 @@ from tiercheck_operator.controller.members.replacing import remove_pod
 from tiercheck_operator.controller.observe.inventories import pods_by_their_own_index
 from tiercheck_operator.controller.observe.situation import Situation, is_suspending
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
+from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget, soonest
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation, PodView
@@ -38,19 +38,17 @@ def after_finish(obs: Observation) -> Decision:
     # remote tier.
     limit = finishing_time(obs) if status.holds(conditions.COMPLETED) else obs.patience.suspend
     for pod in live:
-        node = obs.nodes.get(pod.node) if pod.node else None
-        lost, gone = node is not None and bool(node.lost), out_of_reach(obs, pod)
         if obs.job.spec.attach is not None:
             continue  # its owner decides
+        node, gone = obs.nodes.get(pod.node or ""), out_of_reach(obs, pod)
+        lost = node is not None and bool(node.lost)
         patience = min(limit, obs.patience.suspend) if has_settled(obs, pod) else limit
         late = now - ended > patience
         if gone or (late and (lost or not pod.deleting)):
-            before.append(
-                DeletePod(pod.name, pod.uid, gone or lost, f"pod {pod.name}: {why}, and it has not")
-            )
+            text = f"pod {pod.name}: {why}, and it has not"
+            before.append(DeletePod(pod.name, pod.uid, gone or lost, text))
         elif not pod.deleting:
-            left = max(1.0, ended + patience - now)
-            wake = left if wake is None else min(wake, left)
+            wake = soonest(wake, max(1.0, ended + patience - now))
     members = pods_by_their_own_index(obs, [pod for pod in live if pod.ip and not pod.deleting])
     after: list[Action] = []
     if members and status.attempt:
@@ -62,8 +60,7 @@ def after_finish(obs: Observation) -> Decision:
         left = ended + ttl - now
         if left <= 0:
             after.append(DeleteJob())
-        else:
-            wake = left if wake is None else min(wake, left)
+        wake = soonest(wake, left if left > 0 else None)
     return Decision(before=tuple(before), after=tuple(after), wake_after=wake)
 
 
@@ -80,15 +77,14 @@ def finishing_time(obs: Observation) -> float:
 
 def find_passed_deadline(situation: Situation) -> Finding | None:
     """Why the job has to end now; None: it need not."""
-    left, spec = situation.seconds_to_deadline, situation.job.spec
+    left, limit = situation.seconds_to_deadline, situation.job.spec.active_deadline
     if left is None or left > 0:
         return None
     return Finding(
         conditions.DEADLINE_EXCEEDED,
-        f"the job was active for longer than spec.activeDeadlineSeconds, {spec.active_deadline:.0f} s, "
+        f"the job was active for longer than spec.activeDeadlineSeconds, {limit:.0f} s, "
         f"since {situation.job.status.started}. What the remote tier holds is kept; a new job of the same "
-        "name "
-        "goes on from there.",
+        "name goes on from there.",
     )
 
 
@@ -112,7 +108,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
         for pod in obs.pods:
             if pod in idle or not (all_go or has_settled(obs, pod)):
                 continue
-            node = obs.nodes.get(pod.node) if pod.node else None
+            node = obs.nodes.get(pod.node or "")
             lost = node is not None and bool(node.lost)
             if lost or not pod.deleting:
                 before.append(DeletePod(pod.name, pod.uid, lost, f"pod {pod.name}: {why}"))
@@ -129,8 +125,7 @@ def exit_code(obs: Observation) -> int:
     status = obs.job.status
     if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
         return 0
-    reports = [known.report for known in obs.reports.values() if known.report is not None]
-    failed = [report.trainer for report in reports if report.attempt == status.attempt]
-    failed = [trainer for trainer in failed if trainer.state is TrainerState.FAILED and trainer.exit_code]
+    trainers = [report.trainer for report in obs.last_words]
+    failed = [trainer for trainer in trainers if trainer.state is TrainerState.FAILED and trainer.exit_code]
     first = min(failed, key=lambda trainer: trainer.ended_at or obs.now, default=None)
     return _UNKNOWN_FAILURE if first is None else first.exit_code or _UNKNOWN_FAILURE

@@ -21,22 +21,19 @@ from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
 from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.controller.failures.sidecar_ends import find_silent_members
+from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
-from tiercheck_operator.controller.refusals import BACKOFF, RefusalMemory
-from tiercheck_operator.controller.status.discretion import without_credentials
+from tiercheck_operator.controller.refusals import PATIENT_FAILURES, RefusalMemory
 from tiercheck_operator.controller.status.status import with_unreadable
-from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
-from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
-from tiercheck_operator.kubernetes.identity import ClusterIdentity
-from tiercheck_operator.kubernetes.node_leases import NodeLeases
+from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, ApiFailure, Kube
+from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity, NodeLeases, TopologySource
+from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.owned_objects import Belongings
-from tiercheck_operator.kubernetes.topology_source import TopologySource
-from tiercheck_operator.kubernetes.watches import copy_of_job
+from tiercheck_operator.kubernetes.watches import copy_of_job, version_in
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.actions import Action, Decision, SavePlacement
-from tiercheck_operator.model.limits import render_fitting
+from tiercheck_operator.model.actions import Action, Decision, SavePlacement, soonest
+from tiercheck_operator.model.limits import fit_status
 from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
 from tiercheck_operator.model.parsing import UNREADABLE, parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
@@ -49,8 +46,6 @@ _LEAST_PAUSE = 0.02
 _BREATHER = 4.0
 """Pause between two reconciles, in times of what deciding took: no job, however large, takes more than a
 fifth of the processor."""
-_PATIENT_FAILURES = 3
-"""Answers of 500 and above in a row that are not worth a word in the status."""
 _LATE = 4.0
 """Seconds that a kubelet may take for a new pod before its node's lease is looked at."""
 _OWNER_EVERY = {True: 60.0, False: 10.0}
@@ -141,7 +136,7 @@ class JobLoop:
     def changed(self, raw: Mapping[str, Any]) -> None:
         """A watch event; one that is older than what we wrote ourselves is ignored, as is a second job for
         the same owner."""
-        if raw["metadata"]["uid"] == self.uid and _version(raw) >= _version(self._raw):
+        if raw["metadata"]["uid"] == self.uid and version_in(raw) >= version_in(self._raw):
             self._raw = raw
         self.wake()
 
@@ -230,7 +225,7 @@ class JobLoop:
         fresh = await self._around.kube.get(JOBS + "/{name}", namespace=namespace, name=name)
         if fresh is None or fresh["metadata"]["uid"] != self.uid:
             raise JobGone
-        if _version(fresh) >= _version(self._raw):
+        if version_in(fresh) >= version_in(self._raw):
             self._raw = copy_of_job(fresh)
         self._doubted = False
 
@@ -279,7 +274,7 @@ class JobLoop:
         self._note_failures(failures)
         unsaved = next((error for action, error in failures if isinstance(action, SavePlacement)), None)
         if unsaved is not None:  # what is to be written, and told to sidecars, rests on it
-            if unsaved.refused or (unsaved.status >= 500 and self._failures >= _PATIENT_FAILURES):
+            if unsaved.refused or (unsaved.status >= 500 and self._failures >= PATIENT_FAILURES):
                 await self._write_status(
                     job, raw, decision_after_refusal(observation, decision, str(unsaved))
                 )
@@ -288,8 +283,8 @@ class JobLoop:
         for _, failure in await self._executor.run(job, decision.after, self._sidecars):
             raise failure
         around.metrics.job_seen(parse_job(self._raw), len(find_silent_members(observation)))
-        wanted = [around.config.resync_seconds, decision.wake_after, delay, refusals.seconds_to_next_try(now)]
-        return max(_LEAST_PAUSE, min(entry for entry in wanted if entry is not None))
+        wake = soonest(decision.wake_after, delay, refusals.seconds_to_next_try(now))
+        return max(_LEAST_PAUSE, soonest(wake, around.config.resync_seconds) or 0.0)
 
     async def _tell_strange(self, error: Exception) -> None:
         """The API server holds what its schema should have refused, or what is too much for this process:
@@ -413,7 +408,7 @@ class JobLoop:
         """Raises ApiFailure if it could not be written; then nothing that depends on it may be done."""
         if decision.status is None:
             return None
-        old, new = raw.get("status") or {}, without_credentials(render_fitting(decision.status))
+        old, new = raw.get("status") or {}, without_credentials(fit_status(decision.status)[1])
         if old == new:
             return None
         now = self._around.clock()
@@ -434,7 +429,7 @@ class JobLoop:
         )
         failpoint("after-status-write")
         self._wrote_progress = now
-        if _version(written) >= _version(self._raw):
+        if version_in(written) >= version_in(self._raw):
             self._raw = copy_of_job(written)
         self._around.metrics.status_written(job, decision.status)
         await self._events.post(job, decision.notices, now)
@@ -492,8 +487,3 @@ def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
 
 def _without_progress(status: Mapping[str, Any]) -> str:
     return json.dumps({key: value for key, value in status.items() if key not in _PROGRESS}, sort_keys=True)
-
-
-def _version(raw: Mapping[str, Any]) -> int:
-    text = str(raw["metadata"].get("resourceVersion") or "0")
-    return int(text) if text.isdigit() else 0

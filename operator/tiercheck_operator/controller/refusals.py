@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from tiercheck_operator.kubernetes.client import ApiFailure, NameTaken
+from tiercheck_operator.kubernetes.client import BACKOFF, ApiFailure, NameTaken
 from tiercheck_operator.model.actions import NEEDED_BY_PODS, PODS, Action, SavePlacement, subject_of
 from tiercheck_operator.model.observed import Refusal
 
-BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds until the next try, after the first failure and later ones."""
 _NAMES = 64
 """Names of others' pods that are remembered; who takes more of them makes his own job wait."""
-_PATIENT_FAILURES = 3
+PATIENT_FAILURES = 3
 """Failures in a row that are not worth a word where the server did not refuse, but failed or was away."""
 
 
@@ -59,7 +57,7 @@ class RefusalMemory:
             if isinstance(error, NameTaken) and len(self.names_taken) < _NAMES:
                 self.names_taken |= {error.name}
                 pause = 0.0  # the next name is tried at once
-            broken = tries > _PATIENT_FAILURES and error.status > 0
+            broken = tries > PATIENT_FAILURES and error.status > 0
             told = error.refused or isinstance(error, NameTaken) or broken
             known[subject] = Refusal(str(error), now + pause, tries, told)
         self.known = known

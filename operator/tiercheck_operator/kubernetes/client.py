@@ -13,7 +13,7 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -65,6 +65,8 @@ _RETRIES = urllib3.Retry(
     total=None, connect=1, read=0, redirect=0, status=0, other=0, respect_retry_after_header=False
 )
 """Only what was surely not sent is sent again behind our back, and at once: no write that timed out."""
+BACKOFF = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds until the next try, after the first failure and later ones."""
 _LONGEST_HOLD = 30.0
 """Seconds; a server that wants to be left alone for longer is asked again after that."""
 _TOO_LARGE = 413
@@ -185,15 +187,14 @@ class Kube:
 
     async def merge(self, path: str, body: Mapping[str, Any], **names: str) -> dict[str, Any]:
         """JSON merge patch; a resourceVersion in `body` is a precondition. Raises ApiFailure."""
-        return await self._call("PATCH", _filled(path, names), body, MERGE_PATCH)
+        return await self._call("PATCH", _filled(path, names), body)
 
     async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
         """With DeleteOptions. Whether there was such an object; one that is gone already is fine. Raises
         ApiFailure."""
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
         try:
-            await self._call(
-                "DELETE", _filled(path, names), {"apiVersion": "v1", "kind": "DeleteOptions", **options}
-            )
+            await self._call("DELETE", _filled(path, names), body)
         except ApiFailure as error:
             if not error.not_found:
                 raise
@@ -232,30 +233,21 @@ class Kube:
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
-        content_type: str = "application/json",
         accept: str = "application/json",
     ) -> dict[str, Any]:
-        named = _NAMESPACE.search(path)
+        loop, named = asyncio.get_running_loop(), _NAMESPACE.search(path)
         async with self._turns[hash(named[1]) % _TURNS] if named else contextlib.nullcontext():
-            return await self._call_until_answered(method, path, body, content_type, accept)
-
-    async def _call_until_answered(
-        self, method: str, path: str, body: Mapping[str, Any] | None, content_type: str, accept: str
-    ) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
-        for left in reversed(range(_BUSY_TRIES)):
-            await asyncio.sleep(max(0.0, self._hold_until - time.monotonic()))
-            try:
-                return await loop.run_in_executor(
-                    self._threads, self.call, method, path, body, content_type, accept
-                )
-            except ApiFailure as error:
-                if not error.busy:
-                    raise
-                hold = min(_LONGEST_HOLD, 1.0 if error.retry_after is None else error.retry_after)
-                self._hold_until = max(self._hold_until, time.monotonic() + hold)
-                if not left:
-                    raise
+            for left in reversed(range(_BUSY_TRIES)):
+                await asyncio.sleep(max(0.0, self._hold_until - time.monotonic()))
+                try:
+                    return await loop.run_in_executor(self._threads, self.call, method, path, body, accept)
+                except ApiFailure as error:
+                    if not error.busy:
+                        raise
+                    hold = min(_LONGEST_HOLD, 1.0 if error.retry_after is None else error.retry_after)
+                    self._hold_until = max(self._hold_until, time.monotonic() + hold)
+                    if not left:
+                        raise
         raise AssertionError("unreachable")
 
     def call(
@@ -263,36 +255,34 @@ class Kube:
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
-        content_type: str = "application/json",
         accept: str = "application/json",
     ) -> dict[str, Any]:
         """One request, in the calling thread. Raises ApiFailure."""
-        if method == "GET":
-            return self._timed(method, path, body, content_type, accept)
+        with self._about_to_write() if method != "GET" else contextlib.nullcontext():
+            began, status = time.monotonic(), 200
+            try:
+                return self._send(method, path, body, accept)
+            except ApiFailure as error:
+                status = error.status
+                raise
+            finally:
+                self._called(method, status, time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def _about_to_write(self) -> Iterator[None]:
+        """Noted before it is asked whether we may, so that `drain` waits for it. Raises NotLeading."""
         with self._lock:
             self._writing += 1
             self._idle.clear()
         try:
             if not self._may_write():
                 raise NotLeading
-            return self._timed(method, path, body, content_type, accept)
+            yield
         finally:
             with self._lock:
                 self._writing -= 1
                 if not self._writing:
                     self._idle.set()
-
-    def _timed(
-        self, method: str, path: str, body: Mapping[str, Any] | None, content_type: str, accept: str
-    ) -> dict[str, Any]:
-        began, status = time.monotonic(), 200
-        try:
-            return self._send(method, path, body, content_type, accept)
-        except ApiFailure as error:
-            status = error.status
-            raise
-        finally:
-            self._called(method, status, time.monotonic() - began)
 
     def _connections(self) -> urllib3.PoolManager:
         """By the TLS context of now: those of an old one trust an authority that may be gone."""
@@ -302,12 +292,10 @@ class Kube:
                 self._tls, self._pool = tls, _new_pool(tls)
             return self._pool
 
-    def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, content_type: str, accept: str
-    ) -> dict[str, Any]:
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None, accept: str) -> dict[str, Any]:
         headers = {"Accept": accept, "User-Agent": f"tiercheck-operator/{__version__}"}
         if body is not None:
-            headers["Content-Type"] = content_type
+            headers["Content-Type"] = MERGE_PATCH if method == "PATCH" else "application/json"
         try:
             response = self._connections().request(
                 method,
@@ -341,10 +329,18 @@ class Kube:
             )
         try:
             if accept == METADATA_ONLY:
-                return _read_page(data)
+                # Nothing else is made of it: who wrote which field of an object is as deep as the object.
+                page = _PAGE.decode(without_depth(data))
+                return {"items": [each.metadata for each in page.items or ()], "more": page.metadata.more}
             return read_object(data, most_of(path)) if data else {}
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
             raise ApiFailure(0, f"the API server's answer cannot be read: {error}") from error
+
+
+async def evict(kube: Kube, options: Mapping[str, Any], **names: str) -> None:
+    """A pod, with DeleteOptions. Raises ApiFailure; `considered` if a disruption budget keeps it."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": names, "deleteOptions": options}
+    await kube.create(CORE + "/pods/{name}/eviction", body, **names)
 
 
 def _new_pool(tls: ssl.SSLContext | None) -> urllib3.PoolManager:
@@ -378,13 +374,6 @@ class _Page(msgspec.Struct):
 
 
 _PAGE = Decoder(_Page)
-
-
-def _read_page(text: bytes) -> dict[str, Any]:
-    """Its objects, and how to ask for the next page. Nothing else is made of it: who wrote which field of an
-    object is as deep as the object."""
-    page = _PAGE.decode(without_depth(text))
-    return {"items": [each.metadata for each in page.items or ()], "more": page.metadata.more}
 
 
 def _filled(path: str, names: Mapping[str, str]) -> str:

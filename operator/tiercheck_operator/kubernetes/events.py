@@ -1,4 +1,7 @@
-"""Posts Kubernetes Events. Losing one is not worth a retry: the status has said it already."""
+"""Posts Kubernetes Events, and takes credentials out of the status.
+
+Everyone with `view` may read both. Losing an Event is not worth a retry: the status has said it already.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from tiercheck.protocol import names
@@ -84,17 +88,7 @@ class EventPoster:
         ]
         await self.post(job, told, now)
         pairs = list(zip(removed, told, strict=True))[:_PODS_AT_ONCE]
-        await asyncio.gather(*(self._write_at(_pod(job, pod), notice, now) for pod, notice in pairs))
-
-    async def _write_at(self, about: Mapping[str, str], notice: Notice, now: float) -> None:
-        try:
-            await self._kube.create(
-                CORE + "/events", _event(about, notice, now), namespace=about["namespace"]
-            )
-        except ApiFailure as error:
-            log.warning(
-                "%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], notice.reason, error
-            )
+        await asyncio.gather(*(_post(self._kube, _pod(job, pod), notice, now) for pod, notice in pairs))
 
     def _of(self, notice: Notice) -> _Series:
         notice = replace(notice, message=notice.message[:_MESSAGE_LIMIT])
@@ -111,17 +105,8 @@ class EventPoster:
 
     async def _write(self, job: JobView, series: _Series, now: float) -> None:
         series.written, told = now, series.count
-        try:
-            if series.name and await self._again(job, series):
-                series.told = told
-                return
-            body = _event(_reference(job), series.notice, now, count=told)
-            await self._kube.create(CORE + "/events", body, namespace=job.namespace)
-            series.name = str(body["metadata"]["name"])
-        except ApiFailure as error:
-            log.warning(
-                "%s/%s: Event %s was not posted: %s", job.namespace, job.name, series.notice.reason, error
-            )
+        if not (series.name and await self._again(job, series)):
+            series.name = await _post(self._kube, _reference(job), series.notice, now, told)
         series.told = told
 
     async def _again(self, job: JobView, series: _Series) -> bool:
@@ -134,9 +119,9 @@ class EventPoster:
         try:
             await self._kube.merge(CORE + "/events/{name}", again, namespace=job.namespace, name=series.name)
         except ApiFailure as error:
-            if not error.not_found:
-                raise
-            return False
+            if error.not_found:
+                return False
+            _log_loss(_reference(job), series.notice, error)
         return True
 
 
@@ -157,13 +142,7 @@ class ObjectEvents:
         self._posted[key] = now  # the newest last
         if len(self._posted) > _POSTED:
             del self._posted[next(iter(self._posted))]
-        try:
-            body = _event(about, Notice("Warning", reason, message), now)
-            await self._kube.create(CORE + "/events", body, namespace=about["namespace"])
-        except ApiFailure as error:
-            log.warning(
-                "%s/%s: Event %s was not posted: %s", about["namespace"], about["name"], reason, error
-            )
+        await _post(self._kube, about, Notice("Warning", reason, message), now)
         return True
 
 
@@ -185,11 +164,18 @@ def _told(notice: Notice) -> str:
     return redacted(notice.message)[:_MESSAGE_LIMIT]
 
 
-def _event(about: Mapping[str, str], notice: Notice, now: float, count: int = 1) -> dict[str, Any]:
-    return {
+def _log_loss(about: Mapping[str, str], notice: Notice, error: ApiFailure) -> None:
+    named = f"{about['namespace']}/{about['name']}"
+    log.warning("%s: Event %s was not posted: %s", named, notice.reason, error)
+
+
+async def _post(kube: Kube, about: Mapping[str, str], notice: Notice, now: float, count: int = 1) -> str:
+    """The name of a new Event; empty: it was not posted."""
+    name = f"{about['name']}.{secrets.token_hex(8)}"
+    body = {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": f"{about['name']}.{secrets.token_hex(8)}", "namespace": about["namespace"]},
+        "metadata": {"name": name, "namespace": about["namespace"]},
         "involvedObject": dict(about),
         "type": notice.type,
         "reason": notice.reason,
@@ -201,3 +187,36 @@ def _event(about: Mapping[str, str], notice: Notice, now: float, count: int = 1)
         "reportingComponent": _COMPONENT,
         "reportingInstance": _COMPONENT,
     }
+    try:
+        await kube.create(CORE + "/events", body, namespace=about["namespace"])
+    except ApiFailure as error:
+        _log_loss(about, notice, error)
+        return ""
+    return name
+
+
+_EXACT = {"members", "sidecarImage", "hash", "node", "nodes", "type", "phase"}
+"""Fields that decisions read back as they were."""
+
+_LONGEST = 4000
+"""Characters; what is longer already gets no longer by what stands in place of a credential."""
+
+
+def without_credentials(status: dict[str, Any]) -> dict[str, Any]:
+    """A rendered status with REDACTED in place of credentials. Once more changes nothing."""
+    return {key: value if key in _EXACT else _without(value) for key, value in status.items()}
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, str):
+        return _hide(value)
+    if isinstance(value, dict):
+        return without_credentials(value)
+    if isinstance(value, list):
+        return [_without(entry) for entry in value]
+    return value
+
+
+@lru_cache(maxsize=4096)
+def _hide(text: str) -> str:
+    return redacted(text)[: max(len(text), _LONGEST)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,8 +166,7 @@ class Hearing:
             return ""
         return (
             f"the watch of {self.kind} is deaf: {len(late)} objects have been different for "
-            f"{now - min(late):.0f} s "
-            "without a word of it"
+            f"{now - min(late):.0f} s without a word of it"
         )
 
 
@@ -179,8 +178,3 @@ def stuck(begun: Mapping[str, float], now: float, limit: float) -> str:
         return ""
     worst = max(late, key=lambda name: late[name])
     return f"{len(late)} jobs are stuck in a reconcile; {worst} for {late[worst]:.0f} s"
-
-
-def describe_troubles(sentences: Iterable[str]) -> str:
-    """All that is wrong, a line each; empty: nothing."""
-    return "\n".join(sentence for sentence in sentences if sentence)

@@ -66,6 +66,10 @@ def version_of(text: object) -> int:
     return int(str(text)) if str(text or "").isdigit() else 0
 
 
+def version_in(raw: Mapping[str, Any]) -> int:
+    return version_of(raw["metadata"].get("resourceVersion"))
+
+
 def copy_of_job(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A job as it is kept, once it was read by `object_reader`."""
     found: dict[str, Any] = _copy(dict(raw))
@@ -77,12 +81,6 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {sys.intern(key): _copy(inner) for key, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value
-
-
-@dataclass(frozen=True, slots=True)
-class Seen(Generic[V]):
-    version: int
-    view: V
 
 
 @dataclass(frozen=True)
@@ -100,26 +98,27 @@ class Watched(Generic[V]):
     """The objects of one kind, by UID. Only ever touched by the event loop's thread."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Seen[V]] = {}
+        self._seen: dict[str, tuple[int, V]] = {}
+        """Version and view."""
 
     def put(self, uid: str, version: int, view: V) -> V | None:
         """What was known of the object before. An older version than that changes nothing."""
         before = self._seen.get(uid)
-        if before is None or before.version <= version:
-            self._seen[uid] = Seen(version, view)
-        return before.view if before is not None else None
+        if before is None or before[0] <= version:
+            self._seen[uid] = version, view
+        return before[1] if before is not None else None
 
     def drop(self, uid: str) -> V | None:
         """The object is gone; what was known of it."""
         known = self._seen.pop(uid, None)
-        return known.view if known is not None else None
+        return known[1] if known is not None else None
 
     def get(self, uid: str) -> V | None:
         known = self._seen.get(uid)
-        return known.view if known is not None else None
+        return known[1] if known is not None else None
 
     def views(self) -> Iterable[V]:
-        return [known.view for known in self._seen.values()]
+        return [view for _, view in self._seen.values()]
 
     def uids(self) -> frozenset[str]:
         return frozenset(self._seen)
@@ -131,7 +130,7 @@ class Watched(Generic[V]):
             unseen={
                 uid: version
                 for uid, version in listed.items()
-                if uid not in self._seen or self._seen[uid].version < version
+                if uid not in self._seen or self._seen[uid][0] < version
             },
         )
 

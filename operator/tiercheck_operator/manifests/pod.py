@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiercheck.protocol import names
 from tiercheck_operator.manifests import owned, pod_settings
-from tiercheck_operator.manifests.gang import join_gang
-from tiercheck_operator.manifests.node_memory import (
+from tiercheck_operator.manifests.owned import join_gang
+from tiercheck_operator.manifests.pod_settings import (
     NodeMemory,
     environment,
+    is_on_host,
     memory_volume,
     node_volume,
     preparation,
-)
-from tiercheck_operator.manifests.pod_settings import (
-    is_on_host,
     resolve_cluster_names,
     spare_ports,
     worker_ports,
@@ -37,7 +34,6 @@ HOSTNAME = "kubernetes.io/hostname"
 GROUP = 65532
 """Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their
 users are."""
-_REMOTE_CREDENTIALS = "tiercheck-remote-credentials"
 _GRACE = 30
 """Seconds between SIGTERM and SIGKILL if the template says nothing; Kubernetes' own default."""
 _GRACE_WITH_REMOTE = 300
@@ -59,12 +55,12 @@ class Unbuildable(ValueError):
     """No pod can be made of the job's template; the message is a sentence."""
 
 
-@dataclass(frozen=True)
-class _Kit:
-    """What the operator's settings bring into every pod."""
+class _Hosts(NamedTuple):
+    """Host names."""
 
-    image: str
-    node_memory: NodeMemory
+    avoid: Sequence[str]
+    unwelcome: Sequence[str]
+    prefer: str = ""
 
 
 def build_pod(
@@ -84,20 +80,10 @@ def build_pod(
     Raises Unbuildable.
     """
     labels = {names.LABEL_WORKER: str(worker), names.LABEL_INCARNATION: str(incarnation)}
-    name = owned.pod_name(job, worker, incarnation)
-    kit = _Kit(sidecar_image, node_memory)
-    ports = worker_ports(job.identity, worker, incarnation)
-    return _build(
-        job,
-        name,
-        labels,
-        worker=str(worker),
-        ports=ports,
-        avoid_nodes=avoid_nodes,
-        kit=kit,
-        prefer=prefer,
-        unwelcome=unwelcome,
-    )
+    name, ports = owned.pod_name(job, worker, incarnation), worker_ports(job.identity, worker, incarnation)
+    place = _Hosts(avoid_nodes, unwelcome, prefer)
+    kit = {"worker": str(worker), "ports": ports, "image": sidecar_image, "node_memory": node_memory}
+    return _build(job, name, labels, place, **kit)
 
 
 def build_spare(
@@ -111,19 +97,10 @@ def build_spare(
 ) -> dict[str, Any]:
     """A pod like a worker's, but for the identity, which it is given later. Raises Unbuildable."""
     labels = {names.LABEL_SPARE: str(number)}
-    name = owned.spare_name(job, number)
-    kit = _Kit(sidecar_image, node_memory)
-    ports = spare_ports(job.identity, number)
-    return _build(
-        job,
-        name,
-        labels,
-        worker=names.SPARE_WORKER,
-        ports=ports,
-        avoid_nodes=avoid_nodes,
-        kit=kit,
-        unwelcome=unwelcome,
-    )
+    name, ports = owned.spare_name(job, number), spare_ports(job.identity, number)
+    place = _Hosts(avoid_nodes, unwelcome)
+    kit = {"worker": names.SPARE_WORKER, "ports": ports, "image": sidecar_image, "node_memory": node_memory}
+    return _build(job, name, labels, place, **kit)
 
 
 def unlike_a_pod(error: Exception) -> str:
@@ -144,9 +121,9 @@ def unbuildable(job: JobView) -> str:
     return ""
 
 
-def _build(*arguments: Any, **more: Any) -> dict[str, Any]:
+def _build(*arguments: Any, **kit: Any) -> dict[str, Any]:
     try:
-        return _made(*arguments, **more)
+        return _made(*arguments, **kit)
     except Exception as error:  # a field of another type than a Pod's may fail in any way
         raise Unbuildable(unlike_a_pod(error)) from error
 
@@ -155,13 +132,12 @@ def _made(
     job: JobView,
     name: str,
     labels: Mapping[str, str],
+    place: _Hosts,
     *,
     worker: str,
     ports: int,
-    avoid_nodes: Sequence[str],
-    kit: _Kit,
-    prefer: str = "",
-    unwelcome: Sequence[str] = (),
+    image: str,
+    node_memory: NodeMemory,
 ) -> dict[str, Any]:
     """`worker`: what the containers find in their environment; `ports`: the first of them on the host, if
     that is where the pod is."""
@@ -175,8 +151,8 @@ def _made(
     }
     metadata["labels"] = {**theirs, **job.queue_labels, **metadata["labels"], **labels}
     metadata["annotations"] = {**(template_metadata.get("annotations") or {}), **job.queue_annotations}
-    if avoid_nodes:
-        metadata["annotations"][ANNOTATION_AVOIDED] = ",".join(sorted(avoid_nodes))
+    if place.avoid:
+        metadata["annotations"][ANNOTATION_AVOIDED] = ",".join(sorted(place.avoid))
     join_gang(job, metadata, spec)
     spec["restartPolicy"] = "OnFailure"
     spec["automountServiceAccountToken"] = False
@@ -185,15 +161,13 @@ def _made(
     if spec.get("terminationGracePeriodSeconds") is None:
         spec["terminationGracePeriodSeconds"] = _GRACE if job.spec.remote is None else _GRACE_WITH_REMOTE
     resolve_cluster_names(spec)
-    equip(
-        job, worker, spec, names.TRAINER_CONTAINER, kit.image, host_ports=ports, node_memory=kit.node_memory
-    )
-    if avoid_nodes:
-        _avoid(spec, sorted(avoid_nodes))
-    if prefer:
-        _prefer(spec, "In", [prefer])
-    if unwelcome:
-        _prefer(spec, "NotIn", sorted(unwelcome))
+    equip(job, worker, spec, names.TRAINER_CONTAINER, image, host_ports=ports, node_memory=node_memory)
+    if place.avoid:
+        _avoid(spec, sorted(place.avoid))
+    if place.prefer:
+        _prefer(spec, "In", [place.prefer])
+    if place.unwelcome:
+        _prefer(spec, "NotIn", sorted(place.unwelcome))
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
@@ -210,29 +184,23 @@ def equip(
     """Add to `spec`, a PodSpec, all that makes it the pod of a worker, whoever made it. `trainer`: the
     container to wrap; `image`: the sidecar's; `host_ports`: the first of its ports, if the pod is in its
     node's network."""
-    kit, shares = _Kit(image, node_memory), share_out(job.spec, spec)
+    shares = share_out(job.spec, spec)
     spec["securityContext"] = _pod_security(spec)
     if shares.pod is not None:
         spec["resources"] = shares.pod
-    folder = preparation(job, kit.node_memory, kit.image, _security(spec), shares.init)
+    folder = preparation(job, node_memory, image, _security(spec), shares.init)
+    first = host_ports if is_on_host(spec) else None
     spec["initContainers"] = [
-        _library(spec, kit.image, shares.init),
+        _library(spec, image, shares.init),
         *([folder] if job.spec.node_memory else []),
-        _sidecar(
-            job,
-            worker,
-            spec,
-            kit,
-            resources=shares.sidecar,
-            host_ports=host_ports if is_on_host(spec) else None,
-        ),
+        _sidecar(job, worker, spec, image, node_memory, resources=shares.sidecar, host_ports=first),
         *(spec.get("initContainers") or []),
     ]
     spec["containers"] = [
         _trainer(job, worker, entry) if entry.get("name") == trainer else entry
         for entry in spec.get("containers") or []
     ]
-    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job, kit.node_memory)]
+    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(job, node_memory)]
     spec.setdefault("topologySpreadConstraints", _soft_spread(job, spare=worker == names.SPARE_WORKER))
 
 
@@ -251,7 +219,8 @@ def _sidecar(
     job: JobView,
     worker: str,
     spec: Mapping[str, Any],
-    kit: _Kit,
+    image: str,
+    node_memory: NodeMemory,
     *,
     resources: Resources,
     host_ports: int | None,
@@ -262,7 +231,7 @@ def _sidecar(
         {"name": names.ENV_CREDENTIALS_DIR, "value": names.CREDENTIALS_DIR},
         {"name": names.ENV_MEMORY_LIMIT, "value": str(parse_quantity(job.spec.size_limit))},
         {"name": names.ENV_GRACE_SECONDS, "value": str(spec["terminationGracePeriodSeconds"])},
-        *(environment(kit.node_memory) if job.spec.node_memory else []),
+        *(environment(node_memory) if job.spec.node_memory else []),
         *([] if host_ports is None else [{"name": names.ENV_FIRST_PORT, "value": str(first)}]),
     ]
     mounts = [
@@ -274,18 +243,12 @@ def _sidecar(
     if remote is not None:
         env.append({"name": names.ENV_REMOTE, "value": remote})
         env += [{"name": names.ENV_CLUSTER, "value": job.cluster}] if job.cluster else []
-    if pod_settings.remote_volume(job) is not None:
-        mounts.append({"name": pod_settings.REMOTE_VOLUME, "mountPath": pod_settings.REMOTE_DIR})
-    authorities = pod_settings.authorities_volume(job)
-    if authorities is not None:
-        mounts.append(
-            {"name": authorities["name"], "mountPath": pod_settings.AUTHORITIES_DIR, "readOnly": True}
-        )
+    mounts += [{"name": volume["name"], **mount} for volume, mount in pod_settings.remote_volumes(job)]
     ours = {entry["name"] for entry in env}
     env = [*(dict(entry) for entry in job.spec.sidecar_env if entry["name"] not in ours), *env]
     container: dict[str, Any] = {
         "name": names.SIDECAR_CONTAINER,
-        "image": kit.image,
+        "image": image,
         "command": ["python3", "-m", "tiercheck_sidecar"],
         "restartPolicy": "Always",
         "env": env,
@@ -303,12 +266,8 @@ def _sidecar(
     }
     secret = pod_settings.credentials_secret(job)
     if secret:
-        # Optional: a missing Secret must show as a condition that names it, not as a pod that never starts.
         container["envFrom"] = [{"secretRef": {"name": secret, "optional": True}}]
         env.append({"name": names.ENV_REMOTE_CREDENTIALS_DIR, "value": names.REMOTE_CREDENTIALS_DIR})
-        mounts.append(
-            {"name": _REMOTE_CREDENTIALS, "mountPath": names.REMOTE_CREDENTIALS_DIR, "readOnly": True}
-        )
     return container
 
 
@@ -363,12 +322,7 @@ def _volumes(job: JobView, node_memory: NodeMemory) -> list[dict[str, Any]]:
             },
         },
     ]
-    secret = pod_settings.credentials_secret(job)
-    if secret:
-        source = {"secretName": secret, "optional": True, "defaultMode": 0o440}
-        volumes.append({"name": _REMOTE_CREDENTIALS, "secret": source})
-    remote = (pod_settings.remote_volume(job), pod_settings.authorities_volume(job))
-    return [*volumes, *(each for each in remote if each is not None)]
+    return [*volumes, *(volume for volume, _ in pod_settings.remote_volumes(job))]
 
 
 def _pod_security(spec: Mapping[str, Any]) -> dict[str, Any]:

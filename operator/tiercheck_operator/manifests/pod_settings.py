@@ -1,17 +1,24 @@
-"""What spec and labels of a job change in each of its pods: network, image pulls, remote.
+"""What spec and labels of a job change in each of its pods: network, image pulls, remote, node memory.
 
 Pods in their node's network have ports of their own, because all pods of a node have one address there. The
 ports are declared, so the scheduler keeps pods apart that happen to have the same. Workers of one job never
 do, as far as they fit.
 
 The pull settings of other people's pods are for their image, so ours brings its own.
+
+The kubelet makes the job's folder on a tmpfs of the node for root alone, and fsGroup does not reach it. So an
+init container prepares it as root, with no capability: as the folder's owner it may open it for the sidecars,
+whoever they run as.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from tiercheck.protocol import names
@@ -76,6 +83,7 @@ REMOTE_DIR = "/tiercheck/remote"
 REMOTE_VOLUME = "tiercheck-remote"
 AUTHORITIES_DIR = "/tiercheck/remote-authorities"
 AUTHORITIES_VOLUME = "tiercheck-remote-authorities"
+_REMOTE_CREDENTIALS = "tiercheck-remote-credentials"
 _OF_THE_POD = ("credentialsSecretName", "caBundleConfigMap")
 """What the pod gives to its sidecar otherwise. All other fields of tiers.remote.s3 go there as they are."""
 
@@ -98,24 +106,26 @@ def remote_environment(job: JobView) -> str | None:
     return None
 
 
-def remote_volume(job: JobView) -> dict[str, Any] | None:
-    """The volume of `remote.directory`, or None."""
-    directory = (job.spec.remote or {}).get("directory")
-    if not directory:
-        return None
-    return {"name": REMOTE_VOLUME, **(directory.get("volume") or {})}
+def remote_volumes(job: JobView) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What `remote` brings into the sidecar: volumes, each with its mount but for the name.
 
-
-def authorities_volume(job: JobView) -> dict[str, Any] | None:
-    """The volume of `remote.s3.caBundleConfigMap`, or None. It may be missing: the sidecar says so."""
-    source = ((job.spec.remote or {}).get("s3") or {}).get("caBundleConfigMap")
-    if not source:
-        return None
-    items = [{"key": source["key"], "path": source["key"]}]
-    return {
-        "name": AUTHORITIES_VOLUME,
-        "configMap": {"name": source["name"], "items": items, "optional": True},
-    }
+    A ConfigMap or Secret may be missing: a condition must name it, not a pod that never starts.
+    """
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    directory, s3 = ((job.spec.remote or {}).get(kind) or {} for kind in ("directory", "s3"))
+    if directory:
+        found.append(({"name": REMOTE_VOLUME, **(directory.get("volume") or {})}, {"mountPath": REMOTE_DIR}))
+    source, secret = s3.get("caBundleConfigMap"), credentials_secret(job)
+    if source:
+        items = [{"key": source["key"], "path": source["key"]}]
+        texts = {"name": source["name"], "items": items, "optional": True}
+        mount = {"mountPath": AUTHORITIES_DIR, "readOnly": True}
+        found.append(({"name": AUTHORITIES_VOLUME, "configMap": texts}, mount))
+    if secret:
+        keys = {"secretName": secret, "optional": True, "defaultMode": 0o440}
+        mount = {"mountPath": names.REMOTE_CREDENTIALS_DIR, "readOnly": True}
+        found.append(({"name": _REMOTE_CREDENTIALS, "secret": keys}, mount))
+    return found
 
 
 def credentials_secret(job: JobView) -> str | None:
@@ -126,3 +136,71 @@ def credentials_secret(job: JobView) -> str | None:
 
 def _compact(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
+
+_VOLUME = "tiercheck-node-memory"
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """The operator's settings."""
+
+    path: str = "/dev/shm/tiercheck"
+    """On every node; must lie on a tmpfs, or it is no memory."""
+    keep_seconds: float = 3600.0
+    """How long what a dead pod left is kept for the next one."""
+
+
+def absolute_path(text: str) -> str:
+    """Raises ValueError."""
+    path = PurePosixPath(text)
+    if not path.is_absolute() or len(path.parts) < 3 or ".." in path.parts:
+        raise ValueError("expected an absolute path of at least two parts, such as /dev/shm/tiercheck")
+    return str(path)
+
+
+def memory_volume(job: JobView, settings: NodeMemory) -> dict[str, Any]:
+    """The source of the volume that otherwise is the pod's own memory."""
+    return {"hostPath": {"path": f"{settings.path}/{job.identity}", "type": "DirectoryOrCreate"}}
+
+
+def node_volume(settings: NodeMemory) -> dict[str, Any]:
+    """The folder of all jobs, for the init container."""
+    return {"name": _VOLUME, "hostPath": {"path": settings.path, "type": "DirectoryOrCreate"}}
+
+
+def environment(settings: NodeMemory) -> list[dict[str, Any]]:
+    return [{"name": names.ENV_NODE_MEMORY_KEEP, "value": str(int(settings.keep_seconds))}]
+
+
+def preparation(
+    job: JobView,
+    settings: NodeMemory,
+    image: str,
+    security: Mapping[str, Any],
+    resources: Mapping[str, Mapping[str, str]],
+) -> dict[str, Any]:
+    """The init container. `security`: that of the other containers of TierCheck."""
+    return {
+        "name": names.NODE_MEMORY_CONTAINER,
+        "image": image,
+        "command": [
+            "python3", "-m", "tiercheck_sidecar.node_memory",
+            names.NODE_MEMORY_DIR, job.identity, str(int(settings.keep_seconds)),
+        ],
+        "securityContext": {**security, "runAsUser": 0, "runAsNonRoot": False},
+        "resources": copy.deepcopy(dict(resources)),
+        "volumeMounts": [{"name": _VOLUME, "mountPath": names.NODE_MEMORY_DIR}],
+    }  # fmt: skip
+
+
+def forbidden(job: JobView, sentence: str) -> str:
+    """What to do if the API server refused a pod because of its hostPath; empty if that is not why."""
+    if not job.spec.node_memory or "hostpath" not in sentence.replace(" ", "").lower():
+        return ""
+    return (
+        "tiers.local.medium is NodeMemory, which needs a hostPath volume, and the namespace "
+        f"{job.namespace} does not allow it. Allow it (Pod Security: label the namespace "
+        "pod-security.kubernetes.io/enforce=privileged), or set tiers.local.medium to PodMemory. The API "
+        f"server said: {sentence}"
+    )

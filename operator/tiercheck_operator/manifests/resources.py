@@ -69,9 +69,8 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
         if memory is not None and not job.node_memory and parse_quantity(memory) < needed:
             return (
                 f"spec.sidecar.resources.{kind}.memory is {memory}, and the sidecar needs "
-                f"{_mebibytes(needed)}: tiers.local.sizeLimit "
-                f"({job.size_limit}), because its memory volume is charged to it, and 512Mi; raise the "
-                "one or lower the other"
+                f"{_mebibytes(needed)}: tiers.local.sizeLimit ({job.size_limit}), because its memory volume "
+                "is charged to it, and 512Mi; raise the one or lower the other"
             )
     requests, limits = (job.sidecar_resources.get(kind, {}) for kind in ("requests", "limits"))
     for name in requests.keys() & limits.keys():
@@ -83,11 +82,9 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
             )
         if request < limit and name in ("cpu", "memory") and not pod.get("resources") and is_guaranteed(pod):
             return (
-                f"spec.sidecar.resources gives a request of {name} ({requests[name]}) that is not its "
-                f"limit ({limits[name]}), which "
-                "would end the QoS class Guaranteed that all other containers of the pod have, and with "
-                "it their exclusive cores; "
-                "give one of the two, or both the same"
+                f"spec.sidecar.resources gives a request of {name} ({requests[name]}) that is not its limit "
+                f"({limits[name]}), which would end the QoS class Guaranteed that all other containers of "
+                "the pod have, and with it their exclusive cores; give one of the two, or both the same"
             )
     return ""
 
@@ -107,8 +104,7 @@ def limits_advice(sentence: str) -> str:
     if "memory" in sentence and ("exceeded quota" in sentence or "maximum memory usage" in sentence):
         return (
             "Beside what your containers ask for, each pod's sidecar asks for tiers.local.sizeLimit and "
-            "512Mi: lower sizeLimit, or have "
-            "the namespace's ResourceQuota or LimitRange raised"
+            "512Mi: lower sizeLimit, or have the namespace's ResourceQuota or LimitRange raised"
         )
     return ""
 

@@ -51,8 +51,7 @@ def template_problem(template: Mapping[str, Any]) -> str:
     if not trainer.get("command"):
         return (
             f"container {names.TRAINER_CONTAINER!r} of spec.template has no command; set `command` "
-            "explicitly, "
-            "because the entrypoint of the image cannot be wrapped"
+            "explicitly, because the entrypoint of the image cannot be wrapped"
         )
     reserved = {names.SIDECAR_CONTAINER, names.LIBRARY_CONTAINER, names.NODE_MEMORY_CONTAINER}
     for entry in [*containers, *((template.get("spec") or {}).get("initContainers") or [])]:
@@ -76,19 +75,16 @@ def pod_problem(pod: Mapping[str, Any], trainer: str) -> str:
         if probes:
             return (
                 f"container {trainer!r} has a {probes[0]}, by which the kubelet would kill it while it "
-                "waits for its state to be restored, "
-                "in the middle of a recovery; remove it: TierCheck finds training that hangs by itself "
-                "(failurePolicy.hang). "
-                "A readinessProbe may stay"
+                "waits for its state to be restored, in the middle of a recovery; remove it: TierCheck "
+                "finds training that hangs by itself (failurePolicy.hang). A readinessProbe may stay"
             )
     lasting = [entry for entry in pod.get("initContainers") or [] if entry.get("restartPolicy") == "Always"]
     for entry in [*lasting, *(pod.get("containers") or [])]:
         taken = {port.get("containerPort") for port in entry.get("ports") or []} & _PORTS
         if taken and not pod.get("hostNetwork"):
             return (
-                f"container {entry.get('name')!r} has port {min(taken)}, which TierCheck's sidecar "
-                "listens on in the same pod (8470 to 8472); "
-                "choose another"
+                f"container {entry.get('name')!r} has port {min(taken)}, which TierCheck's sidecar listens "
+                "on in the same pod (8470 to 8472); choose another"
             )
     return ""
 
@@ -98,7 +94,6 @@ def deadline_problem(template: Mapping[str, Any]) -> str:
     if (template.get("spec") or {}).get("activeDeadlineSeconds") is None:
         return ""
     return (
-        "spec.template.spec.activeDeadlineSeconds would end each pod after that time, and TierCheck "
-        "would make another; "
-        "use spec.activeDeadlineSeconds, which is for the job"
+        "spec.template.spec.activeDeadlineSeconds would end each pod after that time, and TierCheck would "
+        "make another; use spec.activeDeadlineSeconds, which is for the job"
     )

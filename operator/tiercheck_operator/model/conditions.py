@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PLACED = "Placed"
@@ -264,6 +265,8 @@ class Finding:
 
     reason: str
     message: str
+    wake_after: float | None = None
+    """Seconds until time alone may change it, if that is known."""
 
 
 @dataclass(frozen=True)
@@ -282,3 +285,19 @@ class Findings:
     suspending: bool = False
     completed: bool = False
     failed: Finding | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return self.completed or self.failed is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be trained now."""
+        return self.over or self.suspended or self.suspending
+
+
+def listed(entries: Sequence[object], most: int) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(entries) - most} more" if len(entries) > most else ""
+    return ", ".join(map(str, entries[:most])) + more

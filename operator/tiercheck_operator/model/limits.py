@@ -24,21 +24,12 @@ _RECOVERIES = 3
 """Of the history, that go only after sentences were cut."""
 
 
-def fit_status(record: JobRecord) -> JobRecord:
-    """`record` with nothing left out, unless it would be too large."""
-    return _fit(record)[0]
-
-
-def render_fitting(record: JobRecord) -> dict[str, Any]:
-    """`status` for the API, of what `fit_status` leaves."""
-    return _fit(record)[1]
-
-
-def _fit(record: JobRecord) -> tuple[JobRecord, dict[str, Any]]:
-    """What is left of the record, and that as the API spells it, which shows how large it is."""
+def fit_status(record: JobRecord) -> tuple[JobRecord, dict[str, Any]]:
+    """What is left of the record, which is all of it unless it would be too large, and that as the API spells
+    it."""
     record = _with_messages(record, _MESSAGES)
     allowed = _MESSAGES
-    while _bytes_of(raw := render_record(record)) > LIMIT:
+    while bytes_of(raw := render_record(record)) > LIMIT:
         if len(record.recoveries) > _RECOVERIES or (record.recoveries and allowed <= _LEAST):
             record = replace(record, recoveries=record.recoveries[:-1])
         elif allowed > _LEAST:
@@ -51,15 +42,10 @@ def _fit(record: JobRecord) -> tuple[JobRecord, dict[str, Any]]:
     return record, raw
 
 
-def status_size(record: JobRecord) -> int:
-    """Bytes of the status."""
-    return _bytes_of(render_record(record))
-
-
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-def _bytes_of(raw: Mapping[str, Any]) -> int:
+def bytes_of(raw: Mapping[str, Any]) -> int:
     return len(_ENCODER.encode(raw).encode())
 
 
@@ -86,7 +72,7 @@ def _with_sentences(record: JobRecord, most: int) -> JobRecord:
     recovery = record.recovery
     if recovery is not None:
         recovery = replace(recovery, message=_cut(recovery.message, most), reason=_cut(recovery.reason, most))
-    last = None if record.last_recovery is None else _short(record.last_recovery, most)
+    last = None if record.last_recovery is None else cut_sentences(record.last_recovery, most)
     checkpoint = record.checkpoint
     if checkpoint is not None:
         checkpoint = replace(checkpoint, deltas_reason=_cut(checkpoint.deltas_reason, most))
@@ -95,12 +81,13 @@ def _with_sentences(record: JobRecord, most: int) -> JobRecord:
         checkpoint=checkpoint,
         recovery=recovery,
         last_recovery=last,
-        recoveries=tuple(_short(e, most) for e in record.recoveries),
+        recoveries=tuple(cut_sentences(each, most) for each in record.recoveries),
         places=tuple(replace(place, message=_cut(place.message, most)) for place in record.places),
     )
 
 
-def _short(summary: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+def cut_sentences(summary: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+    """Of a recovery that has ended; `most`: characters of each."""
     return {key: _cut(value, most) if isinstance(value, str) and key in SENTENCES else value
             for key, value in summary.items()}  # fmt: skip
 

@@ -359,6 +359,13 @@ class Observation:
         return {uid: report for uid, report in self.newest_reports.items() if report.attempt == attempt}
 
     @cached_property
+    def last_words(self) -> tuple[Report, ...]:
+        """The newest reports that are of the current attempt, those of lost pods too, under the numbers that
+        sidecars have of themselves."""
+        found = (known.report for known in self.reports.values())
+        return tuple(each for each in found if each is not None and each.attempt == self.job.status.attempt)
+
+    @cached_property
     def newest_reports(self) -> Mapping[str, Report]:
         """The newest report of each sidecar, by pod UID, as that of the worker that the pod is."""
         found = {pod.uid: self.report(pod) for pod in self.all_pods}
@@ -371,10 +378,6 @@ class Observation:
         failed = any(trainer.state is TrainerState.FAILED for trainer in trainers)
         stalled = any(trainer.stalled_since is not None for trainer in trainers)
         return not (failed or stalled or any(trainer.stuck or trainer.unhealthy for trainer in trainers))
-
-    @cached_property
-    def any_sidecar_silent(self) -> bool:
-        return any(known.silent_since is not None for known in self.reports.values())
 
     @cached_property
     def conditions(self) -> Mapping[str, Condition]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Mapping
@@ -75,19 +76,16 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     if UNREADABLE in raw:
         raise ValueError(raw[UNREADABLE])
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
-    labels = metadata.get("labels") or {}
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     maker = _controller(metadata)
     own = _group(maker) == names.API_GROUP
-    attached = "" if own else str((metadata.get("annotations") or {}).get(names.ANNOTATION_ATTACHED) or "")
+    attached = "" if own else str(annotations.get(names.ANNOTATION_ATTACHED) or "")
     if not (own or attached) or labels.get(names.LABEL_JOB_UID) not in _vouched_for(maker, labels):
         return None
     try:
         spare = int(labels[names.LABEL_SPARE]) if names.LABEL_SPARE in labels else None
-        worker = (
-            SPARE
-            if spare is not None and names.LABEL_WORKER not in labels
-            else int(labels[names.LABEL_WORKER])
-        )
+        is_spare = spare is not None and names.LABEL_WORKER not in labels
+        worker = SPARE if is_spare else int(labels[names.LABEL_WORKER])
         incarnation = int(labels.get(names.LABEL_INCARNATION, 0))
         job_uid = _shared(labels[names.LABEL_JOB_UID])
     except (KeyError, ValueError):
@@ -95,6 +93,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
     conditions = {entry.get("type"): entry for entry in status.get("conditions") or []}
     disrupted = conditions.get("DisruptionTarget") or {}
     scheduled = conditions.get("PodScheduled") or {}
+    disruption = disrupted.get("reason") if disrupted.get("status") == "True" else ""
+    avoided = str(annotations.get(ANNOTATION_AVOIDED) or "").split(",", _MOST_NAMES)[:_MOST_NAMES]
+    held = _held(status)
     gates = tuple(_text(entry.get("name")) for entry in (spec.get("schedulingGates") or [])[:_MOST_NAMES])
     unschedulable = scheduled.get("status") == "False" and not gates
     sidecar = _named(spec.get("initContainers"), names.SIDECAR_CONTAINER)
@@ -112,31 +113,20 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         phase=_shared(status.get("phase") or "Pending"),
         created=created,
         namespace=_shared(metadata.get("namespace") or ""),
-        attached=attached[: LONGEST_ATTACHMENT + 1]
-        if attached.isascii()
-        else "-",  # not ours, as any text is
+        # What is no ASCII is not ours, as any other text is.
+        attached=attached[: LONGEST_ATTACHMENT + 1] if attached.isascii() else "-",
         deleting=deletion is not None,
         deleted_at=None if deletion is None else deletion - grace,
-        disruption=_text(
-            (disrupted.get("reason") if disrupted.get("status") == "True" else "")
-            or status.get("reason")
-            or ""
-        ),
+        disruption=_text(disruption or status.get("reason")),
         message=_text(_pod_message(status, scheduled if unschedulable else {})),
-        held=_shared(_text(held[1]) if (held := _held(status)) else ""),
+        held=_shared(_text(held[1]) if held else ""),
         # A kubelet that takes a pod says since when (PodStatus of the API reference).
         claimed=not spec.get("nodeName") or bool(status.get("startTime")),
         unschedulable_since=(parse_time(scheduled.get("lastTransitionTime")) or created)
         if unschedulable
         else None,
         sidecar_image=_shared(_text(sidecar.get("image"))),
-        avoided=frozenset(
-            _shared(name)
-            for name in str((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or "").split(
-                ",", _MOST_NAMES
-            )[:_MOST_NAMES]
-            if name
-        ),
+        avoided=frozenset(_shared(name) for name in avoided if name),
         trainer=_container(
             spec.get("containers"),
             status.get("containerStatuses"),
@@ -148,7 +138,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         remade_since=1.0 if _makes_sandbox_anew(status, conditions) else None,
         gates=gates,
         resource_version=str(metadata.get("resourceVersion") or ""),
-        given_up=_text((metadata.get("annotations") or {}).get(ANNOTATION_GIVEN_UP)),
+        given_up=_text(annotations.get(ANNOTATION_GIVEN_UP)),
         first_port=_first_port(sidecar),
         sidecar=_container(
             spec.get("initContainers"), status.get("initContainerStatuses"), names.SIDECAR_CONTAINER
@@ -189,14 +179,9 @@ def _vouched_for(maker: Mapping[str, Any], labels: Mapping[str, str]) -> set[Any
 
 def trainer_name(attached: str) -> str:
     """Of the container that trains; in an attached pod its annotation tells."""
-    try:
-        return (
-            str(parse_json(attached, LONGEST_ATTACHMENT)["container"])
-            if attached
-            else names.TRAINER_CONTAINER
-        )
-    except (ValueError, KeyError, TypeError):
-        return names.TRAINER_CONTAINER
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(parse_json(attached, LONGEST_ATTACHMENT)["container"])
+    return names.TRAINER_CONTAINER
 
 
 def _named(entries: Any, name: str) -> Mapping[str, Any]:
@@ -207,11 +192,8 @@ def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> 
     spec, status = _named(specs, name), _named(statuses, name)
     # A container that runs again has its last end in lastState; one that does not, or not yet, may have it in
     # state.
-    ended = (
-        (status.get("state") or {}).get("terminated")
-        or (status.get("lastState") or {}).get("terminated")
-        or {}
-    )
+    state, last = status.get("state") or {}, status.get("lastState") or {}
+    ended = state.get("terminated") or last.get("terminated") or {}
     return ContainerView(
         restarts=int(status.get("restartCount") or 0),
         ended_reason=_text(ended.get("reason")),
@@ -219,7 +201,7 @@ def _container(specs: Any, statuses: Any, name: str, policy: str = "Always") -> 
         exit_code=_int(ended.get("exitCode")),
         memory_limit=_text(((spec.get("resources") or {}).get("limits") or {}).get("memory")),
         state=_container_state(status),
-        back_off=_back_off(str(((status.get("state") or {}).get("waiting") or {}).get("message") or "")),
+        back_off=_back_off(str((state.get("waiting") or {}).get("message") or "")),
         restartable=(spec.get("restartPolicy") or policy) != "Never",
     )
 
@@ -256,13 +238,9 @@ def _container_state(status: Mapping[str, Any]) -> ContainerState:
 
 
 def _back_off(message: str) -> float:
-    found = _BACK_OFF.search(message)
-    units = {"h": 3600.0, "m": 60.0, "s": 1.0}
-    return (
-        sum(float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([hms])", found.group(1)))
-        if found
-        else 0.0
-    )
+    found, units = _BACK_OFF.search(message), {"h": 3600.0, "m": 60.0, "s": 1.0}
+    parts = re.findall(r"([\d.]+)([hms])", found[1]) if found else ()
+    return sum((float(number) * units[unit] for number, unit in parts), 0.0)
 
 
 def _pod_message(status: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str:
@@ -287,11 +265,9 @@ def parse_node(raw: Mapping[str, Any], signs: NodeSigns = NO_SETTINGS) -> NodeVi
     if UNREADABLE in raw:
         raise ValueError(raw[UNREADABLE])
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
-    ready: Mapping[str, Any] = next(
-        (entry for entry in status.get("conditions") or [] if entry.get("type") == "Ready"), {}
-    )
-    taints = spec.get("taints") or []
-    lost = ""
+    conditions = [entry for entry in status.get("conditions") or [] if entry.get("type")]
+    ready: Mapping[str, Any] = next((entry for entry in conditions if entry["type"] == "Ready"), {})
+    taints, lost = spec.get("taints") or [], ""
     if ready.get("status") in ("False", "Unknown"):
         lost = f"node is not ready ({ready.get('reason') or ready['status']})"
     for taint in taints:
@@ -306,11 +282,7 @@ def parse_node(raw: Mapping[str, Any], signs: NodeSigns = NO_SETTINGS) -> NodeVi
         ),
         kubelet=str((status.get("nodeInfo") or {}).get("kubeletVersion") or ""),
         leaving=signs.leaving(spec, status),
-        conditions={
-            str(entry["type"]): str(entry.get("status") or "")
-            for entry in status.get("conditions") or []
-            if entry.get("type")
-        },
+        conditions={str(entry["type"]): str(entry.get("status") or "") for entry in conditions},
         cordoned=bool(spec.get("unschedulable")),
         schedulable=not spec.get("unschedulable")
         and not any(taint.get("effect") in ("NoSchedule", "NoExecute") for taint in taints),

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from msgspec import ValidationError, convert
+
 from tiercheck.protocol.plain_json import parse_json
 
+_Workers = tuple[int, ...]
 _ROOM = 900_000
 """Characters of a ConfigMap that is far from the 1 MiB which the API server allows."""
 
@@ -120,11 +123,9 @@ def placement_name(job: str) -> str:
 
 def placement_data(placement: SavedPlacement) -> dict[str, str]:
     """`workers` has one JSON list per line: worker, pod, pod UID, incarnation, node, holders; `groups`, with
-    parity, one per
-    group: members, holders; `leaving`, while copies move: worker, holders that stop; `replanning` is one JSON
-    object; `nodes`, as far as there is room, the keys of the levels' labels, and then one per node: node,
-    values.
-    """
+    parity, one per group: members, holders; `leaving`, while copies move: worker, holders that stop;
+    `replanning` is one JSON object; `nodes`, as far as there is room, the keys of the levels' labels, and
+    then one per node: node, values."""
     data = {
         "attempt": str(placement.attempt),
         "workers": _lines(
@@ -145,41 +146,25 @@ def placement_data(placement: SavedPlacement) -> dict[str, str]:
 def read_placement_data(data: Mapping[str, str]) -> SavedPlacement:
     """Raises ValueError if it was not made by `placement_data`."""
     try:
-        members = tuple(
-            SavedMember(
-                int(worker), str(pod), str(uid), int(incarnation), str(node), tuple(int(h) for h in holders)
-            )
-            for worker, pod, uid, incarnation, node, holders in map(parse_json, data["workers"].splitlines())
+        members = convert(_rows(data["workers"]), list[tuple[int, str, str, int, str, _Workers]])
+        groups = convert(_rows(data.get("groups")), list[tuple[_Workers, _Workers]])
+        leaving = convert(_rows(data.get("leaving")), tuple[tuple[int, _Workers], ...])
+        replanning = convert(parse_json(data.get("replanning") or "{}"), Replanning)
+        keys, *nodes = _rows(data.get("nodes")) or [None]
+        return SavedPlacement(
+            int(data["attempt"]),
+            tuple(SavedMember(*member) for member in members),
+            tuple(CodeGroup(*group) for group in groups),
+            None if keys is None else convert({"keys": keys, "values": nodes}, SavedDomains),
+            leaving,
+            replanning,
         )
-        groups = tuple(
-            CodeGroup(tuple(int(member) for member in inside), tuple(int(holder) for holder in holders))
-            for inside, holders in map(parse_json, (data.get("groups") or "").splitlines())
-        )
-        leaving = tuple(
-            (int(worker), tuple(int(holder) for holder in holders))
-            for worker, holders in map(parse_json, (data.get("leaving") or "").splitlines())
-        )
-        known = parse_json(data.get("replanning") or "{}")
-        replanning = Replanning(
-            str(known.get("checked", "")),
-            str(known.get("wish", "")),
-            float(known.get("since", 0)),
-            float(known.get("moved", 0)),
-        )
-        domains = _domains(data.get("nodes") or "")
-        return SavedPlacement(int(data["attempt"]), members, groups, domains, leaving, replanning)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, ValidationError) as error:
         raise ValueError(f"not a placement: {error}") from error
 
 
-def _domains(text: str) -> SavedDomains | None:
-    if not text:
-        return None
-    keys, *rows = map(parse_json, text.splitlines())
-    return SavedDomains(
-        tuple(str(key) for key in keys),
-        tuple((str(node), tuple(str(value) for value in values)) for node, values in rows),
-    )
+def _rows(text: str | None) -> list[Any]:
+    return [parse_json(line) for line in (text or "").splitlines()]
 
 
 def _lines(rows: Iterable[list[Any]]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 from tiercheck.protocol.version import Branch, History, Version
@@ -40,16 +41,15 @@ Moment = Annotated[float, As(read=parse_time, write=rfc3339_millis)]
 """Unix seconds."""
 
 
-def _write_status(holds: bool | None) -> str:
-    return "Unknown" if holds is None else str(holds)
-
-
 @dataclass(frozen=True)
 class Condition:
     """A metav1.Condition. `changed` is lastTransitionTime, RFC 3339."""
 
     type: str
-    status: Annotated[bool | None, As({"True": True, "False": False}.get, _write_status)]
+    status: Annotated[
+        bool | None,
+        As({"True": True, "False": False}.get, {True: "True", False: "False", None: "Unknown"}.get),
+    ]
     """None: Unknown."""
     reason: str
     message: str
@@ -93,8 +93,6 @@ class Recovery:
     decided_at: Moment | None = None
     restored_at: Moment | None = None
     released_at: Moment | None = None
-    undone: bool = False
-    """The attempt before ended before training was released in it, so what it gave up still counts."""
     failed_versions: tuple[Version, ...] = ()
     """Versions whose restore failed on the way back, once per failure, oldest first."""
     facts: Annotated[Facts, At("")] = Facts()
@@ -109,6 +107,8 @@ class Recovery:
     stalled: Annotated[tuple[int, ...], At("stalledWorkers")] = ()
     """Workers that have got another node on the way back because they could not be restored where they were.
     """
+    undone: bool = False
+    """The attempt before ended before training was released in it, so what it gave up still counts."""
 
     @property
     def version(self) -> Version | None:
@@ -222,10 +222,6 @@ class FailedStartRecord:
     """Workers that have got another node for that since the last step."""
 
 
-def _to_the_microsecond(seconds: float) -> float:
-    return round(seconds, 6)
-
-
 def _read_history(raw: Sequence[Mapping[str, Any]]) -> History:
     return History(tuple(read_as(Branch, entry) for entry in raw))
 
@@ -250,7 +246,9 @@ class JobRecord:
     """The newest step known when a restart was last counted."""
     disruptions: Annotated[int, At("restarts.disruption"), ALWAYS] = 0
     step: Annotated[int | None, At("progress.step")] = None
-    step_seconds: Annotated[float | None, At("progress.stepSeconds"), As(write=_to_the_microsecond)] = None
+    step_seconds: Annotated[float | None, At("progress.stepSeconds"), As(write=partial(round, ndigits=6))] = (
+        None
+    )
     restored_bytes: Annotated[int, At("progress.restoredBytes")] = 0
     """That a restore under way has brought back."""
     restore_bytes: Annotated[int, At("progress.restoreBytes")] = 0

@@ -13,9 +13,10 @@ from tests.operator.attach.attach_shapes import Object
 from tiercheck.protocol import names
 from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_operator.attach.admission import Admission
-from tiercheck_operator.attach.injection import Attachment, Outfit, attached_job, job_name
+from tiercheck_operator.attach.injection import Attachment, attached_job, job_name
 from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers, find_owner, find_seat
 from tiercheck_operator.attach.webhook import difference
+from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.model.parsing import identity_of, parse_job, parse_pod
 
@@ -46,7 +47,7 @@ class Server(Kube):
 
 
 async def admitted(pod: Object, *objects: Object) -> tuple[Object, str]:
-    new, warning = await Admission(Server(*objects), Outfit("sidecar:1")).admit("ml", pod)
+    new, warning = await Admission(Server(*objects), Config(sidecar_image="sidecar:1")).admit("ml", pod)
     return dict(new), warning
 
 
@@ -272,7 +273,7 @@ async def test_annotation_names_the_container_that_trains() -> None:
 async def test_trouble_with_the_api_server_never_stops_a_pod() -> None:
     server = Server()
     server.failure = ApiFailure(503, "overloaded")
-    made, warning = await Admission(server, Outfit("sidecar:1")).admit("ml", shapes.job_pod(0))
+    made, warning = await Admission(server, Config(sidecar_image="sidecar:1")).admit("ml", shapes.job_pod(0))
     assert "could not be read: 503: overloaded" in warning
     assert made["spec"] == shapes.job_pod(0)["spec"]
 
@@ -280,7 +281,7 @@ async def test_trouble_with_the_api_server_never_stops_a_pod() -> None:
 async def test_thousand_pods_of_one_job_cost_three_questions() -> None:
     server = Server(shapes.job(1000), shapes.POLICY)
     server.objects["/api/v1/namespaces/kube-system"] = {"metadata": {"uid": "uid-of-the-cluster"}}
-    admission = Admission(server, Outfit("sidecar:1"), clock=lambda: 0.0)
+    admission = Admission(server, Config(sidecar_image="sidecar:1"), clock=lambda: 0.0)
     server.objects["/apis/tiercheck.io/v1alpha1/namespaces/ml/tiercheckjobs/job-train"] = made_job(1000)
     for index in range(1000):
         pod, _ = await admission.admit("ml", shapes.job_pod(index))
@@ -327,9 +328,10 @@ async def test_node_memory_is_the_owners_own_folder_whether_the_job_exists_or_no
 
 
 async def test_operators_settings_for_images_hold_for_attached_pods_too() -> None:
-    outfit = Outfit("r.example.com/sidecar:1", "Always", ("registry",))
+    image = "r.example.com/sidecar:1"
+    config = Config(sidecar_image=image, sidecar_pull_policy="Always", sidecar_pull_secrets=("registry",))
     server = Server(shapes.job(), shapes.POLICY)
-    made, _ = await Admission(server, outfit).admit("ml", shapes.job_pod(0))
+    made, _ = await Admission(server, config).admit("ml", shapes.job_pod(0))
     assert container_of(dict(made), names.SIDECAR_CONTAINER)["imagePullPolicy"] == "Always"
     assert made["spec"]["imagePullSecrets"] == [{"name": "registry"}]
     assert "imagePullPolicy" not in container_of(dict(made), "trainer")

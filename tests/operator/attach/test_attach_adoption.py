@@ -17,8 +17,7 @@ from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.attach_shapes import Object
 from tests.operator.attach.test_attach_admission import Server, admitted, made_job
 from tiercheck.protocol import names
-from tiercheck_operator.attach.adoption import Adoption
-from tiercheck_operator.attach.left_out import LeftOut
+from tiercheck_operator.attach.adoption import Adoption, LeftOut
 from tiercheck_operator.kubernetes.client import ApiFailure, ObjectMetadata
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_pod

@@ -16,8 +16,8 @@ from aiohttp import web
 
 from tests.operator.moments import until
 from tiercheck_local.addresses import free_ports
-from tiercheck_operator.attach import doors
-from tiercheck_operator.attach.doors import LARGEST, Doors
+from tiercheck_operator.attach import webhook
+from tiercheck_operator.attach.webhook import LARGEST, Doors
 from tiercheck_operator.kubernetes.certificates import issue_pair
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -140,7 +140,7 @@ async def test_few_large_reviews_are_held_in_memory_at_a_time(tmp_path: Path) ->
     async with opened(tmp_path) as house:
         house.go_on.clear()
         calls = [asyncio.create_task(house.post(b"x" * 2**20)) for _ in range(6)]
-        await until(lambda: len(house.heard) == doors._LARGE_AT_ONCE)
+        await until(lambda: len(house.heard) == webhook._LARGE_AT_ONCE)
         small = asyncio.create_task(house.post(b"x"))
         await until(lambda: 1 in house.heard)
         assert sorted(house.heard) == [1, 2**20, 2**20], "a small one does not wait for the large ones"
@@ -151,7 +151,7 @@ async def test_few_large_reviews_are_held_in_memory_at_a_time(tmp_path: Path) ->
 async def test_connections_of_one_address_are_few_and_room_is_free_again_when_they_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "_OF_ONE_ADDRESS", 3)
+    monkeypatch.setattr(webhook, "_OF_ONE_ADDRESS", 3)
     async with opened(tmp_path) as house:
         held = [await house.dial() for _ in range(3)]
         with pytest.raises((ConnectionError, ssl.SSLError)):

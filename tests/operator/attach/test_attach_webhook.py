@@ -20,11 +20,11 @@ from tiercheck.protocol import names
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_operator.attach.admission import Admission
-from tiercheck_operator.attach.injection import Outfit
 from tiercheck_operator.attach.trust import Bundle, Trust, renew_when_due
 from tiercheck_operator.attach.webhook import PATH, Webhook
+from tiercheck_operator.config import Config, WebhookConfig
 from tiercheck_operator.kubernetes.client import ApiFailure
-from tiercheck_operator.kubernetes.identity import DEPLOYMENT
+from tiercheck_operator.kubernetes.cluster_facts import DEPLOYMENT
 
 NOW = datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)
 DAY = datetime.timedelta(days=1)
@@ -76,8 +76,11 @@ class Cluster(Server):
         return base64.b64decode(self.objects[CONFIGURATION]["webhooks"][0]["clientConfig"]["caBundle"])
 
 
-def trust(cluster: Cluster, *hosts: str) -> Trust:
-    return Trust(cluster, ("tiercheck-system", "tls"), "attach", hosts or ("127.0.0.1",))
+def trust(
+    cluster: Cluster, *hosts: str, issuer: str = "", deployment: tuple[str, str] | None = None
+) -> Trust:
+    secret, known_by = ("tiercheck-system", "tls"), hosts or ("127.0.0.1",)
+    return Trust(cluster, WebhookConfig("", 0, secret, "attach", known_by, issuer), deployment)
 
 
 async def test_first_replica_makes_the_certificate_and_the_second_takes_it() -> None:
@@ -93,9 +96,7 @@ async def test_certificate_belongs_to_the_operators_deployment_and_still_does_wh
     cluster = Cluster()
     deployment = DEPLOYMENT.format(namespace="tiercheck-system", name="op")
     cluster.objects[deployment] = {"metadata": {"name": "op", "uid": "u-7"}}
-    of_it = Trust(
-        cluster, ("tiercheck-system", "tls"), "attach", ["a"], deployment=("tiercheck-system", "op")
-    )
+    of_it = trust(cluster, "a", deployment=("tiercheck-system", "op"))
     owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "op", "uid": "u-7"}
     for days in (0, 61):
         await of_it.establish(NOW + days * DAY)
@@ -104,7 +105,7 @@ async def test_certificate_belongs_to_the_operators_deployment_and_still_does_wh
 
 async def test_certificate_of_another_issuer_is_awaited_announced_and_never_written() -> None:
     cluster = Cluster()
-    given = Trust(cluster, ("tiercheck-system", "tls"), "attach", ["a"], issuer="cert-manager")
+    given = trust(cluster, "a", issuer="cert-manager")
     with pytest.raises(ApiFailure, match="cert-manager has not made the Secret tiercheck-system/tls yet"):
         await given.establish(NOW)
     old, _ = await trust(cluster).establish(NOW)
@@ -170,7 +171,9 @@ def review(pod: shapes.Object) -> shapes.Object:
 async def answering(cluster: Cluster) -> AsyncIterator[int]:
     """The port of a webhook that answers."""
     (port,) = free_ports(1)
-    webhook = Webhook("127.0.0.1", port, trust(cluster), Admission(cluster, Outfit("sidecar:1")))
+    webhook = Webhook(
+        "127.0.0.1", port, trust(cluster), Admission(cluster, Config(sidecar_image="sidecar:1"))
+    )
     webhook.start()
     try:
         async with asyncio.timeout(60):

@@ -12,7 +12,7 @@ from tests.operator.world_in_memory import TEMPLATE, World, make_spec
 from tiercheck.protocol import names
 from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.owned_objects import Belongings
-from tiercheck_operator.manifests.gang import GANGS, build_gang
+from tiercheck_operator.manifests.owned import GANGS, build_gang
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import parse_job, parse_pod

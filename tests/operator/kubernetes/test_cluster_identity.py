@@ -16,7 +16,7 @@ from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.identity import ClusterIdentity
+from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.actions import CreatePod, CreateSpare
 

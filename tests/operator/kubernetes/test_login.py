@@ -19,7 +19,7 @@ from tiercheck_operator.kubernetes import login
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.login import Access, log_in
-from tiercheck_operator.kubernetes.watch_session import WatchSession
+from tiercheck_operator.kubernetes.object_reader import WatchSession
 
 
 def test_kubeconfig_names_server_and_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ async def test_calls_go_on_after_the_authority_was_replaced(
 async def test_kopfs_session_gives_way_to_one_with_the_new_authority_and_has_the_new_token(
     server: RotatedServer, issued: Callable[[], KeyPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiercheck_operator.kubernetes.watch_session._LOG_IN_AGAIN", 0.0)
+    monkeypatch.setattr("tiercheck_operator.kubernetes.object_reader._LOG_IN_AGAIN", 0.0)
     old, new = issued(), issued()
     server.show(old)
     server.ca.write_bytes(old.ca)

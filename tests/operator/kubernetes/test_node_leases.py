@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.node_leases import NodeLeases
+from tiercheck_operator.kubernetes.cluster_facts import NodeLeases
 
 NOW = 1_800_000_000.0
 RIGHT, BEHIND, AHEAD = "2027-01-15T07:59:55.000000Z", "2027-01-15T07:00:00Z", "2027-01-15T09:00:00Z"

@@ -15,9 +15,9 @@ import yaml
 from tests.operator.kubernetes.real_cluster import post, service_account_kubeconfig
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
-from tiercheck_operator.manifests.node_memory import forbidden
 from tiercheck_operator.manifests.owned import build_service
 from tiercheck_operator.manifests.pod import build_pod, build_spare
+from tiercheck_operator.manifests.pod_settings import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.parsing import parse_job

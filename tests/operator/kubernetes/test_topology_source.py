@@ -11,7 +11,7 @@ import pytest
 
 from tests.operator.world_in_memory import World, make_spec
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.topology_source import TopologySource
+from tiercheck_operator.kubernetes.cluster_facts import TopologySource
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.observed import JobView
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.operator.attach import attach_shapes as shapes
 from tests.operator.manifests.test_pod_manifest import container, make_job, with_pod
 from tiercheck.protocol import names
-from tiercheck_operator.attach.injection import Outfit, attached_job, attachment_of, inject
+from tiercheck_operator.attach.injection import attached_job, attachment_of, inject
 from tiercheck_operator.attach.owners import Unattachable, find_owner, find_seat
+from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide
-from tiercheck_operator.manifests.node_memory import NodeMemory
 from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.model import conditions
@@ -232,9 +232,7 @@ def attached(pod: Object, **policy: Any) -> Object:
     seat = find_seat(pod, find_owner(pod), owner)
     spec = {**shapes.POLICY["spec"], **policy}
     attachment = attachment_of(pod, find_owner(pod), seat, "careful", None)
-    return inject(
-        pod, attachment, seat, attached_job("ml", attachment, spec), Outfit("s:1", node_memory=NodeMemory())
-    )
+    return inject(pod, attachment, seat, attached_job("ml", attachment, spec), Config(sidecar_image="s:1"))
 
 
 def test_attached_guaranteed_pod_stays_guaranteed_too() -> None:

@@ -15,8 +15,8 @@ from tiercheck.protocol import names
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.members.spares import choose_spare
-from tiercheck_operator.manifests.node_memory import NodeMemory, forbidden
 from tiercheck_operator.manifests.pod import build_pod, build_spare
+from tiercheck_operator.manifests.pod_settings import NodeMemory, forbidden
 from tiercheck_operator.model.parsing import parse_pod
 from tiercheck_operator.planning.topology import PRESETS, Topology
 

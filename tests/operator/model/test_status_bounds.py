@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.operator.world_in_memory import START, World
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_operator.controller.attempt.barrier import add_summary
+from tiercheck_operator.controller.attempt.readiness import add_summary
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.limits import LIMIT, fit_status, longest_cut, status_size
+from tiercheck_operator.model.limits import LIMIT, bytes_of, fit_status, longest_cut
 from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,
@@ -84,9 +84,9 @@ def worst(letter: str = "\N{GREEK SMALL LETTER OMEGA}") -> JobRecord:
 def test_worst_case_of_every_field_fits_and_keeps_what_decisions_rest_on() -> None:
     for letter in ("x", "\N{GREEK SMALL LETTER OMEGA}"):
         before = worst(letter)
-        assert status_size(before) > 3 * LIMIT
-        after = fit_status(before)
-        assert status_size(after) <= LIMIT
+        assert bytes_of(render_record(before)) > 3 * LIMIT
+        after, raw = fit_status(before)
+        assert bytes_of(raw) <= LIMIT
         assert parse_record(render_record(after)) == parse_record(
             json.loads(json.dumps(render_record(after)))
         )
@@ -107,15 +107,15 @@ def test_worst_case_of_every_field_fits_and_keeps_what_decisions_rest_on() -> No
 def test_one_long_message_is_left_whole_and_a_usual_status_is_not_touched() -> None:
     world = World()
     world.until("Running")
-    assert fit_status(world.status) == world.status
+    assert fit_status(world.status)[0] == world.status
     long = Condition(conditions.PLACED, False, "R", "m" * 4000, rfc3339(START))
     record = dataclasses.replace(world.status, conditions=(long, *world.status.conditions[1:]))
-    assert fit_status(record) == record
+    assert fit_status(record)[0] == record
 
 
 def test_what_was_bounded_is_not_cut_again() -> None:
-    once = fit_status(worst())
-    assert fit_status(once) == once
+    once, _ = fit_status(worst())
+    assert fit_status(once)[0] == once
 
 
 @given(st.lists(st.integers(0, 5000), max_size=16), st.integers(0, 20_000))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.version import History
 from tiercheck_operator.controller.attempt.readiness import (
-    Waiting,
     waiting_for_explanation,
     waiting_for_hand_over,
     waiting_for_pods,
@@ -20,7 +19,6 @@ from tiercheck_operator.controller.attempt.readiness import (
 )
 from tiercheck_operator.controller.failures.exits import note_failed_start
 from tiercheck_operator.controller.failures.failure_policy import (
-    GivenUp,
     fail_by_restart_limit,
     fail_by_rule,
     fail_hopeless_start,
@@ -50,9 +48,8 @@ from tiercheck_operator.controller.placement.placing import (
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding
-from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.saved_placement import SavedPlacement
-from tiercheck_operator.model.status import FailedStartRecord, HangRecord, JobRecord, Recovery
+from tiercheck_operator.model.status import JobRecord, Recovery
 from tiercheck_operator.planning.recovery.inventory import RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import Decision as Outcome
 from tiercheck_operator.planning.recovery.recovery import (
@@ -81,14 +78,13 @@ class Begun:
     """For the condition Placed."""
 
 
-def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting | CannotPlace | GivenUp:
-    """The next attempt, if everything that it needs is known."""
+def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
+    """The next attempt, if everything that it needs is known; else what is lacking."""
     verdict = match_rule(situation, recovery)
     given_up = fail_hopeless_start(situation)
     if given_up is None and not Cause.parse(recovery.cause).in_place:
-        given_up = fail_by_rule(
-            recovery, verdict
-        )  # a pod is lost, whatever else may show; nothing has to take its place first
+        # A pod is lost, whatever else may show; nothing has to take its place first.
+        given_up = fail_by_rule(recovery, verdict)
     if given_up is not None:
         return given_up
     waiting = (
@@ -132,17 +128,13 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Waiting |
         trouble = find_remote_trouble(reports)
         said = f" {trouble.message}" if remote.undecided and remote.reachable is False else ""
         reason = trouble.reason if remote.undecided else conditions.NOTHING_TO_RESTORE_FROM
-        return Waiting(reason, f"{outcome.reason}.{said}", wake_after=situation.patience.retry)
+        return Finding(reason, f"{outcome.reason}.{said}", situation.patience.retry)
     begun = _next_status(
         situation, recovery, verdict, history=history, number=number, outcome=outcome, placed=placed
     )
     if len(reports) == len(situation.members) and _sees_all(remote, reports):
         begun = replace(begun, history=_still_needed(begun.history, problem))
-    return Begun(
-        begun,
-        placed.as_saved(number, situation.membership),
-        Finding(placed.reason, placed.message),
-    )
+    return Begun(begun, placed.as_saved(number, situation.membership), placed.found)
 
 
 def _line_so_far(situation: Situation, recovery: Recovery) -> History:
@@ -226,13 +218,21 @@ def _next_status(
     before = situation.newest_step
     accepted = history.after(number, step, situation.size * situation.job.spec.procs_per_worker)
     members = members_digest(situation.members)
+    same_size = status.history.ranks == accepted.ranks  # in another, workers are numbered anew
+    hang = status.hang if same_size else None
+    if cause is Cause.HUNG:
+        hang = note_hang(status, find_hang(situation, situation.members))
+    failed_start = note_failed_start(situation, recovery, situation.members)
     in_place = cause.in_place and members == status.members
+    rule = f" (rule {verdict.rule} of failurePolicy.rules: {verdict.action.value})" if verdict.rule else ""
+    wanted = situation.job.spec.workers
+    size = f"; with {situation.size} of {wanted} workers" if situation.shrunk else ""
     return replace(
         status,
         attempt=number,
         members=members,
-        hang=_hang(situation, cause, accepted),
-        failed_start=_failed_start(situation, recovery, accepted),
+        hang=hang,
+        failed_start=failed_start if same_size or not status.history.ranks else None,
         history=History(accepted.branches[-_HISTORY_LIMIT:]),
         crashes=status.crashes + verdict.counts,
         counted=status.counted + verdict.counts,
@@ -249,8 +249,8 @@ def _next_status(
             recovery,
             attempt=number,
             rule=verdict.rule,
-            message=_with_rule(recovery.message, verdict),
-            reason=_with_size(outcome.reason, situation),
+            message=f"{recovery.message[: 1000 - len(rule)]}{rule}",
+            reason=f"{outcome.reason}{size}",
             step=step,
             version_attempt=outcome.version.attempt if isinstance(outcome, Recover) else 0,
             reached=before,
@@ -262,29 +262,6 @@ def _next_status(
     )
 
 
-def _hang(situation: Situation, cause: Cause, accepted: History) -> HangRecord | None:
-    status = situation.job.status
-    if cause is Cause.HUNG:
-        return note_hang(status, find_hang(situation, situation.members))
-    # In another size workers are numbered anew.
-    return status.hang if status.history.ranks == accepted.ranks else None
-
-
-def _failed_start(situation: Situation, recovery: Recovery, accepted: History) -> FailedStartRecord | None:
-    found = note_failed_start(situation, recovery, situation.members)
-    # In another size workers are numbered anew.
-    return found if situation.job.status.history.ranks in (0, accepted.ranks) else None
-
-
-def _with_size(reason: str, obs: Observation) -> str:
-    return f"{reason}; with {obs.size} of {obs.job.spec.workers} workers" if obs.shrunk else reason
-
-
-def _with_rule(message: str, verdict: MatchedRule) -> str:
-    said = f" (rule {verdict.rule} of failurePolicy.rules: {verdict.action.value})" if verdict.rule else ""
-    return f"{message[: 1000 - len(said)]}{said}"
-
-
 def _counted(reports: list[Report]) -> bool:
     """Whether somebody has looked up how many ranks made what lies in the remote tier: worker 0 does, and no
     other."""
@@ -294,18 +271,12 @@ def _counted(reports: list[Report]) -> bool:
     )
 
 
-def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Waiting:
+def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Finding:
     """Before the first attempt: what an earlier job left there decides where we begin and how attempts are
     counted."""
-    trouble = find_remote_trouble(reports)
     if remote.reachable is None:
-        return Waiting(
-            conditions.WAITING_FOR_SIDECARS,
-            "the remote tier is being looked at for the first time",
-            wake_after=1.0,
-        )
-    return Waiting(
-        trouble.reason,
-        f"{trouble.message} Training begins as soon as the remote tier can be read.",
-        wake_after=5.0,
-    )
+        text = "the remote tier is being looked at for the first time"
+        return Finding(conditions.WAITING_FOR_SIDECARS, text, 1.0)
+    trouble = find_remote_trouble(reports)
+    text = f"{trouble.message} Training begins as soon as the remote tier can be read."
+    return Finding(trouble.reason, text, 5.0)

@@ -1,17 +1,23 @@
-"""Says what a new attempt still waits for.
+"""Says what an attempt waits for: before it begins, before its release, before its first step.
 
 An attempt begins only when every worker has a pod whose sidecar answered after the failure was noticed: older
 answers cannot tell a crash from a node that has just gone. And it must have answered just now: what a sidecar
 holds changes at every step without news of it, and what was on its way when the failure struck has arrived
 since.
+
+Then all workers restore, all are released, and all make a step. The release is written to the status before
+it is sent, so an operator that restarts in between sends the same thing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tiercheck.protocol.artifacts.sizing import LONGEST_CADENCE
-from tiercheck.protocol.report import Report
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failures.exits import crash_pause
 from tiercheck_operator.controller.members.capacity import (
@@ -19,13 +25,15 @@ from tiercheck_operator.controller.members.capacity import (
     describe_shortage,
     refused_workers,
 )
-from tiercheck_operator.controller.members.places import describe_newest_place
+from tiercheck_operator.controller.members.replacing import describe_newest_place
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Finding, listed
+from tiercheck_operator.model.limits import cut_sentences
 from tiercheck_operator.model.observed import Observation, PodView
-from tiercheck_operator.model.status import Recovery
+from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339
 
 _FRESH, _FRESH_PER_WORKER = 1.0, 0.005
 """Seconds that an answer is good for; more for many workers, because to ask them all takes its time."""
@@ -34,43 +42,39 @@ _EXPLAINED = 8
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """Reason and message for a condition; `probes` to send, and when to look again at the latest."""
+class Waiting(Finding):
+    """What is lacking, and `probes` to send; `wake_after`: when to look again at the latest."""
 
-    reason: str
-    message: str
     probes: tuple[ProbeSidecar, ...] = ()
-    wake_after: float | None = None
 
 
-def waiting_for_pods(situation: Situation) -> Waiting | None:
+def waiting_for_pods(situation: Situation) -> Finding | None:
     """Until every worker has a pod with an address."""
     missing = situation.membership.missing(situation.size)
     if missing and not refused_workers(situation):
-        told = f"workers without a pod: {_some(missing)}{describe_newest_place(situation)}"
+        told = f"workers without a pod: {listed(missing, 8)}{describe_newest_place(situation)}"
         resized = describe_owner(situation)
-        reason = conditions.OWNER_RESIZED if resized else conditions.WAITING_FOR_PODS
-        return Waiting(reason, f"{told}. {resized}" if resized else told, wake_after=1.0)
+        if resized is not None:
+            return Finding(resized.reason, f"{told}. {resized.message}", 1.0)
+        return Finding(conditions.WAITING_FOR_PODS, told, 1.0)
     if situation.membership.beyond:
         told = f"{len(situation.membership.beyond)} survivors take the places of lost workers"
-        return Waiting(conditions.WAITING_FOR_PODS, told, wake_after=1.0)
+        return Finding(conditions.WAITING_FOR_PODS, told, 1.0)
     gated = [pod for pod in situation.members.values() if pod.gates]
     if gated:
         gates = ", ".join(sorted({gate for pod in gated for gate in pod.gates})[:4])
-        text = (
-            f"{len(gated)} of {situation.size} pods wait to be admitted (scheduling gates {gates}): workers "
-        )
-        return Waiting(conditions.WAITING_FOR_QUEUE, text + _some([pod.worker for pod in gated]))
+        whose = f"(scheduling gates {gates}): workers {listed(sorted(pod.worker for pod in gated), 8)}"
+        told = f"{len(gated)} of {situation.size} pods wait to be admitted {whose}"
+        return Finding(conditions.WAITING_FOR_QUEUE, told)
     lack = describe_shortage(situation)
     if lack is not None:
-        return Waiting(lack.reason, lack.message, wake_after=lack.wake_after)
+        return lack
     pending = [pod for pod in situation.members.values() if not pod.ip]
     if pending:
         said = next((f"; {pod.name}: {pod.message}" for pod in pending if pod.message), "")
         said += describe_newest_place(situation)
-        return Waiting(
-            conditions.WAITING_FOR_PODS, f"pods not up yet: {_some([pod.worker for pod in pending])}{said}"
-        )
+        told = f"pods not up yet: {listed(sorted(pod.worker for pod in pending), 8)}{said}"
+        return Finding(conditions.WAITING_FOR_PODS, told)
     return None
 
 
@@ -85,12 +89,14 @@ def waiting_for_sidecars(situation: Situation, recovery: Recovery) -> Waiting | 
     silent = [pod for pod in owing if not _answered(situation, pod, recovery.detected_at)]
     said = next((f"; {pod.name}: {pod.message}" for pod in silent if pod.message), "")
     said = said or _failing_calls(situation, silent)
-    told = f"no answer yet from the sidecars of workers {_some([pod.worker for pod in silent])}{said}"
+    told = (
+        f"no answer yet from the sidecars of workers {listed(sorted(pod.worker for pod in silent), 8)}{said}"
+    )
     return Waiting(
         conditions.WAITING_FOR_SIDECARS,
         told if silent else "the sidecars are asked once more what they hold",
+        1.0,
         tuple(ProbeSidecar(pod.uid) for pod in owing),
-        wake_after=1.0,
     )
 
 
@@ -120,33 +126,29 @@ def waiting_for_hand_over(obs: Observation) -> Waiting | None:
         mine = known.silent_since is None and known.report.attempt == obs.job.status.attempt
         if mine and known.report.owes and left > 0:
             said = f"{pod.name} is being ended, and brings its holders what they lack"
-            return Waiting(conditions.HANDING_OVER, said, (ProbeSidecar(pod.uid),), wake_after=min(left, 1.0))
+            return Waiting(conditions.HANDING_OVER, said, min(left, 1.0), (ProbeSidecar(pod.uid),))
     return None
 
 
-def waiting_for_explanation(obs: Observation, recovery: Recovery) -> Waiting | None:
+def waiting_for_explanation(obs: Observation, recovery: Recovery) -> Finding | None:
     """After a crash: until a pod or node loss that explains it would have shown."""
     if Cause.parse(recovery.cause) not in (Cause.TRAINER_CRASH, Cause.OOM_KILLED):
         return None
     left = recovery.detected_at + crash_pause(obs, recovery) - obs.now
-    if left <= 0:
-        return None
-    return Waiting(conditions.SETTLING, recovery.message, wake_after=left)
+    return Finding(conditions.SETTLING, recovery.message, left) if left > 0 else None
 
 
-def waiting_to_retry(obs: Observation, recovery: Recovery) -> Waiting | None:
+def waiting_to_retry(obs: Observation, recovery: Recovery) -> Finding | None:
     """After a restore that failed: a moment, unless it is the first time or a bad copy explains it."""
     if Cause.parse(recovery.cause) is not Cause.RESTORE_FAILED or obs.job.status.recovery is None:
         return None
-    reports = [known.report for known in obs.reports.values() if known.report is not None]
     times, tried = len(recovery.failed_versions), obs.job.status.restored_version
     if times < 2 or tried is None:
         return None
-    current = [report for report in reports if report.attempt == obs.job.status.attempt]
-    if times < _EXPLAINED and any(_explains(report, tried) for report in current):
+    if times < _EXPLAINED and any(_explains(report, tried) for report in obs.last_words):
         return None
     left = recovery.detected_at + obs.patience.retry - obs.now
-    return Waiting(conditions.RETRYING, recovery.message, wake_after=left) if left > 0 else None
+    return Finding(conditions.RETRYING, recovery.message, left) if left > 0 else None
 
 
 def _explains(report: Report, tried: Version) -> bool:
@@ -158,15 +160,125 @@ def _explains(report: Report, tried: Version) -> bool:
 
 def _answered(obs: Observation, pod: PodView, since: float) -> bool:
     known = obs.reports.get(pod.uid)
-    return (
-        known is not None
-        and known.report is not None
-        and known.silent_since is None
-        and known.holdings_at is not None
-        and known.holdings_at >= since
+    told = known.holdings_at if known is not None and known.silent_since is None else None
+    return told is not None and told >= since
+
+
+_FIRST_STEP_PATIENCE = 600.0
+"""Seconds after which a recovery counts as ended although no step was reported: not every script reports
+steps."""
+
+
+LENGTH = 10
+"""Recoveries that are remembered."""
+_SENTENCE = 160
+"""Characters of each sentence in the history; status.lastRecovery has all of them."""
+
+
+def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
+    """The status once what the sidecars report is taken into account. `reports`: of the attempt, by
+    worker.
+    """
+    recovery = status.recovery
+    if recovery is None or recovery.decided_at is None:
+        return status
+    complete = len(reports) == obs.size
+    if recovery.released_at is None:
+        if (
+            complete
+            and all(_ready(report, status) for report in reports.values())
+            and not absent_trainers(reports)
+        ):
+            return replace(status, recovery=replace(recovery, restored_at=obs.now, released_at=obs.now))
+        return status
+    first_steps = [report.trainer.first_step_at for report in reports.values()]
+    stepped = [moment for moment in first_steps if moment is not None]
+    if complete and len(stepped) == len(first_steps):
+        return _ended(obs, status, recovery, reports, max(stepped))
+    if obs.now - recovery.released_at > _FIRST_STEP_PATIENCE:
+        return _ended(obs, status, recovery, reports, obs.now)
+    return status
+
+
+def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
+    """Workers whose trainer container is not up. Releasing the others would let them wait at the
+    rendezvous.
+    """
+    return sorted(worker for worker, report in reports.items() if report.trainer.state is TrainerState.ABSENT)
+
+
+def find_late_trainers(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> list[int]:
+    """The workers that alone hold up the release."""
+    if not status.on_way_back or len(reports) < obs.size:
+        return []
+    return absent_trainers(reports) if all(_ready(report, status) for report in reports.values()) else []
+
+
+def describe_late_trainers(situation: Situation, absent: Sequence[int]) -> Finding:
+    """What keeps the trainers of these workers, for the condition that waits for them."""
+    reports, members = situation.attempt_reports, situation.members
+    hindered = [
+        worker for worker in absent if reports[worker].trainer.stuck or reports[worker].trainer.unhealthy
+    ]
+    first = (hindered or absent)[0]
+    trainer, whose = reports[first].trainer, f"worker {first} ({len(hindered or absent)} in all)"
+    if trainer.stuck:
+        return Finding(conditions.WAITING_FOR_TRAINERS, f"no attempt can begin at {whose}: {trainer.stuck}")
+    if trainer.unhealthy:
+        return Finding(
+            conditions.HEALTH_CHECK_FAILED, f"no attempt can begin at {whose}: {trainer.unhealthy}"
+        )
+    if trainer.busy:
+        return Finding(conditions.WAITING_FOR_TRAINERS, f"the launcher of {whose} {trainer.busy}")
+    said = next((f": {members[worker].message}" for worker in absent if members[worker].message), "")
+    return Finding(conditions.WAITING_FOR_TRAINERS, f"the trainer container of {whose} is not up{said}")
+
+
+def _ready(report: Report, status: JobRecord) -> bool:
+    return report.restore.state is RestoreState.READY and report.restore.version == status.restored_version
+
+
+def _ended(
+    obs: Observation, status: JobRecord, recovery: Recovery, reports: Mapping[int, Report], first_step: float
+) -> JobRecord:
+    if Cause.parse(recovery.cause) is Cause.FIRST_START and not recovery.step:
+        return replace(status, recovery=None)
+    summary = _summary(obs, recovery, reports, first_step)
+    return replace(
+        status, recovery=None, last_recovery=summary, recoveries=add_summary(status.recoveries, summary)
     )
 
 
-def _some(workers: list[int]) -> str:
-    listed = ", ".join(str(worker) for worker in sorted(workers)[:8])
-    return listed if len(workers) <= 8 else f"{listed} and {len(workers) - 8} more"
+def _summary(
+    obs: Observation, recovery: Recovery, reports: Mapping[int, Report], first_step: float
+) -> dict[str, Any]:
+    tiers = {tier.value: 0 for tier in Tier}
+    ranks = [rank for report in reports.values() for rank in report.restore.ranks]
+    for rank in ranks:
+        if rank.tier is not None:
+            tiers[rank.tier.value] += 1
+    restored = recovery.restored_at or obs.now
+    noticed = recovery.noticed_at or recovery.detected_at
+    return {
+        "attempt": recovery.attempt,
+        "cause": recovery.cause,
+        "message": recovery.message,
+        **({"rule": recovery.rule} if recovery.rule else {}),
+        "reason": recovery.reason,
+        "tiers": tiers,
+        "deltas": max((rank.deltas for rank in ranks), default=0),
+        "rebuilt": sum(rank.rebuilt for rank in ranks),
+        "step": recovery.step,
+        "lostSteps": recovery.lost_steps,
+        "detectSeconds": round(max(0.0, noticed - recovery.failed_at), 3),
+        "restoreSeconds": round(max(0.0, restored - noticed), 3),
+        "totalSeconds": round(max(0.0, first_step - recovery.failed_at), 3),
+        "time": rfc3339(obs.now),
+    }
+
+
+def add_summary(
+    history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], ...]:
+    """`history` with one more, newest first."""
+    return (cut_sentences(summary, _SENTENCE), *history)[:LENGTH]

@@ -183,19 +183,16 @@ def _out_of_memory(report: Report, pod: PodView, code: str) -> str:
     )
     return (
         f"the trainer container of worker {report.worker} in pod {pod.name} needed more than {bound}, and "
-        f"was killed for it{code} (OOMKilled).{said} "
-        "Raise resources.limits.memory of the container trainer in spec.template, or load less into "
-        "memory: fewer data-loader workers, "
-        "smaller prefetch. The slots of tiers.local are not part of it; they are charged to the sidecar"
+        f"was killed for it{code} (OOMKilled).{said} Raise resources.limits.memory of the container trainer "
+        "in spec.template, or load less into memory: fewer data-loader workers, smaller prefetch. The slots "
+        "of tiers.local are not part of it; they are charged to the sidecar"
     )
 
 
 def crash_pause(obs: Observation, recovery: Recovery) -> float:
     """Seconds after a crash until what explains it would have shown, and longer for a command that failed
     before its first step: it would spend its restarts in a moment."""
-    status = obs.job.status
-    reports = [known.report for known in obs.reports.values() if known.report is not None]
-    if any(report.trainer.first_step_at for report in reports if report.attempt == status.attempt):
+    if any(report.trainer.first_step_at for report in obs.last_words):
         return obs.patience.settle
     return max(obs.patience.settle, float(min(_LONGEST_BACK_OFF, 2 ** min(recovery.tries, 10))))
 

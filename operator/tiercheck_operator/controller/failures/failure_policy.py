@@ -8,7 +8,7 @@ stuck, and begins to count anew.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tiercheck.protocol import names
 from tiercheck.protocol.report import Report
@@ -16,6 +16,7 @@ from tiercheck_operator.controller.failures.exits import describe_exit, failed_t
 from tiercheck_operator.controller.failures.failure_rules import MatchedRule
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.spec import RuleAction
 from tiercheck_operator.model.status import JobRecord, Recovery
@@ -34,12 +35,8 @@ _HOPELESS = {
 _NOT_RUN = (126, 127)
 
 
-@dataclass(frozen=True)
-class GivenUp:
+class GivenUp(Finding):
     """The job has failed for good."""
-
-    reason: str
-    message: str
 
 
 def fail_hopeless_start(situation: Situation) -> GivenUp | None:
@@ -75,18 +72,14 @@ def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: Matched
     fault."""
     if not verdict.counts or obs.job.status.counted < obs.job.spec.max_restarts:
         return None
+    times = "1 time" if obs.job.status.counted == 1 else f"{obs.job.status.counted} times"
+    ruled = (
+        f" Rule {verdict.rule} of failurePolicy.rules says that this failure counts." if verdict.rule else ""
+    )
     return GivenUp(
         conditions.MAX_RESTARTS_EXCEEDED,
-        f"{recovery.message.rstrip('.')}. It had been restarted {obs.job.status.counted} "
-        f"{'time' if obs.job.status.counted == 1 else 'times'} after "
-        "training failed, and "
-        f"failurePolicy.maxRestarts is {obs.job.spec.max_restarts}.{_ruled(verdict)}",
-    )
-
-
-def _ruled(verdict: MatchedRule) -> str:
-    return (
-        f" Rule {verdict.rule} of failurePolicy.rules says that this failure counts." if verdict.rule else ""
+        f"{recovery.message.rstrip('.')}. It had been restarted {times} after training failed, and "
+        f"failurePolicy.maxRestarts is {obs.job.spec.max_restarts}.{ruled}",
     )
 
 

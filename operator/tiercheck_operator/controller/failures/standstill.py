@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Finding, listed
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import HangRecord, JobRecord, Recovery
 
@@ -128,12 +129,10 @@ def why_stalled(obs: Observation, report: Report) -> str:
     return ""
 
 
-def stalled_restore_message(
+def describe_stalled_restore(
     obs: Observation, status: JobRecord, reports: Mapping[int, Report]
-) -> tuple[str, str] | None:
-    """Reason and message for the condition Restoring; None: all get on. `reports`: of the attempt, by
-    worker.
-    """
+) -> Finding | None:
+    """For the condition Restoring; None: all get on. `reports`: of the attempt, by worker."""
     recovery = status.recovery
     if recovery is None or recovery.released_at is not None:
         return None
@@ -152,11 +151,10 @@ def stalled_restore_message(
         if first in recovery.stalled
         else "If others get on, and hold what it holds, it moves to another node"
     )
-    return (
+    return Finding(
         conditions.RESTORE_STALLED,
         f"the restore of {whose} stands still: nothing came for more than {bound:.0f} s "
-        f"({_waits_for(reports[first])}). {next_one}. Look at "
-        "what it waits for",
+        f"({_waits_for(reports[first])}). {next_one}. Look at what it waits for",
     )
 
 
@@ -182,8 +180,7 @@ def _waits_for(report: Report) -> str:
 
 
 def _named(sources: tuple[str, ...]) -> str:
-    more = f" and {len(sources) - _NAMED} more" if len(sources) > _NAMED else ""
-    return ", ".join(source[:100] for source in sources[:_NAMED]) + more
+    return listed([source[:100] for source in sources], _NAMED)
 
 
 def _tried_before(recovery: Recovery) -> bool:

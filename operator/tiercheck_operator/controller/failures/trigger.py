@@ -15,12 +15,71 @@ from tiercheck_operator.controller.failures.exits import (
 )
 from tiercheck_operator.controller.failures.failure_rules import merge_facts
 from tiercheck_operator.controller.failures.standstill import find_hang
-from tiercheck_operator.controller.members.domain_loss import lost_domain
 from tiercheck_operator.controller.members.membership import Loss, members_digest
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import listed
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import NO_FACTS, Facts, Recovery
+from tiercheck_operator.planning.topology import Level, Topology
+
+_OF_NODES = (Cause.NODE_LOST, Cause.NODE_SILENT, Cause.SIDECAR_SILENT)
+_LISTED = 16
+
+
+def lost_domain(situation: Situation) -> tuple[str, bool] | None:
+    """The failure domain that explains several lost nodes at once, as a sentence: the narrowest that has them
+    all. And whether no node of it is known to be well; if one is, only the job's part of it is gone.
+
+    None if there is none, or if only one node is lost; that one is named anyhow.
+    """
+    gone = _lost_nodes(situation, situation.membership.losses)
+    known = {node: situation.nodes[node].labels for node in gone if node in situation.nodes}
+    if len(known) < 2:
+        return None
+    try:
+        topology = situation.topology
+    except ValueError:  # reported where the members are placed
+        return None
+    for level in reversed(situation.levels[:-1]):
+        domains = {topology.domain(node, level) for node in known}
+        if len(domains) == 1 and None not in domains and not _survivors(situation, topology, level, domains):
+            return _told(situation, gone, sorted(known), topology, level)
+    return None
+
+
+def _lost_nodes(obs: Observation, losses: Sequence[Loss]) -> dict[str, list[int]]:
+    """The workers that were on each lost node."""
+    found: dict[str, list[int]] = {}
+    for loss in losses:
+        node = loss.pod.node if loss.pod is not None else loss.node
+        if loss.cause in _OF_NODES and node is not None:
+            found.setdefault(node, []).append(loss.worker)
+    return found
+
+
+def _survivors(situation: Situation, topology: Topology, level: Level, domains: set[str | None]) -> bool:
+    """Whether a pod of the job that was placed in one of the domains lives."""
+    return any(
+        pod.uid in situation.attempt_pods
+        and pod.node in situation.nodes
+        and topology.domain(pod.node, level) in domains
+        for pod in situation.members.values()
+        if pod.node is not None
+    )
+
+
+def _told(
+    obs: Observation, gone: dict[str, list[int]], nodes: list[str], topology: Topology, level: Level
+) -> tuple[str, bool]:
+    name = obs.nodes[nodes[0]].labels.get(level.label, "")
+    domain = topology.domain(nodes[0], level)
+    there = [node for node in obs.nodes.values() if topology.domain(node.name, level) == domain]
+    certain = not any(not node.lost and node.name not in gone for node in there)
+    workers = listed(sorted({worker for node in nodes for worker in gone[node]}), _LISTED)
+    what = f"{level.name} {name} lost" if certain else f"all nodes of the job in {level.name} {name} lost"
+    return f"{what}: workers {workers}", certain
+
 
 _REMEMBERED = 16
 """Failed restores, and workers that moved for one, kept in the status."""
@@ -203,10 +262,8 @@ def _lost_members(situation: Situation) -> Trigger:
     saved = situation.placement.members if situation.placement is not None else ()
     alive = {pod.uid for pod in situation.members.values()}
     nobody_left = len(saved) > 1 and not any(member.pod_uid in alive for member in saved)
-    domain = lost_domain(situation)
-    together = Cause.DOMAIN_LOST if domain is not None and domain.certain else losses[0].cause
-    cause = Cause.ALL_PODS_LOST if nobody_left else together
-    told = [domain.message] if domain is not None else []
+    domain, certain = lost_domain(situation) or ("", False)
+    cause = Cause.ALL_PODS_LOST if nobody_left else Cause.DOMAIN_LOST if certain else losses[0].cause
     facts = Facts(
         None,
         (
@@ -216,7 +273,7 @@ def _lost_members(situation: Situation) -> Trigger:
         tuple(dict.fromkeys(node for node in map(_node_of, losses) if node)),
     )
     stalled = tuple(loss.worker for loss in losses if loss.cause is Cause.RESTORE_STALLED)
-    message = "; ".join([*told, _summary(losses)])
+    message = "; ".join(filter(None, [domain, _summary(losses)]))
     return Trigger(cause, message, min(times, default=None), merge_facts(NO_FACTS, facts), stalled)
 
 

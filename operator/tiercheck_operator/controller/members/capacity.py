@@ -7,10 +7,10 @@ else; what follows from it is in `elastic.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from tiercheck_operator.controller.members.membership import Membership
-from tiercheck_operator.controller.members.places import describe_avoided
+from tiercheck_operator.controller.members.replacing import describe_avoided
 from tiercheck_operator.controller.observe.inventories import (
     bad_everywhere,
     build_inventories,
@@ -18,7 +18,7 @@ from tiercheck_operator.controller.observe.inventories import (
     reports_of,
 )
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.manifests.node_memory import forbidden
+from tiercheck_operator.manifests.pod_settings import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
@@ -28,17 +28,8 @@ from tiercheck_operator.model.status import rfc3339
 from tiercheck_operator.planning.recovery.resharded import ResizedStock
 
 
-@dataclass(frozen=True)
-class Shortage:
-    """Reason and message for the condition Placed, and when time alone may change them, in seconds."""
-
-    reason: str
-    message: str
-    wake_after: float
-
-
-def describe_shortage(situation: Situation) -> Shortage | None:
-    """None: every worker has a pod with a node, or will have one as far as is known."""
+def describe_shortage(situation: Situation) -> Finding | None:
+    """For the condition Placed; None: every worker has a pod with a node, or will have as far as is known."""
     refused = refused_workers(situation)
     if not (refused or unschedulable_members(situation.membership)):
         return None
@@ -52,20 +43,30 @@ def describe_shortage(situation: Situation) -> Shortage | None:
         told = f"{'' if refused else _waits(situation, since)} {_size_advice(situation)}"
     text = f"{describe_lack(situation)} {told.strip()}".strip()
     wake = situation.patience.unschedulable if left <= 0 else min(left, situation.patience.unschedulable)
-    return Shortage(refusal.reason if refusal is not None else reason, text, wake)
+    return Finding(refusal.reason if refusal is not None else reason, text, wake)
 
 
-def describe_owner(situation: Situation) -> str:
-    """What there is to say where an attached job's owner has another size by now; empty: nothing."""
+def describe_owner(situation: Situation) -> Finding | None:
+    """What there is to say where an attached job's owner has another size by now."""
     now, attach, workers = situation.owner_size, situation.job.spec.attach, situation.job.spec.workers
     if attach is None or now in (None, workers):
-        return ""
+        return None
     beyond = "The pods beyond wait, are left alone and take no part. " if (now or 0) > workers else ""
     owner = f"{attach.kind} {attach.name}"
-    return (
+    return Finding(
+        conditions.OWNER_RESIZED,
         f"{owner} has {now} workers now, and the job that was attached to it {workers}. {beyond}"
-        f"Set it back to {workers}, or make {owner} anew to train with another number"
+        f"Set it back to {workers}, or make {owner} anew to train with another number",
     )
+
+
+def describe_ill_device(members: Mapping[int, PodView]) -> Finding | None:
+    """The first worker's that its kubelet calls so."""
+    pod = next((pod for _, pod in sorted(members.items()) if pod.ill), None)
+    if pod is None:
+        return None
+    said = f"{pod.ill} in pod {pod.name} on node {pod.node}. It trains on, and its next pod prefers"
+    return Finding(conditions.DEVICE_UNHEALTHY, f"{said} other nodes. Look at the device, or drain the node")
 
 
 def refused_workers(situation: Situation) -> dict[int, str]:

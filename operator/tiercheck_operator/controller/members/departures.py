@@ -18,8 +18,10 @@ from tiercheck.protocol.names import GPU_FAULT
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.controller.failures.exits import describe_exit, fails_again
 from tiercheck_operator.controller.failures.standstill import held_up_again, why_stalled
+from tiercheck_operator.controller.members.suspicion import is_heard
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation, PodView, Refusal
 
 _TOGETHER = 60.0
@@ -64,27 +66,32 @@ def assign(obs: Observation, living: Mapping[int, Sequence[PodView]]) -> Assignm
             pairs[worker] = Departure(worker, old, pods[0], why)
         elif why:
             departures[worker] = Departure(worker, old, None, why)
-    ready = {worker for worker, way in pairs.items() if way.new is not None and _waits(obs, way.new)}
+    new = {worker: way.new for worker, way in pairs.items() if way.new is not None}
+    ready = {worker for worker, pod in new.items() if is_ready(obs, pod) and not obs.why_leaving(pod)}
     # One restart for all who leave together: those who are ready wait a while for those who soon will be.
     patient = any(
-        _comes(obs, way.new) for worker, way in pairs.items() if worker not in ready and way.new is not None
+        pod.unschedulable_since is None and obs.now - pod.created < _TOGETHER
+        for worker, pod in new.items()
+        if worker not in ready
     )
     if patient or not ready:
         return Assignment(members, {**departures, **pairs}, ())
     departed = tuple(pairs[worker] for worker in sorted(ready))
-    members |= {way.worker: way.new for way in departed if way.new is not None}
+    members |= {worker: new[worker] for worker in ready}
     return Assignment(members, {**departures, **{w: m for w, m in pairs.items() if w not in ready}}, departed)
 
 
-def departure_message(
+def describe_departures(
     departures: Mapping[int, Departure], refused: Mapping[int | str, Refusal]
-) -> tuple[str, str]:
-    """Reason and message for the condition Placed, while somebody is on the move."""
+) -> Finding | None:
+    """For the condition Placed; None: no worker is on the move."""
+    if not departures:
+        return None
     first = departures[min(departures)]
     others = f" ({len(departures)} workers in all)" if len(departures) > 1 else ""
     text = f"worker {first.worker}{others} is to leave {first.old.name}: {first.why}. "
     if first.new is not None and first.new.unschedulable:
-        return (
+        return Finding(
             conditions.NO_ROOM_TO_MOVE,
             f"{text}It stays and trains on, because no node has room for its replacement {first.new.name}: "
             f"{first.new.message.rstrip('.')}. Add nodes before it is ended.",
@@ -92,26 +99,15 @@ def departure_message(
     refusal = refused.get(first.worker)
     if first.new is None and refusal is not None and refusal.told:
         said = f"because its replacement is refused: {refusal.sentence.rstrip('.')}"
-        return (conditions.REFUSED, f"{text}It stays and trains on, {said}. Make room before it is ended.")
-    return (conditions.MOVING, f"{text}It trains on until its replacement is ready.")
+        text = f"{text}It stays and trains on, {said}. Make room before it is ended."
+        return Finding(conditions.REFUSED, text)
+    return Finding(conditions.MOVING, f"{text}It trains on until its replacement is ready.")
 
 
-def _comes(obs: Observation, pod: PodView) -> bool:
-    """Whether the pod may be expected to be ready before long."""
-    return pod.unschedulable_since is None and obs.now - pod.created < _TOGETHER
-
-
-def _waits(obs: Observation, pod: PodView) -> bool:
+def is_ready(obs: Observation, pod: PodView) -> bool:
     """Whether the pod could be told to restore right now."""
-    known = obs.reports.get(pod.uid)
-    return (
-        pod.node is not None
-        and not obs.why_leaving(pod)
-        and known is not None
-        and known.report is not None
-        and known.silent_since is None
-        and known.report.trainer.state is TrainerState.WAITING
-    )
+    report = obs.report(pod) if pod.node is not None and is_heard(obs, pod) else None
+    return report is not None and report.trainer.state is TrainerState.WAITING
 
 
 @dataclass(frozen=True)
@@ -170,7 +166,8 @@ def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
     moves = {worker: move for worker, move in found.items() if move is not None}
     if not moves or len(moves) == obs.size > 1:
         return []  # what keeps all of them is not the fault of one node: storage perhaps, or the check itself
-    if len(reports) < obs.size or not (_shared(obs) or _kept_elsewhere(obs)):
+    comes_back = _shared(obs) or _from_scratch(obs) or bool(obs.job.status.tiers.get("remote"))
+    if len(reports) < obs.size or not comes_back:
         return []
     others = [report for worker, report in reports.items() if worker not in moves]
     stalled = {worker for worker, move in moves.items() if move.cause is Cause.RESTORE_STALLED}
@@ -190,11 +187,8 @@ def _needed(obs: Observation, report: Report, *, restored: bool) -> bool:
     """Whether its sidecar still has to bring its holders what they lack, or has not heard yet what that is:
     it never does where it is not `restored`. Not for ever: a holder may have no room."""
     recovery = obs.job.status.recovery
-    if (
-        recovery is not None
-        and recovery.decided_at is not None
-        and obs.now - recovery.decided_at > _HAND_OVER
-    ):
+    begun = recovery.decided_at if recovery is not None else None
+    if begun is not None and obs.now - begun > _HAND_OVER:
         return False
     unheard = restored and report.watermarks.local is None and not obs.job.status.resized_from
     return report.owes or unheard
@@ -215,11 +209,6 @@ def _bar(obs: Observation, pod: PodView, report: Report) -> Move | None:
 def _shared(obs: Observation) -> bool:
     """Whether other workers keep what one holds."""
     return bool(obs.copies) or obs.job.spec.parity is not None
-
-
-def _kept_elsewhere(obs: Observation) -> bool:
-    """Whether the job comes back without the memory of a worker, if not to its newest step."""
-    return _from_scratch(obs) or bool(obs.job.status.tiers.get("remote"))
 
 
 def _from_scratch(obs: Observation) -> bool:

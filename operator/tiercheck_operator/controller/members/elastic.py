@@ -197,25 +197,17 @@ def _little_lost(situation: Situation) -> bool:
     return lost <= max(_FRESH_SECONDS, _FRESH_PART * every * pace)
 
 
-@dataclass(frozen=True)
-class SizeStanding:
-    """For the condition FullSize."""
-
-    full: bool
-    reason: str
-    message: str
-
-
-def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | None:
-    """By the status that is about to be written. None: the job may not shrink, and never did."""
+def describe_size(situation: Situation, record: JobRecord) -> tuple[bool, Finding] | None:
+    """For the condition FullSize, by the status that is about to be written. None: the job may not shrink,
+    and never did."""
     spec = situation.job.spec
     wanted = spec.workers
     if record.size is None:
         known = spec.min_workers is not None or record.condition(conditions.FULL_SIZE) is not None
         text, lack = f"the job has all {wanted} workers", describe_shortage(situation)
         if known and lack is not None:
-            return SizeStanding(False, lack.reason, lack.message)
-        return SizeStanding(True, conditions.ALL_WORKERS, text) if known else None
+            return False, lack
+        return (True, Finding(conditions.ALL_WORKERS, text)) if known else None
     text = f"{record.size.workers} of {wanted} workers"
     if record.size.room_since is not None:
         since = rfc3339(record.size.room_since)
@@ -223,7 +215,7 @@ def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | Non
             f"{text}. Pods for the others have been ready since {since}: the job grows soon, when few "
             "steps would be made twice"
         )
-        return SizeStanding(False, conditions.GROWING, text)
+        return False, Finding(conditions.GROWING, text)
     unschedulable = next((pod for pod in situation.all_pods if pod.unschedulable and not pod.deleting), None)
     refusal = situation.refused.get(SPARE)
     if refusal is not None and refusal.told:
@@ -238,4 +230,4 @@ def describe_size(situation: Situation, record: JobRecord) -> SizeStanding | Non
         missing = wanted - record.size.workers
         ready = min(missing, len(situation.spare_pool.ready))
         text = f"{text}: of the pods with which it grows back {ready} of {missing} are ready"
-    return SizeStanding(False, conditions.SHRUNK, text)
+    return False, Finding(conditions.SHRUNK, text)

@@ -1,4 +1,4 @@
-"""When a pod is lost that has not ended: its node is, or its kubelet never starts its trainer again.
+"""When a pod is lost that has not ended, and what is told of a sidecar that ended or fell silent.
 
 NotReady says that the node's kubelet and the API server do not hear each other, and pods outlive that:
 their kubelet may be stopped, or the API server may be away for all nodes at once. Kubernetes waits five
@@ -9,17 +9,23 @@ once.
 Kubelets 1.35.0 to 1.35.3 do not start a trainer again, with a native sidecar with a startup probe beside
 it, once they were restarted themselves: kubernetes/kubernetes#136969, mended by #137146 (1.36.0) and
 #137885 (1.35.4).
+
+A sidecar that ended takes no worker with it: training goes on, and the kubelet starts it again. Its memory is
+still there. But until it is back nothing that its worker does is kept, what was on its way was lost, and it
+may happen again. So it is told from its end until a new version is complete.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.members.suspicion import describe_training, is_heard
+from tiercheck_operator.controller.members.suspicion import describe_training, is_heard, seconds_silent
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.observed import ContainerState, Observation, PodView
+from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
+from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 
 _PACES = 2.0
 """Steps' worth of time without one after which training stands still."""
@@ -60,8 +66,8 @@ def out_of_reach(obs: Observation, pod: PodView) -> bool:
     return node is None or node.out_of_service or (bool(node.lost) and not is_heard(obs, pod))
 
 
-def unready_node_message(obs: Observation, members: Mapping[int, PodView]) -> tuple[str, str] | None:
-    """Reason and message for the condition Placed; None: the members' nodes are ready."""
+def describe_unready_nodes(obs: Observation, members: Mapping[int, PodView]) -> Finding | None:
+    """For the condition Placed; None: the members' nodes are ready."""
     unready = {name for name, node in obs.nodes.items() if node.lost}
     found = [pod for _, pod in sorted(members.items()) if pod.node in unready]
     if not found:
@@ -69,7 +75,7 @@ def unready_node_message(obs: Observation, members: Mapping[int, PodView]) -> tu
     first, others = found[0], len(found) - 1
     more = f", and so it is with those of {others} other workers" if others else ""
     why = obs.nodes[first.node or ""].lost
-    return (
+    return Finding(
         conditions.NODE_NOT_READY,
         f"node {first.node} of worker {first.worker}: {why}{more}. Who answers trains on, and is left alone "
         "until Kubernetes evicts it, or its sidecar falls silent as well; new pods go elsewhere",
@@ -134,3 +140,99 @@ def why_left_down(obs: Observation, pod: PodView) -> str:
     known = " (kubernetes/kubernetes#136969: upgrade it to 1.35.4 or newer)" if faulty else ""
     told = f"its trainer container ended {seconds:.0f} s ago"
     return f"{told}, and its kubelet {node.kubelet} does not start it again{known}"
+
+
+_NEXT = (
+    "Training goes on. What it held is verified again, and the next version is copied as usual; nothing is "
+    "lost unless other pods are lost before that"
+)
+
+
+def describe_sidecar_end(obs: Observation, record: JobRecord, workers: Collection[int]) -> str:
+    """A sentence about a sidecar of `workers` that was restarted since the newest version was complete;
+    empty: there is none."""
+    tier = record.tiers.get("peer" if obs.copies or obs.job.spec.parity else "local")
+    complete = parse_time(tier.time) if tier is not None else None
+    for pod in sorted(obs.living, key=lambda pod: (pod.worker, -pod.incarnation)):
+        ended = pod.sidecar.ended_at
+        if pod.worker not in workers or not pod.sidecar.restarts or ended is None:
+            continue
+        if complete is None or complete <= ended:
+            return f"the sidecar of worker {pod.worker} {_how(pod)} and was restarted. {_NEXT}.{_advice(pod)}"
+    return ""
+
+
+def find_silent_members(obs: Observation) -> list[PodView]:
+    """Members of the attempt whose sidecars do not answer, for longer than a call may get lost. None if
+    nobody
+    answers: that is our own trouble."""
+    living = sorted((pod for pod in obs.living if pod.uid in obs.attempt_pods), key=lambda pod: pod.worker)
+    if not any(is_heard(obs, pod) for pod in living):
+        return []
+    return [pod for pod in living if _away(obs, pod)]
+
+
+def _away(obs: Observation, pod: PodView) -> bool:
+    seconds = seconds_silent(obs, pod)
+    if seconds is None:
+        return False
+    refused = obs.reports[pod.uid].host is HostSign.REFUSED
+    return pod.sidecar.restarting or refused or seconds > obs.patience.accused
+
+
+def describe_silent_sidecars(obs: Observation) -> Finding | None:
+    """What there is to say of sidecars that do not answer now; None: all do."""
+    silent = any(known.silent_since is not None for known in obs.reports.values())
+    pods = find_silent_members(obs) if silent else []
+    if not pods:
+        return None
+    pod = next((pod for pod in pods if pod.sidecar.restarting), pods[0])
+    others = f" ({len(pods)} workers are without theirs)" if len(pods) > 1 else ""
+    recovery = obs.job.status.recovery
+    trains = (
+        "Training goes on"
+        if recovery is None or recovery.released_at is not None
+        else "The way back waits for it"
+    )
+    until = (
+        f"{trains}; until it is back, no new step of worker {pod.worker} is kept, and its copies of "
+        "others get no newer"
+    )
+    whose = f"the sidecar of worker {pod.worker}{others}"
+    if pod.sidecar.restarting:
+        kept = "What it holds stays in the pod's memory"
+        text = f"{whose} {_how(pod)} and {_expected(pod)}. {until}. {kept}.{_advice(pod)}"
+        return Finding(conditions.SIDECAR_RESTARTING, text)
+    if obs.reports[pod.uid].host is HostSign.REFUSED:
+        # The kubelet tells of it within a second or two; if it does not, the message says more.
+        lately = (seconds_silent(obs, pod) or 0.0) <= obs.patience.suspect
+        known = "is gone" if lately else f"is gone, and its kubelet on node {pod.node} has said nothing of it"
+        reason = conditions.SIDECAR_RESTARTING if lately else conditions.SIDECAR_NOT_ANSWERING
+        return Finding(reason, f"{whose} in pod {pod.name} {known}. {until}.")
+    told = f"{whose} in pod {pod.name} does not answer, while its kubelet calls it well"
+    return Finding(conditions.SIDECAR_NOT_ANSWERING, f"{told}. {until}.")
+
+
+def _expected(pod: PodView) -> str:
+    sidecar = pod.sidecar
+    if sidecar.state is ContainerState.STARTING:
+        return "is starting again"
+    if not sidecar.back_off:
+        return "is to be started again"
+    at = f", until {rfc3339(sidecar.ended_at + sidecar.back_off)}" if sidecar.ended_at is not None else ""
+    return f"is started again by its kubelet {sidecar.back_off:.0f} s after its end (CrashLoopBackOff){at}"
+
+
+def _how(pod: PodView) -> str:
+    code = "" if pod.sidecar.exit_code is None else f", exit code {pod.sidecar.exit_code}"
+    return f"ended ({pod.sidecar.ended_reason or 'no reason given'}{code})"
+
+
+def _advice(pod: PodView) -> str:
+    if not pod.sidecar.oom_killed:
+        return f" Its last words: kubectl logs {pod.name} -c tiercheck-sidecar --previous."
+    limit = f" of {pod.sidecar.memory_limit}" if pod.sidecar.memory_limit else ""
+    return (
+        f" It needed more than its memory limit{limit}, which is tiers.local.sizeLimit and what its own "
+        "process needs: raise tiers.local.sizeLimit."
+    )

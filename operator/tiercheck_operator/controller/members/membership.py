@@ -11,8 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tiercheck.protocol.report import TrainerState
-from tiercheck_operator.controller.members.departures import Assignment, Departure, Move, assign, find_moves
+from tiercheck_operator.controller.members.departures import (
+    Assignment,
+    Departure,
+    assign,
+    find_moves,
+    is_ready,
+)
 from tiercheck_operator.controller.members.lost_nodes import silent_at, why_left_down, why_lost
 from tiercheck_operator.controller.members.suspicion import Doubt, restart_due, seconds_silent, was_up
 from tiercheck_operator.model.causes import Cause
@@ -99,7 +104,9 @@ def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
     well = obs.all_trainers_well and not obs.job.status.on_way_back
     moves = {} if well else {move.pod.uid: move for move in find_moves(obs)}
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
-        loss = classify_pod(obs, pod, doubted) or (_moved(moves[pod.uid]) if pod.uid in moves else None)
+        loss, move = classify_pod(obs, pod, doubted), moves.get(pod.uid)
+        if loss is None and move is not None:
+            loss = _lost(pod, move.cause, move.why, node=pod.node, at=move.at, of_place=True)
         if loss is not None:
             lost[pod.uid] = loss
         elif pod.worker < obs.size:
@@ -280,12 +287,6 @@ def _left(departure: Departure) -> Loss:
     return Loss(departure.worker, Cause.NODE_LEAVING, why, old, None, None, departure.why)
 
 
-def _moved(move: Move) -> Loss:
-    pod = move.pod
-    why = f"pod {pod.name} of worker {pod.worker} on node {pod.node}: {move.why}"
-    return Loss(pod.worker, move.cause, why, pod, pod.node, move.at, move.why, of_place=True)
-
-
 def _vanished(obs: Observation, members: Mapping[int, PodView], losses: Sequence[Loss]) -> list[Loss]:
     """Workers of the current attempt whose pod object is gone."""
     if not obs.job.status.members or obs.placement is None:
@@ -330,22 +331,11 @@ def find_spares(obs: Observation) -> SparePool:
     for pod in sorted(obs.spares, key=lambda pod: (pod.spare or 0, pod.uid)):
         if pod.uid in silent or classify_pod(obs, pod, {}) is not None:
             lost.append(pod)
-        elif _waits(obs, pod):
+        elif is_ready(obs, pod):
             ready.append(pod)
         else:
             coming.append(pod)
     return SparePool(tuple(ready), tuple(coming), tuple(lost))
-
-
-def _waits(obs: Observation, pod: PodView) -> bool:
-    known = obs.reports.get(pod.uid)
-    return (
-        pod.node is not None
-        and known is not None
-        and known.report is not None
-        and known.silent_since is None
-        and known.report.trainer.state is TrainerState.WAITING
-    )
 
 
 def _silent(obs: Observation) -> set[str]:

@@ -1,9 +1,13 @@
-"""The pods to make and to remove, so that every worker has one that is well.
+"""The pods to make and to remove, so that every worker has one that is well, and the nodes they avoid.
 
 A lost pod is replaced under a new name at once, without waiting for the old one to be confirmed dead: the
 attempt fences it. The sidecars of a job keep the image that it began with, so that an upgrade of the
 operator touches no pod and all sidecars of an attempt speak the same language. A job gets the current image
 when it is suspended and resumed.
+
+New pods avoid nodes where pods of the job did not start, or had to be left. After the first time the next pod
+prefers other nodes, after the second it requires them. If it finds none, it is made again without that
+requirement. The memory is in the status; its loss costs one more try.
 """
 
 from __future__ import annotations
@@ -13,17 +17,67 @@ from dataclasses import replace
 
 from tiercheck_operator.controller.members.lost_nodes import out_of_reach
 from tiercheck_operator.controller.members.membership import NOTED_CAUSES, Loss
-from tiercheck_operator.controller.members.places import (
-    is_held_by_avoidance,
-    preferred_against,
-    required_against,
-)
+from tiercheck_operator.controller.members.suspicion import quiet_nodes
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.owned import pod_name
-from tiercheck_operator.model.actions import Action, CreatePod, DeletePod
+from tiercheck_operator.model.actions import Action, CreatePod, DeletePod, soonest
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import listed
 from tiercheck_operator.model.observed import Observation, PodView
-from tiercheck_operator.model.status import JobRecord
+from tiercheck_operator.model.status import JobRecord, rfc3339
+
+_TIMES = 2
+"""Failures on one node after which other nodes are required."""
+_NAMED = 4
+
+
+def preferred_against(situation: Situation) -> tuple[str, ...]:
+    """Host names that new pods stay away from if they can."""
+    found = (
+        situation.unwelcome | quiet_nodes(situation.testimony) | {place.node for place in situation.places}
+    )
+    found |= {pod.node for pod in situation.living if pod.node and pod.ill}
+    return tuple(sorted(_host(situation, name) for name in found if name in situation.nodes))
+
+
+def required_against(situation: Situation, held: bool = False) -> tuple[str, ...]:
+    """Host names that new pods stay away from; `held`: only those that are not well now, for a pod that found
+    no other."""
+    again = {place.node for place in situation.places if place.times >= _TIMES and not held}
+    return tuple(sorted({_host(situation, name) for name in situation.membership.suspects | again}))
+
+
+def is_held_by_avoidance(situation: Situation, pod: PodView) -> bool:
+    """Whether the pod waits for a node, and another one in its place would avoid fewer."""
+    if pod.node is not None or pod.unschedulable_since is None:
+        return False
+    late = situation.now - pod.unschedulable_since >= situation.patience.unschedulable
+    return late and bool(pod.avoided - {*required_against(situation, held=True)})
+
+
+def describe_avoided(situation: Situation, pod: PodView) -> str:
+    """Which nodes a pod without a node avoids, and until when, as a sentence; empty: none."""
+    end = rfc3339((pod.unschedulable_since or situation.now) + situation.patience.unschedulable)
+    ill = {*required_against(situation, held=True)}
+    told = [
+        f"{host} until {'it is well and no lost pod is ending there' if host in ill else end}"
+        for host in sorted(pod.avoided)
+    ]
+    return f" It avoids {listed(told, _NAMED)}." if told else ""
+
+
+def describe_newest_place(situation: Situation) -> str:
+    """The last node on which a pod did not start since the failure, as a clause; empty: there is none."""
+    recovery = situation.job.status.recovery
+    since = recovery.detected_at if recovery is not None else 0.0
+    newest = max(situation.places, key=lambda place: place.time, default=None)
+    return (
+        "" if newest is None or newest.time < since else f"; node {newest.node} is avoided: {newest.message}"
+    )
+
+
+def _host(situation: Situation, name: str) -> str:
+    return situation.nodes[name].hostname if name in situation.nodes else name
 
 
 def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[list[Action], float | None]:
@@ -45,7 +99,7 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
             actions.append(DeletePod(pod.name, pod.uid, force=False, why=why))
         pause = _pause(situation, worker)
         if pause > 0:
-            wait = pause if wait is None else min(wait, pause)
+            wait = soonest(wait, pause)
             continue
         incarnation, home = next_incarnation(situation, worker), _home(situation, worker, unwelcome)
         avoid = required_against(situation, held=held)

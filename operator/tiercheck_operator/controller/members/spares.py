@@ -14,19 +14,18 @@ from itertools import count, islice
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.controller.members.capacity import describe_refusal
 from tiercheck_operator.controller.members.membership import Membership, SparePool, classify_pod
-from tiercheck_operator.controller.members.places import (
-    is_held_by_avoidance,
-    preferred_against,
-    required_against,
-)
 from tiercheck_operator.controller.members.replacing import (
+    is_held_by_avoidance,
     next_incarnation,
+    preferred_against,
     remove_pod,
+    required_against,
 )
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.owned import spare_name
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, CreateSpare, Promote
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.status import SparesRecord
 from tiercheck_operator.planning.topology import HOST, Level, Topology
@@ -53,8 +52,7 @@ class SparesStanding:
 
     record: SparesRecord
     enough: bool
-    reason: str
-    message: str
+    found: Finding
 
 
 def describe_spares(situation: Situation) -> SparesStanding | None:
@@ -66,23 +64,22 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
     record = SparesRecord(wanted, min(wanted, len(pool.ready)))
     if record.ready == wanted:
         reason = conditions.SPARES_WAITING if wanted else conditions.NO_SPARES
-        return SparesStanding(
-            record, bool(wanted), reason, f"{wanted} spares wait to take a lost worker's place"
-        )
+        text = f"{wanted} spares wait to take a lost worker's place"
+        return SparesStanding(record, bool(wanted), Finding(reason, text))
     told, refusal = f"{record.ready} of {wanted} spares are ready", situation.refused.get(SPARE)
     if refusal is not None and refusal.told:
         found = describe_refusal(situation.job, refusal.sentence)
         text = f"{told}. {found.message.rstrip('.')}. The job does without it."
-        return SparesStanding(record, False, found.reason, text)
+        return SparesStanding(record, False, Finding(found.reason, text))
     unschedulable = next((pod for pod in pool.coming if pod.unschedulable), None)
     if unschedulable is not None:
         advice = "The job does without it; add nodes, or ask for fewer in spec.spares."
         if situation.shrunk:
             advice = "With as many as it lacks workers the job grows back; add nodes."
         message = f"{told}. {unschedulable.name}: {unschedulable.message.rstrip('.')}. {advice}"
-        return SparesStanding(record, False, conditions.SPARES_UNSCHEDULABLE, message)
+        return SparesStanding(record, False, Finding(conditions.SPARES_UNSCHEDULABLE, message))
     said = next((f". {pod.name}: {pod.message}" for pod in pool.coming if pod.message), "")
-    return SparesStanding(record, False, conditions.SPARES_COMING, f"{told}{said}")
+    return SparesStanding(record, False, Finding(conditions.SPARES_COMING, f"{told}{said}"))
 
 
 def keep_spares(situation: Situation) -> Upkeep:
@@ -95,9 +92,8 @@ def keep_spares(situation: Situation) -> Upkeep:
     left = [pod for pod in (*pool.ready, *pool.coming) if pod.uid not in used]
     actions: list[Action] = []
     for pod in pool.lost:
-        actions += remove_pod(
-            situation, pod, classify_pod(situation, pod, {}) or "this spare has not answered for too long"
-        )
+        loss = classify_pod(situation, pod, {})
+        actions += remove_pod(situation, pod, loss or "this spare has not answered for too long")
     hindered = [pod for pod in left if is_held_by_avoidance(situation, pod)]
     surplus = _surplus(pool, [pod for pod in left if pod not in hindered], situation.wanted_spares)
     for pod in hindered:
@@ -107,7 +103,8 @@ def keep_spares(situation: Situation) -> Upkeep:
     kept = len(left) - len(hindered) - len(surplus)
     missing = situation.wanted_spares - kept
     taken = {each.worker for each in takeovers}
-    if missing <= 0 or not _workers_housed(situation, taken):
+    housed = map(situation.membership.housed, (n for n in range(situation.size) if n not in taken))
+    if missing <= 0 or not all(housed):  # a new spare must not take the place of a worker
         return Upkeep(takeovers, tuple(actions))
     pause = _pause(situation, pool)
     if pause > 0:
@@ -198,11 +195,6 @@ def _needs_pod(membership: Membership, worker: int) -> bool:
     be left."""
     member, going = membership.members.get(worker), membership.departures.get(worker)
     return member is None or member.unschedulable or (going is not None and going.new is None)
-
-
-def _workers_housed(situation: Situation, taken: set[int]) -> bool:
-    """Whether every worker has a node: a new spare must not take the place of one."""
-    return all(worker in taken or situation.membership.housed(worker) for worker in range(situation.size))
 
 
 def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodView]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from tiercheck.protocol.report import Break, TrainerState
 from tiercheck_operator.model.actions import ProbeSidecar
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import listed
 from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
 from tiercheck_operator.planning.suspicion import (
     Accusation,
@@ -137,7 +138,9 @@ def find_doubts(obs: Observation, heard: Testimony) -> dict[str, Doubt]:
         here = [other.uid for other in running if other.node == pods[uid].node]
         gone = all(other in silent for other in here)
         # A kubelet that lives would have told of processes that are not there any more.
-        unheard = gone and all(silent[other].held is None and not _there(obs, other) for other in here)
+        unheard = gone and all(
+            silent[other].held is None and obs.reports[other].host is not HostSign.ACCEPTED for other in here
+        )
         found[uid] = Doubt(
             cause=Cause.NODE_SILENT if suspicion.host_silent else Cause.SIDECAR_SILENT,
             why=_sentence(suspicion, pods, restart_due(obs, pods[uid])),
@@ -223,10 +226,6 @@ def _witness(obs: Observation, pod: PodView, homes: Mapping[tuple[int, str], str
     )
 
 
-def _there(obs: Observation, uid: str) -> bool:
-    return uid in obs.reports and obs.reports[uid].host is HostSign.ACCEPTED
-
-
 def _held(obs: Observation, pod: PodView) -> float | None:
     """As `restart_due`. A pod whose memory nobody else has is worth any wait that its kubelet names. One
     that was never in an attempt holds nothing, and another one in its place would fare no better."""
@@ -237,15 +236,12 @@ def _held(obs: Observation, pod: PodView) -> float | None:
 
 
 def _sentence(suspicion: Suspicion, pods: Mapping[str, PodView], due: float | None) -> str:
-    named = [f"{pods[uid].worker}" for uid in suspicion.accusers]
-    workers = ", ".join(sorted(named, key=int)[:8]) + (
-        f" and {len(named) - 8} more" if len(named) > 8 else ""
-    )
+    named = sorted(pods[uid].worker for uid in suspicion.accusers)
+    workers = listed(named, 8)
     if suspicion.answers:
         return (
             f"it answers, but for {suspicion.seconds:.0f} s it and its peers have not reached each other "
-            f"(worker {workers} "
-            "says so); the network of its node is cut off"
+            f"(worker {workers} says so); the network of its node is cut off"
         )
     text = f"its sidecar has not answered for {suspicion.seconds:.0f} s"
     if due is not None and not suspicion.host_silent:

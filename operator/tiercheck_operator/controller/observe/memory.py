@@ -89,10 +89,9 @@ def why_too_small(spec: JobSpec, share: MemoryShare) -> str:
         kept = f"copies of {_some(share.copies, 'other worker')}"
     return (
         f"tiers.local.sizeLimit is {spec.size_limit} ({_mib(limit)}), and a worker needs at least "
-        f"{_mib(needed.minimum)}: snapshots "
-        f"of {_some(spec.procs_per_worker, 'rank')} of {_mib(spec.state_size or 0)} each, and {kept}. "
-        f"{_mib(needed.needed)} would "
-        "hold three snapshots per rank and all deltas. Raise sizeLimit, keep fewer copies or use parity"
+        f"{_mib(needed.minimum)}: snapshots of {_some(spec.procs_per_worker, 'rank')} of "
+        f"{_mib(spec.state_size or 0)} each, and {kept}. {_mib(needed.needed)} would hold three snapshots "
+        "per rank and all deltas. Raise sizeLimit, keep fewer copies or use parity"
     )
 
 

@@ -76,15 +76,13 @@ class Situation(Observation):
 
         Sidecars of pods that are lost count too: what they have said is all that is known of the last steps.
         """
-        status = self.job.status
-        reports = [known.report for known in self.reports.values() if known.report is not None]
-        steps = [report.trainer.step or 0 for report in reports if report.attempt == status.attempt]
-        recovery = status.recovery
+        recovery = self.job.status.recovery
+        steps = [report.trainer.step or 0 for report in self.last_words]
         if recovery is not None:
             steps.append(recovery.reached)
             if recovery.decided_at is not None:
                 steps.append(recovery.step + recovery.lost_steps)
-        return max([*steps, status.step or 0])
+        return max([*steps, self.job.status.step or 0])
 
     @cached_property
     def newest_attempt(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, EnsureBudget, RemoveBudget
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord, parse_time, rfc3339
 
@@ -21,15 +22,11 @@ nodes up."""
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Finding):
     """What is wanted, and what the condition Evictable says of it."""
 
-    min_available: int | None
+    min_available: int | None = None
     """Pods of workers that have to stay; None: no budget is wanted."""
-    reason: str
-    message: str
-    wake_after: float | None = None
-    """Seconds until time alone opens it."""
 
     @property
     def open(self) -> bool:
@@ -41,25 +38,22 @@ def wanted_budget(obs: Observation, record: JobRecord, *, idle: bool) -> Budget:
     back for that."""
     workers, limit = obs.size, obs.job.spec.eviction_hold
     if obs.job.spec.attach is not None:
-        return Budget(
-            None, conditions.NO_BUDGET, "the pods are another controller's, and so are their budgets"
-        )
+        return Budget(conditions.NO_BUDGET, "the pods are another controller's, and so are their budgets")
     if limit is None:
-        return Budget(None, conditions.NO_BUDGET, "spec.disruptionBudget.mode is Off")
+        return Budget(conditions.NO_BUDGET, "spec.disruptionBudget.mode is Off")
     if idle:
-        return Budget(None, conditions.NO_BUDGET, "nothing is trained")
+        return Budget(conditions.NO_BUDGET, "nothing is trained")
     if obs.budget_problem:
-        return Budget(workers - 1, conditions.BUDGET_REFUSED, obs.budget_problem)
+        return Budget(conditions.BUDGET_REFUSED, obs.budget_problem, None, workers - 1)
     held = _held(obs, record)
     if held is not None:
         reason, since, why = held
         left = since + limit - obs.now
         if left > 0:
             until = f"evictions are refused until then, at the latest until {rfc3339(since + limit)}"
-            return Budget(workers, reason, f"{why}; {until}", left)
-    return Budget(
-        workers - 1, conditions.ONE_AT_A_TIME, "one worker may be evicted; the next one when the job is back"
-    )
+            return Budget(reason, f"{why}; {until}", left, workers)
+    text = "one worker may be evicted; the next one when the job is back"
+    return Budget(conditions.ONE_AT_A_TIME, text, None, workers - 1)
 
 
 def _held(obs: Observation, record: JobRecord) -> tuple[str, float, str] | None:

@@ -16,6 +16,7 @@ from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Finding, listed
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.saved_placement import CodeGroup, SavedMember, SavedPlacement
 from tiercheck_operator.model.status import JobRecord, PlacementRecord
@@ -36,21 +37,16 @@ _SENTENCE = 500
 """Characters of a sentence in the status, at most."""
 
 
-@dataclass(frozen=True)
-class CannotPlace:
-    """Why the job cannot start: reason and message for the condition Placed."""
-
-    reason: str
-    message: str
+class CannotPlace(Finding):
+    """Why the job cannot start, for the condition Placed."""
 
 
 @dataclass(frozen=True)
 class Placed:
     holders: Mapping[int, tuple[int, ...]]
     record: PlacementRecord
-    reason: str
+    found: Finding
     """For the condition Placed."""
-    message: str
     topology: Topology
     nodes: tuple[str, ...]
     """By worker."""
@@ -61,12 +57,12 @@ class Placed:
 
     def as_saved(self, attempt: int, membership: Membership) -> SavedPlacement:
         """To be written before the attempt is."""
-        return SavedPlacement(
-            attempt,
-            tuple(_saved(worker, pod, self.holders) for worker, pod in sorted(membership.members.items())),
-            self.groups,
-            domains_to_save(self.topology, self.nodes),
+        members = (
+            SavedMember(n, pod.name, pod.uid, pod.incarnation, pod.node or "", self.holders.get(n, ()))
+            for n, pod in sorted(membership.members.items())
         )
+        where = domains_to_save(self.topology, self.nodes)
+        return SavedPlacement(attempt, tuple(members), self.groups, where)
 
 
 @dataclass(frozen=True)
@@ -130,27 +126,24 @@ def place_members(situation: Situation) -> Placed | CannotPlace:
     layout = lay_out(situation)
     if isinstance(layout, CannotPlace):
         return layout
+    last = situation.placement
+    if last is not None and len(last.members) != situation.size:
+        last = None  # of another number of workers nothing is worth keeping to
     try:
-        # Of another number of workers nothing is worth keeping to.
-        last = (
-            situation.placement
-            if situation.placement and len(situation.placement.members) == situation.size
-            else None
-        )
         outcome = layout.place(last, layout.suspects)
         if layout.avoided and isinstance(outcome, Placement):
             aside = layout.place(last, layout.suspects | layout.avoided)
-            if isinstance(aside, Placement) and _no_worse(aside, outcome):
+            if (
+                isinstance(aside, Placement)
+                and aside.achieved_level == outcome.achieved_level
+                and len(aside.unprotected) <= len(outcome.unprotected)
+            ):
                 outcome = aside
     except ValueError as error:
         return CannotPlace(conditions.INVALID_SPEC, f"spec.tiers.peer: {error}")
     if isinstance(outcome, Impossible):
         return CannotPlace(conditions.INSUFFICIENT_DOMAINS, outcome.reason)
     return describe_placement(outcome, layout)
-
-
-def _no_worse(one: Placement, other: Placement) -> bool:
-    return one.achieved_level == other.achieved_level and len(one.unprotected) <= len(other.unprotected)
 
 
 def describe_members(situation: Situation, saved: SavedPlacement) -> Placed | CannotPlace:
@@ -180,17 +173,16 @@ def describe_placement(outcome: Placement, layout: Layout) -> Placed:
     missing = [(entry, bare) for entry, bare in topology.missing if entry.name == level]
     if missing:
         entry, bare = missing[0]
-        bare_ones = ", ".join(bare[:5]) + (f" and {len(bare) - 5} more" if len(bare) > 5 else "")
         reason = conditions.NODES_UNLABELLED
         message = (
-            f"nodes without the label {entry.label} (level {entry.name}): {bare_ones}. Label them, or "
-            "name the labels that "
-            f"your nodes have in spec.topology.levels. {outcome.reason}"
+            f"nodes without the label {entry.label} (level {entry.name}): {listed(bare, 5)}. Label them, or "
+            f"name the labels that your nodes have in spec.topology.levels. {outcome.reason}"
         )
     elif outcome.achieved_level != level and (any(outcome.holders) or outcome.groups):
         reason = conditions.DEGRADED_SPREAD
     holders = dict(enumerate(outcome.holders))
-    return Placed(holders, record, reason, message, topology, layout.nodes, outcome.groups)
+    found = Finding(reason, message)
+    return Placed(holders, record, found, topology, layout.nodes, outcome.groups)
 
 
 def distance_between(obs: Observation, members: Mapping[int, PodView]) -> Distance | None:
@@ -204,10 +196,6 @@ def distance_between(obs: Observation, members: Mapping[int, PodView]) -> Distan
     except ValueError:
         return None
     return lambda a, b: topology.distance(nodes.get(a, ""), nodes.get(b, ""))
-
-
-def _saved(worker: int, pod: PodView, holders: Mapping[int, tuple[int, ...]]) -> SavedMember:
-    return SavedMember(worker, pod.name, pod.uid, pod.incarnation, pod.node or "", holders.get(worker, ()))
 
 
 def all_copied(reports: Mapping[int, Report], members: Mapping[int, PodView], owed: Iterable[Push]) -> bool:

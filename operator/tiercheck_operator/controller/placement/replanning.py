@@ -164,11 +164,9 @@ def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) 
     """Nothing moves: what the placement is worth now is told, and not thought about again until something
     changes."""
     placed = describe_placement(layout.describe(saved), layout)
-    finding = (
-        Finding(conditions.MOVE_DELAYED, f"{delayed}. {placed.message}")
-        if delayed
-        else Finding(placed.reason, placed.message)
-    )
+    finding = placed.found
+    if delayed:
+        finding = Finding(conditions.MOVE_DELAYED, f"{delayed}. {finding.message}")
     known = replace(saved.replanning, checked=checked, wish="", since=0.0)
     where = domains_to_save(layout.topology, layout.nodes)
     return Replanned(replace(saved, domains=where, replanning=known), placed.record, finding)
@@ -209,8 +207,7 @@ def _moving(layout: Layout, saved: SavedPlacement, change: _Change) -> Finding:
         why = "the load is shared out anew"
     text = (
         f"{named(change.workers)} {'gets' if len(change.workers) == 1 else 'get'} other holders, because "
-        f"{why}; what is kept now stays "
-        "until it is complete there"
+        f"{why}; what is kept now stays until it is complete there"
     )
     return Finding(conditions.COPIES_MOVING, f"{text}. {change.reason}".rstrip(". "))
 
@@ -240,10 +237,10 @@ def _under_way(
     if isinstance(layout, CannotPlace):
         return Replanned(ended)
     placed = describe_placement(layout.describe(ended), layout)
-    finding = Finding(placed.reason, placed.message)
+    finding = placed.found
     if stuck:
         said = f"the new holders of {named(stuck)} took nothing for {_STUCK:.0f} s, so the old ones stay"
-        finding = Finding(conditions.MOVE_DELAYED, f"{said}. {placed.message}")
+        finding = Finding(conditions.MOVE_DELAYED, f"{said}. {finding.message}")
     return Replanned(ended, placed.record, finding, wake=_LOOK_EVERY)
 
 

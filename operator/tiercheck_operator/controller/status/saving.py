@@ -9,7 +9,7 @@ from tiercheck.protocol.artifacts.sizing import auto_cadence
 from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.report import Exact, Report, ResumeProof
 from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.attempt.barrier import add_summary
+from tiercheck_operator.controller.attempt.readiness import add_summary
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import CheckpointRecord, JobRecord, ProofRecord, TierRecord, rfc3339
 
@@ -61,8 +61,7 @@ def _deltas(obs: Observation, reports: Mapping[int, Report]) -> tuple[str, str] 
 
 def add_last_words(obs: Observation, record: JobRecord) -> JobRecord:
     """`record` with what is newer in the reports of its attempt, of however many workers they are left."""
-    reports = [known.report for known in obs.reports.values() if known.report is not None]
-    reports = [report for report in reports if report.attempt == record.attempt]
+    reports = obs.last_words
     steps = [report.trainer.step for report in reports if report.trainer.step is not None]
     step = max([record.step or 0, min(steps)]) if steps else record.step
     tiers = dict(record.tiers)

@@ -6,16 +6,15 @@ Pure.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiercheck.protocol.report import Report
-from tiercheck.protocol.version import Version
-from tiercheck_operator.controller.failures.sidecar_ends import describe_sidecar_end, silent_sidecars_message
 from tiercheck_operator.controller.failures.standstill import restored_bytes
 from tiercheck_operator.controller.members.capacity import describe_refusal
 from tiercheck_operator.controller.members.elastic import describe_size
+from tiercheck_operator.controller.members.lost_nodes import describe_sidecar_end, describe_silent_sidecars
 from tiercheck_operator.controller.members.spares import SparesStanding, describe_spares
 from tiercheck_operator.controller.observe.inventories import find_remote_trouble
 from tiercheck_operator.controller.observe.memory import (
@@ -50,6 +49,17 @@ from tiercheck_operator.model.status import (
 )
 
 
+@dataclass(frozen=True)
+class _Look:
+    """What conditions are derived from. `reports`: those of the current attempt, by worker."""
+
+    situation: Situation
+    record: JobRecord
+    findings: Findings
+    reports: Mapping[int, Report]
+    spares: SparesStanding | None
+
+
 def derive_status(
     situation: Situation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]
 ) -> tuple[JobRecord, Budget]:
@@ -64,55 +74,37 @@ def derive_status(
         memory=_memory(situation, record, reports),
         placement=describe_now(record, copied=findings.copied),
         observed_generation=generation,
+        conditions=tuple(replace(each, observed_generation=generation) for each in record.conditions),
         started=_started(situation, record, findings),
-        completed=record.completed
-        or (rfc3339(situation.now) if findings.completed or findings.failed else None),
+        completed=record.completed or (rfc3339(situation.now) if findings.over else None),
     )
-    over = findings.completed or findings.failed is not None
-    if over or findings.suspended or findings.suspending:
+    if findings.idle:
         record = add_last_words(situation, record)
-    if over:
+    if findings.over:
         record = replace(record, recovery=None)
-    if over or findings.suspended:  # the memory went with the pods
+    if findings.over or findings.suspended:  # the memory went with the pods
         remote = {name: tier for name, tier in record.tiers.items() if name == "remote"}
         record = replace(record, placement=None, tiers=remote)
-    idle = over or findings.suspended or findings.suspending
-    spares = describe_spares(situation) if situation.has_spares and not idle else None
+    spares = describe_spares(situation) if situation.has_spares and not findings.idle else None
     record = replace(
         record,
         proofs=newest_proofs(situation, record, reports),
         spares=spares.record if spares else None,
-        places=() if idle else situation.places,
+        places=() if findings.idle else situation.places,
     )
-    wanted = [
-        _placed(situation, findings),
-        _ended_protection(record, findings) or _protected(situation, record, reports),
-        _deltas_active(record, findings),
-        _throttled(situation, {} if idle else reports),
-        _remote_safe(situation, reports),
-        _exact(record),
-        _spares_ready(situation, spares),
-        _full_size(situation, record),
-        *_restoring_and_running(record, findings),
-        _suspended(situation, findings),
-        _outcome(
-            conditions.COMPLETED, Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker")
-        )
-        if findings.completed
-        else None,
-        _outcome(conditions.FAILED, findings.failed) if findings.failed is not None else None,
-    ]
-    known = tuple(
-        entry if entry.observed_generation == generation else replace(entry, observed_generation=generation)
-        for entry in record.conditions
-    )
-    merged = _merge(situation, known, [entry for entry in wanted if entry is not None])
-    record = replace(record, conditions=merged)
+    look = _Look(situation, record, findings, reports, spares)
+    told = {}
+    for kind, derive, nothing in _CONDITIONS:
+        found = derive(look)
+        if found is None and nothing is not None and kind in situation.conditions:
+            found = False, nothing
+        if found is not None:
+            told[kind] = found
+    record = _with_conditions(situation, record, told)
     record = replace(record, phase=_phase(record, findings))
-    budget = wanted_budget(situation, record, idle=idle)
+    budget = wanted_budget(situation, record, idle=findings.idle)
     if budget.reason != conditions.NO_BUDGET or record.condition(conditions.EVICTABLE) is not None:
-        evictable = _condition(conditions.EVICTABLE, budget.open, Finding(budget.reason, budget.message))
-        record = replace(record, conditions=_merge(situation, record.conditions, [evictable]))
+        record = _with_conditions(situation, record, {conditions.EVICTABLE: (budget.open, budget)})
     return record, budget
 
 
@@ -129,7 +121,7 @@ _IMAGE = ("Image", "Registry", "Signature")
 def _with_held_containers(situation: Situation, record: JobRecord, findings: Findings) -> Findings:
     """`findings` with the container that the kubelet cannot start, where the job waits for its pod."""
     held = sorted((pod for pod in situation.members.values() if pod.held), key=lambda pod: pod.worker)
-    over = findings.completed or findings.failed is not None or situation.job.spec.suspend
+    over = findings.over or situation.job.spec.suspend
     if not held or over or not (findings.waiting or record.on_way_back):
         return findings
     image = any(word in held[0].held for word in _IMAGE)
@@ -159,14 +151,13 @@ def add_final_words(obs: Observation, record: JobRecord) -> JobRecord:
     known = record.condition(conditions.PROTECTED)
     if told == record or known is None or known.reason != conditions.ENDED:
         return told
-    return replace(told, conditions=_merge(obs, told.conditions, [_unprotected(told, conditions.ENDED)]))
+    return _with_conditions(obs, told, {conditions.PROTECTED: (False, _unprotected(told, conditions.ENDED))})
 
 
 def with_refusal(obs: Observation, record: JobRecord, sentence: str) -> JobRecord:
     """`record` when the API server refused what it needs: a person has to read why."""
-    wanted = _condition(conditions.PLACED, False, describe_refusal(obs.job, sentence))
-    phase = "Pending" if record.phase in ("", "Starting") else record.phase
-    return replace(record, conditions=_merge(obs, record.conditions, [wanted]), phase=phase)
+    record = _with_conditions(obs, record, {conditions.PLACED: (False, describe_refusal(obs.job, sentence))})
+    return replace(record, phase="Pending" if record.phase in ("", "Starting") else record.phase)
 
 
 def with_unreadable(status: Mapping[str, Any], generation: int, sentence: str, now: float) -> dict[str, Any]:
@@ -174,9 +165,8 @@ def with_unreadable(status: Mapping[str, Any], generation: int, sentence: str, n
     record = JobRecord()
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         record = parse_record(status)
-    wanted = _condition(conditions.PLACED, False, Finding(conditions.INVALID_SPEC, sentence))
-    told = tuple(entry for entry in record.conditions if entry.type != conditions.PLACED)
-    told += (replace(wanted, changed=rfc3339(now), observed_generation=generation),)
+    wanted = Condition(conditions.PLACED, False, conditions.INVALID_SPEC, sentence, rfc3339(now), generation)
+    told = (*(entry for entry in record.conditions if entry.type != conditions.PLACED), wanted)
     return {
         "phase": record.phase or "Pending",
         "conditions": render_record(JobRecord(conditions=told))["conditions"],
@@ -193,7 +183,8 @@ def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]
     if 0 in reports:
         marks = reports[0].watermarks
         for name, version in (("local", marks.local), ("peer", marks.peer), ("remote", marks.remote)):
-            tiers = _tier(obs, tiers, name, version)
+            if version is not None and (name not in tiers or tiers[name].step != version.step):
+                tiers[name] = TierRecord(version.step, rfc3339(obs.now), 0)
     lagged = {name: replace(tier, lag_steps=max(0, (step or 0) - tier.step)) for name, tier in tiers.items()}
     back = record.recovery
     restoring = back is not None and back.decided_at is not None and back.released_at is None and back.step
@@ -203,38 +194,23 @@ def _progress(obs: Observation, record: JobRecord, reports: Mapping[int, Report]
     )
 
 
-def _tier(
-    obs: Observation, tiers: dict[str, TierRecord], name: str, version: Version | None
-) -> dict[str, TierRecord]:
-    if version is None:
-        return tiers
-    known = tiers.get(name)
-    if known is None or known.step != version.step:
-        return {**tiers, name: TierRecord(version.step, rfc3339(obs.now), 0)}
-    return tiers
+_Told = tuple[bool | None, Finding] | None
+"""A condition's status, reason and message; None: there is nothing new to tell."""
 
 
-def _placed(obs: Observation, findings: Findings) -> Condition | None:
-    if findings.unplaced is not None:
-        return _condition(conditions.PLACED, False, findings.unplaced)
-    if findings.placed is not None:
-        return _condition(conditions.PLACED, True, findings.placed)
-    known = obs.conditions.get(conditions.PLACED)
+def _placed(look: _Look) -> _Told:
+    if look.findings.unplaced is not None:
+        return False, look.findings.unplaced
+    if look.findings.placed is not None:
+        return True, look.findings.placed
+    known = look.situation.conditions.get(conditions.PLACED)
     if known is None or known.status:
-        return known
-    return _condition(
-        conditions.PLACED, True, Finding(conditions.ALL_PLACED, "every worker has a pod on a node")
-    )
-
-
-def _ended_protection(record: JobRecord, findings: Findings) -> Condition | None:
-    """Once the pods are gone, only the remote tier holds anything."""
-    if not (findings.completed or findings.failed is not None or findings.suspended):
         return None
-    return _unprotected(record, conditions.SUSPEND_REQUESTED if findings.suspended else conditions.ENDED)
+    return True, Finding(conditions.ALL_PLACED, "every worker has a pod on a node")
 
 
-def _unprotected(record: JobRecord, reason: str) -> Condition:
+def _unprotected(record: JobRecord, reason: str) -> Finding:
+    """Once the pods are gone, only the remote tier holds anything."""
     remote = record.tiers.get("remote")
     kept = (
         f"the remote tier holds step {remote.step}"
@@ -244,32 +220,42 @@ def _unprotected(record: JobRecord, reason: str) -> Condition:
     gone = "training has ended, and what was in memory is gone"
     if reason == conditions.SUSPEND_REQUESTED:
         gone = "the pods and their memory are gone"
-    return _condition(conditions.PROTECTED, False, Finding(reason, f"{gone}; {kept}"))
+    return Finding(reason, f"{gone}; {kept}")
 
 
-def _protected(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Condition | None:
+def _protected(look: _Look) -> _Told:
+    obs, record, reports, findings = look.situation, look.record, look.reports, look.findings
+    if findings.over or findings.suspended:
+        reason = conditions.SUSPEND_REQUESTED if findings.suspended else conditions.ENDED
+        return False, _unprotected(record, reason)
     if not reports:
         known = obs.conditions.get(conditions.PROTECTED)
-        if known is None or not known.status or _copies_made(obs, record):
-            return known
-        return _condition(conditions.PROTECTED, False, _COPIES_LACK)
+        held = known is None or not known.status or _copies_made(obs, record)
+        return None if held else (False, _COPIES_LACK)
     trouble = _trouble(obs, record, reports)
     if trouble is not None:
-        return _condition(conditions.PROTECTED, False, trouble)
+        return False, trouble
     tolerance = ", ".join(record.placement.survives) if record.placement else ""
-    reason, message = conditions.COPIES_COMPLETE, f"tolerates the loss of: {tolerance or 'nothing'}"
+    message = f"tolerates the loss of: {tolerance or 'nothing'}"
+    missing = _problem(reports, conditions.INTERFACE_MISSING)
+    if missing is not None:
+        return True, replace(missing, message=f"{message}. W{missing.message[1:]}")
+    return True, Finding(conditions.COPIES_COMPLETE, message)
+
+
+def _problem(reports: Mapping[int, Report], reason: str) -> Finding | None:
+    """The first worker that has the problem, and what its sidecar says of it."""
     for worker in sorted(reports):
         for problem in reports[worker].problems:
-            if problem.reason == conditions.INTERFACE_MISSING:
-                told = Finding(problem.reason, f"{message}. Worker {worker}: {problem.message}")
-                return _condition(conditions.PROTECTED, True, told)
-    return _condition(conditions.PROTECTED, True, Finding(reason, message))
+            if problem.reason == reason:
+                return Finding(reason, f"worker {worker}: {problem.message}")
+    return None
 
 
 def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
-    away = silent_sidecars_message(obs) if obs.any_sidecar_silent else None
+    away = describe_silent_sidecars(obs)
     if away is not None:
-        return Finding(*away)  # it explains what others say of it
+        return away  # it explains what others say of it
     problems = [(worker, problem) for worker in sorted(reports) for problem in reports[worker].problems]
     # Copies are as good as ever; conditions of their own tell it. What was rehearsed comes last.
     told = [each for each in problems if each[1].reason not in _TOLD_ELSEWHERE]
@@ -306,9 +292,9 @@ def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report])
             f"{record.placement.unprotected_reason or 'The nodes do not suffice'}. "
             "Add nodes, or spread the workers over more of them.",
         )
-    for worker, problem in problems:
-        if problem.reason == conditions.REHEARSAL_FAILED:
-            return Finding(problem.reason, f"worker {worker}: {problem.message}")
+    failed = _problem(reports, conditions.REHEARSAL_FAILED)
+    if failed is not None:
+        return failed
     if "peer" not in record.tiers:
         return Finding(conditions.WAITING_FOR_FIRST_VERSION, "no snapshot is complete on its holders yet")
     return None if _copies_made(obs, record) else _COPIES_LACK
@@ -351,116 +337,92 @@ def _memory(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) 
     return forecast_memory(obs.job.spec, share)
 
 
-def _deltas_active(record: JobRecord, findings: Findings) -> Condition | None:
-    known = record.checkpoint
+def _deltas_active(look: _Look) -> _Told:
+    known, findings = look.record.checkpoint, look.findings
     if known is None or not known.deltas:
         return None
-    if findings.completed or findings.failed is not None or findings.suspended:
+    if findings.over or findings.suspended:
         reason = conditions.SUSPEND_REQUESTED if findings.suspended else conditions.ENDED
-        return _condition(conditions.DELTAS_ACTIVE, False, Finding(reason, "nothing is trained"))
+        return False, Finding(reason, "nothing is trained")
     if known.deltas == EVERY_STEP:
-        return _condition(
-            conditions.DELTAS_ACTIVE, True, Finding(conditions.EVERY_STEP, "a delta is taken at every step")
-        )
+        return True, Finding(conditions.EVERY_STEP, "a delta is taken at every step")
     off = known.deltas_reason == TURNED_OFF
-    reason = conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF
-    return _condition(conditions.DELTAS_ACTIVE, False, Finding(reason, known.deltas_reason))
+    return False, Finding(conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF, known.deltas_reason)
 
 
-def _throttled(obs: Observation, reports: Mapping[int, Report]) -> Condition | None:
-    """Once there was something to say. `reports`: none when nothing is trained."""
-    for worker in sorted(reports):
-        for problem in reports[worker].problems:
-            if problem.reason == conditions.SIDECAR_THROTTLED:
-                found = Finding(conditions.SIDECAR_THROTTLED, f"worker {worker}: {problem.message}")
-                return _condition(conditions.THROTTLED, True, found)
-    if obs.conditions.get(conditions.THROTTLED) is None:
-        return None
-    return _condition(
-        conditions.THROTTLED, False, Finding(conditions.NOT_THROTTLED, "no sidecar is held back")
-    )
+def _throttled(look: _Look) -> _Told:
+    found = None if look.findings.idle else _problem(look.reports, conditions.SIDECAR_THROTTLED)
+    return None if found is None else (True, found)
 
 
-def _remote_safe(obs: Observation, reports: Mapping[int, Report]) -> Condition | None:
+def _remote_safe(look: _Look) -> _Told:
     """Once there was something to say. Only worker 0 tries the store; without its word the last one
     stands.
     """
-    known = obs.conditions.get(conditions.REMOTE_SAFE)
-    if 0 not in reports or not reports[0].remote.configured:
-        return known
-    for problem in reports[0].problems:
+    first = look.reports.get(0)
+    if first is None or not first.remote.configured:
+        return None
+    for problem in first.problems:
         if problem.reason == conditions.REMOTE_NOT_SAFE:
-            return _condition(conditions.REMOTE_SAFE, False, Finding(problem.reason, problem.message))
-    if known is None or reports[0].remote.reachable is not True:
-        return known
-    kept = Finding(conditions.PROMISES_KEPT, "the store kept what is relied on when it was tried")
-    return _condition(conditions.REMOTE_SAFE, True, kept)
+            return False, Finding(problem.reason, problem.message)
+    if conditions.REMOTE_SAFE not in look.situation.conditions or first.remote.reachable is not True:
+        return None
+    return True, Finding(conditions.PROMISES_KEPT, "the store kept what is relied on when it was tried")
 
 
-def _exact(record: JobRecord) -> Condition | None:
+def _exact(look: _Look) -> _Told:
     """The last resume that was compared; until the next one is, its result stands."""
-    last = record.last_recovery or {}
+    last = look.record.last_recovery or {}
     exact = last.get("exact")
     if not exact:
-        return record.condition(conditions.EXACT)
-    status = {conditions.PROVEN: True, conditions.DIFFERS: False}.get(exact)
-    return _condition(conditions.EXACT, status, Finding(exact, str(last.get("exactMessage"))))
-
-
-def _spares_ready(obs: Observation, standing: SparesStanding | None) -> Condition | None:
-    if standing is not None:
-        return _condition(
-            conditions.SPARES_READY, standing.enough, Finding(standing.reason, standing.message)
-        )
-    if obs.conditions.get(conditions.SPARES_READY) is None:
         return None
-    return _condition(
-        conditions.SPARES_READY, False, Finding(conditions.NO_SPARES, "no spares are wanted now")
-    )
+    status = {conditions.PROVEN: True, conditions.DIFFERS: False}.get(exact)
+    return status, Finding(exact, str(last.get("exactMessage")))
 
 
-def _full_size(situation: Situation, record: JobRecord) -> Condition | None:
-    found = describe_size(situation, record) if situation.may_resize else None
-    return (
-        None
-        if found is None
-        else _condition(conditions.FULL_SIZE, found.full, Finding(found.reason, found.message))
-    )
+def _spares_ready(look: _Look) -> _Told:
+    return None if look.spares is None else (look.spares.enough, look.spares.found)
 
 
-def _restoring_and_running(record: JobRecord, findings: Findings) -> list[Condition]:
-    recovery = record.recovery
-    if findings.completed or findings.failed is not None:
-        ended = Finding(conditions.ENDED, "training has ended")
-        return [_condition(conditions.RESTORING, False, ended), _condition(conditions.RUNNING, False, ended)]
-    if findings.suspended or findings.suspending:
-        stopped = Finding(conditions.SUSPEND_REQUESTED, "spec.suspend is true")
-        return [
-            _condition(conditions.RESTORING, False, stopped),
-            _condition(conditions.RUNNING, False, stopped),
-        ]
-    if recovery is None and record.attempt and findings.waiting is None:
-        return [
-            _condition(conditions.RESTORING, False, Finding(conditions.DONE, "nothing to restore")),
-            _condition(
-                conditions.RUNNING, True, Finding(conditions.RELEASED, f"attempt {record.attempt} trains")
-            ),
-        ]
-    now = findings.waiting
-    if now is None and recovery is not None and recovery.released_at is not None:
-        now = Finding(
-            conditions.STARTING, f"attempt {record.attempt} was released; waiting for its first step"
-        )
-    elif now is None and recovery is not None and recovery.decided_at is not None:
-        now = Finding(conditions.COPYING, recovery.reason)
-    elif now is None:
-        now = Finding(conditions.NOT_RELEASED, recovery.message if recovery else "the job has not started")
-    released = recovery is not None and recovery.released_at is not None
-    running = Finding(conditions.RELEASED, f"attempt {record.attempt} trains") if released else now
-    return [
-        _condition(conditions.RESTORING, _coming_back(record), now),
-        _condition(conditions.RUNNING, released, running),
-    ]
+def _full_size(look: _Look) -> _Told:
+    return describe_size(look.situation, look.record) if look.situation.may_resize else None
+
+
+def _why_not_trained(findings: Findings) -> Finding | None:
+    if findings.over:
+        return Finding(conditions.ENDED, "training has ended")
+    return Finding(conditions.SUSPEND_REQUESTED, "spec.suspend is true") if findings.idle else None
+
+
+def _what_is_under_way(look: _Look) -> Finding | None:
+    """On the way to training; None: the job trains."""
+    record, recovery = look.record, look.record.recovery
+    if look.findings.waiting is not None:
+        return look.findings.waiting
+    if recovery is None:
+        return None if record.attempt else Finding(conditions.NOT_RELEASED, "the job has not started")
+    if recovery.released_at is not None:
+        text = f"attempt {record.attempt} was released; waiting for its first step"
+        return Finding(conditions.STARTING, text)
+    if recovery.decided_at is not None:
+        return Finding(conditions.COPYING, recovery.reason)
+    return Finding(conditions.NOT_RELEASED, recovery.message)
+
+
+def _restoring(look: _Look) -> _Told:
+    idle, now = _why_not_trained(look.findings), _what_is_under_way(look)
+    if idle is not None or now is None:
+        return False, idle or Finding(conditions.DONE, "nothing to restore")
+    return _coming_back(look.record), now
+
+
+def _running(look: _Look) -> _Told:
+    idle, now, recovery = _why_not_trained(look.findings), _what_is_under_way(look), look.record.recovery
+    if idle is not None:
+        return False, idle
+    if now is None or (recovery is not None and recovery.released_at is not None):
+        return True, Finding(conditions.RELEASED, f"attempt {look.record.attempt} trains")
+    return False, now
 
 
 def _coming_back(record: JobRecord) -> bool:
@@ -471,39 +433,46 @@ def _coming_back(record: JobRecord) -> bool:
     )
 
 
-def _suspended(obs: Observation, findings: Findings) -> Condition | None:
-    if findings.suspended:
-        return _condition(
-            conditions.SUSPENDED,
-            True,
-            Finding(
-                conditions.SUSPEND_REQUESTED,
-                f"the pods are gone; set spec.suspend to false to {_onwards(obs)}",
-            ),
-        )
-    if findings.suspending:
-        return _condition(
-            conditions.SUSPENDED,
-            False,
-            Finding(conditions.SUSPENDING, "trainers stop and sidecars upload what they owe")
-            if obs.job.spec.remote
-            else Finding(
-                conditions.SUSPENDING, "trainers stop; without spec.tiers.remote their state is lost"
-            ),
-        )
-    if obs.conditions.get(conditions.SUSPENDED) is None:
-        return None
-    return _condition(conditions.SUSPENDED, False, Finding(conditions.RESUMED, "spec.suspend is false"))
+def _suspended(look: _Look) -> _Told:
+    remote = look.situation.job.spec.remote
+    if look.findings.suspended:
+        onwards = "start from scratch: there is no remote tier, and the state in memory went with the pods"
+        onwards = "go on from the remote tier" if remote else onwards
+        text = f"the pods are gone; set spec.suspend to false to {onwards}"
+        return True, Finding(conditions.SUSPEND_REQUESTED, text)
+    if look.findings.suspending:
+        text = "trainers stop; without spec.tiers.remote their state is lost"
+        text = "trainers stop and sidecars upload what they owe" if remote else text
+        return False, Finding(conditions.SUSPENDING, text)
+    return None
 
 
-def _onwards(obs: Observation) -> str:
-    if obs.job.spec.remote:
-        return "go on from the remote tier"
-    return "start from scratch: there is no remote tier, and the state in memory went with the pods"
+def _completed(look: _Look) -> _Told:
+    succeeded = Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker")
+    return (True, succeeded) if look.findings.completed else None
 
 
-def _outcome(kind: str, finding: Finding) -> Condition:
-    return _condition(kind, True, finding)
+def _failed(look: _Look) -> _Told:
+    return None if look.findings.failed is None else (True, look.findings.failed)
+
+
+_CONDITIONS: tuple[tuple[str, Callable[[_Look], _Told], Finding | None], ...] = (
+    (conditions.PLACED, _placed, None),
+    (conditions.PROTECTED, _protected, None),
+    (conditions.DELTAS_ACTIVE, _deltas_active, None),
+    (conditions.THROTTLED, _throttled, Finding(conditions.NOT_THROTTLED, "no sidecar is held back")),
+    (conditions.REMOTE_SAFE, _remote_safe, None),
+    (conditions.EXACT, _exact, None),
+    (conditions.SPARES_READY, _spares_ready, Finding(conditions.NO_SPARES, "no spares are wanted now")),
+    (conditions.FULL_SIZE, _full_size, None),
+    (conditions.RESTORING, _restoring, None),
+    (conditions.RUNNING, _running, None),
+    (conditions.SUSPENDED, _suspended, Finding(conditions.RESUMED, "spec.suspend is false")),
+    (conditions.COMPLETED, _completed, None),
+    (conditions.FAILED, _failed, None),
+)
+"""Each condition, what it is derived by, and why it is False where that finds nothing to tell and the job has
+the condition; None: it stays as it was."""
 
 
 def _phase(record: JobRecord, findings: Findings) -> str:
@@ -521,15 +490,13 @@ def _phase(record: JobRecord, findings: Findings) -> str:
     return "Pending" if findings.unplaced is not None else "Starting"
 
 
-def _condition(kind: str, status: bool | None, finding: Finding) -> Condition:
-    return Condition(kind, status, finding.reason, finding.message[:4000], changed="")
-
-
-def _merge(obs: Observation, known: tuple[Condition, ...], wanted: list[Condition]) -> tuple[Condition, ...]:
-    """`wanted` over `known`; the time of change moves only with the status."""
-    merged = {entry.type: entry for entry in known}
-    for entry in wanted:
-        before = merged.get(entry.type)
-        changed = before.changed if before is not None and before.status == entry.status else rfc3339(obs.now)
-        merged[entry.type] = replace(entry, changed=changed, observed_generation=obs.job.generation)
-    return tuple(merged.values())
+def _with_conditions(
+    obs: Observation, record: JobRecord, told: Mapping[str, tuple[bool | None, Finding]]
+) -> JobRecord:
+    """`record` with `told` in its conditions; the time of change moves only with the status."""
+    generation, merged = obs.job.generation, {entry.type: entry for entry in record.conditions}
+    for kind, (status, found) in told.items():
+        before = merged.get(kind)
+        changed = before.changed if before is not None and before.status == status else rfc3339(obs.now)
+        merged[kind] = Condition(kind, status, found.reason, found.message[:4000], changed, generation)
+    return replace(record, conditions=tuple(merged.values()))

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from tiercheck.failpoints import failpoint
 from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.kubernetes.cluster_facts import DEPLOYMENT, owner_metadata
 from tiercheck_operator.kubernetes.election.candidate import Candidate, LeaseMove, Record, Terms
-from tiercheck_operator.kubernetes.identity import DEPLOYMENT, owner_metadata
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 

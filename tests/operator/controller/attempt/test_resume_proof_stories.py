@@ -13,7 +13,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.status.events import notices
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.limits import fit_status, render_fitting, status_size
+from tiercheck_operator.model.limits import bytes_of, fit_status
 from tiercheck_operator.model.status import JobRecord, parse_record, render_record
 
 
@@ -79,7 +79,7 @@ def test_nothing_was_comparable_once_every_worker_has_said_so() -> None:
     assert exact_of(compare(world, w0=NOTHING, w1=NOTHING, w2=NOTHING))[0] is None
     found = compare(world, w3=NOTHING)
     assert exact_of(found) == ("NotComparable", None)
-    raw = render_fitting(found)
+    _, raw = fit_status(found)
     (told,) = (entry for entry in raw["conditions"] if entry["type"] == "Exact")
     assert told["status"] == "Unknown"
     assert parse_record(raw) == parse_record(render_record(found))
@@ -136,7 +136,7 @@ def test_job_gives_up_a_step_for_the_proof_only_if_it_is_asked_to() -> None:
 
 def test_long_word_of_a_trainer_leaves_the_status_small() -> None:
     found = compare(back_again(), w1=(Exact.DIFFERS, "x" * 1000))
-    assert status_size(fit_status(found)) < 16 * 1024
+    assert bytes_of(fit_status(found)[1]) < 16 * 1024
     assert len(str(found.recoveries[0]["exactMessage"])) <= 160
 
 

@@ -14,9 +14,8 @@ from tests.operator.kubernetes.test_event_series import JOB, Server
 from tests.operator.world_in_memory import World
 from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 from tiercheck_operator.controller.reconciler import JobLoop
-from tiercheck_operator.controller.status.discretion import without_credentials
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents
+from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
 from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.model.actions import Notice
 from tiercheck_operator.model.status import render_record
