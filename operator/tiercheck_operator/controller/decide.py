@@ -63,10 +63,9 @@ from tiercheck_operator.model.actions import (
     EnsureService,
     RemoveGang,
     SavePlacement,
-    soonest,
 )
-from tiercheck_operator.model.conditions import Finding, Findings
-from tiercheck_operator.model.observed import ContainerState, Observation
+from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.observed import ContainerState, Findings, Observation, soonest
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import JobRecord
 
@@ -154,7 +153,8 @@ def refuse_impossible_pods(situation: Situation, draft: DecisionDraft) -> Decisi
 
 def end_at_deadline(situation: Situation, draft: DecisionDraft) -> DecisionDraft | Decision:
     """Fails a job that takes longer than it may."""
-    overdue = find_passed_deadline(situation)
+    left = situation.seconds_to_deadline
+    overdue = None if left is None else find_passed_deadline(situation)
     return draft if overdue is None else conclude(situation, draft.with_findings(failed=overdue))
 
 
@@ -303,13 +303,16 @@ def move_copies(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
 def tell_placement(situation: Situation, draft: DecisionDraft) -> DecisionDraft:
     """Says who is about to leave or on a doubtful node, or again what the placement is worth."""
     assert draft.placement is not None
-    found = (
-        describe_departures(situation.membership.departures, situation.refused)
-        or describe_unready_nodes(situation, situation.members)
-        or refused_beside_workers(situation)
-        or describe_ill_device(situation.members)
-        or describe_owner(situation)
+    members, going = situation.members, situation.membership.departures
+    # The first that has something to say is told.
+    rules: tuple[tuple[bool, Callable[[], Finding | None]], ...] = (
+        (bool(going), lambda: describe_departures(going, situation.refused)),
+        (any(n.lost for n in situation.nodes.values()), lambda: describe_unready_nodes(situation, members)),
+        (bool(situation.refused), lambda: refused_beside_workers(situation)),
+        (any(pod.ill for pod in members.values()), lambda: describe_ill_device(members)),
+        (situation.owner_size is not None, lambda: describe_owner(situation)),
     )
+    found = next((said for due, describe in rules if due and (said := describe())), None)
     told = draft.status.condition(conditions.PLACED)
     if found is None and draft.findings.placed is None and told is not None and told.reason in _PASSING:
         worth = describe_members(situation, draft.placement)

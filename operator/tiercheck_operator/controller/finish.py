@@ -17,10 +17,10 @@ from tiercheck_operator.controller.members.replacing import remove_pod
 from tiercheck_operator.controller.observe.inventories import pods_by_their_own_index
 from tiercheck_operator.controller.observe.situation import Situation, is_suspending
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget, soonest
+from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
 from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding
-from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.observed import Observation, PodView, soonest
 from tiercheck_operator.model.status import JobRecord, Recovery, parse_time
 
 _UNKNOWN_FAILURE = 1

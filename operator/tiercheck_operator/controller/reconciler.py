@@ -32,9 +32,9 @@ from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.watches import copy_of_job, version_in
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.actions import Action, Decision, SavePlacement, soonest
+from tiercheck_operator.model.actions import Action, Decision, SavePlacement
 from tiercheck_operator.model.limits import fit_status
-from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport
+from tiercheck_operator.model.observed import JobView, NodeView, Observation, PodView, WorkerReport, soonest
 from tiercheck_operator.model.parsing import UNREADABLE, parse_job
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.sidecars import JobSidecars, Lines

@@ -172,8 +172,3 @@ class Decision:
     notices: tuple[Notice, ...] = ()
     wake_after: float | None = None
     """Seconds until time alone may change the decision."""
-
-
-def soonest(*seconds: float | None) -> float | None:
-    """The least of those that are given."""
-    return min((entry for entry in seconds if entry is not None), default=None)

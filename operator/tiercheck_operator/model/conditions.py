@@ -1,4 +1,4 @@
-"""Every condition type and reason, each with a sentence; and what one look found."""
+"""Every condition type and reason, each with a sentence."""
 
 from __future__ import annotations
 
@@ -267,34 +267,6 @@ class Finding:
     message: str
     wake_after: float | None = None
     """Seconds until time alone may change it, if that is known."""
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What this reconcile found out, beyond the record itself."""
-
-    unplaced: Finding | None = None
-    """Why pods or copies have no place."""
-    placed: Finding | None = None
-    """Set when the placement was made in this reconcile."""
-    waiting: Finding | None = None
-    """What the next attempt waits for."""
-    copied: bool = False
-    """Every copy that the placement asks for has been made, of some version."""
-    suspended: bool = False
-    suspending: bool = False
-    completed: bool = False
-    failed: Finding | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether the job has ended."""
-        return self.completed or self.failed is not None
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is to be trained now."""
-        return self.over or self.suspended or self.suspending
 
 
 def listed(entries: Sequence[object], most: int) -> str:

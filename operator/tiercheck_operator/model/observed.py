@@ -14,6 +14,7 @@ from functools import cached_property
 
 from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import SPARE, Report, TrainerState
+from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.status import Condition, JobRecord
@@ -401,3 +402,36 @@ class Observation:
         if pod.disruption and not pod.deleting and not pod.terminal:
             return f"Kubernetes is about to end it ({pod.disruption})"
         return ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What this reconcile found out, beyond the record itself."""
+
+    unplaced: Finding | None = None
+    """Why pods or copies have no place."""
+    placed: Finding | None = None
+    """Set when the placement was made in this reconcile."""
+    waiting: Finding | None = None
+    """What the next attempt waits for."""
+    copied: bool = False
+    """Every copy that the placement asks for has been made, of some version."""
+    suspended: bool = False
+    suspending: bool = False
+    completed: bool = False
+    failed: Finding | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended."""
+        return self.completed or self.failed is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be trained now."""
+        return self.over or self.suspended or self.suspending
+
+
+def soonest(*seconds: float | None) -> float | None:
+    """The least of those that are given."""
+    return min((entry for entry in seconds if entry is not None), default=None)

@@ -30,8 +30,8 @@ from tiercheck_operator.controller.members.spares import Upkeep
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding, Findings
-from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.observed import Findings, Observation
 from tiercheck_operator.model.status import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
 
 _FRESH_SECONDS = 2.0

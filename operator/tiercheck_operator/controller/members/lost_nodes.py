@@ -182,8 +182,7 @@ def _away(obs: Observation, pod: PodView) -> bool:
 
 def describe_silent_sidecars(obs: Observation) -> Finding | None:
     """What there is to say of sidecars that do not answer now; None: all do."""
-    silent = any(known.silent_since is not None for known in obs.reports.values())
-    pods = find_silent_members(obs) if silent else []
+    pods = find_silent_members(obs)
     if not pods:
         return None
     pod = next((pod for pod in pods if pod.sidecar.restarting), pods[0])

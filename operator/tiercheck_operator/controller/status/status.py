@@ -36,8 +36,8 @@ from tiercheck_operator.controller.status.saving import (
 )
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding, Findings
-from tiercheck_operator.model.observed import Observation
+from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.observed import Findings, Observation
 from tiercheck_operator.model.status import (
     Condition,
     JobRecord,
@@ -253,7 +253,8 @@ def _problem(reports: Mapping[int, Report], reason: str) -> Finding | None:
 
 
 def _trouble(obs: Observation, record: JobRecord, reports: Mapping[int, Report]) -> Finding | None:
-    away = describe_silent_sidecars(obs)
+    silent = any(known.silent_since is not None for known in obs.reports.values())
+    away = describe_silent_sidecars(obs) if silent else None
     if away is not None:
         return away  # it explains what others say of it
     problems = [(worker, problem) for worker in sorted(reports) for problem in reports[worker].problems]
