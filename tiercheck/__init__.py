@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:  # a type checker would take every name for Any
     _MODULES = {
         "DifferentState": "restore.load",
-        "NotCapturable": "state.leaves",
+        "NotCapturable": "tensors.leaves",
         "RestoreError": "backends.backend",
         "ResumableSampler": "resumable_sampler",
         "State": "state.user_state",

@@ -279,7 +279,7 @@ def staged(folder: Path, workers: int, seed: int, pace: float) -> Iterator[Stage
         recorder = Recorder(cluster.kubeconfig, cluster.logs, JOB)
         try:
             with object_store.serving(cluster.logs / "s3.log", recorder.record, seed) as store:
-                recorder.record("begins", workers=workers, copies=1, keep=3)
+                recorder.record("begins", workers=workers, copies=1, keep=3, prove=0)
                 cluster.apply_crds(ROOT / "crds")
                 cluster.apply(credentials())
                 cluster.start_operator(OPERATOR_ENV, OPERATOR)

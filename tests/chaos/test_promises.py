@@ -29,7 +29,7 @@ def test_mark_that_falls_within_an_attempt_is_a_broken_promise_and_silence_is_no
     checker = LifeChecker()
     checker.read(
         [
-            (0.0, "begins", {"workers": 1, "copies": 1, "keep": 3}),
+            (0.0, "begins", {"workers": 1, "copies": 1, "keep": 3, "prove": 0}),
             (1.0, "attempt", {"number": 1, "version": None, "heard": ()}),
         ]
     )
@@ -45,7 +45,7 @@ def test_version_that_newer_ones_have_taken_the_place_of_may_be_told_by_an_opera
     None
 ):
     checker = LifeChecker()
-    begin = {"workers": 1, "copies": 1, "keep": 1}
+    begin = {"workers": 1, "copies": 1, "keep": 1, "prove": 0}
     checker.read([(0.0, "begins", begin), (1.0, "attempt", {"number": 1, "version": None, "heard": ()})])
     checker.manifests["manifests/000000000009-1.json"] = []
     told = {"by": "status", "attempt": 1, "placement": "p", "snapshot": None, "local": None, "peer": None}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.launcher_harness import Launched, order
+from tiercheck.launcher import output as output_module
 from tiercheck.launcher.output import RelayedOutput
 from tiercheck.protocol.directive import Phase
 
@@ -72,6 +73,30 @@ def test_log_that_nobody_takes_keeps_no_order_from_being_followed(launch: Launch
     launched.sidecar.hears("started", 1)
     launched.sidecar.say(order(2, Phase.HOLD))
     launched.sidecar.hears("idle", 2)
+
+
+def test_output_that_was_held_back_is_asked_for_again_although_it_could_go_on_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever looks at channels was told not to look at this one: the command would stand still for ever."""
+    log, stderr = os.pipe()
+    os.set_blocking(stderr, False)
+    while output_module._is_full(stderr) is False:
+        os.write(stderr, b"x" * 4096)
+    monkeypatch.setattr(output_module, "_STDERR", stderr)
+    output = RelayedOutput()
+    os.write(output.writing, b"more")
+    output.relay()
+    watched = output.channel
+    os.read(log, 1 << 20)
+    assert watched is not None or output.blocked
+    output.relay()
+    assert (output.channel, output.blocked) == (output._reading, False)
+    assert os.read(log, 1 << 20).endswith(b"more")
+    output.close_writing()
+    output.close()
+    os.close(log)
+    os.close(stderr)
 
 
 def test_words_of_a_rank_are_told_rather_than_torchruns_report() -> None:

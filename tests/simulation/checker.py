@@ -313,6 +313,7 @@ class Checker:
         rank, attempt, version = f["rank"], f["attempt"], f["version"]
         loaded = None if version is None else (version.step, version.attempt)
         self.began[attempt].add(rank)
+        self.released.add(attempt)
         self.crews[attempt].add(f["pod"])
         if loaded != self.from_.get(attempt):
             self._say(

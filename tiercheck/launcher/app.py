@@ -112,7 +112,8 @@ class Launcher:
         """Wait for the next thing, and do what follows from it. The container's exit code when its work is
         over."""
         try:
-            self._errors.relay()  # first: a fault in what follows must not hold back the command
+            for output in self._outputs:  # first: a fault in what follows must not hold back the command
+                output.relay()
             self._connect()
             self._prepare()
             self._watch(selector)
@@ -121,8 +122,6 @@ class Launcher:
                     self._on_signals(wakeups.recv(4096))
                 elif key.data == "warm":
                     self._warm.listen()
-                elif key.data == "check":
-                    self._listen_to_check()
                 elif key.data == "sidecar":
                     self._on_orders()
             self._collect()
@@ -150,7 +149,7 @@ class Launcher:
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Have the selector look at what is open now. Whoever finds a socket broken closes it, and its number
         is given out again, so all that are gone are forgotten first."""
-        check = None if self._check is None else self._check.channel
+        check = None if self._check is None else self._check.output.channel
         now = {
             "sidecar": self._line.channel,
             "warm": self._warm.channel,
@@ -171,10 +170,6 @@ class Launcher:
             if known is None or (order.attempt, order.phase.order) >= (known.attempt, known.phase.order):
                 self._order = order
                 self._follow(order)
-
-    def _listen_to_check(self) -> None:
-        if self._check is not None:
-            self._check.listen()
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -376,10 +371,14 @@ class Launcher:
         self._state = event
         self._line.send(event)
 
+    @property
+    def _outputs(self) -> list[RelayedOutput]:
+        return [self._errors] if self._check is None else [self._errors, self._check.output]
+
     def _pause(self) -> float | None:
         """Seconds that the loop may sleep; None: until something happens."""
         pauses = []
-        if self._errors.blocked:
+        if any(output.blocked for output in self._outputs):
             pauses.append(_SWEEP_EVERY)
         if not self._line.connected:
             pauses.append(_CONNECT_EVERY)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from io import FileIO
 
 from tiercheck.launcher import command as processes
 from tiercheck.launcher.output import RelayedOutput
@@ -23,30 +22,21 @@ class RunningCheck:
 
     def __init__(self, wanted: HealthCheck, attempt: int, environment: Mapping[str, str]) -> None:
         self.wanted, self.attempt = wanted, attempt
-        self._output = RelayedOutput()
+        self.output = RelayedOutput()
         try:
-            writing = self._output.writing
+            writing = self.output.writing
             self.pid = processes.start(wanted.command, environment, output=writing, errors=writing)
         except OSError:
-            self._output.close()
+            self.output.close()
             raise
         finally:
-            self._output.close_writing()
+            self.output.close_writing()
         self._deadline = time.monotonic() + wanted.seconds
         self._stays = ""
         """What of it SIGKILL does not end."""
         self.code: int | None = None
         """None: it has not ended by itself."""
         self._killed = False
-
-    @property
-    def channel(self) -> FileIO | None:
-        """For a selector: where its output comes from. None: no more comes, and it may still run."""
-        return self._output.channel
-
-    def listen(self) -> None:
-        """Take what was written."""
-        self._output.relay()
 
     def ended(self, code: int) -> None:
         """The command itself has ended; what it started may still be there."""
@@ -88,8 +78,8 @@ class RunningCheck:
             why = f"was ended by {name}"
         else:
             why = f"ended with exit code {self.code}"
-        said = self._output.last_lines()
+        said = self.output.last_lines()
         return f"{check} {why}{': ' + said if said else ' and said nothing'}"
 
     def close(self) -> None:
-        self._output.close()
+        self.output.close()

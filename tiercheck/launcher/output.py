@@ -29,14 +29,10 @@ class RelayedOutput:
         os.set_blocking(reading, False)
         self._reading = open(reading, "rb", buffering=0)  # noqa: SIM115
         self._ended = False
+        self.blocked = False
+        """Whether nobody took what was last written to stderr: then the command waits, as it would without
+        us, and `relay` is to be called again in a moment."""
         self._said = b""
-
-    @property
-    def blocked(self) -> bool:
-        """Whether nobody takes what is written to stderr: then the command waits, as it would without us."""
-        with contextlib.suppress(OSError, ValueError):
-            return not select.select([], [_STDERR], [], 0)[1]
-        return False  # it is closed
 
     @property
     def channel(self) -> FileIO | None:
@@ -46,6 +42,7 @@ class RelayedOutput:
     def relay(self) -> None:
         """Passes on what was written, without waiting for anything."""
         for _ in range(_PIECES):
+            self.blocked = _is_full(_STDERR)
             if (channel := self.channel) is None or (piece := channel.read(_PIECE)) is None:
                 return
             self._ended = not piece
@@ -71,3 +68,9 @@ class RelayedOutput:
 
     def close(self) -> None:
         self._reading.close()
+
+
+def _is_full(descriptor: int) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return not select.select([], [descriptor], [], 0)[1]
+    return False  # it is closed

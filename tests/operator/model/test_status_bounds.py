@@ -70,9 +70,9 @@ def worst(letter: str = "\N{GREEK SMALL LETTER OMEGA}") -> JobRecord:
         failed_start=FailedStartRecord(9999, "n" * 253, BIG, (9999,) * 32),
         recovery=Recovery(
             "C" * 64, letter * 1000, START, START, BIG, letter * 1000, BIG, BIG, BIG, START, START, START,
-            True, tuple(Version(BIG, BIG) for _ in range(16)),
+            tuple(Version(BIG, BIG) for _ in range(16)),
             Facts(255, tuple("R" * 64 for _ in range(16)), tuple("n" * 63 for _ in range(16))), "r" * 63, BIG,
-            BIG, START,
+            BIG, START, undone=True,
         ),
         last_recovery=summary, recoveries=history,  # type: ignore[arg-type]
         started=rfc3339(START), completed=rfc3339(START),
