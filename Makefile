@@ -85,7 +85,7 @@ test-torch: $(READY)
 # Of the rooms without I/O, as pyproject.toml lists them, by the tests of operator, protocol, redaction and sidecar.
 coverage: $(READY)
 	rm -rf build/coverage
-	$(BIN)/coverage run -m pytest -m "not extended and not images and not cluster" -k "not thousand" $(SIDE_BY_SIDE) $(PYTEST_FLAGS) $(PURE)
+	$(BIN)/coverage run -m pytest -m "not extended and not images and not cluster" -k "not thousand and not hundred" $(SIDE_BY_SIDE) $(PYTEST_FLAGS) $(PURE)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --show-missing
 	$(BIN)/coverage json --quiet -o build/coverage/report.json

@@ -39,6 +39,10 @@ LIGHTNING = {
 }
 
 
+EVERY_TIME = ("stream", "own-generator", "best")
+"""The others take five minutes of a core: `make test-extended` has all."""
+
+
 def live(lives: Lives, kind: str, *argv: str | Path, kill_at: int | None = None) -> Said:
     script = HERE / f"configured_{kind}.py"
     (said,) = lives.run(needed(kind), [script, *argv], kill_at=kill_at)
@@ -72,7 +76,13 @@ def assert_equal_after_kills(
     return parts
 
 
-@pytest.mark.parametrize("case", HUGGINGFACE)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in EVERY_TIME else pytest.mark.extended, id=case)
+        for case in HUGGINGFACE
+    ],
+)
 def test_hugging_face_trainer_goes_on_in_its_data(case: str, lives: Lives, tmp_path: Path) -> None:
     for part in assert_equal_after_kills(lives, "huggingface", case, HUGGINGFACE[case], tmp_path)[1:]:
         assert not told(part)
@@ -83,7 +93,12 @@ def test_hugging_face_trainer_goes_on_in_its_data(case: str, lives: Lives, tmp_p
     [
         ("stream", "{}", "Differs"),  # resumed in the middle of its second pass
         # 16 do not fit, 4 do: what 16 would make the last step is behind it
-        ("batch-size-found", '{"per_device_train_batch_size": 16}', "NotComparable"),
+        pytest.param(
+            "batch-size-found",
+            '{"per_device_train_batch_size": 16}',
+            "NotComparable",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_place_that_is_computed_from_the_step_is_found_by_the_proof(
