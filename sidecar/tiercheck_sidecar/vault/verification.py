@@ -64,10 +64,13 @@ def evict_if_bad(
     share: Share | None = None,
 ) -> str:
     """Read an artifact, or a block, again. If it has rotted it is freed and reported, and what is wrong with
-    it is returned: whoever complains of it is not believed, our own eyes are."""
+    it is returned: whoever complains of it is not believed, our own eyes are. What an own rank wrote may be
+    all that there is, so it stays where it only could not be read, as without descriptors."""
     try:
         reason = vault.fault(artifact, tier, share=share)
     except (NotHeld, OSError) as error:
+        if tier is Tier.LOCAL:
+            return str(error)
         reason = str(error)
     if reason and vault.evict(
         lambda seal: (seal.artifact, seal.share) == (artifact, share) and tier in (None, seal.tier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault, vault
 from tiercheck_sidecar.vault.slots import SlotState
+from tiercheck_sidecar.vault.verification import evict_if_bad
 
 LIMIT = 4 << 20
 SIZE = 100_000
@@ -161,3 +165,31 @@ def test_slot_that_could_not_be_made_takes_no_room(own: Vault, monkeypatch: pyte
             own.draft(claim(SIZE))
     assert own.used() == before
     receive(own)
+
+
+def test_own_artifact_that_cannot_be_read_for_now_is_not_given_up_as_a_rotten_one_is(
+    own: Vault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors may be short for a moment, and nobody else may have it."""
+    path = save(own, 5)
+    seal = own.seal(path)
+    assert seal is not None
+    config = SidecarConfig(
+        job="ns/j", job_uid="u", worker=0, procs_per_worker=1, pod_uid="p", pod_ip="127.0.0.1",
+        memory_dir=tmp_path, memory_limit=LIMIT, run_dir=tmp_path, credentials_dir=tmp_path, remote=None,
+        token="t",
+    )  # fmt: skip
+    state = SidecarState(config)
+
+    def unreadable(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as short:
+        short.setattr(own, "fault", unreadable)
+        assert "too many open files" in evict_if_bad(state, own, seal.artifact, Tier.LOCAL)
+    assert own.find(seal.artifact) == seal
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"!")
+    assert "does not match" in evict_if_bad(state, own, seal.artifact, Tier.LOCAL)
+    assert own.find(seal.artifact) is None
