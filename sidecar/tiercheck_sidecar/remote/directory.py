@@ -157,6 +157,8 @@ class DirectoryObjects(Objects):
                 try:
                     (os.link if once else os.rename)(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                 except FileExistsError:
+                    if not once:
+                        raise
                     return False
                 # A folder that was just made is an entry of its parent, and lost with it: so every one up to
                 # the root is synced.
