@@ -68,9 +68,10 @@ _LISTED_AT_ONCE = 100
 """Objects that a first listing brings at once: a pod takes a hundred KiB until what matters of it is kept."""
 _LIST_AGAIN = 1.0
 """Seconds before a kind is listed anew: a server that answers nonsense is not asked all the time."""
-_TRY_AGAIN = (1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0)
+_TRY_AGAIN = (1.0, 1.0, 2.0, *(3.0,) * 17)
 """Seconds between tries of a watch. kopf's own grow to 21, in which a leader that has its lease again would
-decide by pods as they were before the outage."""
+decide by pods as they were before the outage. Together as many as kopf's: after the last one, an API server
+that still answers 403 or 5xx ends this process."""
 _RECEIVED_AT_ONCE = 2 * 1024
 """Bytes that asyncio keeps for each connection, and TLS as many. asyncio's own 256 KiB, for connections that
 are mostly idle, would be most of this process."""

@@ -220,6 +220,9 @@ def test_watches_are_tried_again_sooner_than_a_leader_stops_without_its_lease() 
     gaps = Operator(Config(), access)._settings().networking.error_backoffs
     assert isinstance(gaps, tuple)
     assert max(gaps) < Terms().renew_within
+    usual = kopf.OperatorSettings().networking.error_backoffs
+    assert isinstance(usual, tuple)
+    assert sum(gaps) >= sum(usual), "an API server that answers 503 may take as long as before"
 
 
 def test_leader_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:
