@@ -63,6 +63,8 @@ class Checker:
     """What each attempt came back from."""
     memory: dict[str, set[Any]] = field(default_factory=dict)
     """By pod: (tier, rank, kind, version)."""
+    counted: dict[str, tuple[int, frozenset[Any]]] = field(default_factory=dict)
+    """By pod: the attempt, and the snapshots that its coordinator takes to be there and to stay."""
     homes: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Node and worker of each pod."""
     marks: dict[tuple[str, int, str], dict[str, Step]] = field(default_factory=dict)
@@ -197,8 +199,26 @@ class Checker:
     def _flipped(self, _: Mapping[str, Any]) -> None:
         self.flipped = True  # it counts as held until somebody reads it: before that nobody can tell
 
+    def _counted(self, f: Mapping[str, Any]) -> None:
+        self.counted[f["pod"]] = f["attempt"], frozenset(f["held"])
+        lacking = self.counted[f["pod"]][1] - self.memory.get(f["pod"], set())
+        if lacking and f["pod"] in self.memory:
+            self._say("what counts is there", f"{f['pod']} does not have {_names(lacking)}, which count")
+
     def _freed(self, f: Mapping[str, Any]) -> None:
         held = self.memory.get(f["pod"], set())
+        attempt, counted = self.counted.get(f["pod"], (0, frozenset()))
+        early = {
+            each
+            for each in counted.intersection(f["what"])
+            if f["by"] == "reclaim" and attempt == self.attempt and each[0].value == "local"
+            if (each[3].step, each[3].attempt) > self.announced.get("local", (0, 0))
+            if self._on_line((each[3].step, each[3].attempt), attempt)
+        }
+        if early:
+            self._say(
+                "what counts is there", f"{f['pod']} freed {_names(early)}, which count and may be announced"
+            )
         watched = [
             (name, self.announced[name], tiers)
             for name, tiers in (("local", ("local",)), ("peer", ("peer",)))

@@ -38,7 +38,7 @@ from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import agenda, replicate
 from tiercheck_sidecar.restore import rank_restore, restore_plan
 from tiercheck_sidecar.trainer import session
-from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, watermark
+from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, watermark, words
 
 Patch = tuple[Any, str, Any]
 
@@ -387,6 +387,19 @@ def _owners_pods_as_ours() -> list[Patch]:
     return [(membership, "_never_up", hasty)]
 
 
+def _copies_given_up_count() -> list[Patch]:
+    real = words.Vocabulary.updated
+
+    def updated(self: Any, base: Any, news: Any) -> Any:
+        return real(self, base, dataclasses.replace(news, copies=news.copies or None))
+
+    return [(words.Vocabulary, "updated", updated)]
+
+
+def _freed_before_it_is_left_out() -> list[Patch]:
+    return [(SidecarState, "plan_to_free", lambda self, doomed: doomed)]
+
+
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
 MUTATIONS = (
     Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives,
@@ -440,4 +453,8 @@ MUTATIONS = (
         _credentials_issued_anew, _struck("secret")),
     Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay,
         _both(_remote, _struck("rot"), lambda plan: plan.spec.copies == 0)),
+    Mutation("copies given up", "copies that a holder gave up still count", _copies_given_up_count,
+        _struck("wipe")),
+    Mutation("freed too early", "own snapshots are freed before the coordinator leaves them out",
+        _freed_before_it_is_left_out),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from tests.simulation.pages import in_place
 from tests.simulation.store import Folder
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
-from tiercheck.protocol.version import Artifact, Kind
+from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.control.ports import neighbours
 from tiercheck_sidecar.control.report import Reporter
@@ -55,6 +55,7 @@ from tiercheck_sidecar.vault.slots import Slot
 from tiercheck_sidecar.versions import coordinator, tiers
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
+from tiercheck_sidecar.versions.tally import WorkerWord
 from tiercheck_sidecar.versions.tiers import TierClient
 from tiercheck_sidecar.versions.watermark import TierVerdict
 from tiercheck_sidecar.versions.words import TierAnswer
@@ -290,9 +291,13 @@ class Process:
         self.coordinator.deliver([(each, self.coordinator.replies(each, None)) for each in callers])
         self.coordinator.announced(verdict)
 
-    def hear_news(self, caller: Caller, text: bytes) -> list[TierAnswer]:
-        """What came on a connection."""
+    def hear_news(self, caller: Caller, text: bytes, pod: str) -> list[TierAnswer]:
+        """Takes what came on a connection from that pod."""
+        known = dict(self.coordinator._words)
         answers = self.coordinator.replies(caller, self.coordinator.hear_news(caller, text))
+        for worker, word in self.coordinator._words.items():
+            if known.get(worker) is not word:
+                self.world.record("counted", pod=pod, attempt=word.head.attempt, held=counted_snapshots(word))
         for each in answers:
             if each.verdict is not None:
                 self.world.record_verdict(self, each.verdict)
@@ -553,7 +558,7 @@ class _Line:
             self.close()
             self._end = other, Caller(self._push(other))
             other.coordinator.connect(self._end[1])
-        *news, answer = other.hear_news(self._end[1], text)
+        *news, answer = other.hear_news(self._end[1], text, self._config.pod_uid)
         if world.rng.random() < world.plan.loss:
             self.close()
             raise CallFailed("no answer", Break.SILENT)
@@ -585,6 +590,23 @@ class _Line:
             _Line.world.post(other.pod.uid, self._config.pod_ip, arrive)
 
         return push
+
+
+def counted_snapshots(word: WorkerWord) -> tuple[tuple[Tier, int, Kind, Version], ...]:
+    """Returns the snapshots that the coordinator takes to be in a worker's memory and to stay there."""
+    own = [
+        (Tier.LOCAL, rank, version)
+        for rank, shape in word.shapes.items()
+        for version in set(shape.held.value.snapshots) - set(shape.held.value.leaving)
+    ]
+    kept = [
+        (Tier.PEER, rank, version)
+        for of, held in word.copies
+        for ranks in of
+        for rank in ranks
+        for version in held.value.snapshots
+    ]
+    return tuple((tier, rank, Kind.SNAPSHOT, version) for tier, rank, version in sorted(own) + kept)
 
 
 class _Time:
