@@ -17,7 +17,7 @@ PARTS = {
     "tiercheck_cli": ROOT / "cli",
     "tiercheck_local": ROOT / "local",
 }
-MOST_FILES = 12
+MOST_FILES = 20
 SMALL, MOST_SMALL = 60, 40
 LONGEST_FIRST_LINE = 100
 TESTS = {"tiercheck": "", **{part: part.removeprefix("tiercheck_") for part in PARTS if "_" in part}}

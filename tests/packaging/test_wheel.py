@@ -163,14 +163,38 @@ print(sorted(name for name in foreign if not name.startswith("_")))
     assert run_isolated(code, "-S") == "[]"
 
 
-def imported_names(package: Path) -> dict[str, Path]:
-    """Top-level name -> a file that imports it, late imports included."""
-    return {name: path for path in package.rglob("*.py") for name in imported_names_in(path)}
+def imported_by_all_that_loads(package: Path) -> dict[str, Path]:
+    """Top-level name -> a file that imports it: all that the package's modules import, late imports included,
+    and what the modules of ours import that are loaded with them.
+    """
+    found: dict[str, Path] = {}
+    waiting, seen = list(package.rglob("*.py")), set[Path]()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        found |= dict.fromkeys(imported_names_in(path, late=package in path.parents), path)
+        for node in (each for each in ast.parse(path.read_text()).body if isinstance(each, ast.ImportFrom)):
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+            waiting += [module for name in names if (module := _module_of_ours(name)) is not None]
+    return found
 
 
-def imported_names_in(path: Path) -> set[str]:
+def _module_of_ours(name: str) -> Path | None:
+    """Its file; None: it is no module of ours that is a file."""
+    top = name.partition(".")[0]
+    if top not in PACKAGES:
+        return None
+    path = (ROOT / PACKAGES[top]).parent / Path(*name.split("."))
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
+
+
+def imported_names_in(path: Path, *, late: bool = True) -> set[str]:
+    """Top-level names of what is not of the standard library; `late`: also where functions import it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if late else tree.body:
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -198,11 +222,12 @@ it. Without ucxx TCP carries copies, and the status says so."""
 def test_extra_names_everything_that_its_part_imports_or_starts(
     unpacked: Path, extra: str, part: str
 ) -> None:
-    """Each is all that is installed somewhere; the last is what `make demo` installs."""
+    """Each is all that is installed somewhere; the last is what `make demo` installs. What it imports of the
+    other parts counts with what those modules import."""
     required = _requirements(unpacked, extra)
     distributions = importlib.metadata.packages_distributions()
     folder = ROOT / PACKAGES[f"tiercheck_{part}"]
-    for name, path in (imported_names(folder) | started_by(folder)).items():
+    for name, path in (imported_by_all_that_loads(folder) | started_by(folder)).items():
         if name.startswith("tiercheck") or (extra, name) in OPTIONAL:
             continue
         providers = {_normal(provider) for provider in distributions.get(name, [name])}
