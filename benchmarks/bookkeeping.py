@@ -31,13 +31,13 @@ from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.cadence import Cadence
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.replicate import replicate
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.replicate.sender import Pushed
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tiers import TierClient
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 RANKS, WORKERS, CADENCE = 8, 512, 3
 """Ranks of a worker, workers, and steps between snapshots (fp32 gradients and AdamW)."""

@@ -49,12 +49,12 @@ from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.network.transport import CONGESTION_CONTROL
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.exchange.sources import Dial
+from tiercheck_sidecar.exchange.streams import STREAMS, Line
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.replicate.sender import Pushed, push
-from tiercheck_sidecar.replicate.streams import STREAMS, Line
+from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 MIB = 1 << 20
 _HOLDERS = (1, 2)

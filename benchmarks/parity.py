@@ -46,18 +46,17 @@ from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.exchange.streams import STREAMS, Line
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.holder import ParityHolder
 from tiercheck_sidecar.parity.link import push
 from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.parity.session import serving
 from tiercheck_sidecar.parity.unfold import FRAGMENT
-from tiercheck_sidecar.replicate.streams import STREAMS, Line
+from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 CODES = ((4, 1), (4, 2))
 """Members and blocks: XOR, and Reed-Solomon."""
@@ -212,7 +211,7 @@ class _Worker:
         )
         self.holder = ParityHolder(self.state, self.vault)
         if is_holder:
-            self.vault.host((), shares(job.group, worker - job.data, 1))
+            self.vault.host((), job.group.shares(worker - job.data, 1))
 
     def serve(self) -> None:
         server = ExchangeServer(self.state, self.vault, self._identity, 8471)

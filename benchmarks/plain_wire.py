@@ -14,7 +14,7 @@ from tiercheck_sidecar.exchange import handshake, server
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Frame
 from tiercheck_sidecar.pacing import Portion
-from tiercheck_sidecar.vault.tags import ChunkTag
+from tiercheck_sidecar.tags import ChunkTag
 
 
 class PlainWire(Wire):

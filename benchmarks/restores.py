@@ -31,7 +31,7 @@ from benchmarks.scale import ROOT, Scale
 from benchmarks.workload import Training
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.replicate.streams import STREAMS
+from tiercheck_sidecar.exchange.streams import STREAMS
 
 LOCAL = "verified local restore"
 PEER = "verified peer restore, against torchft's HTTP transport"

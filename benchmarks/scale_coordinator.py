@@ -44,12 +44,12 @@ from tiercheck_sidecar.control import tier_port
 from tiercheck_sidecar.control.api import ControlApi, server_context
 from tiercheck_sidecar.control.ports import GuardedPort
 from tiercheck_sidecar.control.report import Reporter
-from tiercheck_sidecar.control.tier_line import PATH, PROTOCOL, Messages, framed
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.span import Span
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import Coordinator
@@ -61,7 +61,7 @@ from tiercheck_sidecar.versions.tally import (
     WorkerHead,
     WorkerWord,
 )
-from tiercheck_sidecar.versions.watermark import TierVerdict
+from tiercheck_sidecar.versions.tier_line import PATH, PROTOCOL, Messages, framed
 from tiercheck_sidecar.versions.words import (
     TierAnswer,
     Vocabulary,

@@ -20,9 +20,8 @@ from tiercheck.redaction import log_redacted
 from tiercheck_sidecar.control import metrics
 from tiercheck_sidecar.control.api import ControlApi, server_context
 from tiercheck_sidecar.control.own_credentials import own_credentials
-from tiercheck_sidecar.control.ports import GuardedPort, named_addresses
+from tiercheck_sidecar.control.ports import GuardedPort
 from tiercheck_sidecar.control.report import Reporter
-from tiercheck_sidecar.control.tier_line import PATH
 from tiercheck_sidecar.control.tier_port import TierPort
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
@@ -30,6 +29,7 @@ from tiercheck_sidecar.exchange.network.interfaces import OwnAddress, own_addres
 from tiercheck_sidecar.exchange.network.ucx import why_no_ucx
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
+from tiercheck_sidecar.model.peer_watch import named_addresses
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
@@ -51,6 +51,7 @@ from tiercheck_sidecar.vault.stock import MemoryStock
 from tiercheck_sidecar.versions.coordinator import Coordinator
 from tiercheck_sidecar.versions.ending import may_go
 from tiercheck_sidecar.versions.reclaim import Reclaimer
+from tiercheck_sidecar.versions.tier_line import PATH
 from tiercheck_sidecar.versions.tiers import TierClient
 
 log = logging.getLogger(__name__)

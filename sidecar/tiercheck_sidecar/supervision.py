@@ -7,12 +7,13 @@ next process finds it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tiercheck.protocol.report import Problem
 from tiercheck.supervised import REMEMBERED, begin, describe, supervise
@@ -25,6 +26,13 @@ MOST_DEATHS = 10
 """Of one vital loop in the last `REMEMBERED` seconds, then the process ends. With the pauses in between that
 takes three minutes."""
 _ADVICE = "Training goes on. The log of this sidecar has the details: please report them"
+
+_FIRST, _LONGEST = 0.05, 1.0
+"""Seconds until the next try; what waits to be accepted meanwhile stays in the kernel's queue."""
+_UNUSABLE = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
+"""Of the listener itself: no next try will be better."""
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Of this process or machine, and so worth telling; all others are troubles of the one who calls."""
 
 
 def _end_process() -> None:
@@ -114,3 +122,27 @@ class Threads:
     def stop(self) -> None:
         """Nothing that dies from here on begins again."""
         self._stopped.set()
+
+
+def incoming(
+    name: str, listener: socket.socket, threads: Threads, stopped: Callable[[], bool]
+) -> Iterator[socket.socket]:
+    """Each new connection, until `stopped`. Raises OSError if the listener cannot be used, though nobody
+    stopped it."""
+    wait = _FIRST
+    while not stopped():
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if stopped():
+                return
+            if error.errno in _UNUSABLE:
+                raise
+            log.warning("%s: no connection is accepted for now: %s", name, error)
+            if error.errno in _SHORTAGES:
+                threads.trouble(name, f"{name} accepts no connections: {os.strerror(error.errno or 0)}")
+            threads.pause(wait)
+            wait = min(_LONGEST, 2 * wait)
+            continue
+        wait = _FIRST
+        yield connection

@@ -45,18 +45,18 @@ from tiercheck_operator.model.parsing import parse_job
 from tiercheck_operator.model.saved_placement import read_placement_data
 from tiercheck_operator.plausible import by_our_clock
 from tiercheck_operator.sidecars import read_report
-from tiercheck_sidecar.control.tier_line import Messages, framed
 from tiercheck_sidecar.decoding import decode, decode_request, encode, with_checksum
 from tiercheck_sidecar.digest import digest, is_well_formed
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, CallerProof, Challenge
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.node_memory import FolderOwner
 from tiercheck_sidecar.remote.config import parse as parse_remote
 from tiercheck_sidecar.remote.errors import RemoteConfigError
 from tiercheck_sidecar.vault.inventory import take_inventory
 from tiercheck_sidecar.vault.seal import Seal, read_seal, seal_path
 from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead
-from tiercheck_sidecar.versions.watermark import TierVerdict
+from tiercheck_sidecar.versions.tier_line import Messages, framed
 from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, difference
 
 _VERSION = Version(5, 1)

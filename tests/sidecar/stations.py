@@ -24,13 +24,12 @@ from tiercheck_sidecar.exchange.handshake import dial
 from tiercheck_sidecar.exchange.network.interfaces import OwnAddress
 from tiercheck_sidecar.exchange.network.transport import TcpChannel
 from tiercheck_sidecar.exchange.sources import Dial
+from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.parity.coding import shares
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity.rebuild import rebuild
-from tiercheck_sidecar.replicate.streams import Line
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import NOTHING
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 TOKEN = "token"
 _NETWORKS = itertools.count(1)
@@ -162,7 +161,7 @@ class Station:
         folded = [
             share
             for group in directive.folded
-            for share in shares(group, group.holders.index(self.job.peer(self.worker)), self.job.procs)
+            for share in group.shares(group.holders.index(self.job.peer(self.worker)), self.job.procs)
         ]
         self.vault.host(hosted, folded)
         with self.state.lock:

@@ -26,7 +26,6 @@ from tiercheck.protocol.directive import NO_SOURCES, Phase, Restore, Source, Tie
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck.supervised import FIRST, LONGEST, REMEMBERED, describe, supervise
-from tiercheck_sidecar.control.ports import incoming
 from tiercheck_sidecar.exchange.frames import WireBroken
 from tiercheck_sidecar.exchange.server import _MOST_STRANGERS
 from tiercheck_sidecar.model.state import SidecarState
@@ -34,7 +33,7 @@ from tiercheck_sidecar.restore import rank_restore
 from tiercheck_sidecar.restore.rank_restore import RankRestorer
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.sources import RestoreSources
-from tiercheck_sidecar.supervision import INTERNAL_ERROR, MOST_DEATHS, Threads
+from tiercheck_sidecar.supervision import INTERNAL_ERROR, MOST_DEATHS, Threads, incoming
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 
 MakeStations = Callable[..., Stations]

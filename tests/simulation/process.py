@@ -22,18 +22,19 @@ from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
-from tiercheck_sidecar.control.ports import neighbours
 from tiercheck_sidecar.control.report import Reporter
-from tiercheck_sidecar.control.tier_line import CallFailed
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import first_mismatch
 from tiercheck_sidecar.exchange import transfers
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.session import Session
+from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.peer_watch import neighbours
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.offload import remote_inventory
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
@@ -44,7 +45,6 @@ from tiercheck_sidecar.replicate import replicate
 from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.replicate.sender import Pushed, PushRefused
-from tiercheck_sidecar.replicate.streams import TooDamaged
 from tiercheck_sidecar.restore import rank_restore, restore
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.restore_plan import SourceOffer
@@ -56,8 +56,8 @@ from tiercheck_sidecar.versions import coordinator, tiers
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tally import WorkerWord
+from tiercheck_sidecar.versions.tier_line import CallFailed
 from tiercheck_sidecar.versions.tiers import TierClient
-from tiercheck_sidecar.versions.watermark import TierVerdict
 from tiercheck_sidecar.versions.words import TierAnswer
 
 if TYPE_CHECKING:

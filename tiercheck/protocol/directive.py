@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from tiercheck.protocol.version import History, Version
+from tiercheck.protocol.version import History, Share, Version
 
 RESTORE_STALL = 180.0
 """Seconds without a byte after which a source of a restore is given up, if the job says nothing else. The
@@ -87,6 +87,17 @@ class ParityGroup:
     """Of ranks that are no more (`Restore.world_size`): which ones were coded together. Then `members` are
     those who have their artifacts now, whoever they are; a peer without a host stands for nobody, among
     `holders` too."""
+
+    def coded_with(self, rank: int, procs_per_worker: int) -> tuple[int, ...]:
+        """Returns the ranks that `rank` is coded with, itself among them, in coding order."""
+        if self.ranks:
+            return self.ranks
+        local = rank % procs_per_worker
+        return tuple(member.worker * procs_per_worker + local for member in self.members)
+
+    def shares(self, index: int, procs_per_worker: int) -> list[Share]:
+        """Returns the blocks that holder `index` keeps of each version and kind: one per local rank."""
+        return [Share(index, self.coded_with(local, procs_per_worker)) for local in range(procs_per_worker)]
 
 
 @dataclass(frozen=True)

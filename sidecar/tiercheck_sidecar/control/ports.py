@@ -11,21 +11,13 @@ trouble.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import logging
-import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator
 from functools import partial
 
 from aiohttp import web
 
 from tiercheck.connections import Arrivals, Strangers, hang_up
-from tiercheck.protocol.directive import Directive, Peer
-from tiercheck.protocol.names import split_address
-from tiercheck_sidecar.supervision import Threads
 
 PATIENCE = 10.0
 """Seconds from the connection to a believed request."""
@@ -76,57 +68,3 @@ class GuardedPort:
         finally:
             del self._waiting[protocol]
             self._strangers.leave(guest)
-
-
-log = logging.getLogger(__name__)
-
-_FIRST, _LONGEST = 0.05, 1.0
-"""Seconds until the next try; what waits to be accepted meanwhile stays in the kernel's queue."""
-_UNUSABLE = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
-"""Of the listener itself: no next try will be better."""
-_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-"""Of this process or machine, and so worth telling; all others are troubles of the one who calls."""
-
-
-def incoming(
-    name: str, listener: socket.socket, threads: Threads, stopped: Callable[[], bool]
-) -> Iterator[socket.socket]:
-    """Each new connection, until `stopped`. Raises OSError if the listener cannot be used, though nobody
-    stopped it."""
-    wait = _FIRST
-    while not stopped():
-        try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            if stopped():
-                return
-            if error.errno in _UNUSABLE:
-                raise
-            log.warning("%s: no connection is accepted for now: %s", name, error)
-            if error.errno in _SHORTAGES:
-                threads.trouble(name, f"{name} accepts no connections: {os.strerror(error.errno or 0)}")
-            threads.pause(wait)
-            wait = min(_LONGEST, 2 * wait)
-            continue
-        wait = _FIRST
-        yield connection
-
-
-def neighbours(directive: Directive) -> frozenset[Peer]:
-    """The workers that this one keeps copies or parity with, in either direction."""
-    groups = [*directive.folded, *([directive.parity] if directive.parity else [])]
-    coded = [peer for group in groups for peer in (*group.members, *group.holders)]
-    return frozenset(
-        peer
-        for peer in (*directive.holders, *directive.hosted, *coded)
-        if peer.host and peer.worker != directive.worker
-    )
-
-
-def named_addresses(directive: Directive | None) -> frozenset[str]:
-    """The IP addresses of the peers that a directive names."""
-    addresses = set()
-    for peer in (*neighbours(directive), directive.coordinator) if directive is not None else ():
-        with contextlib.suppress(ValueError):  # not an address: nobody comes from there
-            addresses.add(split_address(peer.host)[0])
-    return frozenset(addresses)

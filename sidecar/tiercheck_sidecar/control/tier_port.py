@@ -14,9 +14,9 @@ import threading
 from aiohttp import web
 
 from tiercheck.connections import Strangers
-from tiercheck_sidecar.control.tier_line import PROTOCOL, Messages, framed
 from tiercheck_sidecar.decoding import Malformed, encode
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
+from tiercheck_sidecar.versions.tier_line import PROTOCOL, Messages, framed
 from tiercheck_sidecar.versions.words import TierAnswer, heartbeat
 
 _MOST_UNREAD = 1024 * 1024

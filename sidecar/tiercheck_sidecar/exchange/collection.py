@@ -18,8 +18,8 @@ from tiercheck_sidecar.exchange.frames import Altered, Ask, Say, Wire, WireBroke
 from tiercheck_sidecar.exchange.gathering import OVERDUE, Gathering
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless, open_copy
+from tiercheck_sidecar.exchange.streams import stream_count
 from tiercheck_sidecar.exchange.transfers import Chunks
-from tiercheck_sidecar.replicate.streams import stream_count
 from tiercheck_sidecar.vault import Seal, Vault
 
 _AHEAD = 2

@@ -26,7 +26,7 @@ from tiercheck_sidecar.exchange.network.interfaces import NamedAddress
 from tiercheck_sidecar.exchange.network.transport import GIVEN_UP, TcpChannel
 from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
 from tiercheck_sidecar.pacing import Portion
-from tiercheck_sidecar.vault.tags import ChunkTag, Tagger, Tags
+from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags
 
 T = TypeVar("T")
 

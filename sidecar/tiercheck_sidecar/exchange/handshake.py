@@ -28,7 +28,7 @@ from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say,
 from tiercheck_sidecar.exchange.network.addresses import PeerAddresses
 from tiercheck_sidecar.exchange.network.ucx import ask_for_ucx
 from tiercheck_sidecar.exchange.protection import directions
-from tiercheck_sidecar.vault.tags import Tagger
+from tiercheck_sidecar.tags import Tagger
 
 log = logging.getLogger(__name__)
 

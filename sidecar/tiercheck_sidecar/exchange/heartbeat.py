@@ -16,9 +16,9 @@ import threading
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.signing import SignedAttempt
-from tiercheck_sidecar.control.ports import neighbours
 from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial_pod
+from tiercheck_sidecar.model.peer_watch import neighbours
 from tiercheck_sidecar.model.state import SidecarState
 
 EVERY = 1.0

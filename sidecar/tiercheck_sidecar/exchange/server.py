@@ -13,13 +13,13 @@ from functools import partial
 
 from tiercheck.connections import Guest, Strangers, hang_up
 from tiercheck.protocol.report import SPARE
-from tiercheck_sidecar.control.ports import named_addresses
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
 from tiercheck_sidecar.exchange.network.interfaces import OwnAddress, own_addresses
 from tiercheck_sidecar.exchange.network.listeners import Listeners
 from tiercheck_sidecar.exchange.session import Language, Session
 from tiercheck_sidecar.exchange.transfers import Inbox
+from tiercheck_sidecar.model.peer_watch import named_addresses
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 

@@ -9,8 +9,8 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.transfers import Chunks
+from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import Seal
-from tiercheck_sidecar.vault.tags import is_well_described
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import END, Altered, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.model.fence import Fence
+from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags, is_well_described
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
-from tiercheck_sidecar.vault.tags import ChunkTag, Tagger, Tags, is_well_described
 
 LINGER = 30.0
 """Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact

@@ -6,11 +6,13 @@ times in a row.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from tiercheck.protocol.directive import Peer
+from tiercheck.protocol.directive import Directive, Peer
+from tiercheck.protocol.names import split_address
 from tiercheck.protocol.report import Break, Unreachable
 
 MOST = 16
@@ -103,3 +105,23 @@ class PeerWatch:
             now = self._clock()
             sights = list(self._sights.values())
             return bool(sights) and all(s.how is not None and now - s.answered_at > seconds for s in sights)
+
+
+def neighbours(directive: Directive) -> frozenset[Peer]:
+    """The workers that this one keeps copies or parity with, in either direction."""
+    groups = [*directive.folded, *([directive.parity] if directive.parity else [])]
+    coded = [peer for group in groups for peer in (*group.members, *group.holders)]
+    return frozenset(
+        peer
+        for peer in (*directive.holders, *directive.hosted, *coded)
+        if peer.host and peer.worker != directive.worker
+    )
+
+
+def named_addresses(directive: Directive | None) -> frozenset[str]:
+    """The IP addresses of the peers that a directive names."""
+    addresses = set()
+    for peer in (*neighbours(directive), directive.coordinator) if directive is not None else ():
+        with contextlib.suppress(ValueError):  # not an address: nobody comes from there
+            addresses.add(split_address(peer.host)[0])
+    return frozenset(addresses)

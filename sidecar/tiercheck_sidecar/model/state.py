@@ -30,11 +30,11 @@ from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.fence import Fence, is_signed
 from tiercheck_sidecar.model.peer_watch import PeerWatch
+from tiercheck_sidecar.model.progress_meter import ProgressMeter
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.model.trainer_watch import TrainerWatch
-from tiercheck_sidecar.restore.progress_meter import ProgressMeter
 from tiercheck_sidecar.supervision import Threads
-from tiercheck_sidecar.vault.tags import Tagger
-from tiercheck_sidecar.versions.watermark import TierVerdict
+from tiercheck_sidecar.tags import Tagger
 
 CANNOT_SAVE = "CannotSave"
 """Reason of the problem that nothing of a rank can be saved."""

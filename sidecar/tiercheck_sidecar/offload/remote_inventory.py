@@ -9,8 +9,8 @@ from collections.abc import Callable
 from tiercheck.protocol.report import SPARE
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.remote import RemoteArchived, RemoteCorrupt, RemoteMissing, RemoteStore
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
 

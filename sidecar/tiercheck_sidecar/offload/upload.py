@@ -15,12 +15,12 @@ from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import JobStore
 from tiercheck_sidecar.remote import RemoteConfigError, RemoteCorrupt, RemoteError, RemoteStore
 from tiercheck_sidecar.vault import NotHeld, Vault
 from tiercheck_sidecar.vault.verification import evict_if_bad
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
 from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity import coding
+from tiercheck_sidecar.tags import Tags
 from tiercheck_sidecar.vault import Seal, SlotDraft
-from tiercheck_sidecar.vault.tags import Tags
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 _STRIPES = 64
 

@@ -15,8 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiercheck.protocol.directive import ParityGroup
-from tiercheck.protocol.version import Share
 from tiercheck_sidecar import isal
 
 if TYPE_CHECKING:
@@ -161,16 +159,3 @@ def _bytes(view: memoryview) -> np.ndarray:
 
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def coded_with(group: ParityGroup, rank: int, procs_per_worker: int) -> tuple[int, ...]:
-    """The ranks that `rank` is coded with, itself among them, in coding order."""
-    if group.ranks:
-        return group.ranks
-    local = rank % procs_per_worker
-    return tuple(member.worker * procs_per_worker + local for member in group.members)
-
-
-def shares(group: ParityGroup, index: int, procs_per_worker: int) -> list[Share]:
-    """The blocks that holder `index` of the group keeps of each version and kind: one per local rank."""
-    return [Share(index, coded_with(group, local, procs_per_worker)) for local in range(procs_per_worker)]

@@ -20,7 +20,6 @@ from tiercheck_sidecar.exchange.handshake import CallerClaim
 from tiercheck_sidecar.exchange.transfers import refuse_offer
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.parity.block import Block, BlockGone, is_expendable
-from tiercheck_sidecar.parity.coding import shares
 from tiercheck_sidecar.parity.unfold import Scratch
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
 
@@ -198,4 +197,4 @@ class ParityHolder:
 
     def _shares(self, directive: Directive, group: ParityGroup) -> list[Share]:
         index = [holder.worker for holder in group.holders].index(directive.worker)
-        return shares(group, index, directive.procs_per_worker)
+        return group.shares(index, directive.procs_per_worker)

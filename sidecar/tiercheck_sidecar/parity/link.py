@@ -20,11 +20,11 @@ from tiercheck.protocol.version import Artifact, Kind
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
 from tiercheck_sidecar.replicate.sender import lacking, push_on
-from tiercheck_sidecar.replicate.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.stock import MemoryStock, by_rank
 from tiercheck_sidecar.vault.verification import evict_if_bad

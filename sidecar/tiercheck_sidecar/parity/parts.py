@@ -22,7 +22,6 @@ from tiercheck_sidecar.exchange.fetch import holdings
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial
-from tiercheck_sidecar.parity.coding import coded_with
 
 DialPeer = Callable[[Peer], Wire]
 """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
@@ -115,7 +114,7 @@ def obtainable(
 
     Raises SourceFailed if nobody who could know answers.
     """
-    ranks = coded_with(group, rank, procs_per_worker)
+    ranks = group.coded_with(rank, procs_per_worker)
     others = [(peer, other) for peer, other in zip(group.members, ranks, strict=True) if other != rank]
     questions = [
         partial(_blocks, peer, Share(index, ranks), rank, connect) for index, peer in enumerate(group.holders)

@@ -19,11 +19,10 @@ from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar import isal
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.exchange.streams import STREAMS
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.coding import coded_with
 from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart
 from tiercheck_sidecar.parity.unfold import PartFailed, Unfolding
-from tiercheck_sidecar.replicate.streams import STREAMS
 from tiercheck_sidecar.vault import Seal, Vault
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ def rebuild(
     """Rebuild an own artifact into a sealed own slot. `on_bad` as of `Rebuild`. Raises SourceFailed
     (SourceCorrupt if bad parts are the reason), NoFreeSlot, NotASlot, OSError.
     """
-    found = Rebuild(artifact, coded_with(group, artifact.rank, len(vault.ranks)), group, dial, on_bad)
+    found = Rebuild(artifact, group.coded_with(artifact.rank, len(vault.ranks)), group, dial, on_bad)
     seal = Seal(artifact.rank, artifact.version, found.world_size, Tier.LOCAL, found.digests, artifact.kind)
     with contextlib.ExitStack() as stack:
         draft = vault.draft(seal)

@@ -16,10 +16,10 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck_sidecar.digest import CHUNK, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.streams import run_all
 from tiercheck_sidecar.exchange.transfers import write_all
 from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart, open_part
-from tiercheck_sidecar.replicate.streams import run_all
 
 
 class Scratch:

@@ -19,7 +19,6 @@ from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.sources import Dial, NotOffered, Opening, Senseless, open_copy
-from tiercheck_sidecar.parity.coding import coded_with
 from tiercheck_sidecar.parity.rebuild import Rebuild
 from tiercheck_sidecar.restore.resharded_reads import receive_chunks
 from tiercheck_sidecar.restore.restore_plan import OutOfReach, RestorePlan, plan
@@ -206,7 +205,7 @@ class Parity(_Elsewhere):
 
     def _rebuild(self, artifact: Artifact) -> Rebuild:
         if self._current is None or self._current[0] != artifact:
-            ranks = coded_with(self._group, artifact.rank, self._procs)
+            ranks = self._group.coded_with(artifact.rank, self._procs)
             try:
                 found = Rebuild(
                     artifact, ranks, self._group, self._reach.connect, self._bad.append, tell=False

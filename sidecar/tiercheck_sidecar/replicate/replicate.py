@@ -22,16 +22,16 @@ from tiercheck.protocol.version import Artifact, History, Kind
 from tiercheck_sidecar.exchange.fetch import list_held
 from tiercheck_sidecar.exchange.frames import ListedArtifact, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
+from tiercheck_sidecar.exchange.streams import Line, TooDamaged
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
 from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, lacking, push
-from tiercheck_sidecar.replicate.streams import Line, TooDamaged
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
 from tiercheck_sidecar.vault.verification import evict_if_bad
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Kind
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.streams import Deal, Line, StreamCrew, Take, stream_count
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.pacing import Portion
 from tiercheck_sidecar.replicate.agenda import due
-from tiercheck_sidecar.replicate.streams import Deal, Line, StreamCrew, Take, stream_count
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import MemoryStock
 

@@ -22,10 +22,10 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Hello, LauncherEvent, Order
 from tiercheck.protocol.version import Kind
 from tiercheck.supervised import begin
-from tiercheck_sidecar.control.ports import incoming
 from tiercheck_sidecar.decoding import Malformed, decode
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.restore.sources import RestoreSources
+from tiercheck_sidecar.supervision import incoming
 from tiercheck_sidecar.trainer.session import LONGEST_LINE, RankSession
 from tiercheck_sidecar.vault import Vault
 

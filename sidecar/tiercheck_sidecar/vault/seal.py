@@ -18,7 +18,7 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import MOST_BLOCKS, Artifact, Kind, Share, Version
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.digest import is_well_formed
-from tiercheck_sidecar.vault.tags import Tags, is_well_described
+from tiercheck_sidecar.tags import Tags, is_well_described
 
 SUFFIX = ".seal"
 

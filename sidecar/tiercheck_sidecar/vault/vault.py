@@ -20,6 +20,7 @@ from tiercheck.protocol.artifacts import sizing
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault.demand import Demand, deltas_refused, saving_refused
 from tiercheck_sidecar.vault.draft import SlotDraft
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX, fault, take_inventory
@@ -38,7 +39,6 @@ from tiercheck_sidecar.vault.slots import (
     tear,
 )
 from tiercheck_sidecar.vault.stock import NOTHING, HeldStock, MemoryStock, Where, where
-from tiercheck_sidecar.vault.tags import Tagger, digest_and_tag
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tiercheck.protocol.artifacts.sizing import HOSTED_SLOTS, OWN_SLOTS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import History, Kind, Version, chain_to, rebuildable
-from tiercheck_sidecar.versions.watermark import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 
 
 @dataclass(frozen=True)

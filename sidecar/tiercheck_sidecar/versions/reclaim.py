@@ -8,11 +8,10 @@ from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import RestoreState
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.parity.coding import shares
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import MemoryStock, Where, where
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 Gone = tuple[Where, Kind, Version]
 """What is where, and given up."""
@@ -169,5 +168,5 @@ def hosted_lanes(directive: Directive) -> set[Share]:
         for group in directive.folded
         for index, holder in enumerate(group.holders)
         if holder.worker == directive.worker
-        for share in shares(group, index, directive.procs_per_worker)
+        for share in group.shares(index, directive.procs_per_worker)
     }

@@ -17,6 +17,7 @@ from msgspec import Raw
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode, encode
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.sound_reports import many_versions, objection_to_holdings
 from tiercheck_sidecar.versions.tally import (
     HeldCopies,
@@ -27,7 +28,6 @@ from tiercheck_sidecar.versions.tally import (
     WorkerHead,
     WorkerWord,
 )
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 T = TypeVar("T", RankHoldings, HeldCopies)
 

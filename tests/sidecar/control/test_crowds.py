@@ -26,9 +26,10 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer
 from tiercheck_sidecar.control import ports
 from tiercheck_sidecar.control.api import ControlApi, server_context
-from tiercheck_sidecar.control.ports import GuardedPort, named_addresses
+from tiercheck_sidecar.control.ports import GuardedPort
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.exchange import server
+from tiercheck_sidecar.model.peer_watch import named_addresses
 
 MakeStations = Callable[..., Stations]
 ROOM = 16

@@ -16,12 +16,12 @@ from tests.sidecar.versions.reports import RankTiers, TierReport, tell, written
 from tests.sidecar.world import DEADLINE, JOB_UID, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.control import tier_line
-from tiercheck_sidecar.control.tier_line import PATH, PROTOCOL, CallFailed, framed
 from tiercheck_sidecar.control.tier_port import _Line
 from tiercheck_sidecar.decoding import encode
+from tiercheck_sidecar.versions import tier_line
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.tally import WorkerHead
+from tiercheck_sidecar.versions.tier_line import PATH, PROTOCOL, CallFailed, framed
 from tiercheck_sidecar.versions.words import TierAnswer, TierNews
 
 MakeWorld = Callable[..., World]

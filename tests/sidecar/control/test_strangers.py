@@ -19,7 +19,6 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import Report, Watermarks
 from tiercheck.protocol.signing import HEADER
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.control.tier_line import PATH
 from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
@@ -31,7 +30,8 @@ from tiercheck_sidecar.exchange.handshake import (
     PeerRefused,
     dial,
 )
-from tiercheck_sidecar.versions.watermark import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.versions.tier_line import PATH
 
 MakeWorld = Callable[..., World]
 

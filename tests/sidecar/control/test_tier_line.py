@@ -14,10 +14,10 @@ from tests.sidecar.world import JOB_UID, World, until
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.control.tier_line import PATH, AnswerLate, CallFailed, Messages, TierLine, framed
 from tiercheck_sidecar.decoding import Malformed
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.span import Span
+from tiercheck_sidecar.versions.tier_line import PATH, AnswerLate, CallFailed, Messages, TierLine, framed
 from tiercheck_sidecar.versions.words import TierAnswer
 
 MakeWorld = Callable[..., World]

@@ -34,9 +34,9 @@ from tiercheck_sidecar.exchange.handshake import (
     dial,
 )
 from tiercheck_sidecar.exchange.protection import TAG, directions
+from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.replicate.sender import Pushed, push
-from tiercheck_sidecar.replicate.streams import Line
-from tiercheck_sidecar.vault.tags import ChunkTag, Tagger, Tags
+from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags
 
 MakeStations = Callable[..., Stations]
 MIB = 1 << 20

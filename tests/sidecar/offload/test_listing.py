@@ -16,11 +16,11 @@ from tiercheck.protocol.signing import SignedAttempt
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import JobStore
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote.errors import Reason, RemoteError
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 FIRST, SECOND = Version(10, 1), Version(20, 1)
 

@@ -20,8 +20,8 @@ from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
 from tiercheck_sidecar.parity import coding
+from tiercheck_sidecar.tags import Tagger
 from tiercheck_sidecar.vault import Seal
-from tiercheck_sidecar.vault.tags import Tagger
 
 MakeJob = Callable[..., Group]
 V = Version(10, 1)

@@ -8,8 +8,8 @@ import pytest
 
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, History, Kind, Version
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity.block import is_expendable
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 HISTORY = History((Branch(1, 0), Branch(2, 20)))
 

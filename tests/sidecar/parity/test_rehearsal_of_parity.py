@@ -11,9 +11,9 @@ from tiercheck.protocol.directive import Policy, Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
 from tiercheck_sidecar.restore.sources import RestoreSources
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 MakeJob = Callable[..., Group]
 V = Version(10, 1)

@@ -19,10 +19,10 @@ from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.rehearsal.rehearser import REHEARSAL_FAILED, Rehearser
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Seal, Vault
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 MakeStations = Callable[..., Stations]
 MakeWorld = Callable[..., World]

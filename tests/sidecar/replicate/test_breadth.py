@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercheck_sidecar.exchange import streams
 from tiercheck_sidecar.exchange.frames import Wire
-from tiercheck_sidecar.replicate import streams
-from tiercheck_sidecar.replicate.streams import FEW, GAIN, REST, Breadth, Deal, Line, StreamCrew, Take
+from tiercheck_sidecar.exchange.streams import FEW, GAIN, REST, Breadth, Deal, Line, StreamCrew, Take
 
 MOST = 8
 BEGINNING = Breadth()

@@ -19,13 +19,13 @@ from tiercheck_sidecar.exchange import handshake
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.pacing import SMALLEST_PIECE, Portion, TokenBucket
 from tiercheck_sidecar.replicate import replicate, sender
 from tiercheck_sidecar.replicate.agenda import due, first_of_each_rank
 from tiercheck_sidecar.replicate.replicate import still_kept
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import MemoryStock, Where, by_rank
-from tiercheck_sidecar.versions.watermark import TierVerdict
 
 MIB = 1 << 20
 MakeStations = Callable[..., Stations]

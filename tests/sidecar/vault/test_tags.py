@@ -19,14 +19,15 @@ from tiercheck.protocol.artifacts.sizing import cost
 from tiercheck.protocol.directive import Policy, Tier
 from tiercheck.protocol.encoding import from_json, to_json
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar import tags
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.fetch import fetch
 from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.transfers import Chunks
 from tiercheck_sidecar.replicate.sender import Pushed, push
-from tiercheck_sidecar.vault import Seal, Vault, tags
+from tiercheck_sidecar.tags import Tagger, Tags, digest_and_tag, is_well_described
+from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.seal import read_seal, seal_path, write_seal
-from tiercheck_sidecar.vault.tags import Tagger, Tags, digest_and_tag, is_well_described
 
 MakeStations = Callable[..., Stations]
 MIB = 1 << 20

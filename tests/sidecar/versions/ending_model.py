@@ -17,9 +17,9 @@ from tiercheck.protocol.report import TrainerState
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, may_go, owes_nothing
-from tiercheck_sidecar.versions.watermark import TierVerdict
 from tiercheck_sidecar.versions.words import TierAnswer
 
 TICK = 0.5

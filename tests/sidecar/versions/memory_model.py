@@ -14,8 +14,9 @@ from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable
 from tiercheck_sidecar.model.span import intersect, spans
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
-from tiercheck_sidecar.versions.watermark import TierStanding, TierVerdict
+from tiercheck_sidecar.versions.watermark import TierStanding
 
 Key = tuple[Kind, Version]
 

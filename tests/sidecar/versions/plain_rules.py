@@ -12,7 +12,8 @@ from tests.sidecar.versions.reports import Copy, RankTiers
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.model.span import Span, intersect, newest, unite
-from tiercheck_sidecar.versions.watermark import TierStanding, TierVerdict
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.versions.watermark import TierStanding
 
 
 def judge(

@@ -11,6 +11,7 @@ from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.decoding import encode
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.span import Span
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions import watermark
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.tally import (
@@ -22,7 +23,7 @@ from tiercheck_sidecar.versions.tally import (
     WorkerHead,
     WorkerWord,
 )
-from tiercheck_sidecar.versions.watermark import TierStanding, TierVerdict
+from tiercheck_sidecar.versions.watermark import TierStanding
 from tiercheck_sidecar.versions.words import TierAnswer, Vocabulary, difference
 
 

@@ -11,11 +11,11 @@ from tests.sidecar.versions.reports import RankTiers, TierReport, tell, told
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version, rebuildable
-from tiercheck_sidecar.control.tier_line import CallFailed
 from tiercheck_sidecar.model.span import spans
 from tiercheck_sidecar.versions import tiers
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer
+from tiercheck_sidecar.versions.tier_line import CallFailed
 from tiercheck_sidecar.versions.tiers import TierClient
 from tiercheck_sidecar.versions.words import TierAnswer
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tiercheck_sidecar.control.ports import incoming
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.network.interfaces import (
     NamedAddress,
@@ -20,6 +19,7 @@ from tiercheck_sidecar.exchange.network.interfaces import (
 )
 from tiercheck_sidecar.exchange.network.ucx import why_no_ucx
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.supervision import incoming
 
 log = logging.getLogger(__name__)
 
