@@ -49,7 +49,8 @@ fifth of the processor."""
 _LATE = 4.0
 """Seconds that a kubelet may take for a new pod before its node's lease is looked at."""
 _OWNER_EVERY = {True: 60.0, False: 10.0}
-"""Seconds between two looks at an attached job's owner: with as many pods as workers, and else."""
+"""Seconds between two looks at an attached job's owner: with as many pods as workers and the owner's size the
+same, and else."""
 _PROGRESS = ("progress", "tiers")
 """Parts of the status that change all the time while training goes well."""
 _PROGRESS_WRITES = 50
@@ -318,7 +319,7 @@ class JobLoop:
     async def _look_at_owner(self, job: JobView) -> None:
         """Read how many workers an attached job's owner has now."""
         now, pods = self._around.clock(), sum(not pod.terminal for pod in self._pods(job))
-        every = _OWNER_EVERY[pods == job.spec.workers]
+        every = _OWNER_EVERY[pods == job.spec.workers and self._owner_size in (None, pods)]
         read = self._around.owner_size if job.spec.attach is not None and not job.status.finished else None
         if read is not None and now - self._owner_read >= every:
             self._owner_read, self._owner_size = now, await read(job)

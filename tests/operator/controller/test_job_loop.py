@@ -154,6 +154,30 @@ async def test_the_more_jobs_train_the_less_often_progress_is_written(others: in
     assert len(around.training) == others
 
 
+async def test_owner_of_another_size_is_read_again_soon_so_that_its_return_is_told() -> None:
+    """Although there are as many pods as workers: an owner that made and removed none yet."""
+    now, sizes = 1000.0, [2, 1, 1]
+    raw = new_job()
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "job"}
+    raw["spec"] |= {"attach": {"owner": owner, "container": "train"}}
+    world = World()
+    world.until("Running")
+    pod: PodView = replace(next(iter(world.pods.values())), attached=json.dumps({"container": "train"}))
+
+    async def read(job: object) -> int:
+        return sizes.pop(0)
+
+    around = replace(surroundings(StandIn(raw), [pod]), owner_size=read, clock=lambda: now)
+    loop, job = JobLoop(raw, around), parse_job(raw)
+    await loop._look_at_owner(job)
+    now += 10.0
+    await loop._look_at_owner(job)
+    assert (loop._owner_size, sizes) == (1, [1])
+    now += 10.0
+    await loop._look_at_owner(job)
+    assert sizes == [1], "while both are the same it is read once a minute"
+
+
 async def test_loop_keeps_nothing_of_the_event_that_started_it() -> None:
     """What kopf's handlers run in holds the event, which is the whole job once more."""
     event: ContextVar[str] = ContextVar("event", default="nothing")
