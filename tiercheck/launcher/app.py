@@ -437,12 +437,25 @@ class _signals:  # noqa: N801  (used as a context manager)
         self._writing.close()
 
 
+_USAGE = """usage: tiercheck launch -- COMMAND [ARGUMENT...]
+
+Runs COMMAND as the first process of a trainer container, and starts it anew as the sidecar orders.
+Elsewhere run COMMAND itself."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command line `[--] COMMAND [ARGUMENT...]`; returns the exit code."""
     command = list(arguments[1:] if arguments[:1] == ["--"] else arguments)
-    if not command:
-        print("usage: python3 -m tiercheck launch -- COMMAND [ARGUMENT...]", file=sys.stderr)
-        return 2
+    if not command or arguments[0] in ("-h", "--help"):
+        print(_USAGE, file=sys.stdout if command else sys.stderr)
+        return 0 if command else 2
     run_dir = Path(os.environ.get(ENV_RUN_DIR, RUN_DIR))
+    if not run_dir.is_dir():
+        print(
+            f"There is no folder {run_dir}: `tiercheck launch` is for pods of a TierCheckJob; "
+            "elsewhere run the command itself.",
+            file=sys.stderr,
+        )
+        return 2
     stop_seconds = seconds_of(os.environ, ENV_STOP_SECONDS, 5.0)
     return Launcher(command, run_dir, os.environ, stop_seconds).run()
