@@ -35,7 +35,7 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload import upload
 from tiercheck_sidecar.remote import retention
 from tiercheck_sidecar.remote import store as remote_store
-from tiercheck_sidecar.replicate import agenda, replicate
+from tiercheck_sidecar.replicate import lane, replicate
 from tiercheck_sidecar.restore import rank_restore, restore_plan
 from tiercheck_sidecar.trainer import session
 from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, watermark, words
@@ -292,7 +292,7 @@ def _always_protected() -> list[Patch]:
 
 
 def _try_once() -> list[Patch]:
-    return [(agenda.Backoff, "ready", lambda self, key, now: key not in self._failures)]
+    return [(lane.Backoff, "ready", lambda self, key, now: key not in self._failures)]
 
 
 def _holes_in_chains() -> list[Patch]:

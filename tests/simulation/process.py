@@ -41,8 +41,7 @@ from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
 from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote import preflight
 from tiercheck_sidecar.remote import store as remote_store
-from tiercheck_sidecar.replicate import replicate
-from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
+from tiercheck_sidecar.replicate import lane, replicate
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.replicate.sender import Pushed, PushRefused
 from tiercheck_sidecar.restore import rank_restore, restore
@@ -340,8 +339,8 @@ class Process:
             self._lanes = [_Lane(self, *lane) for lane in new]
             for holder, kind, _ in new:
                 self.replicator.served(holder, kind)
-        for lane in list(self._lanes):
-            lane.turn()
+        for each in list(self._lanes):
+            each.turn()
 
     # The controller
 
@@ -373,7 +372,7 @@ class _Lane:
 
     def __init__(self, process: Process, holder: Peer, kind: Kind, era: Any) -> None:
         self._process, self._holder, self._kind, self._era = process, holder, kind, era
-        self._waits: Backoff[int | None] = Backoff()
+        self._lane = process.replicator.lane(holder, kind, era)
         self._name = f"lane {holder.worker} {kind.value}"
         self._reviewed_at = process.world.now
 
@@ -387,28 +386,22 @@ class _Lane:
         )
 
     def turn(self) -> None:
-        process, waits = self._process, self._waits
+        process = self._process
         replicator, world = process.replicator, process.world
         if self._name in process._busy or replicator._era != self._era:
             return
         if self._kind is Kind.SNAPSHOT and world.now - self._reviewed_at >= replicate._REVIEW_EVERY:
             self._reviewed_at = world.now
             replicator._review(self._holder, self._list, lambda: None, self._era)
-        candidates = first_of_each_rank(replicator._due(self._holder, self._kind, self._era))
-        ready = (
-            each for each in candidates if waits.ready(each.rank, world.now) and waits.ready(None, world.now)
-        )
-        seal = next(ready, None)
-        if seal is None:
-            return
         process._busy.add(self._name)
         try:
-            replicator._send(self._holder, seal, (process, self._holder), waits, self._era)  # type: ignore[arg-type]
+            sent = self._lane.turn((process, self._holder)) == 0.0  # type: ignore[arg-type]
         except Killed:
             return
         finally:
             process._busy.discard(self._name)
-        process._bump()
+        if sent:
+            process._bump()
 
 
 def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = None) -> Pushed:
@@ -632,6 +625,7 @@ def in_simulation(world: Simulation) -> Iterator[None]:
             (tiers, "time", clock),
             (tiers, "TierLine", _Line),
             (remote_inventory, "time", clock),
+            (lane, "time", clock),
             (replicate, "time", clock),
             (replicate, "push", push),
             (restore, "time", clock),

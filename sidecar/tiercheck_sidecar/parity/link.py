@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 
-from tiercheck.protocol.directive import Peer, Tier
+from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.version import Artifact, Kind
 from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
@@ -23,11 +23,10 @@ from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.pacing import Portion, TokenBucket
-from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
-from tiercheck_sidecar.replicate.sender import lacking, push_on
-from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.replicate.lane import PORTIONS, Backoff, Lane
+from tiercheck_sidecar.replicate.sender import PushRefused, lacking, push_on
+from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import MemoryStock, by_rank
-from tiercheck_sidecar.vault.verification import evict_if_bad
 
 _DAMAGES = 3
 """How often chunks may arrive damaged."""
@@ -72,11 +71,6 @@ def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> Say:
 
 
 log = logging.getLogger(__name__)
-
-_PATIENCE = 3
-"""Tries in vain before a person is told."""
-_PORTIONS = {Kind.SNAPSHOT: 0.1, Kind.DELTA: 2.0}
-"""Seconds' worth of bandwidth that a lane asks for at once: where it is short, deltas get the larger part."""
 
 
 class Link:
@@ -170,60 +164,33 @@ class Link:
             self._state.count(replicated=len(done))
 
     def _lane(self, kind: Kind) -> None:
-        seen = -1
-        waits: Backoff[int | None] = Backoff()
-        pace = Portion(self._bucket, _PORTIONS[kind])
+        pace = Portion(self._bucket, PORTIONS[kind])
+        lane = Lane(
+            self._state,
+            self._vault,
+            self.holder,
+            due=lambda: self._due(kind),
+            bring=lambda seal, line: self._bring(seal, line, pace),
+            report=lambda reason: self._tell(kind, reason),
+        )
         with Line(self._connect) as line:
-            while self._is_open:
-                now = time.monotonic()
-                candidates = first_of_each_rank(self._due(kind))
-                seal = next(
-                    (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)),
-                    None,
-                )
-                if seal is not None:
-                    self._bring(seal, line, pace, waits)
-                elif candidates:
-                    # While something waits for its next try, what happens elsewhere must not wake this lane
-                    # again and again.
-                    soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
-                    self._state.wait_until(lambda: self._closed, max(0.0, soonest - now))
-                else:
-                    seen = self._state.wait(seen, timeout=1.0)
+            lane.run(line, lambda: not self._is_open)
 
-    def _bring(self, seal: Seal, line: Line, pace: Portion, waits: Backoff[int | None]) -> None:
-        """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to
-        wait.
-        """
-        now, artifact = time.monotonic, seal.artifact
-        try:
-            said = push(self._vault, seal, line, pace)
-        except NotHeld:
-            return  # freed meanwhile: no longer due
-        except TooDamaged as error:
-            evict_if_bad(self._state, self._vault, seal.artifact, Tier.LOCAL)
-            waits.failed(seal.rank, now())
-            self._tell(seal.kind, str(error))
-        except (WireBroken, PeerRefused, OSError) as error:
-            log.info("%s to worker %d: %s", seal, self.holder.worker, error)
-            self._state.peers.doubt(self.holder)
-            if waits.failed(None, now()) >= _PATIENCE:
-                self._tell(seal.kind, str(error))
-        else:
-            waits.succeeded(None)
-            if said.state in ("busy", "refused"):
-                if waits.failed(seal.rank, now()) >= _PATIENCE and said.state == "refused":
-                    self._tell(seal.kind, said.message)
-                return
-            waits.succeeded(seal.rank)
-            self._tell(seal.kind, "")
-            with self._lock:
-                if said.state == "late":
-                    self._late |= {artifact}
-                else:
-                    self._folded |= {artifact}
-                    self._brought |= {artifact} if said.state == "in" else set()
-            self._credit()
+    def _bring(self, seal: Seal, line: Line, pace: Portion) -> bool:
+        """As `Lane` wants it."""
+        said = push(self._vault, seal, line, pace)
+        if said.state == "busy":
+            return False
+        if said.state == "refused":
+            raise PushRefused(said.message)
+        with self._lock:
+            if said.state == "late":
+                self._late |= {seal.artifact}
+            else:
+                self._folded |= {seal.artifact}
+                self._brought |= {seal.artifact} if said.state == "in" else set()
+        self._credit()
+        return True
 
     # Inside
 

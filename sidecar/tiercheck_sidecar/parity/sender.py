@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer
-from tiercheck.protocol.version import Kind
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import Identity, dial
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.parity.link import Link
+from tiercheck_sidecar.replicate.lane import HolderTroubles
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import MemoryStock
+
+_HOPE = "Training goes on; its state is protected as soon as that worker answers or is replaced"
 
 
 class ParitySender:
@@ -31,11 +34,9 @@ class ParitySender:
         self._state, self._vault, self._identity, self._port = state, vault, identity, port
         self.bucket = bucket or TokenBucket(None)
         self._lock = threading.Lock()
-        self._telling = threading.Lock()
-        """Held from what is known to what is told: else the older word of two could come last, and stay."""
         self._key: tuple[int, ParityGroup | None] = (0, None)
         self._links: tuple[Link, ...] = ()
-        self._troubles: dict[tuple[int, Kind], str] = {}
+        self._troubles = HolderTroubles(state, "takes no parity", _HOPE)
 
     def run(self) -> None:
         for _ in self._state.looks(timeout=5.0):
@@ -51,15 +52,14 @@ class ParitySender:
 
     def _relink(self, directive: Directive) -> None:
         holders = directive.parity.holders if directive.parity else ()
-        links = tuple(self._link(holder, directive.attempt) for holder in holders)
+        key = directive.attempt, directive.parity
+        links = tuple(self._link(holder, key) for holder in holders)
         with self._lock:
-            old, self._links, self._troubles = self._links, links, {}
-            self._key = (directive.attempt, directive.parity)
+            old, self._links, self._key = self._links, links, key
         for link in old:
             link.close()
         if directive.parity or old:
-            with self._telling:
-                self._state.problem("PeerUnreachable", "")
+            self._troubles.begin(self._key)
 
     def acknowledged(self, directive: Directive) -> list[tuple[int, Mapping[int, MemoryStock]]]:
         """Per holder that `directive` names: which worker it is, and by own rank what has its blocks complete
@@ -77,26 +77,9 @@ class ParitySender:
             links = self._links
         return any(link.owes for link in links)
 
-    def _link(self, holder: Peer, attempt: int) -> Link:
+    def _link(self, holder: Peer, key: tuple[int, ParityGroup | None]) -> Link:
         def connect() -> Wire:
-            return dial(self._identity, attempt, holder, self._port)
+            return dial(self._identity, key[0], holder, self._port)
 
-        def tell(kind: Kind, reason: str) -> None:
-            with self._telling:
-                with self._lock:
-                    current = any(link.holder == holder for link in self._links) and attempt == self._key[0]
-                    if current:
-                        self._troubles[holder.worker, kind] = reason
-                    worst = {worker: why for (worker, _), why in self._troubles.items() if why}
-                if current:
-                    self._state.problem("PeerUnreachable", _sentence(worst))
-
-        return Link(self._state, self._vault, holder, attempt, connect, bucket=self.bucket, tell=tell)
-
-
-def _sentence(troubles: dict[int, str]) -> str:
-    """Why holders take no parity; empty if all do."""
-    if not troubles:
-        return ""
-    told = ". ".join(f"Worker {worker} takes no parity: {why}" for worker, why in sorted(troubles.items()))
-    return f"{told}. Training goes on; its state is protected as soon as that worker answers or is replaced"
+        report = partial(self._troubles.report, key, holder)
+        return Link(self._state, self._vault, holder, key[0], connect, bucket=self.bucket, tell=report)

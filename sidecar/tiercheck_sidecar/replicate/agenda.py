@@ -1,17 +1,14 @@
-"""Decides what a holder is still owed, and when what went wrong is tried again.
+"""Decides what a holder still has to get.
 
 It goes by what is sealed here, what the holder has acknowledged, and which snapshot is named. Snapshots of
 one named version at a time; deltas as they come, every one after the oldest snapshot that the holder keeps or
 is being sent, in the order of steps. The two go on lanes of their own, so that a delta never waits behind a
 snapshot.
-
-Waits grow longer each time, so that a holder without room is not asked in a circle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Mapping
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Kind, Version
@@ -51,34 +48,3 @@ def first_of_each_rank(due: Iterable[Seal]) -> list[Seal]:
     for seal in due:
         firsts.setdefault(seal.rank, seal)
     return list(firsts.values())
-
-
-Key = TypeVar("Key", bound=Hashable)
-
-FIRST, LONGEST = 0.1, 5.0
-"""Seconds until the next try."""
-
-
-class Backoff(Generic[Key]):
-    """Times are seconds of any monotonic clock. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._failures: dict[Key, int] = {}
-        self._after: dict[Key, float] = {}
-
-    def ready(self, key: Key, now: float) -> bool:
-        return self._after.get(key, now) <= now
-
-    def until(self, key: Key) -> float:
-        """When it is ready."""
-        return self._after.get(key, 0.0)
-
-    def failed(self, key: Key, now: float) -> int:
-        """How often in a row."""
-        failures = self._failures[key] = self._failures.get(key, 0) + 1
-        self._after[key] = now + min(LONGEST, FIRST * 2 ** min(failures - 1, 10))
-        return failures
-
-    def succeeded(self, key: Key) -> None:
-        self._failures.pop(key, None)
-        self._after.pop(key, None)

@@ -22,26 +22,21 @@ from tiercheck.protocol.version import Artifact, History, Kind
 from tiercheck_sidecar.exchange.fetch import list_held
 from tiercheck_sidecar.exchange.frames import ListedArtifact, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
-from tiercheck_sidecar.exchange.streams import Line, TooDamaged
+from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.pacing import Portion, TokenBucket
-from tiercheck_sidecar.replicate.agenda import Backoff, first_of_each_rank
-from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, lacking, push
-from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.replicate.lane import PORTIONS, HolderTroubles, Lane
+from tiercheck_sidecar.replicate.sender import Pushed, lacking, push
+from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
-from tiercheck_sidecar.vault.verification import evict_if_bad
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable
 
 log = logging.getLogger(__name__)
 
 _REVIEW_EVERY = 5.0
 """Seconds after which a holder is asked again what it has."""
-_PATIENCE = 3
-"""Tries in vain before a person is told."""
 _HOPE = "Training goes on; its snapshots are protected as soon as that worker answers or is replaced"
-_PORTIONS = {Kind.SNAPSHOT: 0.1, Kind.DELTA: 2.0}
-"""Seconds' worth of bandwidth that a lane asks for at once: where it is short, deltas get the larger part."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +53,12 @@ class Replicator:
     def __init__(self, state: SidecarState, vault: Vault, identity: Identity, port: int) -> None:
         self._state, self._vault, self._identity, self._port = state, vault, identity, port
         self._lock = threading.Lock()
-        self._telling = threading.Lock()
-        """Held from what is known to what is told: else the older word of two could come last, and stay."""
         self._era: _Era | None = None
         self._acknowledged: dict[Peer, dict[int, MemoryStock]] = {}
         """By holder and own rank. None of these dictionaries is ever changed."""
         self._judged: dict[tuple[Peer, int], tuple[MemoryStock, History, TierVerdict | None]] = {}
         """Of what nothing was to be forgotten, and by which word."""
-        self._troubles: dict[tuple[Peer, Kind], str] = {}
+        self._troubles = HolderTroubles(state, "does not take copies", _HOPE)
         self._lanes: set[tuple[Peer, Kind]] = set()
         """That have a thread in this era."""
         self.bucket = TokenBucket(None)
@@ -93,10 +86,9 @@ class Replicator:
         if era != self._era:
             with self._lock:
                 kept = self._acknowledged if self._era and self._era.attempt == era.attempt else {}
-                self._era, self._troubles, self._lanes = era, {}, set()
+                self._era, self._lanes = era, set()
                 self._acknowledged = {holder: kept.get(holder, {}) for holder in era.holders}
-            with self._telling:
-                self._state.problem("PeerUnreachable", "")
+            self._troubles.begin(era)
         return [
             (holder, kind, era)
             for holder in era.holders
@@ -122,66 +114,39 @@ class Replicator:
         )
 
     def _serve(self, holder: Peer, kind: Kind, era: _Era) -> None:
-        """One lane."""
-        seen, reviewed_at = -1, time.monotonic()
-        waits: Backoff[int | None] = Backoff()
+        lane, reviewed_at = self.lane(holder, kind, era), time.monotonic()
+
+        def review() -> None:
+            nonlocal reviewed_at
+            if kind is Kind.SNAPSHOT and time.monotonic() - reviewed_at >= _REVIEW_EVERY:
+                self._review(holder, lambda rank: list_held(line.wires(1)[0], rank), line.drop, era)
+                reviewed_at = time.monotonic()
+
         with Line(lambda: dial(self._identity, era.attempt, holder, self._port)) as line:
-            while not self._state.stopping and self._era == era:
-                now = time.monotonic()
-                if kind is Kind.SNAPSHOT and now - reviewed_at >= _REVIEW_EVERY:
-                    self._review(holder, lambda rank: list_held(line.wires(1)[0], rank), line.drop, era)
-                    reviewed_at = time.monotonic()
-                candidates = first_of_each_rank(self._due(holder, kind, era))
-                seal = next(
-                    (each for each in candidates if waits.ready(each.rank, now) and waits.ready(None, now)),
-                    None,
-                )
-                if seal is None:
-                    # While something waits for its next try, what happens elsewhere must not wake this lane
-                    # again and again.
-                    if candidates:
-                        soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
-                        self._state.wait_until(lambda: self._era != era, max(0.0, soonest - now))
-                    else:
-                        seen = self._state.wait(seen, timeout=1.0)
-                    continue
-                self._send(holder, seal, line, waits, era)
+            lane.run(line, lambda: self._state.stopping or self._era != era, review)
+
+    def lane(self, holder: Peer, kind: Kind, era: _Era) -> Lane:
+        """One lane, to be run by one thread."""
+
+        def bring(seal: Seal, line: Line) -> bool:
+            if push(self._vault, seal, line, Portion(self.bucket, PORTIONS[kind])) is not Pushed.KEPT:
+                return False
+            self._acknowledge(holder, seal, era)
+            return True
+
+        return Lane(
+            self._state,
+            self._vault,
+            holder,
+            due=partial(self._due, holder, kind, era),
+            bring=bring,
+            report=partial(self._troubles.report, era, holder, kind),
+        )
 
     def _due(self, holder: Peer, kind: Kind, era: _Era) -> list[Seal]:
         with self._lock:
             has = self._acknowledged.get(holder, {})
         return lacking(self._state, self._vault, kind, era.attempt, has)
-
-    def _send(self, holder: Peer, seal: Seal, line: Line, waits: Backoff[int | None], era: _Era) -> None:
-        """One artifact, and what follows from what became of it: a rank, or the whole lane, may have to
-        wait.
-        """
-        lane = (holder, seal.kind)
-        try:
-            said = push(self._vault, seal, line, Portion(self.bucket, _PORTIONS[seal.kind]))
-        except NotHeld:
-            return  # freed meanwhile: no longer due
-        except TooDamaged as error:
-            evict_if_bad(self._state, self._vault, seal.artifact, Tier.LOCAL)
-            waits.failed(seal.rank, time.monotonic())
-            self._trouble(lane, str(error))
-        except PushRefused as error:
-            log.info("%s to worker %d: %s", seal, holder.worker, error)
-            if waits.failed(seal.rank, time.monotonic()) >= _PATIENCE:
-                self._trouble(lane, str(error))
-        except (WireBroken, PeerRefused, OSError) as error:
-            log.info("%s to worker %d: %s", seal, holder.worker, error)
-            self._state.peers.doubt(holder)
-            if waits.failed(None, time.monotonic()) >= _PATIENCE:
-                self._trouble(lane, str(error))
-        else:
-            waits.succeeded(None)
-            self._trouble(lane, "")
-            if said is Pushed.KEPT:
-                waits.succeeded(seal.rank)
-                self._acknowledge(holder, seal, era)
-            else:
-                waits.failed(seal.rank, time.monotonic())
 
     def _review(
         self,
@@ -247,17 +212,6 @@ class Replicator:
                         judged[holder, rank] = asked
                 self._acknowledged[holder] = {rank: stock for rank, stock in left.items() if stock != NOTHING}
             self._judged = judged
-
-    def _trouble(self, lane: tuple[Peer, Kind], reason: str) -> None:
-        """State why a holder takes no copies, or with an empty reason that it does."""
-        with self._telling:
-            with self._lock:
-                if lane[0] not in self._acknowledged:
-                    return
-                self._troubles[lane] = reason
-                worst = {holder.worker: why for (holder, _), why in self._troubles.items() if why}
-            told = [f"Worker {worker} does not take copies: {why}" for worker, why in sorted(worst.items())]
-            self._state.problem("PeerUnreachable", ". ".join([*told, _HOPE]) if told else "")
 
 
 def still_kept(acknowledged: MemoryStock, history: History, verdict: TierVerdict | None) -> MemoryStock:

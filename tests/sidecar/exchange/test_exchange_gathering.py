@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tiercheck_sidecar.exchange.gathering import DAMAGED_MOST, OVERDUE, Gathering
 from tiercheck_sidecar.exchange.streams import Deal
-from tiercheck_sidecar.replicate.agenda import FIRST, LONGEST, Backoff
+from tiercheck_sidecar.replicate.lane import FIRST, LONGEST, Backoff
 
 EVENTS = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from(["take", "arrive", "damage", "lose", "drop", "wait"])),
