@@ -124,6 +124,7 @@ class Lane:
             self._report(str(error))
         except PushRefused as error:
             log.info("%s to worker %d: %s", seal, self._holder.worker, error)
+            waits.succeeded(None)
             if waits.failed(seal.rank, now()) >= _PATIENCE:
                 self._report(str(error))
         except (WireBroken, PeerRefused, OSError) as error:
