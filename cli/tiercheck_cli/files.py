@@ -83,8 +83,7 @@ def read_nodes(path: str) -> Nodes:
 
 
 def made_up_nodes(shape: str) -> Nodes:
-    """Of a shape such as 2x25x40: zones, racks in each, nodes in each; without zones 25x40. Raises
-    CannotDo."""
+    """Of a shape such as 2x25x40: zones, racks and nodes in each; without zones 25x40. Raises CannotDo."""
     match = _SHAPE.fullmatch(shape)
     if match is None:
         raise CannotDo(

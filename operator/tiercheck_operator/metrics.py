@@ -249,8 +249,7 @@ class Metrics:
                 self._proof_age.set((job.namespace, job.name), at, name)
 
     def _begin(self, key: tuple[str, str]) -> None:
-        """Counters begin at zero: of one that appears as 1, Prometheus sees no increase, so the first event
-        would be missed."""
+        """Counters begin at zero: of one that appears as 1 Prometheus sees no increase, and misses it."""
         if key in self._begun:
             return
         self._begun.add(key)

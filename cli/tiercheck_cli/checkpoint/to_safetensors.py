@@ -23,8 +23,7 @@ Progress = Callable[[str, int], None]
 
 
 def choose_tensors(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
-    """The tensors below `prefix`, by their names without it; all with their full names if it is empty. Raises
-    CannotDo."""
+    """The tensors below `prefix`, by their names without it; all tensors if it is empty. Raises CannotDo."""
     if not prefix:
         return dict(saved.tensors)
     found = {

@@ -10,7 +10,6 @@ import typer
 from rich.table import Column, Table
 
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.durations import age, clock
 from tiercheck_cli.events.recoveries import Happening, story
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.terminal import (
@@ -20,6 +19,8 @@ from tiercheck_cli.terminal import (
     Output,
     OutputFormat,
     Text,
+    age,
+    clock,
     columns,
     console,
     remark,

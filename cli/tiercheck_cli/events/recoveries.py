@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.durations import short
-from tiercheck_cli.terminal import plural
+from tiercheck_cli.terminal import short
+from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.status import parse_time
 
 EXACT_WORDS = {"Proven": "proven", "NotComparable": "unproven", "Differs": "differs"}

@@ -11,9 +11,8 @@ from typing import Any
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.figures import new_figure, svg_of
 from tiercheck_cli.layout import JobLayout
-from tiercheck_cli.plan.links import Links, links
-from tiercheck_cli.plan.screen import colour
-from tiercheck_cli.terminal import plural
+from tiercheck_cli.plan.screen import Links, colour, links
+from tiercheck_operator.model.conditions import plural
 
 _SIZE, _CENTRE, _RADIUS = 860.0, 430.0, 290.0
 _MIDDLE = (_CENTRE, _CENTRE + 15)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tiercheck_local.apiserver import errors
-from tiercheck_local.apiserver.schema.custom_version import CustomVersion
+from tiercheck_local.apiserver.schema.structural import CustomVersion
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,7 @@ class GarbageCollector(WokenController):
             self._owners[key] = None
 
     async def _finish_deletions(self) -> None:
-        """Owners deleted in the foreground go when no dependent is left; of orphaning ones the dependents are
-        let go."""
+        """Owners deleted in the foreground go after the last dependent; orphaning ones let theirs go."""
         for cache in list(self._owners.values()):
             for owner in list(cache.objects.values()) if cache is not None else []:
                 finalizers = owner["metadata"].get("finalizers") or []

@@ -80,8 +80,7 @@ class Roots:
 
 
 def prepare(facts: PodFacts, roots: Roots, lookup: Lookup) -> dict[str, Path]:
-    """Make every volume of the pod; name to folder (or file, for a hostPath). Idempotent. Raises
-    BadReference."""
+    """Make every volume of the pod; name to folder (a hostPath: file). Idempotent. Raises BadReference."""
     return {
         volume["name"]: _prepare(volume, facts, roots, lookup)
         for volume in facts.pod["spec"].get("volumes") or []

@@ -80,9 +80,7 @@ def find_owner(pod: Mapping[str, Any]) -> Owner:
 
 
 def find_seat(pod: Mapping[str, Any], owner: Owner, raw: Mapping[str, Any]) -> Seat:
-    """`raw`: the owner as the API server gives it. Raises Unattachable if its pods cannot be numbered
-    0..N-1.
-    """
+    """`raw`: the owner as the API has it. Raises Unattachable if its pods cannot be numbered 0..N-1."""
     if (raw.get("metadata") or {}).get("uid") != owner.uid:
         raise Unattachable(f"{owner.kind} {owner.name} is not the one that made the pod")
     spec = raw.get("spec") or {}
@@ -128,9 +126,7 @@ def _parallelism(spec: Mapping[str, Any], named: str, mode: str = "NonIndexed") 
 
 
 def _seat_in_jobset(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any]) -> Seat:
-    """Workers are counted over the replicated jobs whose pods ask to be attached, in the order of the
-    JobSet.
-    """
+    """Workers are counted over the replicated jobs whose pods ask to be attached, in the JobSet's order."""
     mine = _labels(pod).get(JOBSET_REPLICATED_JOB)
     before = workers = 0
     found = False

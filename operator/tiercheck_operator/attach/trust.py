@@ -77,8 +77,7 @@ class Trust:
         self._hosts, self._issuer = settings.hosts, settings.issuer
 
     async def establish(self, now: datetime.datetime) -> tuple[Bundle, bool]:
-        """The bundle to show, and whether the API server has had time to hear of its authority. Raises
-        ApiFailure."""
+        """The bundle to show, and whether the API server can know its authority by now. Raises ApiFailure."""
         namespace, name = self._secret
         raw = await self._kube.get(_SECRETS + "/{name}", namespace=namespace, name=name)
         current = None if raw is None else _parsed(raw)

@@ -120,8 +120,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
 
 
 def exit_code(obs: Observation) -> int:
-    """What the launchers of a job that is over exit with, so that the owner sees what it would have seen
-    without us."""
+    """What the launchers of a job that is over exit with: what the owner would have seen without us."""
     status = obs.job.status
     if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
         return 0

@@ -36,8 +36,7 @@ class KeyPair:
 def issue_pair(
     authority: str, hosts: Sequence[str], lifetime: datetime.timedelta, now: datetime.datetime | None = None
 ) -> KeyPair:
-    """A new pair. `authority`: its common name. `hosts`: DNS names or IP addresses of the server, at least
-    one."""
+    """A new pair. `authority`: its common name. `hosts`: DNS names or IP addresses, one or more."""
     now = now or datetime.datetime.now(datetime.UTC)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, authority)])

@@ -122,8 +122,7 @@ class Belongings:
         self.have_gang = False
 
     async def ensure_budget(self, job: JobView, min_available: int) -> None:
-        """Raises nothing: what went wrong is said by `budget_problem`, and looked at again with the next
-        `refresh`."""
+        """Raises nothing: `budget_problem` says what went wrong, and the next `refresh` looks again."""
         if self.budget_problem:
             return
         names = {"namespace": job.namespace, "name": owned.budget_name(job)}

@@ -196,8 +196,7 @@ class GangKind:
     scheduler: str = ""
     """schedulerName, if the template has none."""
     in_core: bool = False
-    """The pod refers to the group by spec.schedulingGroup, and the least number lies in
-    spec.schedulingPolicy."""
+    """The pod names the group in spec.schedulingGroup, and the least number lies in spec.schedulingPolicy."""
 
     @property
     def path(self) -> str:

@@ -23,8 +23,7 @@ class EnsureCredentials:
 
 @dataclass(frozen=True)
 class EnsureGang:
-    """The object that a gang scheduler knows the workers by. If it cannot be had, the next observation says
-    why."""
+    """What a gang scheduler knows the workers by. If it cannot be had, the next observation says why."""
 
 
 @dataclass(frozen=True)

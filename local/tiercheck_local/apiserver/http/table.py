@@ -214,8 +214,7 @@ _STEP = re.compile(
 
 
 def find(value: Any, path: str) -> list[Any]:
-    """All that `path` leads to; empty if it leads nowhere. Raises ValueError on a path outside of the
-    subset."""
+    """All that `path` leads to; empty: it leads nowhere. Raises ValueError on a path outside the subset."""
     path = path.strip("{}")
     found, at = [value], 0
     while at < len(path):

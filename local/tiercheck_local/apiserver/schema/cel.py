@@ -46,8 +46,7 @@ def _compared(one: Any, other: Any) -> IntType:
 
 
 _QUANTITIES: Any = {"quantity": _quantity, "add": _added, "compareTo": _compared}
-"""The part of the API server's own functions that our rules use; a quantity is a whole number of
-thousandths."""
+"""The part of the API server's functions that our rules use; a quantity is a whole number of thousandths."""
 
 
 class BadRule(ValueError):
@@ -78,8 +77,7 @@ class Rules:
             _program(rule["messageExpression"])
 
     def faults(self, value: Object, old: Object | None) -> Iterator[FieldCause]:
-        """One cause per broken rule, from the root down. Transition rules need an old value at the same
-        place."""
+        """One cause per broken rule, from the root down. Transition rules need an old value in its place."""
         if self.any:
             yield from self._walk(value, old, self._schema, "", root=True)
 
@@ -119,8 +117,7 @@ class Rules:
 
 
 def _needed(rule: Object, value: Any) -> Any:
-    """The fields of `value` that the rule can look at; with the others left out, more answers are known
-    already."""
+    """The fields of `value` that the rule can look at; without the others, more answers are known already."""
     if not isinstance(value, dict):
         return value
     fields = _fields_read(rule["rule"] + "\n" + rule.get("messageExpression", ""))

@@ -8,7 +8,7 @@ from typing import Any
 from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_local.apiserver.resources import Resource
 from tiercheck_local.apiserver.schema.cel import BadRule, Rules
-from tiercheck_local.apiserver.schema.custom_version import CustomVersion
+from tiercheck_local.apiserver.schema.structural import CustomVersion
 from tiercheck_local.clock import timestamp
 
 

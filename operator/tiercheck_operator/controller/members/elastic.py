@@ -198,8 +198,7 @@ def _little_lost(situation: Situation) -> bool:
 
 
 def describe_size(situation: Situation, record: JobRecord) -> tuple[bool, Finding] | None:
-    """For the condition FullSize, by the status that is about to be written. None: the job may not shrink,
-    and never did."""
+    """For the condition FullSize, by the status about to be written. None: the job may not shrink nor did."""
     spec = situation.job.spec
     wanted = spec.workers
     if record.size is None:

@@ -178,8 +178,7 @@ def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
 
 
 def seconds_to_next_look(obs: Observation, heard: Testimony) -> float | None:
-    """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new where no kubelet
-    has taken it."""
+    """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new, not taken."""
     uneasy = any(witness.silent is not None or witness.accuses for witness in heard.witnesses)
     return _ASK_AGAIN if uneasy or any(not pod.claimed for pod in obs.living) else None
 
