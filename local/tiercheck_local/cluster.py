@@ -1,7 +1,5 @@
 """Everything that can be made to go wrong in a laptop cluster, from one process to all of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

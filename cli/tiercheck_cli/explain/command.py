@@ -1,7 +1,5 @@
 """`explain`: why the last recovery took what it took, and what the next one would."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any

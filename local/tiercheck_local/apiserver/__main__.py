@@ -3,8 +3,6 @@
 `python -m tiercheck_local.apiserver --directory DIR`
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import datetime

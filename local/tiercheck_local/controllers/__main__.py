@@ -3,8 +3,6 @@
 `python -m tiercheck_local.controllers`
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

@@ -3,8 +3,6 @@
 `make demo`
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,7 +1,5 @@
 """Records what a run went through, from which the table and the page are made. Pure."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """The laptop cluster as the story sees it: workers, nodes and racks instead of processes and folders."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 `python -m tiercheck_local.node.agent SETTINGS`
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

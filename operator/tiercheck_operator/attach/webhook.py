@@ -12,8 +12,6 @@ in all and by address; each request has to be there within seconds; and few larg
 time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

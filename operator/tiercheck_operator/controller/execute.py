@@ -3,8 +3,6 @@
 Dull on purpose: no choice is made here, and everything may be done twice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

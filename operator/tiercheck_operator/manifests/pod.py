@@ -5,8 +5,6 @@ it, and its restart does not restart the trainer. The trainer's image is left as
 volume.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -24,8 +24,6 @@ explain what is seen:
    late by `overdue`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

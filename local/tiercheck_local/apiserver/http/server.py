@@ -1,7 +1,5 @@
 """The HTTP side: paths, headers and streams around `requests` and `watching`."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import random

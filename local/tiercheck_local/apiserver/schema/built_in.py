@@ -3,8 +3,6 @@
 Only the part of the real server's defaults and checks that clients of this project can notice.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Applies patches: each format takes an object and a patch and gives a new object."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

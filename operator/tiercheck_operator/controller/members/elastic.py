@@ -13,8 +13,6 @@ grows.
               copies cannot be spread as required
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import SPARE, TrainerState
