@@ -1,4 +1,4 @@
-"""Everything that can be made to go wrong in a laptop cluster, from one process to all of it."""
+"""The laptop cluster, and all that can be made to go wrong in it, from one process to everything."""
 
 import os
 import shutil

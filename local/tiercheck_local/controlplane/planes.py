@@ -1,4 +1,4 @@
-"""Defines what a control plane is; has the embedded one."""
+"""Runs a control plane: the embedded API server, or etcd and kube-apiserver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records what a run went through, from which the table and the page are made. Pure."""
+"""Records what a run went through, by job and sidecars, for the table and the page."""
 
 import http.client
 import socket

@@ -1,4 +1,4 @@
-"""Follows what rank 0 prints, across all the pods that worker 0 has ever had.
+"""Follows what rank 0 prints in all pods of worker 0, and in a run that nothing interrupts.
 
 The training script prints one JSON object per step. Lines of other kinds (warnings, tracebacks) are kept out
 of the way, but not lost: they stay in the log files.

@@ -1,4 +1,4 @@
-"""The mutating webhook's HTTPS server. It allows every pod, whatever happens.
+"""The mutating webhook: it attaches pods, and allows every pod, whatever happens.
 
 AdmissionReview v1 in, AdmissionReview v1 out. The answer is a JSON patch (RFC 6902) that turns what was sent
 into what is wanted.

@@ -1,4 +1,4 @@
-"""Holds the Lease, or waits for it, in a thread of its own.
+"""Decides by a Lease which replica leads, and holds it, or waits for it, in a thread.
 
 So a busy event loop does not cost us the lead, and a stuck one does. `leads` may be asked from any thread,
 right before anything is written: it is a fence by time, and needs no message to arrive.

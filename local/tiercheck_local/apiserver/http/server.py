@@ -1,4 +1,4 @@
-"""The HTTP side: paths, headers and streams around `requests` and `watching`."""
+"""The HTTP side: paths and headers around `requests`, and watches as streams."""
 
 import asyncio
 import hmac
