@@ -16,7 +16,7 @@ from pathlib import Path
 from tiercheck.protocol.version import History, Share, Version
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
-from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
+from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import RecoveryProblem, decide_recovery
 from tiercheck_operator.planning.topology import Topology, levels_from_spec
 

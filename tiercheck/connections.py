@@ -3,7 +3,7 @@
 Who finds no room is not turned away. Whoever crowds most gives way: of the address with most connections, the
 one that has said nothing for longest. A peer needs milliseconds for its proof, so it is not the one.
 
-`Arrivals` accepts TCP connections for an event loop, and goes on when descriptors run short for a while.
+`Arrivals` accepts TCP connections for a web server, and goes on when descriptors run short for a while.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ def hang_up(connection: socket.socket) -> None:
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 128
 _AGAIN = 0.2
 """Seconds after which a failed accept is tried again: descriptors may be short for a while."""
 
@@ -98,15 +97,18 @@ Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
 class Arrivals:
     """Each connection is served in a task of its own. `start`, then `stop`, in one event loop."""
 
-    def __init__(self, serve: Serve) -> None:
-        self._serve = serve
+    def __init__(self, server: Any, serve: Serve) -> None:
+        """`server`: one of aiohttp's runners, which listens nowhere by itself."""
+        self._web, self._serve_one = server, serve
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, host: str, port: int) -> None:
-        """Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    async def start(self, host: str, port: int) -> None:
+        """Raises OSError if the address is taken."""
+        await self._web.setup()
+        self._listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
+        )
         self._listener.setblocking(False)
         self._run(self._accept(self._listener))
 
@@ -118,6 +120,7 @@ class Arrivals:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
+        await self._web.cleanup()
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -127,7 +130,7 @@ class Arrivals:
                 log.warning("no connection can be accepted: %s", error)
                 await asyncio.sleep(_AGAIN)
                 continue
-            self._run(self._serve(connection, address))
+            self._run(self._serve_one(connection, address))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

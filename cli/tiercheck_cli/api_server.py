@@ -102,8 +102,7 @@ class ApiServer:
 
     @staticmethod
     def of(kubeconfig: Path) -> ApiServer:
-        """The server of the laptop cluster that this file names: many calls at once, and no proxy in
-        between."""
+        """The server of the laptop cluster that this file names: many calls at once, no proxy between."""
         configuration = kubernetes.client.Configuration()
         config: Any = kubernetes.config
         config.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration)
@@ -153,8 +152,7 @@ class ApiServer:
         grace: int | None = None,
         propagation: str = "Background",
     ) -> None:
-        """Ask for deletion. That it is gone already is fine, and so is a newer namesake of the object with
-        `uid`."""
+        """Ask for deletion. It may be gone already, or a newer namesake of the object with `uid` be there."""
         body: Object = {"propagationPolicy": propagation}
         if uid:
             body["preconditions"] = {"uid": uid}
@@ -224,8 +222,7 @@ class ApiServer:
             raise
 
     def _watch(self, path: str, selectors: Mapping[str, str], version: str) -> Iterator[Changed]:
-        """Changes after `version`; resumes when the server ends a watch, returns when it has forgotten
-        (410)."""
+        """Changes after `version`; resumes when the server ends a watch, returns when it forgot (410)."""
         asked = {
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -339,21 +336,14 @@ def configured(kubeconfig: str | None, context: str | None) -> tuple[kubernetes.
             config.load_incluster_config(client_configuration=configuration)
         except config.ConfigException:
             raise error from None
-        return configuration, _own_namespace()
+        own = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+        return configuration, (own.read_text().strip() if own.is_file() else "") or "default"
     chosen = next((entry for entry in contexts if entry["name"] == context), active)
     return configuration, chosen["context"].get("namespace") or "default"
 
 
 def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _own_namespace() -> str:
-    try:
-        with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as file:
-            return file.read().strip() or "default"
-    except OSError:
-        return "default"
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:

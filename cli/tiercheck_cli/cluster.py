@@ -53,8 +53,7 @@ class Cluster:
 
     @staticmethod
     def connect(kubeconfig: str | None, context: str | None, namespace: str | None) -> Cluster:
-        """As kubectl finds it: the given kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's own service
-        account."""
+        """As kubectl finds it: this kubeconfig, $KUBECONFIG, ~/.kube/config, or the pod's service account."""
         try:
             configuration, usual = configured(kubeconfig, context)
         except kubernetes.config.ConfigException as error:
@@ -132,8 +131,7 @@ class Cluster:
         return self._ask(self._server.list, PODS, None, selector)
 
     def uid(self) -> str:
-        """What other clusters know this one by; empty where the user may not read the namespace
-        kube-system."""
+        """What others know this cluster by; empty where the user may not read the namespace kube-system."""
         try:
             found = self._ask(self._server.find, NAMESPACES, None, "kube-system") or {}
         except Forbidden:

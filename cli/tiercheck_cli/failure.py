@@ -3,8 +3,6 @@
 It has an exit status for scripts.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reads jobs and nodes from files, so that a plan and a simulation need no cluster."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,8 +81,7 @@ def read_nodes(path: str) -> Nodes:
 
 
 def made_up_nodes(shape: str) -> Nodes:
-    """Of a shape such as 2x25x40: zones, racks in each, nodes in each; without zones 25x40. Raises
-    CannotDo."""
+    """Of a shape such as 2x25x40: zones, racks and nodes in each; without zones 25x40. Raises CannotDo."""
     match = _SHAPE.fullmatch(shape)
     if match is None:
         raise CannotDo(

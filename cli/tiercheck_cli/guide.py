@@ -1,7 +1,5 @@
 """Finds what to do about a reason in the troubleshooting guide, for people and commands alike."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from pathlib import Path
 
 from tiercheck.protocol import names
 
-_ITEM = re.compile(r"^- `(\w+)`: (.+?)(?:\s\*\*Do:\*\*\s(.+?))?(?=\n- |\n\n|\Z)", re.MULTILINE | re.DOTALL)
+_ITEM = re.compile(r"^- `(\w+)`: .+?(?:\s\*\*Do:\*\*\s(.+?))?(?=\n- |\n\n|\Z)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 _QUIET = ("Nothing", "As you wish", "Normal", "See ", "Read ")
 _PATIENCE = "Nothing for a minute."
@@ -23,7 +21,6 @@ _PLACEHOLDER = re.compile(r"\b(?:NAMESPACE|NAME|POD)\b")
 class GuideEntry:
     """An item of the guide."""
 
-    meaning: str
     advice: str
 
     def calls_for_action(self, seconds: float) -> bool:
@@ -53,7 +50,7 @@ def _entries() -> dict[str, GuideEntry]:
     conditions = _text().partition("\n## Events\n")[0]
     found: dict[str, GuideEntry] = {}
     for item in _ITEM.finditer(conditions):
-        found.setdefault(item[1], GuideEntry(_plain(item[2]), _plain(item[3] or "Nothing.")))
+        found.setdefault(item[1], GuideEntry(_plain(item[2] or "Nothing.")))
     return found
 
 

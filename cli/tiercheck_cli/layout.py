@@ -1,7 +1,5 @@
 """Who runs where and who keeps whose copies: of a job in a cluster, or of one that is only planned."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,15 +10,15 @@ from tiercheck_cli.files import Nodes, left_out
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.spec import JobSpec, read_spec
 from tiercheck_operator.planning.cluster_nodes import build_topology, seat_workers
-from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
+from tiercheck_operator.planning.parity.parity import ParityPolicy, describe_parity, place_parity
 from tiercheck_operator.planning.placement.placement import (
     Placement,
     PlacementPolicy,
     Unplaceable,
     WorkerSite,
+    describe,
     place,
 )
-from tiercheck_operator.planning.placement.previous import existing_placement
 from tiercheck_operator.planning.topology import Level, Topology, levels_from_spec, levels_of, spread_level
 
 
@@ -45,8 +43,7 @@ class JobLayout:
 
     @property
     def level(self) -> str:
-        """The level that says most: the one that copies are spread over, or the widest below it that the
-        labels tell."""
+        """The level that copies are spread over, or the widest below it that the labels tell."""
         names = self.topology.level_names
         for level in names[names.index(self.spread) :]:
             if any(self.topology.domain(site.node, level) is not None for site in self.sites):
@@ -104,15 +101,27 @@ def layout_of(cluster: Cluster, job: Mapping[str, Any]) -> JobLayout:
     labels, remarks = _labels(cluster, saved, {site.node for site in sites})
     topology = Topology.build(labels, levels_in(spec))
     try:
-        placement = existing_placement(sites, topology, saved.holders(), saved.groups, spec.spread_level)
+        placement = _worth(sites, topology, saved, spec.spread_level)
     except ValueError as error:
         raise CannotDo(f"the placement of {name} is not complete: {error}") from error
     return JobLayout(name, spec, sites, topology, placement, saved.attempt, remarks)
 
 
+def _worth(
+    sites: tuple[WorkerSite, ...], topology: Topology, saved: SavedPlacement, level: str | None
+) -> Placement:
+    """Of what is there, whatever the spec asks for, as the nodes are labelled now. Raises ValueError."""
+    if saved.groups:
+        data = max(len(group.members) for group in saved.groups)
+        coded = ParityPolicy(data, max(len(group.holders) for group in saved.groups), level, required=False)
+        return replace(describe_parity(sites, topology, coded, saved.groups), reason="")
+    holders = saved.holders()
+    copied = PlacementPolicy(max(map(len, holders.values()), default=0), level, required=False)
+    return replace(describe(sites, topology, copied, holders), reason="")
+
+
 def node_labels(cluster: Cluster, saved: SavedPlacement | None) -> tuple[dict[str, dict[str, str]], str]:
-    """(labels by node, what is wrong with them). Where the user may not read nodes, as the operator wrote
-    them down."""
+    """(labels by node, what is wrong with them): by the operator's notes if the user may not read nodes."""
     try:
         nodes = cluster.nodes()
     except Forbidden:

@@ -4,8 +4,6 @@
 installed, so it is handed over before anything else is imported.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -7,6 +7,7 @@ characters become visible ones: none of them moves a cursor, sets a title or fil
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import io
 import json
 import re
@@ -86,8 +87,7 @@ class _Pipe(_Console):
 
 
 def console() -> Console:
-    """On standard output. Colours only on a terminal, and never with NO_COLOR; what the encoding lacks
-    becomes "?"."""
+    """On standard output. Colours on a terminal only, never with NO_COLOR; what cannot be encoded is "?"."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     made = _Console(highlight=False, soft_wrap=False)
@@ -114,11 +114,6 @@ def folded(heading: str) -> Column:
 def facts(gap: int = 2) -> Table:
     """A grid of names and what there is to say about each."""
     return Table.grid(Column(style="dim", no_wrap=True), Column(ratio=1), padding=(0, gap, 0, 0))
-
-
-def plural(count: int, noun: str) -> str:
-    """`3 steps`, `1 step`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def progress_bar() -> Progress:
@@ -176,3 +171,29 @@ def spell(value: Any) -> Any:
     return (
         (round(value, 3) if abs(value) >= 1 else float(f"{value:.4g}")) if isinstance(value, float) else value
     )
+
+
+def clock(seconds: float) -> str:
+    """2026-11-21 13:05:09, in UTC: clusters and their people are in many places."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def short(seconds: float) -> str:
+    """An age or a duration: 40ms, 1.8s, 42s, 3m5s, 2h10m, 3d4h."""
+    if seconds <= 0:
+        return "0s"
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= (2 * size if unit == "m" else size):
+            rest = whole % size // smaller
+            return f"{whole // size}{unit}{f'{rest}{name}' if rest and whole < 10 * size else ''}"
+    return f"{whole}s"
+
+
+def age(seconds: float) -> str:
+    """As `short`, in whole seconds: what the clocks of two machines say is no more exact than that."""
+    return short(seconds) if seconds >= 9.95 else f"{max(0, round(seconds))}s"

@@ -1,7 +1,5 @@
 """`python -m tiercheck_local up`: a laptop cluster in the foreground, to be explored with kubectl."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

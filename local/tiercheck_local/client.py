@@ -38,8 +38,7 @@ def _in_thread(
 
 
 class Client:
-    """One API server. Open with `async with`; every call raises RequestFailed, and does what ApiServer
-    says."""
+    """One API server. Open with `async with`; every call raises RequestFailed and does as in ApiServer."""
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
@@ -93,8 +92,7 @@ class Client:
     async def follow(
         self, resource: ApiResource, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> AsyncIterator[Listing | Changed]:
-        """The collection, then every change to it, for ever. A new Listing follows whenever some may have
-        been missed."""
+        """The collection, then every change, for ever. A new Listing follows whenever one may be missed."""
         loop, stop = asyncio.get_running_loop(), threading.Event()
         news: asyncio.Queue[Listing | Changed | BaseException] = asyncio.Queue()
 

@@ -1,7 +1,5 @@
 """Times as the API writes them."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 

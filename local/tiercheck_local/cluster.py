@@ -1,17 +1,334 @@
-"""Runs a whole cluster on one machine: what can be applied to it, and what can go wrong in it."""
+"""The laptop cluster, and all that can be made to go wrong in it, from one process to everything."""
 
-from __future__ import annotations
-
+import os
+import shutil
+import signal
+import subprocess
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import yaml
 
-from tiercheck_cli.api_server import CRDS, Object, RequestFailed
-from tiercheck_local.faults import Faults
+from tiercheck.failpoints import STRUCK, Arming
+from tiercheck.protocol.artifacts.slot import NotASlot, SlotHeader, read_header
+from tiercheck.warm import IDLE_NAME
+from tiercheck_cli.api_server import CRDS, NODES, PODS, Object, RequestFailed
+from tiercheck_local import links, markers
+from tiercheck_local.node.agent import LOSE_EVERY_POD
+from tiercheck_local.node.container import HOLD, OUT_OF_MEMORY
+from tiercheck_local.nodespec import RACK
 from tiercheck_local.running import PATIENCE, RunningCluster
+
+_HEADER_ROOM = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Of a failpoint."""
+
+    pid: int
+    at: float
+    """Unix seconds."""
+
+
+class NothingToHit(LookupError):
+    """The target of the fault is not there; the message names it."""
+
+
+class Faults:
+    """Of one cluster. Each returns when the harm is done; the caller awaits that the cluster notices."""
+
+    def __init__(self, cluster: RunningCluster) -> None:
+        self._cluster = cluster
+        self._cut: set[frozenset[str]] = set()
+
+    # Processes of a pod.
+
+    def kill_container_process(
+        self, pod: str, container: str = "trainer", number: int = signal.SIGKILL, namespace: str = "default"
+    ) -> int:
+        """Signal one process of the user's command: a leaf of the container's process tree, not its first
+        process (the launcher), unless that is alone, nor the interpreter that waits for the next attempt.
+        Returns its PID. Raises NothingToHit."""
+        found = self.container_processes(pod, container, namespace)
+        if not found:
+            raise NothingToHit(f"no process runs in container {container} of pod {pod}")
+        parents = {_parent(pid) for pid in found}
+        leaves = [pid for pid in found if pid not in parents and not waits_warm(pid)] or found[:1]
+        target = max(leaves, key=_resident)  # the training process, not a helper that it started
+        os.kill(target, number)
+        return target
+
+    def container_processes(self, pod: str, container: str, namespace: str = "default") -> list[int]:
+        """Host PIDs of everything in the container, oldest first."""
+        return sorted(markers.pids(markers.POD, self._place(pod, namespace, container)))
+
+    def processes_of(self, node: str, pod_uid: str, container: str) -> list[int]:
+        """As `container_processes`, for a pod that the API may know no more, as after a partition."""
+        return sorted(markers.pids(markers.POD, markers.place(self._cluster.id, node, pod_uid, container)))
+
+    def kill_container(self, pod: str, container: str, namespace: str = "default") -> None:
+        """SIGKILL everything in one container at once. Raises NothingToHit."""
+        if not markers.send(markers.POD, self._place(pod, namespace, container), signal.SIGKILL):
+            raise NothingToHit(f"no process runs in container {container} of pod {pod}")
+
+    def oom_kill_container(self, pod: str, container: str = "trainer", namespace: str = "default") -> None:
+        """As the kernel does with a container that outgrows its memory limit: everything in it is killed at
+        once, and its end has the reason OOMKilled. Raises NothingToHit."""
+        mark = (self._cluster.logs / pod / container).with_suffix(OUT_OF_MEMORY)
+        mark.touch()
+        try:
+            self.kill_container(pod, container, namespace)
+        except NothingToHit:
+            mark.unlink()
+            raise
+
+    def hold_starts(self, container: str) -> None:
+        """From now on containers of that name run without their process until `let_start`: a busy node on
+        which it takes long to listen."""
+        (self._cluster.directory / f"{HOLD}{container}").touch()
+
+    def let_start(self, container: str) -> None:
+        """End of `hold_starts`, if it has begun."""
+        (self._cluster.directory / f"{HOLD}{container}").unlink(missing_ok=True)
+
+    # Pods.
+
+    def evict_pod(self, pod: str, namespace: str = "default") -> None:
+        """Through the Eviction API, once. Raises RequestFailed 429 if a disruption budget forbids it."""
+        eviction = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": namespace},
+        }
+        self._cluster.api.request("POST", PODS.path(namespace, pod, "eviction"), eviction)
+
+    def drain_pod(self, pod: str, namespace: str = "default", patience: float = 120.0) -> None:
+        """As `kubectl drain`: evict it, again and again while a budget forbids it. Raises GaveUp."""
+
+        def evicted() -> bool:
+            try:
+                self.evict_pod(pod, namespace)
+            except RequestFailed as failure:
+                if failure.code != 429:
+                    raise
+                return False
+            return True
+
+        self._cluster.wait_for(evicted, patience, f"pod {pod} to be evicted")
+
+    def delete_pods(self, labels: str = "", namespace: str = "default", grace: int | None = 0) -> list[str]:
+        """Delete the selected pods (by default at once, without grace); their names."""
+        names = [pod["metadata"]["name"] for pod in self._cluster.pods(labels, namespace)]
+        for name in names:
+            self._cluster.api.delete(PODS, namespace, name, grace=grace)
+        return names
+
+    def kill_all_pods(self) -> None:
+        """All processes of all pods die at once, with their memory; the nodes live and report Failed pods."""
+        for name in self._cluster.nodes:
+            agent = self._cluster.agent(name)
+            if agent.poll() is None:
+                agent.send_signal(LOSE_EVERY_POD)
+        markers.kill(markers.POD, self._cluster.id)
+
+    # Nodes.
+
+    def kill_node(self, name: str) -> None:
+        """Power loss: agent and every process of the node die at once, its memory is gone, unreported."""
+        self.kill_nodes([name])
+
+    def kill_rack(self, value: str, label: str = RACK) -> list[str]:
+        """As `kill_node`, for all nodes with this label value at once; their names. Raises NothingToHit."""
+        names = self.nodes_with(label, value)
+        if not names:
+            raise NothingToHit(f"no node has {label}={value}")
+        self.kill_nodes(names)
+        return names
+
+    def kill_nodes(self, names: Iterable[str]) -> None:
+        names = list(names)
+        for name in names:
+            self._cluster.agent(name).kill()
+        for name in names:
+            markers.kill(markers.POD, markers.place(self._cluster.id, name))
+        for name in names:
+            self._cluster.agent(name).wait()
+            shutil.rmtree(self._cluster.memory_folder(name), ignore_errors=True)
+            shutil.rmtree(self._cluster.scratch_folder(name), ignore_errors=True)
+
+    def revive_node(self, name: str) -> None:
+        """Power back on after `kill_node`: empty, and Ready again soon."""
+        if self._cluster.agent(name).poll() is None:
+            raise NothingToHit(f"node {name} is not down")
+        self._cluster.start_agent(name)
+
+    def partition_node(self, name: str) -> None:
+        """Cut the node off from the API server, or stop its kubelet: its agent is silent, its pods go on
+        (and reach each other still)."""
+        self._cluster.agent(name).send_signal(signal.SIGSTOP)
+
+    def heal_node(self, name: str) -> None:
+        """End of `partition_node`."""
+        self._cluster.agent(name).send_signal(signal.SIGCONT)
+
+    def cordon_node(self, name: str, cordoned: bool = True) -> None:
+        """As `kubectl cordon` / `uncordon`."""
+        self._cluster.api.patch(NODES, None, name, {"spec": {"unschedulable": cordoned or None}})
+
+    # Links.
+
+    def cut_links(
+        self, pod: str, others: Iterable[str], *, operator: bool = False, namespace: str = "default"
+    ) -> None:
+        """Nothing gets through any more between the pod and each of `others` (pods), and the operator if so
+        wished. Kubernetes notices nothing: the node's agent has its own line. Raises NothingToHit if the
+        cluster was not made `cuttable`."""
+        here = self._pod(pod, namespace)["status"]["podIP"]
+        there = {self._pod(other, namespace)["status"]["podIP"] for other in others}
+        self._cut |= {
+            frozenset((here, address))
+            for address in (there | ({links.OPERATOR} if operator else set())) - {here}
+        }
+        self._write_cuts()
+
+    def mend_links(self) -> None:
+        """All of them. What was connected before the cut stays dead until its owner gives it up."""
+        self._cut.clear()
+        if self._cluster.cuts is not None:
+            self._write_cuts()
+
+    def _write_cuts(self) -> None:
+        if self._cluster.cuts is None:
+            raise NothingToHit("links can be cut in a cluster that was made with cuttable=True only")
+        links.write(self._cluster.cuts, self._cut)
+
+    def taint_node(self, name: str, key: str, effect: str = "NoSchedule") -> None:
+        """As an autoscaler announces the end of a node."""
+        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": [{"key": key, "effect": effect}]}})
+
+    def untaint_node(self, name: str) -> None:
+        """Take all taints away."""
+        self._cluster.api.patch(NODES, None, name, {"spec": {"taints": None}})
+
+    def nodes_with(self, label: str, value: str) -> list[str]:
+        return [name for name, node in self._cluster.nodes.items() if node.labels.get(label) == value]
+
+    # The operator.
+
+    def pause_operator(self) -> None:
+        self._operator().send_signal(signal.SIGSTOP)
+
+    def resume_operator(self) -> None:
+        self._operator().send_signal(signal.SIGCONT)
+
+    def kill_operator(self) -> None:
+        """SIGKILL; start it again with `cluster.start_operator`."""
+        process = self._operator()
+        process.kill()
+        process.wait()
+
+    def _operator(self) -> subprocess.Popen[bytes]:
+        if self._cluster.operator is None:
+            raise NothingToHit("the operator was not started")
+        return self._cluster.operator
+
+    # Failpoints.
+
+    def arm(self, whose: str, arming: Arming) -> None:
+        """From now on this strikes the process, or all those of a container. `whose`: a replica of the
+        operator, or <pod>.<container>. What had struck there before is forgotten. Raises NothingToHit if the
+        cluster was not made with `failpoints`."""
+        path = self._armed(whose)
+        path.unlink(missing_ok=True)  # what was armed before must not find its strikes forgotten
+        Path(f"{path}{STRUCK}").unlink(missing_ok=True)
+        fresh = path.with_name(f".{path.name}")
+        fresh.write_text(f"{arming}\n")
+        os.replace(fresh, path)
+
+    def disarm(self, whose: str) -> None:
+        self._armed(whose).unlink(missing_ok=True)
+
+    def strikes(self, whose: str) -> list[Strike]:
+        """Of what `arm` was called with last."""
+        try:
+            lines = Path(f"{self._armed(whose)}{STRUCK}").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [Strike(int(pid), float(at)) for _, _, pid, at in map(str.split, lines)]
+
+    def _armed(self, whose: str) -> Path:
+        if self._cluster.failpoints is None:
+            raise NothingToHit("failpoints can be armed in a cluster that was made with failpoints=True only")
+        return self._cluster.failpoints / whose
+
+    # Copies.
+
+    def sealed_slots(
+        self, pod: str, rank: int | None = None, namespace: str = "default"
+    ) -> dict[Path, SlotHeader]:
+        """Sealed slots in the pod's memory (of one rank), newest first: own ones and hosted copies alike."""
+        found = self._pod(pod, namespace)
+        memory = self._cluster.memory_folder(found["spec"]["nodeName"], found["metadata"]["uid"])
+        slots: dict[Path, SlotHeader] = {}
+        for seal in memory.rglob("*.seal"):
+            slot = seal.with_suffix("")
+            try:
+                with slot.open("rb") as file:
+                    header = read_header(file.read(_HEADER_ROOM), slot.stat().st_size)
+            except (NotASlot, OSError):
+                continue
+            if rank is None or header.rank == rank:
+                slots[slot] = header
+        return dict(sorted(slots.items(), key=lambda entry: entry[1].version, reverse=True))
+
+    def flip_bit(self, pod: str, rank: int, namespace: str = "default") -> list[Path]:
+        """Flip a bit of data in every sealed slot of `rank` in the pod; the slots. Raises NothingToHit."""
+        slots = self.sealed_slots(pod, rank, namespace)
+        if not slots:
+            raise NothingToHit(f"pod {pod} holds no sealed slot of rank {rank}")
+        for slot, header in slots.items():
+            with slot.open("r+b") as file:
+                file.seek(header.size - 1)
+                last = file.read(1)[0]
+                file.seek(header.size - 1)
+                file.write(bytes([last ^ 1]))
+        return list(slots)
+
+    def _pod(self, name: str, namespace: str) -> Object:
+        return self._cluster.api.get(PODS, namespace, name)
+
+    def _place(self, pod: str, namespace: str, container: str) -> str:
+        found = self._pod(pod, namespace)
+        return markers.place(
+            self._cluster.id, found["spec"].get("nodeName", ""), found["metadata"]["uid"], container
+        )
+
+
+def _parent(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def waits_warm(pid: int) -> bool:
+    """Whether it is an interpreter that the launcher keeps for the next attempt."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() == IDLE_NAME
+    except OSError:
+        return False
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
 
 
 class LocalCluster(RunningCluster):

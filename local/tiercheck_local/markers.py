@@ -4,8 +4,6 @@ Each process carries its place in its environment, and children inherit it. A pr
 starts its own session, as launchers do; a PID namespace would need privileges.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -24,8 +22,7 @@ class Unkillable(RuntimeError):
 
 
 def pids(variable: str, where: str) -> list[int]:
-    """Processes of this user, other than this one, whose `variable` is `where` or below it. Zombies have no
-    environment."""
+    """Other processes of this user whose `variable` is `where` or below it. Zombies have no environment."""
     wanted = f"{variable}={where.rstrip('/')}".encode()
     endings = (wanted + b"\0", wanted + b"/")
     found = []
@@ -61,8 +58,7 @@ def kill(variable: str, where: str, patience: float = 10.0) -> None:
 
 
 def place(cluster: str, node: str, pod_uid: str = "", container: str = "") -> str:
-    """The value of `POD`, or the beginning of it that all containers of the pod, all pods of the node
-    share."""
+    """The value of `POD`, or the beginning that all containers of the pod, all pods of the node share."""
     return "/".join(part for part in (cluster, node, pod_uid, container) if part)
 
 

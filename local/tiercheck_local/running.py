@@ -5,8 +5,6 @@ process, so that nothing outlives it: `stop` finds stragglers by the id, and if 
 see the pipe end and clean up.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess
@@ -22,10 +20,10 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck_cli.api_server import NODES, PODS, ApiServer, Object
 from tiercheck_local import links, markers
 from tiercheck_local.addresses import Octet, free_ports
-from tiercheck_local.controllers.scheduling import ready_status
-from tiercheck_local.controlplane import ControlPlane, open_control_plane
+from tiercheck_local.controllers.scheduler import ready_status
+from tiercheck_local.controlplane.planes import ControlPlane, open_control_plane
+from tiercheck_local.node.pod import Settings
 from tiercheck_local.node.process import FIRST_BACK_OFF
-from tiercheck_local.node.settings import Settings
 from tiercheck_local.nodespec import NodeSpec
 
 T = TypeVar("T")
@@ -40,8 +38,7 @@ class GaveUp(AssertionError):
 def wait_for(
     condition: Callable[[], T | None], deadline: float, what: str, explain: Callable[[], str] = lambda: ""
 ) -> T:
-    """The first truthy result of `condition`, asked ten times a second. After `deadline` seconds GaveUp with
-    `explain()`."""
+    """The first truthy `condition()`, asked ten times a second. Raises GaveUp with `explain()`."""
     end = time.monotonic() + deadline
     while True:
         result = condition()
@@ -86,8 +83,7 @@ class RunningCluster:
         self.cuts = self.directory / "cut-links" if cuttable else None
         """The file that names the links that are cut."""
         self.failpoints = self.directory / "failpoints" if failpoints else None
-        """Folder of the files that arm failpoints: <pod>.<container>, and one for each replica of the
-        operator."""
+        """Folder of the files that arm failpoints: <pod>.<container>, and one for each operator replica."""
         self._numbers = {node.name: number for number, node in enumerate(nodes, start=1)}
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._controllers: subprocess.Popen[bytes] | None = None
@@ -122,8 +118,7 @@ class RunningCluster:
         return self.directory / "logs"
 
     def start(self) -> None:
-        """Returns when every node is Ready. Raises ControlPlaneFailed, GaveUp; nothing is left behind
-        then."""
+        """Returns when every node is Ready. Raises ControlPlaneFailed, GaveUp, with nothing left behind."""
         self.logs.mkdir(parents=True, exist_ok=True)
         if self.failpoints is not None:
             self.failpoints.mkdir(exist_ok=True)
@@ -228,8 +223,7 @@ class RunningCluster:
         return self.api.list(PODS, namespace, labels)
 
     def wait_for(self, condition: Callable[[], T | None], deadline: float, what: str) -> T:
-        """The first truthy result of `condition` within `deadline` seconds. Raises GaveUp, which tells how
-        things stand."""
+        """The first truthy `condition()` within `deadline` seconds. Raises GaveUp with how things stand."""
         return wait_for(condition, deadline, what, self.explain)
 
     def explain(self) -> str:

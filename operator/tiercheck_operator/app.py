@@ -7,8 +7,6 @@ while the operator is down, and its owner references leave nothing behind. Every
 that leads has loops for the jobs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes
@@ -26,21 +24,23 @@ import kopf
 
 from tiercheck.protocol import names
 from tiercheck.redaction import known_secrets, log_redacted
-from tiercheck_operator.attach.service import AttachService
+from tiercheck_operator.attach.adoption import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity, NodeLeases
-from tiercheck_operator.kubernetes.election.elector import Elector, boot_clock
+from tiercheck_operator.kubernetes.election import Elector, boot_clock
 from tiercheck_operator.kubernetes.login import Access
 from tiercheck_operator.kubernetes.object_reader import WatchSession
-from tiercheck_operator.kubernetes.resync import Resync, WatchedKind, stuck
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
+    Resync,
     Strange,
     Watched,
+    WatchedKind,
     copy_of_job,
     date_containers,
+    stuck,
     version_in,
 )
 from tiercheck_operator.metrics import Metrics
@@ -55,8 +55,7 @@ _KIND_EVERY = 2.0
 _LAST_WRITES = 5.0
 """Seconds for what was sent last to arrive, before the lease is given back."""
 _LAST_WATCHES = 0.5
-"""Seconds for the watches to be closed. Nothing is owed by then; kopf may be trying to reach a server in
-vain."""
+"""Seconds for the watches to be closed. Nothing is owed by then; kopf may try to reach a server in vain."""
 _BEAT = 0.25
 """Seconds between two signs of life of the event loop."""
 
@@ -135,8 +134,7 @@ class Operator:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, as signals do, or a watch is lost for good (then the process shall be started
-        again)."""
+        """Until `stop` is set, as signals do, or a watch is lost for good (the process is to start again)."""
         pages = Pages(self._metrics.text, self._trouble, self._ready, tls=self._config.metrics_tls)
         await pages.start(self._config.metrics_host, self._config.metrics_port)
         self._attach.start()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tiercheck.about import __version__
-from tiercheck_operator.kubernetes.election.candidate import Terms
+from tiercheck_operator.kubernetes.election import Terms
 from tiercheck_operator.manifests.pod_settings import NodeMemory, absolute_path
-from tiercheck_operator.model.node_signs import NO_SETTINGS, NodeSigns, parse_signs
 from tiercheck_operator.model.observed import Patience
+from tiercheck_operator.model.parsing import NO_SETTINGS, NodeSigns, parse_signs
 
 T = TypeVar("T")
 _PATIENCE = (

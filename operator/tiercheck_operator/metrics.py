@@ -5,8 +5,6 @@ own metrics take half a KiB for each series, with locks and times of creation: m
 else that is known of it.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -249,8 +247,7 @@ class Metrics:
                 self._proof_age.set((job.namespace, job.name), at, name)
 
     def _begin(self, key: tuple[str, str]) -> None:
-        """Counters begin at zero: of one that appears as 1, Prometheus sees no increase, so the first event
-        would be missed."""
+        """Counters begin at zero: of one that appears as 1 Prometheus sees no increase, and misses it."""
         if key in self._begun:
             return
         self._begun.add(key)

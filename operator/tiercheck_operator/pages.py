@@ -4,8 +4,6 @@ It asks nobody who he is, so each connection lasts for seconds only, and of too 
 most gives way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -32,7 +30,7 @@ async def _once(
     return response
 
 
-class Pages:
+class Pages(Arrivals):
     """`metrics` in the exposition format, `trouble` as sentences (empty: none), `ready` or not; `tls`: a
     folder with tls.crt and tls.key, empty: plain HTTP."""
 
@@ -56,16 +54,7 @@ class Pages:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         self._strangers = Strangers(lambda: _MOST)
-        self._arrivals = Arrivals(self._serve)
-
-    async def start(self, host: str, port: int) -> None:
-        """Raises OSError if the address is taken."""
-        await self._runner.setup()
-        self._arrivals.start(host, port)
-
-    async def stop(self) -> None:
-        await self._arrivals.stop()
-        await self._runner.cleanup()
+        super().__init__(self._runner, self._serve)
 
     async def _serve(self, connection: socket.socket, address: str) -> None:
         server = self._runner.server

@@ -8,8 +8,6 @@ workers are longer, and rest between two answers, so that a job takes a bounded 
 What a report means is decided elsewhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -58,15 +56,13 @@ _KEPT = 60.0
 """Seconds that a second connection is kept for the next call: between the question what is held, the
 directive to restore and the release. Each takes some 40 KiB; a handshake takes a millisecond or two."""
 _MOST_KEPT = 512
-"""Of all jobs together: with more workers than that, their memory costs more than the handshakes of the
-others."""
+"""Of all jobs together: with more workers, their memory costs more than the handshakes of the others."""
 _RETRY = 1.0
 """Seconds between calls to a sidecar that does not answer any more."""
 _FIRST_RETRY = 0.2
 """The same for one that has never answered: it is probably starting, and somebody waits for it."""
 _AT_ONCE = 2.0
-"""Seconds that a sidecar may take to answer a call that waits for nothing. Its host is knocked at before it
-is called silent."""
+"""Seconds for a sidecar to answer a call that waits for nothing. Then its host is tried."""
 _KNOCK = 1.0
 """Seconds that a host may take to accept or refuse a connection."""
 _MOST_BODY = 1024 * 1024
@@ -74,8 +70,7 @@ _MOST_BODY = 1024 * 1024
 _SMALL_BODY, _LARGE_AT_ONCE = 64 * 1024, 2
 """Bytes of an answer that may come at any time; and how many larger ones of a job, one after the other."""
 _OF_JOB, _OF_SIDECAR = 2 * 1024 * 1024, 128 * 1024
-"""Bytes of the newest answers of a job's sidecars together, which stay in memory: for the job, and for each.
-"""
+"""Bytes of the newest answers of a job's sidecars together, kept in memory: for the job, and for each."""
 _PIECE = 32 * 1024
 """Bytes of a directive that are enciphered at once. What TLS takes at once it keeps room for, for as long as
 the connection lives: of a table of sources, more than everything else that a worker takes here."""
@@ -142,8 +137,7 @@ def _failure_of(error: BaseException | None) -> str:
 
 
 class Lines:
-    """What the sidecars of all jobs share: one session, turns to begin a call, and who has a second
-    connection."""
+    """Shared by the sidecars of all jobs: one session, turns to begin a call, who has a second connection."""
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(_BEGUN)
@@ -262,8 +256,7 @@ class JobSidecars:
                 self._reports[uid] = replace(known, report=_without_holdings(known.report), held_at=None)
 
     def probe(self, uid: str) -> None:
-        """Ask now, beside the long poll that is under way. Who is silent is asked again and
-        again in any case."""
+        """Ask now, beside the long poll under way. Who is silent is asked again and again in any case."""
         if uid in self._hosts and uid not in self._silent:
             self._again.add(uid)
             if uid not in self._asking:
@@ -399,8 +392,7 @@ class JobSidecars:
         polls: bool = False,
         keeps: bool = True,
     ) -> Report:
-        """`body`: in parts. `polls`: on the connection that long polls use. `keeps`: another may stay for the
-        next call."""
+        """`body`: in parts. `polls`: on the connection of long polls. `keeps`: another may stay for more."""
         url = _url(host, path)
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
         headers = {"Authorization": self._token, signing.HEADER: self._of_pod.get(host, "")}
@@ -556,9 +548,7 @@ async def in_pieces(parts: Iterable[bytes]) -> AsyncIterator[memoryview]:
 
 
 async def _body(response: aiohttp.ClientResponse, host: str, large: asyncio.Semaphore) -> bytes:
-    """As it was sent: not decompressed, and never more than what an honest sidecar says. Raises
-    SidecarError.
-    """
+    """As it was sent: not decompressed, never more than what an honest sidecar says. Raises SidecarError."""
     found = bytearray()
     async with contextlib.AsyncExitStack() as turn:
         async for piece in response.content.iter_any():
@@ -584,8 +574,7 @@ async def _knock(address: str) -> HostSign:
 
 
 def _stepped(before: Report | None, after: Report) -> bool:
-    """Whether its trainer has made a step between the two. A sidecar that was started again learns of old
-    ones."""
+    """Whether its trainer made a step between the two. A sidecar that started again learns of old ones."""
     if before is None or before.attempt != after.attempt or before.trainer.step is None:
         return False
     return (after.trainer.step or 0) > before.trainer.step

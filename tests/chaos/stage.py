@@ -20,12 +20,10 @@ from tests.chaos.store import BUCKET, Store
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import PODS, Object, RequestFailed
-from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.job import CREDENTIALS, credentials
-from tiercheck_local.demo.object_store import REGION
+from tiercheck_local.cluster import LocalCluster, NothingToHit, Strike
+from tiercheck_local.demo.job import CREDENTIALS, REGION, credentials
 from tiercheck_local.demo.scenario import condition_is
 from tiercheck_local.demo.stage import LaptopStage
-from tiercheck_local.faults import NothingToHit, Strike
 from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from tests.access import load
-from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
+from tiercheck_local.controlplane.planes import write_kubeconfig
 
 _HOP_BY_HOP = {"transfer-encoding", "content-length", "content-encoding", "connection", "host"}
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}

@@ -26,7 +26,7 @@ from tests.chart.chart_under_test import (
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
-from tiercheck_operator.model.node_signs import parse_signs
+from tiercheck_operator.model.parsing import parse_signs
 
 REGENERATE = "run: make chart"
 

@@ -10,8 +10,7 @@ import pytest
 from tests.cluster.jobs import PATIENCE, Job, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck_cli.api_server import NODES
-from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.faults import waits_warm
+from tiercheck_local.cluster import LocalCluster, waits_warm
 
 pytestmark = pytest.mark.cluster
 

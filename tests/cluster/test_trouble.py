@@ -13,11 +13,11 @@ import pytest
 from tests.cluster.jobs import TRAINER, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
 from tiercheck_cli.api_server import SECRETS
-from tiercheck_cli.status.screen import screen
+from tiercheck_cli.status.command import screen
 from tiercheck_cli.status.view import status_view
 from tiercheck_cli.terminal import to_plain_text
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.object_store import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
+from tiercheck_local.demo.job import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
 
 pytestmark = pytest.mark.cluster
 

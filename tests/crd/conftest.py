@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.crd.crd_api import Api, open_api
-from tiercheck_local.controlplane import open_control_plane
+from tiercheck_local.controlplane.planes import open_control_plane
 
 
 @pytest.fixture(

@@ -29,7 +29,7 @@ from tiercheck.protocol.version import Branch, History, Kind, Share, Version
 from tiercheck_local.apiserver.schema.structural import faults
 from tiercheck_operator.model.status import render_record
 from tiercheck_operator.planning.recovery import availability
-from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
+from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
 from tiercheck_operator.plausible import MOST, by_our_clock, make_plausible
 from tiercheck_operator.sidecars import JobSidecars, read_report

@@ -81,9 +81,9 @@ def test_wheel_carries_the_troubleshooting_guide_as_it_is(unpacked: Path) -> Non
     assert (unpacked / "tiercheck_cli" / "troubleshooting.md").read_text() == guide
     code = (
         f"import sys; sys.path[:0] = [{str(unpacked)!r}]; from tiercheck_cli import guide; "
-        "print(guide.entry('RemoteForbidden').meaning)"
+        "print(guide.entry('RemoteForbidden').advice)"
     )
-    assert run_isolated(code).startswith("It ")
+    assert run_isolated(code).startswith("Allow ")
 
 
 def test_wheel_puts_nothing_else_on_the_import_path(unpacked: Path) -> None:

@@ -3,8 +3,6 @@
 So there is one reader of its layout and digests.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,8 +34,7 @@ except ModuleNotFoundError as missing:
 
 
 def settings_of_url(url: str, endpoint: str | None, region: str | None) -> str:
-    """What `open_store` wants, of s3://BUCKET/PREFIX?FIELD=VALUE or the path of a shared directory. Raises
-    CannotDo."""
+    """What `open_store` wants, of s3://BUCKET/PREFIX?FIELD=VALUE or a shared directory. Raises CannotDo."""
     if "://" not in url:
         return json.dumps({"directory": {"path": url}})
     parts = urlsplit(url)
@@ -116,8 +113,7 @@ def _slot(store: RemoteStore, brief: RankArtifact) -> SavedArtifact:
 
 @refusals()
 def check_empty(store: RemoteStore) -> None:
-    """Raises CannotDo if there are versions: a job begins from the newest, and nothing may come between
-    them."""
+    """Raises CannotDo if there are versions: a job begins from the newest, nothing may come between."""
     store.check()
     if versions := store.versions():
         raise CannotDo(

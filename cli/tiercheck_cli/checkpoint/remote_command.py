@@ -1,7 +1,5 @@
 """Runs `remote`: tries a durable store out, and says or changes whose a job's folder there is."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer
@@ -64,15 +62,13 @@ def owner(
     """Whose the job's folder in its store is. With --remote and -n no cluster is asked."""
     from tiercheck_cli.checkpoint import remote as tier
 
-    if place is not None and namespace is not None:
-        settings = tier.settings_of_url(place, endpoint, region)
-    else:
+    if place is None or namespace is None:
         cluster = Cluster.connect(kubeconfig, context, namespace)
         namespace = cluster.namespace
-        if place is not None:
-            settings = tier.settings_of_url(place, endpoint, region)
-        else:
-            settings = tier.settings_of_job(cluster.job(job), endpoint, region)
+    if place is not None:
+        settings = tier.settings_of_url(place, endpoint, region)
+    else:
+        settings = tier.settings_of_job(cluster.job(job), endpoint, region)
     with tier.refusals():
         found = tier.open_store(settings, f"{namespace}/{job}").ownership.owner()
     say("nobody's yet" if found is None else found.described)

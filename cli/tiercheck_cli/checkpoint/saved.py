@@ -79,11 +79,9 @@ class Saved:
     """By rank."""
     headers: tuple[SlotHeader, ...]
     tensors: Mapping[str, WholeTensor]
-    """By their full names in the state (dcp), or as a `Checkpointer` calls them: `model/...`,
-    `optimizer0/...`."""
+    """By full names in the state (dcp), or as a `Checkpointer` names them: `model/...`, `optimizer0/...`."""
     notes: tuple[Mapping[str, Any], ...]
-    """Of each rank, of a version that torch.distributed.checkpoint saved (`tiercheck.trainer.dcp.note`), else
-    empty."""
+    """By rank, of a version of torch.distributed.checkpoint (`tiercheck.trainer.dcp.note`), else empty."""
     unequal: tuple[str, ...] = ()
     """Names of tensors that ranks hold differently; here they are the lowest rank's."""
 
@@ -93,8 +91,7 @@ class Saved:
         return self.headers[0].metadata.get(FORMAT, "")
 
     def entry(self, rank: int, name: str, length: str) -> bytes:
-        """The bytes of an entry that is no tensor; `length` is the key of the metadata that tells how many.
-        Raises CannotDo."""
+        """The bytes of an entry that is no tensor: as many as metadata `length` says. Raises CannotDo."""
         header = self.headers[rank]
         try:
             begin, end = header.blob(name, length)

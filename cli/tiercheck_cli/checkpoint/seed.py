@@ -3,8 +3,6 @@
 Tensors go one by one into a mapped file, so the model does not have to fit into memory.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -133,8 +131,7 @@ def _from_file(path: Path, begin: int, end: int, most: int = 64 * 1024 * 1024) -
 
 
 class _MetadataOnly(pickle.Unpickler):
-    """torch writes `.metadata` as a pickle. Only the plain classes that it is made of are let in, so it runs
-    no code."""
+    """torch pickles `.metadata`. Only the plain classes that it is made of are let in, so it runs no code."""
 
     _ALLOWED = frozenset({
         ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),

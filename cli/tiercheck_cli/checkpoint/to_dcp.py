@@ -1,7 +1,5 @@
 """Writes a plain folder of torch.distributed.checkpoint, readable wherever torch is."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable, Mapping
@@ -37,8 +35,7 @@ def write(saved: Saved, folder: Path, progress: Progress) -> list[str]:
 
 
 class _Reading(DefaultSavePlanner):
-    """Plans with tensors that have no bytes, and reads each when its turn comes: one is in memory at a
-    time."""
+    """Plans with tensors that have no bytes, and reads each when its turn comes: one in memory at a time."""
 
     def __init__(self, saved: Saved, stored: Mapping[str, WholeTensor], progress: Progress) -> None:
         super().__init__()

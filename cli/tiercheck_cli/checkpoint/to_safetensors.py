@@ -4,8 +4,6 @@ Bytes are copied as they are, so neither torch nor safetensors has to be install
 Layout: https://huggingface.co/docs/safetensors, `save_torch_state_dict` of huggingface_hub.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -23,8 +21,7 @@ Progress = Callable[[str, int], None]
 
 
 def choose_tensors(saved: Saved, prefix: str) -> dict[str, WholeTensor]:
-    """The tensors below `prefix`, by their names without it; all with their full names if it is empty. Raises
-    CannotDo."""
+    """The tensors below `prefix`, by their names without it; all tensors if it is empty. Raises CannotDo."""
     if not prefix:
         return dict(saved.tensors)
     found = {

@@ -1,7 +1,5 @@
 """`events`: what happened to a job, in order of time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,7 +8,6 @@ import typer
 from rich.table import Column, Table
 
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.durations import age, clock
 from tiercheck_cli.events.recoveries import Happening, story
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.terminal import (
@@ -20,6 +17,8 @@ from tiercheck_cli.terminal import (
     Output,
     OutputFormat,
     Text,
+    age,
+    clock,
     columns,
     console,
     remark,

@@ -1,14 +1,12 @@
 """What happened to a job: recoveries, as its status tells them, and in order of time with its Events."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
-from tiercheck_cli.durations import short
-from tiercheck_cli.terminal import plural
+from tiercheck_cli.terminal import short
+from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.status import parse_time
 
 EXACT_WORDS = {"Proven": "proven", "NotComparable": "unproven", "Differs": "differs"}

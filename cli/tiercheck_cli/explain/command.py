@@ -1,32 +1,42 @@
 """`explain`: why the last recovery took what it took, and what the next one would."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.events.recoveries import recoveries
-from tiercheck_cli.explain.losses import losses
-from tiercheck_cli.explain.screen import what_if_screen, why_screen
-from tiercheck_cli.explain.what_if import WhatIf, answer, held_steps
+from tiercheck_cli.events.recoveries import PastRecovery, recoveries
+from tiercheck_cli.explain.what_if import WhatIf, answer, held_steps, hit, losses
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
 from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
 from tiercheck_cli.terminal import (
+    PHASES,
+    TIER_COLOURS,
     Context,
     Kubeconfig,
     Namespace,
     Output,
     OutputFormat,
+    Text,
+    age,
+    clock,
+    columns,
     console,
+    facts,
     remark,
+    right,
+    short,
     write,
 )
+from tiercheck_operator.model.conditions import plural
+from tiercheck_operator.model.status import parse_time
 
 
 def explain(
@@ -131,3 +141,232 @@ def _workers_by_pod(cluster: Cluster, job: dict[str, Any]) -> dict[str, int]:
         if worker.isdigit():
             found[pod["metadata"]["name"]] = int(worker)
     return found
+
+
+_WHENCE = {
+    Tier.LOCAL: "from their own pod's memory",
+    Tier.PEER: "from the memory of other workers",
+    Tier.REMOTE: "from the remote tier",
+}
+_BAR = 28
+_PEERS_NAMED = 8
+
+
+def why_screen(job: Mapping[str, Any], past: Sequence[PastRecovery], now: float, width: int) -> Group:
+    """Of the newest recovery, and how the job came to where it is. `past`: newest first."""
+    status, metadata = job.get("status") or {}, job["metadata"]
+    name = f"{metadata['namespace']}/{metadata['name']}"
+    parts: list[RenderableType] = []
+    under_way = status.get("recovery")
+    if under_way:
+        parts += [_under_way(under_way, name, now), Text()]
+    if not past:
+        parts.append(Text(f"{name} has not had to come back from anything yet."))
+    else:
+        parts += [*_recovery(past[0], name, now, width)]
+    history = status.get("history") or []
+    if history:
+        parts += [Text(), _history(history, status, width)]
+    return Group(*parts)
+
+
+def _under_way(recovery: Mapping[str, Any], name: str, now: float) -> Group:
+    since = parse_time(recovery.get("failedAt"))
+    lines = [
+        Text.assemble(
+            (name, "bold"), " is on its way back now", f", for {short(now - since)}" if since else ""
+        )
+    ]
+    lines.append(Text(f"  what failed   {recovery.get('message') or recovery.get('cause')}"))
+    if recovery.get("reason"):
+        lines.append(Text(f"  comes back to {recovery['reason']}"))
+    return Group(*lines)
+
+
+def _recovery(entry: PastRecovery, name: str, now: float, width: int) -> list[RenderableType]:
+    ago = f", {age(now - entry.ended)} ago" if entry.ended is not None else ""
+    when = f" ({clock(entry.ended)} UTC{ago})" if entry.ended is not None else ""
+    grid = facts()
+    head, *rest = (part.strip() for part in entry.reason.split(";"))
+    grid.add_row("  what failed", Text.assemble((entry.cause, "bold yellow"), f"  {entry.message}"))
+    grid.add_row("  back to", Text.assemble((head or f"step {entry.step}", "bold")))
+    for clause in rest:
+        grid.add_row("", Text(f"· {clause}"))
+    for sentence in _how(entry):
+        grid.add_row("", Text(f"· {sentence}"))
+    grid.add_row(
+        "  cost",
+        Text(f"{plural(entry.lost_steps, 'step')} trained again, {short(entry.total)} without training"),
+    )
+    return [
+        Text.assemble(
+            (name, "bold"), f": why attempt {entry.attempt} began at step {entry.step:,}", (when, "dim")
+        ),
+        Text(),
+        grid,
+        Text(),
+        _where_from(entry),
+        Text(),
+        *_time_line(entry, min(width, 100) - 4),
+    ]
+
+
+def _how(entry: PastRecovery) -> list[str]:
+    sentences = []
+    if entry.rebuilt:
+        sentences.append(f"{plural(entry.rebuilt, 'rank')} of those from peers had to be rebuilt from parity")
+    if entry.deltas:
+        sentences.append(f"up to {plural(entry.deltas, 'delta')} were replayed on the newest snapshot")
+    if not any(entry.tiers.values()):
+        sentences.append("nothing was left to come back to: training began from scratch")
+    elif not entry.tiers.get("remote"):
+        sentences.append("the remote tier was not needed")
+    return sentences
+
+
+def _where_from(entry: PastRecovery) -> Table:
+    total = sum(entry.tiers.values()) or 1
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    for tier in Tier:
+        count = entry.tiers.get(tier) or 0
+        if count:
+            bar = "█" * max(1, round(count / total * _BAR))
+            table.add_row(f"  {plural(count, 'rank')}", Text(bar, style=TIER_COLOURS[tier]), _WHENCE[tier])
+    return table
+
+
+def _time_line(entry: PastRecovery, columns: int) -> list[Text]:
+    """The phases to scale, with their names and how long each took below."""
+    parts = [
+        (word, seconds, colour)
+        for (word, seconds), (_, colour) in zip(
+            (("noticed", entry.detect), ("restored", entry.restore), ("first step", entry.start)),
+            PHASES,
+            strict=True,
+        )
+    ]
+    bar, labels = Text("  "), Text("  ")
+    drawn, elapsed = 0, 0.0
+    for word, seconds, colour in parts:
+        elapsed += seconds
+        end = round(elapsed / (entry.total or 1.0) * columns)
+        wide = max(0, end - drawn)
+        bar.append("━" * wide, style=colour)
+        drawn = max(drawn, end)
+        labels.append(f"{word} {short(seconds)}   ", style=colour)
+    return [bar, labels]
+
+
+def _history(history: Sequence[Mapping[str, Any]], status: Mapping[str, Any], width: int) -> Group:
+    """Which attempt owns which steps, on the axis of steps."""
+    newest = int((status.get("progress") or {}).get("step") or 0)
+    starts = [int(branch["baseStep"]) for branch in history]
+    ends = [*starts[1:], max(newest, starts[-1])]
+    columns = min(width, 100) - 4
+    bar, drawn = Text("  "), 0
+    shades = ("#0072B2", "#56B4E9")
+    for index, end in enumerate(ends):
+        at = round(end / (ends[-1] or 1) * columns)
+        wide = max(0, at - drawn)
+        label = str(history[index]["attempt"])
+        text = f"{label:^{wide}}" if wide >= len(label) + 2 else " " * wide
+        bar.append(text, style=f"#ffffff on {shades[index % 2]}")
+        drawn = max(drawn, at)
+    last = list(zip(history, starts, ends, strict=True))[-4:]
+    told = "  ".join(f"attempt {branch['attempt']}: {start:,} → {end:,}" for branch, start, end in last)
+    earlier = f"{len(history) - len(last)} earlier  " if len(history) > len(last) else ""
+    return Group(
+        Text("steps, and the attempts whose work they are", style="dim"),
+        bar,
+        Text(f"  {earlier}{told}", style="dim"),
+    )
+
+
+def what_if_screen(answers: Sequence[WhatIf], layout: JobLayout) -> Group:
+    """One answer in full, several as a table."""
+    if len(answers) == 1:
+        return _full(answers[0], layout)
+    table = columns(
+        "IF THIS DIED NOW", "HIT", right("BACK TO"), right("LOST"), "FARTHEST TIER", right("WITHOUT TRAINING")
+    )
+    for entry in answers:
+        time, farthest = entry.without_training, entry.comeback.farthest
+        none = Text("none", style="bold red")
+        table.add_row(
+            Text(entry.loss.name),
+            Text(plural(len(entry.loss.workers), "worker")),
+            _back(entry),
+            Text(f"{entry.lost_steps:,}" if farthest else "all"),
+            Text(farthest.value, style=TIER_COLOURS[farthest]) if farthest else none,
+            Text(("" if time.measured else "about ") + short(time.seconds)),
+        )
+    parts: list[RenderableType] = [Text.assemble((layout.name, "bold"), _moment(answers[0])), Text(), table]
+    guessed = next(
+        (entry.without_training.source for entry in answers if not entry.without_training.measured), ""
+    )
+    if guessed:
+        parts.append(Text(f"about: {guessed}", style="dim"))
+    return Group(*parts)
+
+
+def _full(entry: WhatIf, layout: JobLayout) -> Group:
+    planned, farthest = entry.state.planned, entry.comeback.farthest
+    lost = plural(entry.lost_steps, "step")
+    grid = facts()
+    again = f" ({short(entry.lost_seconds)} of training)" if entry.lost_seconds else ""
+    if farthest is None:
+        beginning = "the beginning: nothing that is left holds every rank's state"
+        grid.add_row("  back to", Text(beginning, style="bold red"))
+        hint = "a remote tier (spec.tiers.remote), more copies, or copies farther apart would change that"
+        grid.add_row("", Text(hint))
+        grid.add_row("  lost", Text("all that was trained" if planned else f"{lost}{again}"))
+    else:
+        step = "" if planned else f"step {entry.comeback.step:,}, "
+        grid.add_row("  back to", Text.assemble((step, "bold"), f"{lost} lost{again}"))
+        for tier, count in entry.ranks.items():
+            line = Text.assemble((plural(count, "rank"), TIER_COLOURS[tier]), f" {_WHENCE[tier]}")
+            if tier is Tier.PEER:
+                line.append(_peers(entry, layout), style="dim")
+            grid.add_row("  from" if tier is next(iter(entry.ranks)) else "", line)
+        needed = farthest is Tier.REMOTE
+        grid.add_row(
+            "  remote tier",
+            Text("needed", style="bold yellow") if needed else Text("not needed", style="green"),
+        )
+    time = entry.without_training
+    grid.add_row(
+        "  time",
+        Text.assemble(f"about {short(time.seconds)} without training", (f"  ({time.source})", "dim")),
+    )
+    head = Text.assemble(
+        (layout.name, "bold"), f"{_moment(entry)}, if ", (entry.loss.name, "bold yellow"),
+        f" {'crashed' if not entry.loss.workers else 'died'} now", (f"  ({hit(entry.loss, layout)})", "dim"),
+    )  # fmt: skip
+    return Group(head, Text(), grid)
+
+
+def _peers(entry: WhatIf, layout: JobLayout) -> str:
+    shown = list(entry.from_whom.items())[:_PEERS_NAMED]
+    coded = bool(layout.placement.groups)
+    told = ", ".join(
+        f"worker {worker} rebuilt from {len(givers)} workers"
+        if coded
+        else f"worker {worker} from {' or '.join(map(str, givers))}"
+        for worker, givers in shown
+        if givers
+    )
+    more = len(entry.from_whom) - len(shown)
+    return f": {told}{f' and {more} more' if more > 0 else ''}" if told else ""
+
+
+def _moment(entry: WhatIf) -> str:
+    return " in the midst of training" if entry.state.planned else f" at step {entry.state.newest:,}"
+
+
+def _back(entry: WhatIf) -> Text:
+    if entry.comeback.farthest is None:
+        return Text("scratch", style="bold red")
+    return Text("-" if entry.state.planned else f"{entry.comeback.step:,}")

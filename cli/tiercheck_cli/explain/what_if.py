@@ -1,27 +1,216 @@
 """Answers what would happen if something died now, by the code with which the operator decides it."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Share, Version
 from tiercheck_cli.events.recoveries import PastRecovery
-from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
-from tiercheck_cli.explain.losses import LostMemory
+from tiercheck_cli.failure import USAGE, CannotDo, program
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
 from tiercheck_cli.simulate.scenario import Saving
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.planning.placement.placement import Placement
-from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
+from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import (
     Recover,
     RecoveryProblem,
     StartFresh,
     decide_recovery,
 )
+from tiercheck_operator.planning.topology import short_name
+
+_IN_PLACE = {cause.value for cause in Cause if cause.in_place}
+_PLANNED = {cause.value for cause in Cause if cause.planned}
+
+# Medians of small jobs on a real cluster whose nodes had the images (docs/benchmarks): 18 s after a crash, 37
+# s after the loss of a pod, 56 s after that of all.
+_DETECT = 1.0
+_RESTORE = {Tier.LOCAL: 2.0, Tier.PEER: 10.0, Tier.REMOTE: 25.0}
+_SPARE = 3.0
+"""From a peer, where a spare stands in."""
+_START_IN_PLACE, _START_ANEW = 15.0, 26.0
+"""From the state's being there to the first step. A new pod has to import torch first."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    seconds: float
+    measured: bool
+    """The job has come back from such a loss before."""
+    source: str
+    """Where the seconds are from, as a clause."""
+
+
+@dataclass(frozen=True)
+class AssumedFailure:
+    """What it would be like."""
+
+    farthest: Tier | None
+    """The tier that the worst-off rank needs; None: training would begin from scratch."""
+    pods_lost: bool
+    spare: bool = False
+    """Spares wait for all that are lost."""
+    carry_seconds: float = 0.0
+    """For a worker's state on its way from that tier, by its size."""
+
+
+def estimate(past: Sequence[PastRecovery], failure: AssumedFailure) -> Estimate:
+    """`past`: newest first."""
+    farthest, pods_lost = failure.farthest, failure.pods_lost
+    failures = [entry for entry in past if entry.cause not in _PLANNED]
+    kind = [entry for entry in failures if (entry.cause not in _IN_PLACE) is pods_lost]
+    alike = [entry for entry in kind if entry.farthest is farthest]
+    if alike:
+        first = f"as after {alike[0].cause} in attempt {alike[0].attempt}"
+        source = first if len(alike) == 1 else f"the median of its last {len(alike)} recoveries like that"
+        return Estimate(median(entry.total for entry in alike), True, source)
+    restored = [entry for entry in past if entry.farthest is farthest and farthest is not None]
+    detect = _usual((entry.detect for entry in kind), _DETECT)
+    restore = _usual((entry.restore for entry in restored), _guessed_restore(failure))
+    start = _usual((entry.start for entry in past), _START_ANEW if pods_lost else _START_IN_PLACE)
+    if past:
+        those = (
+            "its only recovery, which was not"
+            if len(past) == 1
+            else f"its last {len(past)} recoveries, none of which was"
+        )
+        source = f"an estimate from the parts of {those} like that"
+    else:
+        source = (
+            "a guess: it has not come back from anything yet; small jobs took so long on a cluster with "
+            "the images at hand"
+        )
+    return Estimate(detect + restore + start, False, source)
+
+
+def _usual(measured: Iterable[float], otherwise: float) -> float:
+    found = list(measured)
+    return median(found) if found else otherwise
+
+
+def _guessed_restore(failure: AssumedFailure) -> float:
+    tier = failure.farthest or Tier.LOCAL
+    if failure.spare and tier is not Tier.REMOTE:
+        usual = _SPARE
+    else:
+        usual = max(
+            _RESTORE[tier], _RESTORE[Tier.PEER] if failure.pods_lost else 0.0
+        )  # new pods take their time
+    return usual + failure.carry_seconds
+
+
+@dataclass(frozen=True)
+class LostMemory:
+    """`name`: what would be lost, for a sentence. `workers`: whose memory goes with it; none: a crash."""
+
+    name: str
+    workers: frozenset[int]
+
+
+def losses(
+    asked: Sequence[str], layout: JobLayout, pods: Mapping[str, int] | None = None
+) -> tuple[LostMemory, ...]:
+    """What `--if` says, all of it at once; or, for the bare name of a level, each of its domains by itself.
+    `pods`: worker by name of the pod. Raises CannotDo.
+    """
+    if len(asked) == 1 and asked[0] in layout.topology.level_names:
+        return _each_domain(asked[0], layout)
+    parts = [_loss(entry, layout, pods or {}) for entry in asked]
+    return (
+        LostMemory(
+            " and ".join(part.name for part in parts), frozenset().union(*(part.workers for part in parts))
+        ),
+    )
+
+
+def _each_domain(level: str, layout: JobLayout) -> tuple[LostMemory, ...]:
+    found: dict[str, set[int]] = {}
+    for site in layout.sites:
+        domain = layout.topology.domain(site.node, level)
+        if domain is not None:
+            found.setdefault(domain, set()).add(site.worker)
+    if not found:
+        raise CannotDo(f"the labels of the nodes do not say which {level} they are in")
+    shared = len({short_name(domain) for domain in found}) < len(found)
+    return tuple(
+        LostMemory(f"{level} {domain if shared else short_name(domain)}", frozenset(found[domain]))
+        for domain in sorted(found)
+    )
+
+
+def _loss(asked: str, layout: JobLayout, pods: Mapping[str, int]) -> LostMemory:
+    kind, equals, name = asked.partition("=")
+    workers = [site.worker for site in layout.sites]
+    if not equals:
+        if kind == "crash":
+            return LostMemory("one training process", frozenset())
+        if kind == "all":
+            return LostMemory("every pod", frozenset(workers))
+        raise CannotDo(_usage(asked, layout), USAGE)
+    if kind == "worker":
+        if not name.isdigit() or int(name) not in workers:
+            raise CannotDo(f"there is no worker {name}: workers are 0 to {len(workers) - 1}", USAGE)
+        return LostMemory(f"worker {int(name)}", frozenset({int(name)}))
+    if kind == "pod":
+        if name not in pods:
+            raise CannotDo(
+                f'the job has no pod "{name}"; see: {program()} status {layout.name} --wide', USAGE
+            )
+        return LostMemory(f"pod {name}", frozenset({pods[name]}))
+    if kind == "node":
+        found = frozenset(site.worker for site in layout.sites if site.node == name)
+        if not found:
+            raise CannotDo(f'no worker is on a node "{name}"; see: {program()} plan {layout.name}', USAGE)
+        return LostMemory(f"node {name}", found)
+    if kind in layout.topology.level_names:
+        return _domain(kind, name, layout)
+    raise CannotDo(_usage(asked, layout), USAGE)
+
+
+def _domain(level: str, name: str, layout: JobLayout) -> LostMemory:
+    """By the whole path or by its last part, if that is only one's."""
+    found: dict[str, set[int]] = {}
+    for site in layout.sites:
+        path = layout.topology.domain(site.node, level)
+        if path is not None and name in (path, short_name(path)):
+            found.setdefault(path, set()).add(site.worker)
+    if len(found) > 1:
+        raise CannotDo(
+            f"there are several of the name {name}: say which of {', '.join(sorted(found))}", USAGE
+        )
+    if not found:
+        known = sorted(
+            {short_name(path) for site in layout.sites if (path := layout.topology.domain(site.node, level))}
+        )
+        there = (
+            f"there are {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}"
+            if known
+            else "the labels name none"
+        )
+        raise CannotDo(f'no worker is in a {level} "{name}": {there}', USAGE)
+    ((_, workers),) = found.items()
+    return LostMemory(f"{level} {name}", frozenset(workers))
+
+
+def _usage(asked: str, layout: JobLayout) -> str:
+    levels = ", ".join(f"{level}=NAME" for level in layout.topology.level_names)
+    return f'"{asked}" is nothing that can be lost: say node=NAME, pod=NAME, worker=N, {levels}, all or crash'
+
+
+def hit(loss: LostMemory, layout: JobLayout) -> str:
+    """How much that is: "2 nodes, 2 workers, 16 ranks"."""
+    if not loss.workers:
+        return "no pod, no memory"
+    nodes = {site.node for site in layout.sites if site.worker in loss.workers}
+    ranks = len(loss.workers) * layout.spec.procs_per_worker
+    parts = [plural(len(nodes), "node"), plural(len(loss.workers), "worker")]
+    return ", ".join([*parts, plural(ranks, "rank")] if ranks != len(loss.workers) else parts)
+
 
 _BANDWIDTH = {Tier.PEER: PEER_BANDWIDTH, Tier.REMOTE: REMOTE_BANDWIDTH}
 """Bytes per second and worker."""

@@ -1,8 +1,7 @@
 """Collects what somebody who is asked for help needs: files, redacted, with a list of gaps."""
 
-from __future__ import annotations
-
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,20 +12,67 @@ from rich.console import RenderableType
 
 from tiercheck.about import __version__
 from tiercheck.protocol import names
-from tiercheck.redaction import GONE, redacted
+from tiercheck.redaction import GONE, is_secret_name, redacted
 from tiercheck_cli.cluster import Cluster
-from tiercheck_cli.durations import clock
 from tiercheck_cli.events.command import events_table
 from tiercheck_cli.events.recoveries import recoveries, story
-from tiercheck_cli.explain.screen import why_screen
-from tiercheck_cli.export import redact
+from tiercheck_cli.explain.command import why_screen
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.layout import layout_of
 from tiercheck_cli.plan.screen import screen as plan_screen
-from tiercheck_cli.status.screen import screen as status_screen
+from tiercheck_cli.status.command import screen as status_screen
 from tiercheck_cli.status.view import status_view, worker_views
-from tiercheck_cli.terminal import to_plain_text
+from tiercheck_cli.terminal import clock, to_plain_text
 from tiercheck_operator.planning.topology import Topology
+
+_NOISE = ("managedFields", "kubectl.kubernetes.io/last-applied-configuration")
+_FIELDS_OF_VALUES = {"env"}
+_OPTION = re.compile(r"^--?[A-Za-z0-9_.-]+$")
+
+
+# It is better to lose a harmless value than to give a secret away, so values of environment variables go
+# whatever they are called.
+def clean(content: Any) -> Any:
+    """An object of the API, or a part of one: a new one, without what may be secret and without noise."""
+    if isinstance(content, Mapping):
+        return {str(key): _value(str(key), value) for key, value in content.items() if key not in _NOISE}
+    if isinstance(content, list):
+        return (
+            _words(content)
+            if content and all(isinstance(item, str) for item in content)
+            else [clean(x) for x in content]
+        )
+    return redacted(content) if isinstance(content, str) else content
+
+
+def _value(key: str, value: Any) -> Any:
+    if key in _FIELDS_OF_VALUES and isinstance(value, list):
+        return [_variable(entry) for entry in value]
+    listed = isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)
+    if is_secret_name(key) and (listed or isinstance(value, str | float) or type(value) is int):
+        return GONE
+    return clean(value)
+
+
+def _variable(entry: Any) -> Any:
+    """The name says enough."""
+    if not isinstance(entry, Mapping):
+        return GONE
+    return {str(key): GONE if key == "value" else clean(value) for key, value in entry.items()}
+
+
+def _words(command: list[str]) -> list[str]:
+    """Of a command: what follows --token goes too."""
+    found: list[str] = []
+    for word in command:
+        before = found[-1] if found else ""
+        secret = is_secret_name(before) or before.lower().endswith(("key", "auth"))
+        if secret and _OPTION.match(before) and not word.startswith("-"):
+            found.append(GONE)
+        else:
+            found.append(redacted(word))
+    return found
+
 
 _WIDTH = 120
 _OPERATOR = "app.kubernetes.io/name=tiercheck"
@@ -50,7 +96,7 @@ class CollectedFiles:
     def add_object(self, path: str, what: Callable[[], Any]) -> None:
         """As `add`, of an object of the API, or a part of one."""
         with self.noting(path):
-            self.files[path] = _yaml(redact.clean(what()))
+            self.files[path] = _yaml(clean(what()))
 
     @contextmanager
     def noting(self, path: str) -> Iterator[None]:
@@ -73,7 +119,7 @@ def collect(cluster: Cluster, job: Mapping[str, Any], now: float, trainer_logs: 
     found.add_object("events.yaml", lambda: cluster.events(job))
     found.add_object("nodes.yaml", lambda: [_node(node) for node in _nodes_of(cluster, pods)])
     for pod in pods:
-        found.files[f"pods/{pod['metadata']['name']}.yaml"] = _yaml(redact.clean(pod))
+        found.files[f"pods/{pod['metadata']['name']}.yaml"] = _yaml(clean(pod))
     for pod in _telling(pods):
         pod_name = pod["metadata"]["name"]
         for container in (names.SIDECAR_CONTAINER, *((names.TRAINER_CONTAINER,) if trainer_logs else ())):

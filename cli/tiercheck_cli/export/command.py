@@ -1,7 +1,5 @@
 """`export`: what a bug report needs, in one file; or a version of the training state, for other tools."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 import time

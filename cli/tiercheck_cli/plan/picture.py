@@ -1,7 +1,5 @@
 """Draws a placement: domains on a circle, and a curve from each worker to whoever keeps its copies."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
@@ -11,9 +9,8 @@ from typing import Any
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.figures import new_figure, svg_of
 from tiercheck_cli.layout import JobLayout
-from tiercheck_cli.plan.links import Links, links
-from tiercheck_cli.plan.screen import colour
-from tiercheck_cli.terminal import plural
+from tiercheck_cli.plan.screen import Links, colour, links
+from tiercheck_operator.model.conditions import plural
 
 _SIZE, _CENTRE, _RADIUS = 860.0, 430.0, 290.0
 _MIDDLE = (_CENTRE, _CENTRE + 15)

@@ -57,8 +57,7 @@ class RecoveryTimes:
 
     @staticmethod
     def of_sizes(worker_bytes: int, peer_bandwidth: float, remote_bandwidth: float) -> RecoveryTimes:
-        """With restore and protection times from the bytes of one worker's snapshots and bytes per second per
-        worker."""
+        """With times to restore and to protect from a worker's snapshot bytes and bytes per second."""
         peer, remote = worker_bytes / peer_bandwidth, worker_bytes / remote_bandwidth
         usual = RestoreSeconds()
         restore = RestoreSeconds(usual.local, usual.local + peer, usual.local + remote)
@@ -110,9 +109,7 @@ class Scenario:
     rates: FailureRates = field(default_factory=FailureRates)
 
     def domains(self, level: str) -> dict[str, tuple[int, ...]]:
-        """By domain of that level, in order: the workers in it. Workers whose domain is unknown are in
-        none.
-        """
+        """By domain of that level, in order: the workers in it. Whose domain is unknown is in none."""
         found: dict[str, list[int]] = {}
         for site in self.sites:
             domain = self.topology.domain(site.node, level)

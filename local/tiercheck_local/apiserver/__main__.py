@@ -3,8 +3,6 @@
 `python -m tiercheck_local.apiserver --directory DIR`
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import datetime
@@ -19,8 +17,8 @@ from aiohttp import web
 
 from tiercheck_local.apiserver.http.server import application
 from tiercheck_local.apiserver.store.storage import ObjectStorage
-from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
 from tiercheck_local.controlplane.lifetime import die_with_parent
+from tiercheck_local.controlplane.planes import write_kubeconfig
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
 
 _LIFETIME = datetime.timedelta(days=365)

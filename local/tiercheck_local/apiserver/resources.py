@@ -1,12 +1,10 @@
 """Which resources are served, built-in ones and those that CRDs add, and which of them a URL means."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tiercheck_local.apiserver import errors
-from tiercheck_local.apiserver.schema.custom_version import CustomVersion
+from tiercheck_local.apiserver.schema.structural import CustomVersion
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 `python -m tiercheck_local.controllers`
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging
@@ -19,7 +17,7 @@ from tiercheck_local.controllers.garbage import DEPENDENTS, GarbageCollector
 from tiercheck_local.controllers.node_lifecycle import NodeLifecycle
 from tiercheck_local.controllers.scheduler import Scheduler
 from tiercheck_local.controlplane import lifetime
-from tiercheck_local.node.registration import LEASE_NAMESPACE
+from tiercheck_local.node.agent import LEASE_NAMESPACE
 
 
 async def serve(kubeconfig: Path, grace: float) -> bool:

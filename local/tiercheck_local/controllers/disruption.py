@@ -1,11 +1,9 @@
 """Keeps the status of PodDisruptionBudgets, without which the API server refuses evictions."""
 
-from __future__ import annotations
-
 from tiercheck_cli.api_server import DISRUPTION_BUDGETS, Object
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
-from tiercheck_local.controllers.scheduling import is_finished, ready_status
+from tiercheck_local.controllers.scheduler import is_finished, ready_status
 
 
 class Disruption(WokenController):
@@ -30,8 +28,7 @@ class Disruption(WokenController):
 
 
 def budget_status(budget: Object, pods: list[Object]) -> Object:
-    """What the disruption controller would write: an eviction is allowed as long as enough Ready pods are
-    left."""
+    """What the disruption controller would write: evictions are allowed while enough Ready pods are left."""
     metadata, spec = budget["metadata"], budget.get("spec") or {}
     covered = [
         pod

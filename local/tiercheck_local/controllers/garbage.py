@@ -4,8 +4,6 @@ Dependents are Pods, Services, Secrets, ConfigMaps, PodDisruptionBudgets and Lea
 watched from when the first dependent names it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterator
@@ -100,8 +98,7 @@ class GarbageCollector(WokenController):
             self._owners[key] = None
 
     async def _finish_deletions(self) -> None:
-        """Owners deleted in the foreground go when no dependent is left; of orphaning ones the dependents are
-        let go."""
+        """Owners deleted in the foreground go after the last dependent; orphaning ones let theirs go."""
         for cache in list(self._owners.values()):
             for owner in list(cache.objects.values()) if cache is not None else []:
                 finalizers = owner["metadata"].get("finalizers") or []

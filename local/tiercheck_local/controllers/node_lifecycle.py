@@ -5,8 +5,6 @@ differ. If this process itself was held up, every lease gets a new start, becaus
 renewing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -16,7 +14,7 @@ from typing import Any
 from tiercheck_cli.api_server import NODES, PODS, Object
 from tiercheck_local import clock
 from tiercheck_local.client import Cache, Client, attempt
-from tiercheck_local.controllers.scheduling import is_finished, ready_status, toleration
+from tiercheck_local.controllers.scheduler import is_finished, ready_status, toleration
 from tiercheck_operator.model.status import parse_time
 
 log = logging.getLogger(__name__)
@@ -122,8 +120,7 @@ class NodeLifecycle:
             await self._client.patch_as_read(PODS, pod, change, subresource="status")
 
     async def _evict(self, node: Object) -> None:
-        """Pods whose toleration of a NoExecute taint is used up are deleted; on a node out of service, at
-        once and by force."""
+        """Pods that tolerate a NoExecute taint no longer are deleted; of a node out of service by force."""
         taints = [taint for taint in node["spec"].get("taints") or [] if taint["effect"] == "NoExecute"]
         if not taints:
             return

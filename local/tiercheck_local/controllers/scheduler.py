@@ -1,13 +1,240 @@
 """Binds pods that have no node, whenever a pod or a node changes."""
 
-from __future__ import annotations
-
 import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
 
 from tiercheck_cli.api_server import PODS, Object
 from tiercheck_local import clock
+from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
-from tiercheck_local.controllers.scheduling import Nowhere, choose, is_finished
+from tiercheck_operator.model.quantity import parse_amount
+
+# Pure.
+Item = Mapping[str, Any]
+
+SAME_JOB = ("tiercheck.io/job", "job-name", "batch.kubernetes.io/job-name")
+"""Labels whose pods are spread over the nodes, unless the pod says itself how it wants to be spread."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    node: str
+
+
+@dataclass(frozen=True)
+class Nowhere:
+    """`message` is for the PodScheduled condition."""
+
+    message: str
+
+
+def choose(pod: Item, nodes: Sequence[Item], pods: Sequence[Item]) -> Chosen | Nowhere:
+    """Of the nodes that admit `pod` those that it prefers, of them the one that keeps its kind spread most
+    evenly, then the one with the fewest pods.
+
+    `pods` are all that are bound or about to be; finished ones do not count.
+    """
+    present: dict[str, list[Item]] = {node["metadata"]["name"]: [] for node in nodes}
+    for other in pods:
+        if other["spec"].get("nodeName") in present and not is_finished(other):
+            present[other["spec"]["nodeName"]].append(other)
+    refusals: Counter[str] = Counter()
+    admitted = []
+    for node in nodes:
+        name = node["metadata"]["name"]
+        reasons = refusal(pod, node, present[name])
+        refusals.update(reasons)
+        if not reasons:
+            crowd = _crowd(pod, node, nodes, present) or [_same_job(pod, present[name])]
+            admitted.append((-_liking(pod, node), crowd, len(present[name]), name))
+    if admitted:
+        return Chosen(min(admitted)[3])
+    counted = ", ".join(f"{count} {reason}" for reason, count in sorted(refusals.items()))
+    if not nodes:
+        return Nowhere("no nodes available to schedule pods")
+    return Nowhere(f"0/{len(nodes)} nodes are available: {counted}.")
+
+
+def refusal(pod: Item, node: Item, present: Sequence[Item]) -> list[str]:
+    """Why this node does not take the pod; empty if it does."""
+    taint = _untolerated(pod, node)
+    if node["spec"].get("unschedulable") and not _tolerates(
+        pod, {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+    ):
+        return ["node(s) were unschedulable"]
+    if taint is not None:
+        return [f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"]
+    if ready_status(node) != "True":
+        return ["node(s) were not ready"]
+    if not _selected(pod, node):
+        return ["node(s) didn't match Pod's node affinity/selector"]
+    if _host_ports(pod) & {port for other in present for port in _host_ports(other)}:
+        return ["node(s) didn't have free ports for the requested pod ports"]
+    return _lacking(pod, node, present)
+
+
+def _host_ports(pod: Item) -> set[int]:
+    """Ports of the node that it takes while it lives. In the node's network those are all that it names."""
+    spec = pod["spec"]
+    lasting = [entry for entry in spec.get("initContainers") or [] if entry.get("restartPolicy") == "Always"]
+    ports = [port for entry in [*lasting, *spec["containers"]] for port in entry.get("ports") or []]
+    key = "containerPort" if spec.get("hostNetwork") else "hostPort"
+    return {int(port[key]) for port in ports if port.get(key)}
+
+
+def is_finished(pod: Item) -> bool:
+    """Its containers will not run again, so it takes no room."""
+    return (pod.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
+
+
+def ready_status(item: Item) -> str:
+    """Of a node or a pod: True, False or Unknown."""
+    conditions = (item.get("status") or {}).get("conditions") or []
+    return next((str(c["status"]) for c in conditions if c["type"] == "Ready"), "Unknown")
+
+
+def requests(pod: Item) -> dict[str, Decimal]:
+    """What the pod asks for: main containers and sidecars together, or the largest init container if more."""
+    running: dict[str, Decimal] = {}
+    peak: dict[str, Decimal] = {}
+    spec = pod["spec"]
+    for container in spec.get("initContainers") or []:
+        wanted = _sum(running, _asked(container))
+        if container.get("restartPolicy") == "Always":
+            running = wanted
+        peak = _largest(peak, wanted)
+    for container in spec["containers"]:
+        running = _sum(running, _asked(container))
+    return _largest(running, peak)
+
+
+def _sum(one: Mapping[str, Decimal], other: Mapping[str, Decimal]) -> dict[str, Decimal]:
+    return {name: one.get(name, Decimal(0)) + other.get(name, Decimal(0)) for name in {*one, *other}}
+
+
+def _largest(one: Mapping[str, Decimal], other: Mapping[str, Decimal]) -> dict[str, Decimal]:
+    return {name: max(one.get(name, Decimal(0)), other.get(name, Decimal(0))) for name in {*one, *other}}
+
+
+def _asked(container: Item) -> dict[str, Decimal]:
+    resources = container.get("resources") or {}
+    wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: parse_amount(amount) for name, amount in wanted.items()}
+
+
+def _lacking(pod: Item, node: Item, present: Sequence[Item]) -> list[str]:
+    room = {name: parse_amount(amount) for name, amount in node["status"].get("allocatable", {}).items()}
+    reasons = []
+    if len(present) + 1 > room.get("pods", 110):
+        reasons.append("Too many pods")
+    used: dict[str, Decimal] = {}
+    for other in present:
+        used = _sum(used, requests(other))
+    for name, amount in sorted(requests(pod).items()):
+        if amount > 0 and used.get(name, Decimal(0)) + amount > room.get(name, Decimal(0)):
+            reasons.append(f"Insufficient {name}")
+    return reasons
+
+
+def _untolerated(pod: Item, node: Item) -> Item | None:
+    taints: Sequence[Item] = node["spec"].get("taints") or []
+    for taint in taints:
+        if taint["effect"] in {"NoSchedule", "NoExecute"} and not _tolerates(pod, taint):
+            return taint
+    return None
+
+
+def _tolerates(pod: Item, taint: Item) -> bool:
+    return toleration(pod, taint) is not None
+
+
+def toleration(pod: Item, taint: Item) -> Item | None:
+    """The pod's toleration of this taint; the one that lasts longest if there are several."""
+
+    def matches(entry: Item) -> bool:
+        if entry.get("effect") and entry["effect"] != taint["effect"]:
+            return False
+        if entry.get("key") and entry["key"] != taint["key"]:
+            return False
+        if entry.get("operator", "Equal") == "Exists":
+            return True
+        return bool(entry.get("key")) and (entry.get("value") or "") == (taint.get("value") or "")
+
+    found = [entry for entry in pod["spec"].get("tolerations") or [] if matches(entry)]
+    return max(found, key=lambda entry: entry.get("tolerationSeconds", float("inf")), default=None)
+
+
+def _selected(pod: Item, node: Item) -> bool:
+    labels = node["metadata"].get("labels") or {}
+    selector = pod["spec"].get("nodeSelector") or {}
+    if any(labels.get(key) != value for key, value in selector.items()):
+        return False
+    affinity = ((pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    )
+    if not affinity:
+        return True
+    return any(_term_holds(term, node) for term in affinity.get("nodeSelectorTerms") or [])
+
+
+def _liking(pod: Item, node: Item) -> int:
+    """Weight of the pod's preferred node affinity that holds for this node."""
+    affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
+    return sum(
+        int(entry["weight"])
+        for entry in affinity.get("preferredDuringSchedulingIgnoredDuringExecution") or []
+        if _term_holds(entry["preference"], node)
+    )
+
+
+def _term_holds(term: Item, node: Item) -> bool:
+    metadata = node["metadata"]
+    if not term.get("matchExpressions") and not term.get("matchFields"):  # an empty term selects nothing
+        return False
+    return matches_selector(
+        {"matchExpressions": term.get("matchExpressions")}, metadata.get("labels") or {}
+    ) and matches_selector({"matchExpressions": term.get("matchFields")}, {"metadata.name": metadata["name"]})
+
+
+def _crowd(pod: Item, node: Item, nodes: Sequence[Item], present: Mapping[str, list[Item]]) -> list[int]:
+    """For each of the pod's topologySpreadConstraints, in order: how many matching pods the node's domain has
+    already.
+
+    Pods that are being deleted do not count, as in the real scheduler.
+    """
+    counts = []
+    for constraint in pod["spec"].get("topologySpreadConstraints") or []:
+        key = constraint["topologyKey"]
+        selector = constraint.get("labelSelector") or {}
+        domain = (node["metadata"].get("labels") or {}).get(key)
+        counts.append(
+            sum(
+                matches_selector(selector, other["metadata"].get("labels") or {})
+                and other["metadata"].get("namespace") == pod["metadata"].get("namespace")
+                and not other["metadata"].get("deletionTimestamp")
+                for peer in nodes
+                if (peer["metadata"].get("labels") or {}).get(key) == domain
+                for other in present[peer["metadata"]["name"]]
+            )
+        )
+    return counts
+
+
+def _same_job(pod: Item, present: Sequence[Item]) -> int:
+    labels = pod["metadata"].get("labels") or {}
+    for key in SAME_JOB:
+        if key in labels:
+            return sum(
+                (other["metadata"].get("labels") or {}).get(key) == labels[key]
+                and other["metadata"].get("namespace") == pod["metadata"].get("namespace")
+                for other in present
+            )
+    return 0
+
 
 log = logging.getLogger(__name__)
 

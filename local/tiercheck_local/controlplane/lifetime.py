@@ -1,7 +1,5 @@
 """Processes that end with the one that started them, so that Ctrl-C or a crash leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os
@@ -61,8 +59,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` in `folder` with its output in `log`. The starting thread must live as long as the
-    process should."""
+    """Start `command` in `folder`, output in `log`. The calling thread must live as long as the process."""
     with log.open("ab") as output:
         return subprocess.Popen(
             list(command),

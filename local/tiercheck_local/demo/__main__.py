@@ -3,8 +3,6 @@
 `make demo`
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform
@@ -19,15 +17,12 @@ from rich.console import Console
 
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.demo import job as demo_job
-from tiercheck_local.demo.failures import FAILURES
-from tiercheck_local.demo.live import Live
-from tiercheck_local.demo.object_store import ObjectStore
-from tiercheck_local.demo.reference import ReferenceFailed, run_uninterrupted
+from tiercheck_local.demo.job import ObjectStore
 from tiercheck_local.demo.report import faults_table, verdict_line, write_report
 from tiercheck_local.demo.result import RunRecord, add_resumes, with_resumes
-from tiercheck_local.demo.scenario import Story, StoryFailed
-from tiercheck_local.demo.stage import LaptopStage
-from tiercheck_local.demo.training_log import TrainingLog, compare
+from tiercheck_local.demo.scenario import Live, Story, StoryFailed
+from tiercheck_local.demo.stage import FAILURES, LaptopStage
+from tiercheck_local.demo.training_log import ReferenceFailed, TrainingLog, compare, run_uninterrupted
 from tiercheck_local.nodespec import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,8 +36,7 @@ OPERATOR_ENV = {"TIERCHECK_SETTLE_SECONDS": "0.5", "TIERCHECK_SUSPECT_SECONDS": 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 if the run is bitwise equal to the reference and no resume differs, 1 if not, 130 after
-    Ctrl-C."""
+    """Exit status: 0 if the run is bitwise the reference and no resume differs, else 1; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m tiercheck_local.demo", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave the cluster up afterwards, until Ctrl-C")
     parser.add_argument("--report", type=Path, default=Path("demo-report"), help="folder for the report")

@@ -3,8 +3,6 @@
 The page loads nothing from anywhere, so it can be mailed and archived.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,9 @@ from rich.text import Text
 
 from tiercheck_cli.events.recoveries import EXACT_WORDS
 from tiercheck_cli.figures import new_figure, remove_frame, svg_of
-from tiercheck_cli.terminal import PHASE_WORDS, PHASES, plural
+from tiercheck_cli.terminal import PHASE_WORDS, PHASES, short
 from tiercheck_local.demo.result import FaultRecord, RunRecord
+from tiercheck_operator.model.conditions import plural
 
 HEADINGS = (
     "#", "What failed", "Back from", "To\nstep", "Steps\nlost", "Resume", "Detect", "Restore", "Next\nstep",
@@ -63,8 +62,7 @@ _GUIDE = {
 
 
 def write_report(record: RunRecord, folder: Path) -> Path:
-    """Writes run.json and index.html into `folder`, which is made if need be; returns the page's path. Raises
-    OSError."""
+    """Writes run.json and index.html into `folder` (made if need be); the page's path. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(
         json.dumps(dataclasses.asdict(record), indent=1) + "\n", encoding="utf-8"
@@ -83,8 +81,8 @@ def rows(faults: Sequence[FaultRecord]) -> list[tuple[str, ...]]:
             str(fault.restored_step),
             str(fault.lost_steps),
             EXACT_WORDS.get(fault.exact, "-"),
-            *map(seconds, (fault.detect_seconds, fault.restore_seconds)),
-            *map(seconds, (fault.start_seconds, fault.total_seconds)),
+            *map(short, (fault.detect_seconds, fault.restore_seconds)),
+            *map(short, (fault.start_seconds, fault.total_seconds)),
         )
         for number, fault in enumerate(faults, start=1)
     ]
@@ -120,7 +118,7 @@ def page(record: RunRecord) -> str:
     started = datetime.fromtimestamp(record.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
     where = (
         f"{plural(len(record.nodes), 'node')} in {plural(racks, 'rack')}, {record.machine}, {started}, "
-        f"{seconds(record.ended - record.started)} in all"
+        f"{short(record.ended - record.started)} in all"
     )
     head = "".join(f'<th scope="col">{_html(heading)}</th>' for heading in HEADINGS)
     names = [heading.replace("\n", " ") for heading in HEADINGS]
@@ -200,7 +198,7 @@ def _draw_recoveries(axes: Any, faults: Sequence[FaultRecord]) -> None:
         axes.barh(range(len(faults)), lengths, 0.6, left=begins, color=colour, label=PHASE_WORDS[phase])
         begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
     for row, total in enumerate(begins):
-        axes.annotate(seconds(total), (total, row), (4, 0), textcoords="offset points", va="center")
+        axes.annotate(short(total), (total, row), (4, 0), textcoords="offset points", va="center")
     names = [f"{number}  {fault.name}" for number, fault in enumerate(faults, 1)]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
@@ -216,13 +214,3 @@ def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 def count_ranks(tiers: Mapping[str, int]) -> str:
     """How many ranks came back from where, nearest first: "3 local, 1 peer"."""
     return ", ".join(f"{tiers[tier]} {tier}" for tier in _TIERS if tiers.get(tier)) or "from scratch"
-
-
-def seconds(value: float) -> str:
-    """A duration with as many digits as say something: 40 ms, 1.8 s, 12 s, 3 min 5 s."""
-    if value < 0.0995:
-        return f"{value * 1000:.0f} ms"
-    if value < 9.95:
-        return f"{value:.1f} s"
-    whole = round(value)
-    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60} s"

@@ -1,18 +1,85 @@
 """Tells the demo's story: train, be hit six times, come back, compare with an unhurt run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from tiercheck_local.demo.failures import Failure
-from tiercheck_local.demo.live import Live
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
 from tiercheck_local.demo.result import FaultRecord, count_tiers, rank_source
-from tiercheck_local.demo.stage import LaptopStage
+from tiercheck_local.demo.stage import Failure, LaptopStage
 from tiercheck_local.demo.training_log import TrainingLog
 from tiercheck_operator.model.status import parse_time
+
+PRINT_EVERY = 15.0
+"""Seconds between lines where there is no terminal to redraw."""
+
+
+class Live:
+    """`with Live(...) as live:` redraws on a terminal, and prints a line now and then elsewhere (CI)."""
+
+    def __init__(self, console: Console, steps: int, log: TrainingLog) -> None:
+        self._console = console
+        self._log = log
+        self._steps = steps
+        self._printed = 0.0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("training", total=steps, state="starting")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, sentence: str) -> None:
+        self._console.print(sentence, highlight=False, soft_wrap=True)
+
+    def follow(self, status: Mapping[str, Any]) -> None:
+        """Show where the job is now."""
+        last = self._log.last
+        state = describe(status, last.step if last else 0, last.loss if last else None)
+        self._progress.update(self._task, completed=last.step if last else 0, state=state)
+        if not self._console.is_terminal and time.monotonic() - self._printed > PRINT_EVERY:
+            self._printed = time.monotonic()
+            self._console.print(f"  {state}", highlight=False, soft_wrap=True)
+
+    def count(self, description: str, step: int) -> None:
+        """Show a plain count (the reference run)."""
+        self._progress.update(
+            self._task, description=description, completed=step, state=f"step {step}/{self._steps}"
+        )
+
+
+def describe(status: Mapping[str, Any], step: int, loss: float | None) -> str:
+    """The job in one line: phase, step, loss, and what is safe where."""
+    tiers = status.get("tiers") or {}
+    safe = " ".join(
+        f"{tier}:{tiers[tier]['step']}"
+        for tier in ("local", "peer", "remote")
+        if "step" in tiers.get(tier, {})
+    )
+    words = [str(status.get("phase") or "Pending"), f"step {step}"]
+    if loss is not None:
+        words.append(f"loss {loss:.3f}")
+    words.append(f"safe {safe or 'nothing yet'}")
+    words.append(f"attempt {status.get('attempt', 0)}")
+    return " · ".join(words)
+
 
 _PATIENCE = 90.0
 """Seconds before one wait is given up."""
@@ -43,8 +110,8 @@ class Story:
             self.live.follow(status)
             if condition(status):
                 return status
-            if ended := failed_message(status):
-                raise StoryFailed(f"while waiting for {what}, the job failed: {ended}")
+            if condition_is(status, "Failed"):
+                raise StoryFailed(f"while waiting for {what}, the job failed: {in_words(status)}")
             if time.monotonic() > end:
                 raise StoryFailed(
                     f"waited {_PATIENCE:.0f} s in vain for {what}; conditions: {in_words(status)}"
@@ -110,7 +177,7 @@ class Story:
         finished = recovery.finished or {}
         resumed_at = min(step.time for step in self.log.steps if step.attempt == attempt)
         restored_step = int(finished["step"])
-        racks = self.stage.worker_racks(self.ranks)
+        racks = {worker: self.stage.rack_of(worker) for worker in range(self.ranks)}
         return FaultRecord(
             name=failure.name,
             what=failure.what,
@@ -134,14 +201,6 @@ class Story:
 def condition_is(status: Mapping[str, Any], kind: str) -> bool:
     """Whether the status has condition `kind` with status True."""
     return any(c["type"] == kind and c["status"] == "True" for c in status.get("conditions") or ())
-
-
-def failed_message(status: Mapping[str, Any]) -> str:
-    """The message of the Failed condition, empty if the job has not failed."""
-    for condition in status.get("conditions") or ():
-        if condition["type"] == "Failed" and condition["status"] == "True":
-            return f"{condition['reason']}: {condition['message']}"
-    return ""
 
 
 def in_words(status: Mapping[str, Any]) -> str:

@@ -1,15 +1,13 @@
 """The laptop cluster as the story sees it: workers, nodes and racks instead of processes and folders."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.recovery_watch import RecoveryWatch
+from tiercheck_local.demo.result import RecoveryWatch
 from tiercheck_local.nodespec import RACK
 
 
@@ -48,21 +46,9 @@ class LaptopStage:
     def rack_of(self, worker: int) -> str:
         return self.racks()[self.node_of(worker)]
 
-    def nodes_in(self, rack: str) -> list[str]:
-        return self.cluster.faults.nodes_with(RACK, rack)
-
     def racks(self) -> dict[str, str]:
         """Rack of each node."""
         return {name: node.labels[RACK] for name, node in self.cluster.nodes.items()}
-
-    def worker_racks(self, workers: int) -> dict[int, str]:
-        return {worker: self.rack_of(worker) for worker in range(workers)}
-
-    def kill_training_process(self, pod: str) -> None:
-        self.cluster.faults.kill_container_process(pod, names.TRAINER_CONTAINER, namespace=self.namespace)
-
-    def evict(self, pod: str) -> None:
-        self.cluster.faults.drain_pod(pod, self.namespace)
 
     def kill_nodes(self, nodes: list[str]) -> None:
         self.cluster.faults.kill_nodes(nodes)
@@ -72,10 +58,6 @@ class LaptopStage:
         """All that were killed."""
         while self._dead:
             self.cluster.faults.revive_node(self._dead.pop())
-
-    def lose_every_pod(self) -> None:
-        for pod in self.pods():
-            self.cluster.api.delete(PODS, self.namespace, pod["metadata"]["name"], grace=0)
 
     def protect_by_parity(self) -> str:
         """Ask for one parity block for every two workers, instead of a copy of each."""
@@ -96,3 +78,64 @@ def _age(pod: Object) -> tuple[int, bool, str]:
     metadata = pod["metadata"]
     incarnation = int(metadata["labels"].get(names.LABEL_INCARNATION, 0))
     return incarnation, "deletionTimestamp" not in metadata, metadata["creationTimestamp"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One act of the story. `inflict` returns what was hit, in words."""
+
+    name: str
+    what: str
+    inflict: Callable[[LaptopStage], str]
+    needs_remote: bool = False
+    """Wait for a complete remote version first: nothing else will be left."""
+    prepare: Callable[[LaptopStage], str] | None = None
+    """A change of the job that takes effect with the recovery. Returns what was changed, in words."""
+
+
+def _kill_process(stage: LaptopStage) -> str:
+    pod = stage.pod_of(1)
+    stage.cluster.faults.kill_container_process(pod, names.TRAINER_CONTAINER, namespace=stage.namespace)
+    return f"training process of worker 1 ({pod})"
+
+
+def _evict(stage: LaptopStage) -> str:
+    pod = stage.pod_of(2)
+    stage.cluster.faults.drain_pod(pod, stage.namespace)
+    return f"pod {pod} (worker 2)"
+
+
+def _kill_node(stage: LaptopStage, worker: int) -> str:
+    node = stage.node_of(worker)
+    stage.kill_nodes([node])
+    return f"node {node} with worker {worker}"
+
+
+def _kill_rack(stage: LaptopStage) -> str:
+    rack = stage.rack_of(0)
+    nodes = stage.cluster.faults.nodes_with(RACK, rack)
+    stage.kill_nodes(nodes)
+    return f"rack {rack}: nodes {', '.join(nodes)}"
+
+
+def _lose_everything(stage: LaptopStage) -> str:
+    for pod in stage.pods():
+        stage.cluster.api.delete(PODS, stage.namespace, pod["metadata"]["name"], grace=0)
+    return "all pods, with all memory"
+
+
+FAILURES = (
+    Failure("process", "a training process is killed", _kill_process),
+    Failure("pod", "a pod is evicted", _evict),
+    Failure("node", "a node dies", lambda stage: _kill_node(stage, 3)),
+    Failure("rack", "a rack goes dark", _kill_rack),
+    Failure(
+        "all",
+        "every pod is lost at once",
+        _lose_everything,
+        needs_remote=True,
+        prepare=lambda stage: stage.protect_by_parity(),
+    ),
+    Failure("node, parity", "a node dies", lambda stage: _kill_node(stage, 1)),
+)
+"""The acts, in order of size; the last one under parity, which replaced copies when everything was lost."""

@@ -1,21 +1,104 @@
 """One container of a pod: its processes, its probes, and the state that is reported about it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from tiercheck_local import clock, markers
-from tiercheck_local.node import probes
 from tiercheck_local.node.process import BackOff, CannotStart, HostProcess, go_duration
+
+# Until its first success a probe asks every 0.2 s instead of every `periodSeconds`, so that a pod is ready as
+# soon as it can be; the time until a failing probe gives up is not shortened by that.
+Probe = Mapping[str, Any]
+Exec = Callable[[list[str]], Awaitable[bool]]
+"""Runs a command in the container; cancelled when the probe's time is up."""
+
+_EAGER = 0.2
+
+
+async def watch_probe(
+    probe: Probe,
+    host: str,
+    ports: Mapping[str, int],
+    run: Exec,
+    *,
+    report: Callable[[bool], None],
+    once: bool = False,
+) -> None:
+    """Probe for ever (with `once`: until the first verdict) and report every verdict: threshold successes or
+    failures in a row."""
+    period = float(probe.get("periodSeconds") or 10)
+    needed, allowed = int(probe.get("successThreshold") or 1), int(probe.get("failureThreshold") or 3)
+    await asyncio.sleep(float(probe.get("initialDelaySeconds") or 0))
+    good = bad = 0
+    succeeded_before = False
+    next_failure = time.monotonic() + period
+    while True:
+        if await ask_probe(probe, host, ports, run):
+            good, bad, succeeded_before = good + 1, 0, True
+            if good >= needed:
+                report(True)
+                if once:
+                    return
+        else:
+            good = 0
+            if succeeded_before or time.monotonic() >= next_failure:
+                bad += 1
+                next_failure = time.monotonic() + period
+            if bad >= allowed:
+                report(False)
+                if once:
+                    return
+        await asyncio.sleep(period if succeeded_before and good >= needed else min(_EAGER, period))
+
+
+async def ask_probe(probe: Probe, host: str, ports: Mapping[str, int], run: Exec) -> bool:
+    """One question, at most `timeoutSeconds` long."""
+    timeout = float(probe.get("timeoutSeconds") or 1)
+    try:
+        async with asyncio.timeout(timeout):
+            if "httpGet" in probe:
+                return await _http(probe["httpGet"], host, ports)
+            if "tcpSocket" in probe:
+                target = probe["tcpSocket"]
+                _, writer = await asyncio.open_connection(
+                    target.get("host") or host, _port(target["port"], ports)
+                )
+                writer.close()
+                return True
+            if "exec" in probe:
+                return await run(list(probe["exec"]["command"]))
+    except (OSError, TimeoutError, aiohttp.ClientError):
+        pass
+    return False
+
+
+async def _http(target: Mapping[str, Any], host: str, ports: Mapping[str, int]) -> bool:
+    scheme = str(target.get("scheme") or "HTTP").lower()
+    url = f"{scheme}://{target.get('host') or host}:{_port(target['port'], ports)}{target.get('path') or '/'}"
+    headers = {entry["name"]: entry["value"] for entry in target.get("httpHeaders") or []}
+    connector = aiohttp.TCPConnector(ssl=False, force_close=True)  # a kubelet does not verify either
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.get(url, headers=headers, allow_redirects=False) as answer,
+    ):
+        with contextlib.suppress(aiohttp.ClientPayloadError):
+            await answer.read()
+        return 200 <= answer.status < 400
+
+
+def _port(port: int | str, ports: Mapping[str, int]) -> int:
+    return ports[port] if isinstance(port, str) and port in ports else int(port)
+
 
 _TAIL = 2048
 _LOOK_AT_HOLD = 0.05
@@ -24,12 +107,10 @@ NO_IMAGE = "no-such-image"
 """An image with this in its name cannot be pulled."""
 
 HOLD = "hold-"
-"""Prefix, before the name of a container, of the file that holds back the processes of all containers of
-that name."""
+"""Prefix, before a container's name, of the file that holds back the processes of all of that name."""
 
 OUT_OF_MEMORY = ".oom-killed"
-"""Suffix, in place of the log's, of the file that says that the kernel ends the container for want
-of memory."""
+"""Suffix, in place of the log's, of the file that says that the kernel ends it for want of memory."""
 
 
 class ContainerKind(Enum):
@@ -56,8 +137,7 @@ class ContainerRecipe:
 
 
 class Container:
-    """A call of `changed` is made after every change of state. `pod`: what the kubelet calls its pod in
-    messages."""
+    """`changed` is called after every change of state. `pod`: what the kubelet calls its pod in messages."""
 
     def __init__(
         self,
@@ -223,13 +303,13 @@ class Container:
 
         run, ports = self._exec(recipe), self._ports()
         if "startupProbe" in self.spec:
-            await probes.watch(
+            await watch_probe(
                 self.spec["startupProbe"], self._pod_ip, ports, run, report=set_started, once=True
             )
         async with asyncio.TaskGroup() as group:
             for name, report in (("readinessProbe", set_ready), ("livenessProbe", kill_if_dead)):
                 if name in self.spec:
-                    group.create_task(probes.watch(self.spec[name], self._pod_ip, ports, run, report=report))
+                    group.create_task(watch_probe(self.spec[name], self._pod_ip, ports, run, report=report))
 
     def _kill_softly(self) -> None:
         process = self._process
@@ -247,7 +327,7 @@ class Container:
             port["name"]: port["containerPort"] for port in self.spec.get("ports") or [] if "name" in port
         }
 
-    def _exec(self, recipe: ContainerRecipe) -> probes.Exec:
+    def _exec(self, recipe: ContainerRecipe) -> Exec:
         async def run(command: list[str]) -> bool:
             env = {**recipe.env, markers.POD: f"{recipe.env[markers.POD]}/exec-{next(self._exec_numbers)}"}
             try:

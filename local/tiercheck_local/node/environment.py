@@ -3,8 +3,6 @@
 Pure.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import re
@@ -66,8 +64,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
-    """Command and arguments. The image is not looked at, so its entry point is unknown. Raises
-    BadReference."""
+    """Command and arguments. No image is looked at, so its entry point is unknown. Raises BadReference."""
     words: Sequence[str] = [*(container.get("command") or []), *(container.get("args") or [])]
     if not container.get("command"):
         raise BadReference("the laptop cluster does not look into images: the container needs a command")

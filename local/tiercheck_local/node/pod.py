@@ -1,11 +1,11 @@
 """One pod on a node, from the moment it is bound until nothing of it is left."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,48 @@ from tiercheck_local.node.container import (
     ContainerRecipe,
 )
 from tiercheck_local.node.environment import BadReference, PodFacts
-from tiercheck_local.node.process import BackOff, base_environment
-from tiercheck_local.node.settings import Settings
+from tiercheck_local.node.process import FIRST_BACK_OFF, BackOff, base_environment
 from tiercheck_local.node.status import PodSituation, Publisher, pod_status
-from tiercheck_local.node.volumes import PathTranslation
+from tiercheck_local.node.volumes import PathTranslation, Roots
+from tiercheck_local.nodespec import NodeSpec
 
 Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Travels as JSON on the agent's command line."""
+
+    node: NodeSpec
+    cluster: str
+    kubeconfig: str
+    directory: str
+    """Logs go to `directory`/logs/<pod>/<container>.log."""
+    address_prefix: str
+    """Three octets; the node is .1, its pods follow."""
+    image_paths: dict[str, str] = field(default_factory=dict)
+    """Paths inside the images that stand for folders of the host, as if every container mounted them."""
+    back_off: float = FIRST_BACK_OFF
+    """Seconds for which a container that ended twice is held back; all further waits follow from it."""
+    cuts: str | None = None
+    """File that names the links that are cut; None: none can be."""
+    failpoints: str | None = None
+    """Folder with a file per container, <pod>.<container>, that arms its failpoints; None: there is none."""
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def address(self) -> str:
+        return f"{self.address_prefix}.1"
+
+    @cached_property
+    def roots(self) -> Roots:
+        memory, scratch = (folder / self.name for folder in markers.folders(self.cluster))
+        return Roots(memory, scratch, claims=Path(self.directory) / "claims")
+
+
 log = logging.getLogger(__name__)
 
 _LAST_GRACE = 2.0  # what sidecars get even if the main containers used up the pod's grace period
@@ -183,8 +219,7 @@ class Pod:
         return float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
     async def _recipes(self) -> dict[str, ContainerRecipe]:
-        """Resolve everything the manifest refers to; what is missing is shown and waited for, as a kubelet
-        does."""
+        """Resolve all the manifest refers to; what is missing is shown and waited for, as by a kubelet."""
         pause = 0.2
         while True:
             try:

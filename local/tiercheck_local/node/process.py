@@ -4,8 +4,6 @@ That bond is per thread and is not inherited, so processes are started from the 
 descendants are found by their markers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes
@@ -34,8 +32,7 @@ class CannotStart(OSError):
 
 
 def base_environment() -> dict[str, str]:
-    """What every container gets before its manifest is looked at: the agent's interpreter comes first on
-    PATH."""
+    """What every container gets before its manifest's own: the agent's interpreter comes first on PATH."""
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     interpreter = os.path.dirname(sys.executable)
     return {
@@ -51,8 +48,7 @@ class HostProcess:
     """A running child. `exited` gives its exit code as a container runtime reports it (128 + signal)."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, log: Path) -> None:
-        """Start it, its output appended to `log`. Call from the main thread, in a running loop. Raises
-        CannotStart."""
+        """Start it, output appended to `log`. In the main thread, in a running loop. Raises CannotStart."""
         path = (
             sys.executable
             if argv[0] in {"python", "python3"}

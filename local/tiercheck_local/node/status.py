@@ -1,7 +1,5 @@
 """A pod's status: what it is, from what its containers do, and the writing of it to the API server."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +33,7 @@ class PodSituation:
 
 
 def pod_status(situation: PodSituation, previous: Mapping[str, Any], now: str) -> Object:
-    """The whole status; `previous` gives transition times and the conditions of others, `now` is
-    metav1.Time."""
+    """The whole status; `previous` gives transition times and others' conditions, `now` is metav1.Time."""
     phase = _phase(situation)
     status: Object = {
         "phase": phase,
@@ -149,8 +146,7 @@ class Publisher:
             self._task.cancel()
 
     def seen(self, pod: Mapping[str, Any]) -> None:
-        """A newer version of the object, as the watch brought it. What others made of our conditions is put
-        right."""
+        """A newer version of the object, as watched. What others made of our conditions is put right."""
         if _version(pod) < _version(self._current):
             return  # our own write was answered before the watch showed what came earlier
         self._current = pod

@@ -4,8 +4,6 @@ Short, because a Unix socket's path has 107 bytes at most. Sizes are not enforce
 reader.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import tempfile
@@ -80,8 +78,7 @@ class Roots:
 
 
 def prepare(facts: PodFacts, roots: Roots, lookup: Lookup) -> dict[str, Path]:
-    """Make every volume of the pod; name to folder (or file, for a hostPath). Idempotent. Raises
-    BadReference."""
+    """Make every volume of the pod; name to folder (a hostPath: file). Idempotent. Raises BadReference."""
     return {
         volume["name"]: _prepare(volume, facts, roots, lookup)
         for volume in facts.pod["spec"].get("volumes") or []

@@ -26,8 +26,7 @@ from tiercheck_operator.model.parsing import LONGEST_ATTACHMENT, parse_job
 from tiercheck_operator.model.spelling import spell
 
 _KNOWN_CONTAINERS = (names.TRAINER_CONTAINER, "pytorch", "node")
-"""Where the command is if nothing is said: as in a TierCheckJob, in a PyTorchJob, in a TrainJob's runtimes.
-"""
+"""Where the command is if nothing is said: as in a TierCheckJob, a PyTorchJob, a TrainJob's runtimes."""
 _LONGEST_NAME = 40
 _DEFAULT_GRACE, _GRACE_WITH_REMOTE = 30, 300
 _PROCS = "PET_NPROC_PER_NODE"
@@ -75,8 +74,7 @@ class Attachment:
 
 
 def job_name(owner: Owner) -> str:
-    """The name of the owner's TierCheckJob: known before the job is, and the same again for an owner of the
-    same name."""
+    """The name of the owner's TierCheckJob: known before the job, the same for an owner of the same name."""
     plain = f"{owner.kind.lower()}-{owner.name}"
     if len(plain) <= _LONGEST_NAME and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", plain):
         return plain
@@ -233,8 +231,7 @@ def _procs(container: Mapping[str, Any]) -> int:
 
 
 def _withhold_token(spec: dict[str, Any]) -> None:
-    """Ours need no API token. The API server mounts the pod's into every container that has nothing at its
-    path, after us again."""
+    """Ours need no API token: the API server mounts it into every container with nothing at its path."""
     spec["volumes"].append({"name": _NO_TOKEN, "emptyDir": {}})
     for container in spec["initContainers"]:
         if container["name"].startswith("tiercheck-"):

@@ -5,8 +5,6 @@ jobset.sigs.k8s.io labels are those of JobSet v1alpha2 (a TrainJob is a JobSet b
 training.kubeflow.org ones are the training operator's, which numbers the master 0 and worker i as i + 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,9 +78,7 @@ def find_owner(pod: Mapping[str, Any]) -> Owner:
 
 
 def find_seat(pod: Mapping[str, Any], owner: Owner, raw: Mapping[str, Any]) -> Seat:
-    """`raw`: the owner as the API server gives it. Raises Unattachable if its pods cannot be numbered
-    0..N-1.
-    """
+    """`raw`: the owner as the API has it. Raises Unattachable if its pods cannot be numbered 0..N-1."""
     if (raw.get("metadata") or {}).get("uid") != owner.uid:
         raise Unattachable(f"{owner.kind} {owner.name} is not the one that made the pod")
     spec = raw.get("spec") or {}
@@ -128,9 +124,7 @@ def _parallelism(spec: Mapping[str, Any], named: str, mode: str = "NonIndexed") 
 
 
 def _seat_in_jobset(pod: Mapping[str, Any], owner: Owner, spec: Mapping[str, Any]) -> Seat:
-    """Workers are counted over the replicated jobs whose pods ask to be attached, in the order of the
-    JobSet.
-    """
+    """Workers are counted over the replicated jobs whose pods ask to be attached, in the JobSet's order."""
     mine = _labels(pod).get(JOBSET_REPLICATED_JOB)
     before = workers = 0
     found = False

@@ -6,8 +6,6 @@ renewed Secret keeps the last authority too, and a replica shows a new certifica
 configuration to name the new authority, so that no call fails in between.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import datetime
@@ -77,8 +75,7 @@ class Trust:
         self._hosts, self._issuer = settings.hosts, settings.issuer
 
     async def establish(self, now: datetime.datetime) -> tuple[Bundle, bool]:
-        """The bundle to show, and whether the API server has had time to hear of its authority. Raises
-        ApiFailure."""
+        """The bundle to show, and whether the API server can know its authority by now. Raises ApiFailure."""
         namespace, name = self._secret
         raw = await self._kube.get(_SECRETS + "/{name}", namespace=namespace, name=name)
         current = None if raw is None else _parsed(raw)

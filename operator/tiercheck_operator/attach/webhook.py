@@ -1,4 +1,4 @@
-"""The mutating webhook's HTTPS server. It allows every pod, whatever happens.
+"""The mutating webhook: it attaches pods, and allows every pod, whatever happens.
 
 AdmissionReview v1 in, AdmissionReview v1 out. The answer is a JSON patch (RFC 6902) that turns what was sent
 into what is wanted.
@@ -12,8 +12,6 @@ in all and by address; each request has to be there within seconds; and few larg
 time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -23,6 +21,7 @@ import logging
 import socket
 import ssl
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,14 +30,118 @@ from typing import Any
 from aiohttp import web
 
 from tiercheck.connections import Arrivals
+from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck_operator.attach.admission import Admission
+from tiercheck.redaction import redacted
+from tiercheck_operator.attach.injection import (
+    Attachment,
+    attached_job,
+    attachment_of,
+    inject,
+    is_injected,
+    job_name,
+    mark_refused,
+)
+from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
 from tiercheck_operator.attach.trust import Bundle, Trust
-from tiercheck_operator.kubernetes.client import ApiFailure
+from tiercheck_operator.config import Config
+from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube, fill
+from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity
+
+# It reads from the API server and changes nothing there.
+
+POLICIES = (
+    f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/{{namespace}}/{names.POLICY_PLURAL}/{{name}}"
+)
+_REMEMBERED = 5.0
+"""Seconds that an answer of the API server is used again: the pods of a workload come in one burst."""
+_REVIEW_PATIENCE = 4.0
+"""Seconds to read all that a pod needs; less than the webhook's own timeout, so that it can say why."""
+
+
+class Admission:
+    """`admit` is all there is."""
+
+    def __init__(self, kube: Kube, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kube, self._config, self._clock = kube, config, clock
+        self._cluster = ClusterIdentity(kube)
+        self._known: dict[str, tuple[float, Mapping[str, Any] | None]] = {}
+
+    async def admit(self, namespace: str, pod: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+        """The pod as it should be, and a warning if it could not be attached, however strange it is."""
+        policy = ((pod.get("metadata") or {}).get("labels") or {}).get(names.LABEL_INJECT)
+        if not policy or is_injected(pod):
+            return pod, ""
+        try:
+            async with asyncio.timeout(_REVIEW_PATIENCE):
+                return await self._attached(namespace, pod, policy), ""
+        except Unattachable as error:
+            why = str(error)
+        except TimeoutError:
+            why = "the API server did not answer in time"
+        except ApiFailure as error:
+            why = f"what is needed could not be read: {error}"
+        sentence = redacted(f"TierCheck does not look after this pod: {why}.")
+        log.warning("%s/%s: %s", namespace, _named(pod), sentence)
+        return mark_refused(pod, sentence), sentence
+
+    async def _attached(self, namespace: str, pod: Mapping[str, Any], policy: str) -> dict[str, Any]:
+        owner = find_owner(pod)
+        raw_owner = await self._read(owner.path(namespace))
+        if raw_owner is None:
+            raise Unattachable(f"there is no {owner.kind} {owner.name}")
+        seat = find_seat(pod, owner, raw_owner)
+        job = await self._job(namespace, owner)
+        if job is None:
+            found = await self._read(_path_of(policy, namespace))
+            if found is None:
+                raise Unattachable(f"there is no TierCheckPolicy {policy} in namespace {namespace}")
+            spec = found.get("spec") or {}
+            attachment = attachment_of(pod, owner, seat, policy, spec.get("procsPerWorker"))
+            job = attached_job(namespace, attachment, spec)
+        else:
+            # The job has it already; what pods of one job agree on must not depend on when they came.
+            attach = job["spec"]["attach"]
+            procs, workers = int(job["spec"]["procsPerWorker"]), int(job["spec"]["workers"])
+            attachment = Attachment(
+                owner, attach.get("policy") or policy, attach["container"], workers, procs
+            )
+        remote = (job["spec"].get("tiers") or {}).get("remote") is not None
+        cluster = await self._cluster.uid() if remote else ""
+        return inject(pod, attachment, seat, job, self._config, cluster=cluster)
+
+    async def _job(self, namespace: str, owner: Owner) -> Mapping[str, Any] | None:
+        """The owner's job, if it exists; one of an earlier owner of the same name does not count."""
+        path = fill(JOBS + "/{name}", namespace=namespace, name=job_name(owner))
+        found = await self._read(path)
+        attach = ((found or {}).get("spec") or {}).get("attach") or {}
+        return found if (attach.get("owner") or {}).get("uid") == owner.uid else None
+
+    async def _read(self, path: str) -> Mapping[str, Any] | None:
+        now = self._clock()
+        known = self._known.get(path)
+        if known is not None and known[0] > now and known[1] is not None:
+            return known[1]
+        self._known = {key: entry for key, entry in self._known.items() if entry[0] > now}
+        found = await self._kube.get(path)
+        self._known[path] = (now + _REMEMBERED, found)
+        return found
+
+
+def _path_of(policy: str, namespace: str) -> str:
+    try:
+        return fill(POLICIES, namespace=namespace, name=policy)
+    except ValueError as error:
+        raise Unattachable(f"the label {names.LABEL_INJECT} names no TierCheckPolicy: {error}") from error
+
+
+def _named(pod: Mapping[str, Any]) -> str:
+    metadata = pod.get("metadata") or {}
+    return str(metadata.get("name") or metadata.get("generateName") or "?")
+
 
 PATIENCE = 10.0
-"""Seconds for the TLS handshake, for the headers, and for the body; of a connection without a request, too.
-"""
+"""Seconds for the TLS handshake, for the headers and for the body; of a connection without request, too."""
 LARGEST = 3 * 2**20
 """Bytes of a body: twice what the API server lets an object have."""
 _SMALL = 128 * 2**10
@@ -50,8 +153,8 @@ _CONNECTIONS, _OF_ONE_ADDRESS = 256, 128
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
 
 
-class Doors:
-    """`start`, then `stop`, in one event loop. `handler` gets each POST with its whole body."""
+class Doors(Arrivals):
+    """`handler` gets each POST with its whole body."""
 
     def __init__(self, context: ssl.SSLContext, handler: Handler, patience: float = PATIENCE) -> None:
         self._context, self._handler, self._patience = context, handler, patience
@@ -66,18 +169,9 @@ class Doors:
             ),
             shutdown_timeout=5.0,
         )
-        self._arrivals = Arrivals(self._let_in)
+        super().__init__(self._runner, self._let_in)
         self._arriving: Counter[str] = Counter()
         """Connections in their TLS handshake, by address."""
-
-    async def start(self, host: str, port: int) -> None:
-        """Raises OSError."""
-        await self._runner.setup()
-        self._arrivals.start(host, port)
-
-    async def stop(self) -> None:
-        await self._arrivals.stop()
-        await self._runner.cleanup()
 
     def _guests(self) -> Counter[str]:
         """Connections by address."""
@@ -120,9 +214,7 @@ class Doors:
             return await self._handler(request, body)
 
     async def _body(self, request: web.BaseRequest, stack: contextlib.AsyncExitStack) -> bytes:
-        """With the right to hold it in memory, until `stack` is closed. Raises ValueError if it is too
-        large.
-        """
+        """With the right to hold it in memory until `stack` is closed. Raises ValueError: it is too large."""
         if (request.content_length or 0) > LARGEST:
             raise ValueError
         parts, size, large = [], 0, False
@@ -174,8 +266,7 @@ log = logging.getLogger(__name__)
 
 PATH = "/mutate-pods"
 _LOOK_EVERY, _RETRY = 60.0, 2.0
-"""Seconds between two looks at certificate and configuration, and the same while they could not be looked at.
-"""
+"""Seconds between two looks at certificate and configuration, and the same after one that failed."""
 _LONGEST_WARNING = 256
 _MOST_VALUES = 50_000
 """Of a review, each of which takes up to 200 bytes. A pod has some hundreds."""

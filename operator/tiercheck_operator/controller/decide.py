@@ -39,11 +39,11 @@ from tiercheck_operator.controller.members.spares import Upkeep, keep_spares
 from tiercheck_operator.controller.members.suspicion import due_probes, seconds_to_next_look
 from tiercheck_operator.controller.observe.memory import equal_share, why_too_small
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.placement.budget import budget_actions
 from tiercheck_operator.controller.placement.placing import (
     CannotPlace,
     Placed,
     all_copied,
+    budget_actions,
     describe_found_again,
     describe_members,
     describe_moved,

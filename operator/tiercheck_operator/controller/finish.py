@@ -5,8 +5,6 @@ uploaded what they owe. `spec.activeDeadlineSeconds` counts as in a batch/v1 Job
 which is set anew when a suspended job goes on: what a queue does to a job is not held against it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tiercheck.protocol.directive import Phase
@@ -120,8 +118,7 @@ def suspend(obs: Observation) -> tuple[JobRecord, list[Action], list[Action]]:
 
 
 def exit_code(obs: Observation) -> int:
-    """What the launchers of a job that is over exit with, so that the owner sees what it would have seen
-    without us."""
+    """What the launchers of a job that is over exit with: what the owner would have seen without us."""
     status = obs.job.status
     if obs.job.spec.attach is None or not status.holds(conditions.FAILED):
         return 0

@@ -3,8 +3,6 @@
 It keeps no state that matters: credentials, reports and the placement are read back after a restart.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -20,10 +18,9 @@ from tiercheck.failpoints import failpoint
 from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
-from tiercheck_operator.controller.execute import Executor
+from tiercheck_operator.controller.execute import PATIENT_FAILURES, Executor, RefusalMemory
 from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
-from tiercheck_operator.controller.refusals import PATIENT_FAILURES, RefusalMemory
 from tiercheck_operator.controller.status.status import with_unreadable
 from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, ApiFailure, Kube
 from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity, NodeLeases, TopologySource
@@ -44,8 +41,7 @@ log = logging.getLogger(__name__)
 _LEAST_PAUSE = 0.02
 """Seconds between two reconciles of a job, so that a burst of changes is seen as one."""
 _BREATHER = 4.0
-"""Pause between two reconciles, in times of what deciding took: no job, however large, takes more than a
-fifth of the processor."""
+"""Pause after a reconcile, in times of what deciding took: no job takes over a fifth of the processor."""
 _LATE = 4.0
 """Seconds that a kubelet may take for a new pod before its node's lease is looked at."""
 _OWNER_EVERY = {True: 60.0, False: 10.0}
@@ -76,8 +72,7 @@ class Surroundings:
     training: set[str] = field(default_factory=set)
     """UIDs of the jobs that write progress."""
     gone: Callable[[str], object] = lambda uid: None
-    """Told the UID of a job that the API server does not have, whatever the watches say; its loop has ended.
-    """
+    """Gets the UID of a job that the API server does not have, whatever watches say; its loop has ended."""
     leases: NodeLeases | None = None
     owner_size: Callable[[JobView], Awaitable[int | None]] | None = None
     """How many workers the owner of an attached job has now; None: that cannot be told."""
@@ -90,8 +85,7 @@ class JobGone(Exception):
 
 
 class JobLoop:
-    """Start with `start`, feed with `changed`, end with `stop`. Ends by itself once the API server does not
-    have the job."""
+    """`start`, `changed` as often as need be, `stop`. Ends by itself once the API server has no such job."""
 
     def __init__(self, raw: Mapping[str, Any], around: Surroundings) -> None:
         self._raw = raw
@@ -135,8 +129,7 @@ class JobLoop:
         )
 
     def changed(self, raw: Mapping[str, Any]) -> None:
-        """A watch event; one that is older than what we wrote ourselves is ignored, as is a second job for
-        the same owner."""
+        """A watch event; one older than what we wrote is ignored, as is a second job for the same owner."""
         if raw["metadata"]["uid"] == self.uid and version_in(raw) >= version_in(self._raw):
             self._raw = raw
         self.wake()
@@ -341,8 +334,7 @@ class JobLoop:
         return job.status.finished and all(pod.terminal for pod in self._pods(job))
 
     def _pods(self, job: JobView) -> Iterator[PodView]:
-        """Its own, or those that were attached: nobody gets at the pods of another job by naming that as his
-        workload."""
+        """Its own, or those attached: nobody gets at another job's pods by naming that as his workload."""
         attached = job.spec.attach is not None
         for pod in self._around.pods(job.namespace, job.identity):
             if bool(pod.attached) is attached:
@@ -461,8 +453,7 @@ def find_unwelcome(places: Mapping[tuple[str, str], frozenset[str]], namespace: 
 
 
 def _holdings_matter(job: JobView, placement: SavedPlacement | None) -> bool:
-    """Whether anything is decided by what workers hold: from a failure to the first step after it, and while
-    copies move."""
+    """Whether what workers hold decides anything: from a failure to the first step, and while copies move."""
     settled = job.status.attempt > 0 and job.status.recovery is None
     return not settled or placement is None or bool(placement.leaving)
 

@@ -4,8 +4,6 @@ An authority lives for one signature. Its key is never stored, so nobody, the op
 issue a second certificate under it.
 """
 
-from __future__ import annotations
-
 import datetime
 import secrets
 from collections.abc import Sequence
@@ -36,8 +34,7 @@ class KeyPair:
 def issue_pair(
     authority: str, hosts: Sequence[str], lifetime: datetime.timedelta, now: datetime.datetime | None = None
 ) -> KeyPair:
-    """A new pair. `authority`: its common name. `hosts`: DNS names or IP addresses of the server, at least
-    one."""
+    """A new pair. `authority`: its common name. `hosts`: DNS names or IP addresses, one or more."""
     now = now or datetime.datetime.now(datetime.UTC)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, authority)])

@@ -27,13 +27,7 @@ from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_operator.kubernetes.login import Access
-from tiercheck_operator.kubernetes.object_reader import (
-    MOST_ANSWER,
-    most_of,
-    read_object,
-    without_depth,
-)
-from tiercheck_operator.kubernetes.watches import version_of
+from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, most_of, read_object, without_depth
 from tiercheck_operator.model.parsing import UNREADABLE
 
 
@@ -105,8 +99,7 @@ class ApiFailure(Exception):
 
     @property
     def refused(self) -> bool:
-        """The server understood and said no (quota, admission, rights, validation): asking again soon will
-        not help."""
+        """The server said no (quota, admission, rights, validation): asking again soon will not help."""
         return self.status in (400, 403, 405, _TOO_LARGE, 422)
 
 
@@ -190,8 +183,7 @@ class Kube:
         return await self._call("PATCH", _filled(path, names), body)
 
     async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
-        """With DeleteOptions. Whether there was such an object; one that is gone already is fine. Raises
-        ApiFailure."""
+        """With DeleteOptions. Whether there was such an object; it may be gone already. Raises ApiFailure."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
         try:
             await self._call("DELETE", _filled(path, names), body)
@@ -202,9 +194,7 @@ class Kube:
         return True
 
     async def list_versions(self, path: str, query: str = "", page: int = _LISTED_AT_ONCE) -> dict[str, int]:
-        """UID to resourceVersion of every object, as of one moment, asked from the storage. Raises
-        ApiFailure.
-        """
+        """UID to resourceVersion of every object, as of one moment, from the storage. Raises ApiFailure."""
         pages = self.list_metadata(path, query, page)
         return {each.uid: version_of(each.version) async for page in pages for each in page}
 
@@ -229,11 +219,7 @@ class Kube:
                 return
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        accept: str = "application/json",
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, accept: str = "application/json"
     ) -> dict[str, Any]:
         loop, named = asyncio.get_running_loop(), _NAMESPACE.search(path)
         async with self._turns[hash(named[1]) % _TURNS] if named else contextlib.nullcontext():
@@ -251,11 +237,7 @@ class Kube:
         raise AssertionError("unreachable")
 
     def call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        accept: str = "application/json",
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, accept: str = "application/json"
     ) -> dict[str, Any]:
         """One request, in the calling thread. Raises ApiFailure."""
         with self._about_to_write() if method != "GET" else contextlib.nullcontext():
@@ -374,6 +356,11 @@ class _Page(msgspec.Struct):
 
 
 _PAGE = Decoder(_Page)
+
+
+def version_of(text: object) -> int:
+    """Of a resourceVersion. They may be compared: integers in every API server (KEP-5504)."""
+    return int(str(text)) if str(text or "").isdigit() else 0
 
 
 def _filled(path: str, names: Mapping[str, str]) -> str:

@@ -8,8 +8,6 @@ Clusters that share a bucket know each other by the UID of the namespace kube-sy
 its cluster does.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,8 +22,7 @@ DEPLOYMENT = "/apis/apps/v1/namespaces/{namespace}/deployments/{name}"
 
 
 def owner_metadata(deployment: Mapping[str, Any] | None) -> dict[str, Any]:
-    """To be merged into an object's metadata; nothing without a Deployment, as for an operator that was
-    started by hand."""
+    """To be merged into an object's metadata; nothing without a Deployment, as for one started by hand."""
     if deployment is None:
         return {}
     metadata = deployment["metadata"]
@@ -106,8 +103,7 @@ _TOPOLOGY = "/apis/kueue.x-k8s.io/{version}/topologies/{name}"
 
 
 class TopologySource:
-    """Of one job. Levels of a Topology never change (Kueue makes them immutable), so once found they are
-    kept."""
+    """Of one job. Levels of a Topology never change (to Kueue immutable), so once found they are kept."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

@@ -3,8 +3,6 @@
 Everyone with `view` may read both. Losing an Event is not worth a retry: the status has said it already.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -27,8 +25,7 @@ _COMPONENT = "tiercheck-operator"
 _PAUSE = 10.0
 """Seconds between two writes of one Event; what happens meanwhile is counted."""
 _SIMILAR = 10
-"""Events of one reason with different messages; further ones are told by a single one that is written anew.
-"""
+"""Events of one reason with different messages; further ones are told by one that is written anew."""
 _FORGET = 600.0
 """Seconds after which an Event that comes again is a new one."""
 _SERIES, _POSTED = 50, 5000
@@ -40,8 +37,7 @@ _MESSAGE_LIMIT = 1024
 POD_REMOVED = "PodRemoved"
 """Reason of the Event about each pod that we delete."""
 _PODS_AT_ONCE = 64
-"""Pods of one reconcile that get an Event of their own, beside the job's: a recovery does not wait for a
-thousand of them."""
+"""Pods of one reconcile with an Event beside the job's: a recovery does not wait for a thousand."""
 
 
 @dataclass
@@ -59,8 +55,7 @@ class _Series:
 
 
 class EventPoster:
-    """For one job. What comes again raises the count of the Event that is there, as Kubernetes' own
-    controllers do it."""
+    """For one job. What comes again raises the count of the Event there, as Kubernetes' controllers do."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

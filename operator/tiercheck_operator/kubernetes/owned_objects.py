@@ -1,7 +1,5 @@
 """The job's Service, Secret and placement ConfigMap: read once, kept in mind, made when missing."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable
@@ -122,8 +120,7 @@ class Belongings:
         self.have_gang = False
 
     async def ensure_budget(self, job: JobView, min_available: int) -> None:
-        """Raises nothing: what went wrong is said by `budget_problem`, and looked at again with the next
-        `refresh`."""
+        """Raises nothing: `budget_problem` says what went wrong, and the next `refresh` looks again."""
         if self.budget_problem:
             return
         names = {"namespace": job.namespace, "name": owned.budget_name(job)}

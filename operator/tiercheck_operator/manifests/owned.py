@@ -13,8 +13,6 @@ replacement is enough to make the gang whole again; pods outside of it would be 
 volcano.sh `apis/pkg/apis/scheduling`, scheduler-plugins `apis/scheduling/v1alpha1`, Kubernetes' PodGroup API.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Mapping
@@ -196,8 +194,7 @@ class GangKind:
     scheduler: str = ""
     """schedulerName, if the template has none."""
     in_core: bool = False
-    """The pod refers to the group by spec.schedulingGroup, and the least number lies in
-    spec.schedulingPolicy."""
+    """The pod names the group in spec.schedulingGroup, and the least number lies in spec.schedulingPolicy."""
 
     @property
     def path(self) -> str:

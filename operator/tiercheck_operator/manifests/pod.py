@@ -5,8 +5,6 @@ it, and its restart does not restart the trainer. The trainer's image is left as
 volume.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,13 +30,11 @@ from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 HOSTNAME = "kubernetes.io/hostname"
 GROUP = 65532
-"""Shared by sidecar and trainer through fsGroup, so that both may write the memory volume whatever their
-users are."""
+"""Shared by sidecar and trainer through fsGroup: both may write the memory volume, whatever their users."""
 _GRACE = 30
 """Seconds between SIGTERM and SIGKILL if the template says nothing; Kubernetes' own default."""
 _GRACE_WITH_REMOTE = 300
-"""The same with a remote tier: when the trainers have ended, Kubernetes ends the sidecar, which may still
-have to upload."""
+"""With a remote tier: when the trainers have ended, Kubernetes ends the sidecar, which may have to upload."""
 
 _NODE_MEMORY = NodeMemory()
 
@@ -367,12 +363,7 @@ def _soft_spread(job: JobView, spare: bool) -> list[dict[str, Any]]:
     except ValueError:  # reported where the members are placed
         wanted = HOSTNAME
     return [
-        {
-            "maxSkew": 1,
-            "topologyKey": label,
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": selector,
-        }
+        {"maxSkew": 1, "topologyKey": label, "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": selector}
         for label in dict.fromkeys((wanted, HOSTNAME))
     ]
 

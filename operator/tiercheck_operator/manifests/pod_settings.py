@@ -11,8 +11,6 @@ init container prepares it as root, with no capability: as the folder's owner it
 whoever they run as.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import zlib
@@ -42,8 +40,7 @@ def spare_ports(job_uid: str, number: int) -> int:
 
 
 def resolve_cluster_names(spec: dict[str, Any]) -> None:
-    """A pod in the host's network has the node's DNS unless it asks for the cluster's, where services of S3
-    may be."""
+    """A pod in the host's network has the node's DNS unless it asks for the cluster's, where S3 may be."""
     if is_on_host(spec):
         spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
 

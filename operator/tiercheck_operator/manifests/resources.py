@@ -6,8 +6,6 @@ node's NUMA and SMT alignment too. Where the template gives resources to the pod
 them, in whole cores if theirs are whole.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,15 +52,13 @@ def share_out(job: JobSpec, pod: Mapping[str, Any]) -> ResourceShares:
 
 
 def is_guaranteed(pod: Mapping[str, Any]) -> bool:
-    """Whether every container's requests are its limits, as far as no resources are given to the pod as a
-    whole."""
+    """Whether every container's requests are its limits, unless resources are given to the pod as a whole."""
     containers = [*(pod.get("containers") or []), *(pod.get("initContainers") or [])]
     return bool(containers) and all(_is_bound(entry.get("resources") or {}) for entry in containers)
 
 
 def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
-    """What is wrong with spec.sidecar.resources for such pods: a sentence that says what to change, or the
-    empty string."""
+    """What to change in spec.sidecar.resources for such pods, as a sentence; empty: nothing is wrong."""
     needed = parse_quantity(job.size_limit) + OVERHEAD
     for kind, given in job.sidecar_resources.items():
         memory = given.get("memory")
@@ -90,8 +86,7 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
 
 
 def limits_advice(sentence: str) -> str:
-    """What to do if the API server refused a pod because of a LimitRange or a ResourceQuota; empty if that is
-    not why."""
+    """What to do if a LimitRange or a ResourceQuota made the API server refuse a pod; empty: neither did."""
     if (
         "limits.cpu for:" in sentence
         or "less than or equal to cpu limit" in sentence
@@ -144,8 +139,7 @@ def _is_bound(resources: Mapping[str, Any]) -> bool:
 
 
 def _completed(whole: Mapping[str, Any], pod: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """With the requests that the API server would find if ours were not there: the limits, of what no
-    container asks for."""
+    """With the requests the API server would find without ours: the limits, of what no container asks for."""
     containers = [*(pod.get("containers") or []), *(pod.get("initContainers") or [])]
     asked = {
         name

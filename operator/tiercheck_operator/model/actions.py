@@ -1,7 +1,5 @@
 """What a decision asks for. Carrying it out is somebody else's business (`execute`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive
@@ -23,8 +21,7 @@ class EnsureCredentials:
 
 @dataclass(frozen=True)
 class EnsureGang:
-    """The object that a gang scheduler knows the workers by. If it cannot be had, the next observation says
-    why."""
+    """What a gang scheduler knows the workers by. If it cannot be had, the next observation says why."""
 
 
 @dataclass(frozen=True)

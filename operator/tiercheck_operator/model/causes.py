@@ -20,13 +20,11 @@ class Cause(str, Enum):
     OOM_KILLED = "OOMKilled"
     """A training command failed because the kernel killed one of its processes for want of memory."""
     RESTORE_FAILED = "RestoreFailed"
-    """A rank could not be brought to the version of the attempt. Explains the exit of its training command.
-    """
+    """A rank could not be brought to the attempt's version. Explains the exit of its training command."""
     STATUS_OUTDATED = "StatusOutdated"
     """Sidecars or the remote tier know a newer attempt, signed by the operator, than the status does."""
     NODE_LEAVING = "NodeLeaving"
-    """A pod was moved before its node is emptied, or before Kubernetes ends it. Its old pod trained until
-    then."""
+    """A pod was moved before its node is emptied or Kubernetes ends it. Its old pod trained until then."""
     POD_DELETED = "PodDeleted"
     HUNG = "Hung"
     """Training made no step for far longer than usual. If the same worker held the others up twice in a row,
@@ -39,8 +37,7 @@ class Cause(str, Enum):
     HEALTH_CHECK_FAILED = "HealthCheckFailed"
     """failurePolicy.healthCheck failed on a worker's node: its pod is replaced on another."""
     STUCK = "Stuck"
-    """Processes of a training command do not end although they were killed: their pod is replaced on another
-    node."""
+    """Processes of a training command outlive being killed: their pod is replaced on another node."""
     RESTORE_STALLED = "RestoreStalled"
     """A worker cannot be restored where it is, because nothing comes from what it waits for: its pod is
     replaced on another node, once."""
@@ -99,15 +96,13 @@ class Cause(str, Enum):
 
     @property
     def own_fault(self) -> bool:
-        """Training itself is to blame: unless a rule says otherwise, this counts against
-        failurePolicy.maxRestarts."""
+        """Training is to blame: unless a rule says otherwise, it counts against failurePolicy.maxRestarts."""
         itself = (Cause.TRAINER_CRASH, Cause.OOM_KILLED, Cause.HUNG, Cause.DIVERGED)
         return self in (*itself, Cause.STORAGE_EXCEEDED)
 
     @property
     def in_place(self) -> bool:
-        """If no pod was replaced either, trainers start again where they are, and memory still holds what it
-        held."""
+        """If no pod was replaced either, trainers start again where they are, with all that memory held."""
         return self in (
             Cause.TRAINER_CRASH,
             Cause.OOM_KILLED,
@@ -119,9 +114,7 @@ class Cause(str, Enum):
 
     @staticmethod
     def parse(text: str) -> Cause:
-        """Of a status; a word that we do not know counts as a restore that failed, which is nobody's
-        fault.
-        """
+        """Of a status; an unknown word counts as a restore that failed, which is nobody's fault."""
         try:
             return Cause(text)
         except ValueError:

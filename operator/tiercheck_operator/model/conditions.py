@@ -1,8 +1,6 @@
 """Every condition type and reason, each with a sentence."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 PLACED = "Placed"
@@ -50,30 +48,25 @@ CONTAINER_CANNOT_START = "ContainerCannotStart"
 WAITING_FOR_QUEUE = "WaitingForQueue"
 """A queue has not admitted some pods yet: they have scheduling gates. That is no lack of capacity."""
 GANG_UNAVAILABLE = "GangUnavailable"
-"""spec.gang cannot be had: its API is not served, or the operator may not use it. The job does not start
-without."""
+"""spec.gang cannot be had: its API is not served, or not for the operator. The job does not start without."""
 REFUSED = "Refused"
-"""The API server refuses what the job needs (quota, Pod Security, a webhook, missing rights); the message is
-the server's."""
+"""The API server refuses what the job needs (quota, Pod Security, a webhook, rights), in its own words."""
 CREDENTIALS_LOST = "CredentialsLost"
-"""The job's Secret is gone or cannot be read, and sidecars run with what was in it: no other is made under
-them."""
+"""The job's Secret is gone or unreadable, and sidecars run with what was in it: no other is made then."""
 NODE_MEMORY_FORBIDDEN = "NodeMemoryForbidden"
 """tiers.local.medium is NodeMemory, and the namespace does not allow hostPath volumes; the message says how
 it could."""
 UNSCHEDULABLE = "Unschedulable"
 """The scheduler finds no node for a pod; the message is the scheduler's."""
 NO_CAPACITY = "NoCapacity"
-"""The same for longer than failurePolicy.capacityTimeoutSeconds. The job waits; what the other workers hold
-is kept."""
+"""For longer than failurePolicy.capacityTimeoutSeconds. The job waits; what other workers hold is kept."""
 NODES_UNLABELLED = "NodesUnlabelled"
 """Nodes lack the label of a level, so that level cannot be used for spreading."""
 TOPOLOGY_NOT_FOUND = "TopologyNotFound"
 """spec.topology.kueueTopology names no Topology that can be read. A job does not start without; one that runs
 keeps its copies where they are."""
 COPIES_MOVING = "CopiesMoving"
-"""Some workers get other holders while training goes on; the old ones stay until the new ones are complete.
-"""
+"""Some workers get other holders while training goes on; old ones stay until the new ones are complete."""
 MOVE_DELAYED = "MoveDelayed"
 """Copies ought to move, and cannot yet; the message says why."""
 DEGRADED_SPREAD = "DegradedSpread"
@@ -97,8 +90,7 @@ INVALID_SPEC = "InvalidSpec"
 """Another part of the spec cannot be used; the message says what to change."""
 
 MEMORY_TOO_SMALL = "MemoryTooSmall"
-"""The memory volumes cannot hold the slots. Under Placed: the job does not start. Under Protected: snapshots
-are skipped."""
+"""The memory volumes cannot hold the slots. Placed: the job does not start. Protected: no snapshots."""
 
 # Protected
 COPIES_COMPLETE = "CopiesComplete"
@@ -113,8 +105,7 @@ UNPROTECTED_WORKERS = "UnprotectedWorkers"
 NO_COPIES = "NoCopies"
 """There are neither copies nor parity."""
 SIDECAR_RESTARTING = "SidecarRestarting"
-"""A sidecar has ended and is not back yet; the message says for how long its kubelet waits. Training goes
-on."""
+"""A sidecar has ended and is not back yet; the message says how long its kubelet waits. Training goes on."""
 SIDECAR_NOT_ANSWERING = "SidecarNotAnswering"
 """A sidecar does not answer, and its kubelet says nothing of it. Training goes on if it makes steps."""
 SIDECAR_RESTARTED = "SidecarRestarted"
@@ -128,8 +119,7 @@ REHEARSAL_FAILED = "RehearsalFailed"
 """Something of the newest version would not come back from one tier; the message names the rank, the tier,
 the artifact and the place."""
 BAD_REPORT = "BadReport"
-"""What a sidecar tells worker 0 cannot be true, or cannot be reckoned with: it is refused, and the others go
-on."""
+"""What a sidecar tells worker 0 cannot be true, or be reckoned with: it is refused, and the others go on."""
 SOURCE_STALLED = "SourceStalled"
 """Something that a restore would read from hangs at a worker: what was asked of it has not come back.
 Restores go on without it."""
@@ -176,8 +166,7 @@ NO_SPARES = "NoSpares"
 ALL_WORKERS = "AllWorkers"
 """It has."""
 SHRUNK = "Shrunk"
-"""It goes on with fewer, because no node took the others for capacityTimeoutSeconds; the message says what it
-waits for."""
+"""It goes on with fewer: no node took others for capacityTimeoutSeconds; the message says what it awaits."""
 GROWING = "Growing"
 """It goes on with fewer, and has room again: it grows soon, when few steps would be made twice."""
 
@@ -199,8 +188,7 @@ HELD_BY_COPIES = "CopiesIncomplete"
 BUDGET_REFUSED = "BudgetRefused"
 """The PodDisruptionBudget cannot be made or changed; the message says why. Training does not depend on it."""
 NO_BUDGET = "NoBudget"
-"""There is no PodDisruptionBudget: it is turned off, the pods are another controller's, or nothing is
-trained."""
+"""No PodDisruptionBudget: it is turned off, the pods are another controller's, or nothing is trained."""
 
 # Restoring
 SETTLING = "Settling"
@@ -216,8 +204,7 @@ RETRYING = "Retrying"
 WAITING_FOR_TRAINERS = "WaitingForTrainers"
 """Every rank's state is there, but not every launcher waits for the release; the message says why."""
 HEALTH_CHECK_FAILED = "HealthCheckFailed"
-"""failurePolicy.healthCheck fails where it is run, and no pod is moved for it now; the message has what it
-said."""
+"""failurePolicy.healthCheck fails where it runs, no pod is moved for it now; the message has its words."""
 RESTORE_STALLED = "RestoreStalled"
 """A restore makes no progress: nothing comes from what it waits for, and the message names that."""
 COPYING = "Copying"
@@ -247,8 +234,7 @@ RESUMED = "Resumed"
 ALL_SUCCEEDED = "AllTrainersSucceeded"
 """Every training command exited with 0."""
 MAX_RESTARTS_EXCEEDED = "MaxRestartsExceeded"
-"""Training failed by itself more often than failurePolicy.maxRestarts allows without getting on for a while
-in between."""
+"""Training failed by itself more often than failurePolicy.maxRestarts allows, not getting on in between."""
 FAILURE_POLICY_RULE = "FailurePolicyRule"
 """A rule of failurePolicy.rules with action Fail applies; the message names it."""
 DEADLINE_EXCEEDED = "DeadlineExceeded"
@@ -273,3 +259,18 @@ def listed(entries: Sequence[object], most: int) -> str:
     """The first of them, and how many more there are."""
     more = f" and {len(entries) - most} more" if len(entries) > most else ""
     return ", ".join(map(str, entries[:most])) + more
+
+
+def numbered(numbers: Collection[int], most: int = 5, noun: str = "worker") -> str:
+    """ "worker 2", "workers 1, 2 and 3", with 3 as `most` "workers 0, 1, 2 and 61 more"."""
+    first, *more = sorted(set(numbers))
+    if not more:
+        return f"{noun} {first}"
+    if len(more) > most:
+        return f"{noun}s {listed([first, *more], most)}"
+    return f"{noun}s {', '.join(map(str, [first, *more[:-1]]))} and {more[-1]}"
+
+
+def plural(count: int, noun: str) -> str:
+    """`3 steps`, `1 step`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

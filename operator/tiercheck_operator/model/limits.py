@@ -4,8 +4,6 @@ Each field has a limit of its own; where all of them are reached at once, senten
 decisions never.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,8 +23,7 @@ _RECOVERIES = 3
 
 
 def fit_status(record: JobRecord) -> tuple[JobRecord, dict[str, Any]]:
-    """What is left of the record, which is all of it unless it would be too large, and that as the API spells
-    it."""
+    """What is left of the record (all, unless that is too large), and that as the API spells it."""
     record = _with_messages(record, _MESSAGES)
     allowed = _MESSAGES
     while bytes_of(raw := render_record(record)) > LIMIT:

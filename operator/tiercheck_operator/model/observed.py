@@ -5,8 +5,6 @@ Nothing in it changes.
 Decisions never meet a raw object; `parsing` makes these of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -20,8 +18,7 @@ from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.status import Condition, JobRecord
 
 ANNOTATION_AVOIDED = "tiercheck.io/avoided-nodes"
-"""On pods: the nodes that the pod was told to stay away from, so that it can be freed from them when they are
-well."""
+"""On pods: the nodes that it was told to stay away from, so that it can be freed when they are well."""
 ANNOTATION_GIVEN_UP = "tiercheck.io/given-up"
 """On pods: `PodView.given_up`."""
 
@@ -41,8 +38,7 @@ class Patience:
     isolated: float = 30.0
     """For a node whose sidecars answer us while nobody else can reach them."""
     hand_over: float = 5.0
-    """For a pod that is being ended to bring its holders what they lack, before the next attempt refuses it.
-    """
+    """For a pod that is ending to bring its holders what they lack, before the next attempt refuses it."""
     unclaimed: float = 8.0
     """For a kubelet to take a new pod; one that lives does so in a second or two."""
     lease: float = 12.0
@@ -56,15 +52,13 @@ class Patience:
     unschedulable: float = 30.0
     """For a pod without a node, before the nodes it avoids are looked at again."""
     capacity: float = 300.0
-    """For a node that takes a pod, before the job is said to lack capacity
-    (`failurePolicy.capacityTimeoutSeconds`)."""
+    """For a node to take a pod before the job lacks capacity (`failurePolicy.capacityTimeoutSeconds`)."""
     suspend: float = 30.0
     """For pods that were told to finish to end by themselves, before they are deleted."""
     flush: float = 600.0
     """The same with a remote tier, to which they may still owe a version."""
     relocate: float = 5.0
-    """For a reason to move copies to last, before they move; twelve times as long where nothing is at risk.
-    """
+    """For a reason to move copies to last before they move; twelve times that where nothing is at risk."""
     grow: float = 60.0
     """For room to last, before a job that went on smaller takes it."""
     retry: float = 10.0
@@ -178,14 +172,12 @@ class PodView:
     ill: str = ""
     """What its kubelet says of a device of it that is not well, as a clause."""
     gates: tuple[str, ...] = ()
-    """Scheduling gates that are still on it: somebody else, usually a queue, decides when it may be
-    scheduled."""
+    """Scheduling gates still on it: somebody else, usually a queue, decides when it may be scheduled."""
     spare: int | None = None
     """Its number, if it was made as a spare, whether it is one still or not."""
     resource_version: str = ""
     given_up: str = ""
-    """A cause, a colon, and why we gave the pod up: noted on it when we deleted it, for its end will look
-    like any other."""
+    """A cause, a colon, why we gave the pod up: noted when we deleted it, as its end looks like any other."""
     first_port: int | None = None
     """Of its sidecar's, where they are not the usual ones."""
 
@@ -213,8 +205,7 @@ class NodeView:
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
-    """Why Kubernetes does not trust the node; empty: it does. Whether its pods are lost, `lost_nodes`
-    says."""
+    """Why Kubernetes does not trust the node; empty: it does. `lost_nodes` says if its pods are lost."""
     out_of_service: bool = False
     """An admin says that it is down for good."""
     kubelet: str = ""
@@ -386,8 +377,7 @@ class Observation:
         return {entry.type: entry for entry in self.job.status.conditions}
 
     def report(self, pod: PodView) -> Report | None:
-        """The newest report of the pod's sidecar, as that of the worker that the pod is: it may not know that
-        yet."""
+        """The newest report of the pod's sidecar, as of the worker that the pod is: it may not know yet."""
         known = self.reports.get(pod.uid)
         report = known.report if known else None
         if report is None or pod.worker in (SPARE, report.worker):

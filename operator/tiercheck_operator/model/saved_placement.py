@@ -66,8 +66,7 @@ class Replanning:
     """What re-planning has to remember. Times are unix seconds."""
 
     checked: str = ""
-    """Digest of what the placement was last compared with; as long as that is the same, there is nothing to
-    think about."""
+    """Digest of what the placement was last compared with; while that is the same, nothing is decided."""
     wish: str = ""
     """Digest of the moves that would be made, if they are still wanted in a while; empty: none."""
     since: float = 0.0

@@ -6,10 +6,8 @@ count, such as a spare or the replacement of a pod that is about to leave. They 
 as one that avoids a node.
 """
 
-from __future__ import annotations
-
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -44,20 +42,18 @@ class ExitCodes:
         return bool(code) and (code in self.values) is self.within
 
 
-def _conditions(raw: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    return tuple((str(entry["type"]), str(entry.get("status") or "True")) for entry in raw)
+_CONDITIONS = As(lambda raw: tuple((str(each["type"]), str(each.get("status") or "True")) for each in raw))
 
 
 @dataclass(frozen=True)
 class FailureRule:
-    """One entry of `failurePolicy.rules`. Exactly one of its three matchers is set, as in a Job's
-    podFailurePolicy."""
+    """One of `failurePolicy.rules`. One of its three matchers is set, as in a Job's podFailurePolicy."""
 
     name: str
     action: RuleAction
     exit_codes: Annotated[ExitCodes | None, At("onExitCodes")] = None
     reasons: Annotated[frozenset[str], At("onReasons")] = frozenset()
-    node_conditions: Annotated[tuple[tuple[str, str], ...], At("onNodeConditions"), As(_conditions)] = ()
+    node_conditions: Annotated[tuple[tuple[str, str], ...], At("onNodeConditions"), _CONDITIONS] = ()
     """(type, status) pairs, any of which is enough."""
 
 
@@ -116,14 +112,6 @@ def _read_eviction_hold(raw: Mapping[str, Any]) -> float | None:
     return None if raw.get("mode") == "Off" else JobSpec.eviction_hold if given is None else float(given)
 
 
-def _read_rehearsals(text: str) -> float | None:
-    return None if text in ("Off", "0") else parse_duration(text)
-
-
-def _read_parity(raw: Mapping[str, Any]) -> tuple[int, int]:
-    return int(raw["data"]), int(raw["parity"])
-
-
 def _read_resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """YAML gives whole cores as numbers. Raises ValueError."""
     given = {kind: raw[kind] for kind in ("requests", "limits") if raw.get(kind)}
@@ -135,6 +123,8 @@ def _read_resources(raw: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 _Bytes = Annotated[int, As(parse_quantity)]
+_PARITY = As(lambda raw: (int(raw["data"]), int(raw["parity"])))
+_REHEARSALS = As(lambda text: None if text in ("Off", "0") else parse_duration(text))
 
 
 @dataclass(frozen=True)
@@ -195,7 +185,7 @@ class JobSpec:
     """Variables of the sidecar, as a container has them."""
     attach: Attach | None = None
     """None: the pods are made from the template."""
-    parity: Annotated[tuple[int, int] | None, At("tiers.peer.parity"), As(_read_parity)] = None
+    parity: Annotated[tuple[int, int] | None, At("tiers.peer.parity"), _PARITY] = None
     """(data, parity), in place of copies; None: copies."""
     peer_bandwidth: Annotated[_Bytes | None, At("tiers.peer.bandwidth")] = None
     peer_encrypted: Annotated[bool, At("tiers.peer.encryption"), As(partial(eq, "Required"))] = False
@@ -212,11 +202,10 @@ class JobSpec:
     topology_problem: Annotated[str, OURS] = ""
     """Why they are not, as a sentence; then the host is the only level."""
     rollback_after: Annotated[int | None, At("failurePolicy.rollbackAfterNonFinite")] = None
-    """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does for that.
-    """
+    """Steps in a row that the sanity gate may refuse before the job goes back; None: it never does."""
     restore_stall: Annotated[float, At("failurePolicy.restoreStallSeconds")] = RESTORE_STALL
     """Seconds without a byte after which a source of a restore is given up."""
-    rehearse_every: Annotated[float | None, At("restore.rehearseEvery"), As(_read_rehearsals)] = 600.0
+    rehearse_every: Annotated[float | None, At("restore.rehearseEvery"), _REHEARSALS] = 600.0
     """Seconds between two proofs that a tier would come back; None: none are made."""
 
     @property
@@ -231,8 +220,7 @@ class JobSpec:
 
 
 def read_spec(raw: Mapping[str, Any]) -> JobSpec:
-    """Of what passed the CRD's schema. Raises KeyError, TypeError or ValueError on what it would have
-    refused."""
+    """Of what passed the CRD's schema. Raises KeyError, TypeError or ValueError on what did not."""
     spec = read_as(JobSpec, raw)
     if spec.parity is not None:
         return replace(spec, copies=0)

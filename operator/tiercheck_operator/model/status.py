@@ -3,10 +3,8 @@
 `parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped.
 """
 
-from __future__ import annotations
-
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
@@ -74,8 +72,7 @@ NO_FACTS = Facts()
 
 @dataclass(frozen=True)
 class Recovery:
-    """A recovery under way, from the moment something failed to the first step after it. Times are unix
-    seconds."""
+    """A recovery under way, from the failure to the first step after it. Times are unix seconds."""
 
     cause: str
     message: str
@@ -105,8 +102,7 @@ class Recovery:
     noticed_at: Moment | None = None
     """When the first failure since the last step was noticed, if `detected_at` is of a later one."""
     stalled: Annotated[tuple[int, ...], At("stalledWorkers")] = ()
-    """Workers that have got another node on the way back because they could not be restored where they were.
-    """
+    """Workers that got another node on the way back because they could not be restored where they were."""
     undone: bool = False
     """The attempt before ended before training was released in it, so what it gave up still counts."""
 
@@ -212,8 +208,7 @@ class PlaceRecord:
 
 @dataclass(frozen=True)
 class FailedStartRecord:
-    """Whose command failed before its first step when the last attempts on the way back began, and how often
-    in a row there."""
+    """Whose command failed before its first step in the last attempts on the way back, and how often."""
 
     worker: int
     node: str
@@ -222,12 +217,9 @@ class FailedStartRecord:
     """Workers that have got another node for that since the last step."""
 
 
-def _read_history(raw: Sequence[Mapping[str, Any]]) -> History:
-    return History(tuple(read_as(Branch, entry) for entry in raw))
-
-
-def _write_history(history: History) -> Any:
-    return spell(history.branches)
+_AS_BRANCHES = As(
+    lambda raw: History(tuple(read_as(Branch, entry) for entry in raw)), lambda known: spell(known.branches)
+)
 
 
 @dataclass(frozen=True)
@@ -238,7 +230,7 @@ class JobRecord:
     members: str = ""
     sidecar_image: str = ""
     """With which the job's pods are made, until it is suspended."""
-    history: Annotated[History, As(_read_history, _write_history)] = field(default_factory=History)
+    history: Annotated[History, _AS_BRANCHES] = field(default_factory=History)
     crashes: Annotated[int, At("restarts.crash"), ALWAYS] = 0
     counted: Annotated[int, At("restarts.counted"), ALWAYS] = 0
     """Restarts that count against maxRestarts now."""

@@ -24,8 +24,6 @@ explain what is seen:
    late by `overdue`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -58,8 +56,7 @@ class Witness:
     heard: float = 0.0
     """Seconds since it last answered the controller."""
     held: float | None = None
-    """While it is silent: seconds until its kubelet, which knows of it, starts it again; negative if that
-    is late."""
+    """While it is silent: seconds until its kubelet, which knows, starts it again; negative: that is late."""
     takes_part: bool = True
     """It is a member of the attempt: each step takes it."""
     failed: bool = False
@@ -156,8 +153,7 @@ def seconds_quiet(witness: Witness, training: Training = _UNKNOWN) -> float:
 
 
 def find_unconfirmed(witnesses: Sequence[Witness], quiet: float, limits: Limits) -> set[str]:
-    """Pods that have not answered since it was time to give one up that is `quiet`, and may be about to fall
-    silent as well."""
+    """Pods without answer since one that is `quiet` was to be given up: they may be about to fall silent."""
     late = quiet - limits.accused
     return (
         {other.pod for other in witnesses if other.silent is None and other.heard > late}

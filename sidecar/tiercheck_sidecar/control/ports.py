@@ -23,8 +23,8 @@ PATIENCE = 10.0
 """Seconds from the connection to a believed request."""
 
 
-class GuardedPort:
-    """Used in one event loop."""
+class GuardedPort(Arrivals):
+    """Lets each connection be a stranger until a request on it is believed."""
 
     def __init__(
         self, app: web.Application, strangers: Strangers, context: ssl.SSLContext | None = None
@@ -32,17 +32,8 @@ class GuardedPort:
         """`context`: None for plain HTTP."""
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         self._strangers, self._context = strangers, context
-        self._arrivals = Arrivals(self._watch)
         self._waiting: dict[asyncio.Protocol, asyncio.Event] = {}
-
-    async def start(self, host: str, port: int) -> None:
-        """Raises OSError."""
-        await self._runner.setup()
-        self._arrivals.start(host, port)
-
-    async def stop(self) -> None:
-        await self._arrivals.stop()
-        await self._runner.cleanup()
+        super().__init__(self._runner, self._watch)
 
     def believe(self, request: web.Request) -> None:
         """Who sent `request` has proved to be no stranger."""

@@ -12,15 +12,19 @@ from tests.cli.fake_cluster import FakeCluster
 from tests.cli.golden import matches, rendered
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.events.recoveries import PastRecovery, recoveries
-from tiercheck_cli.explain import estimate as estimates
-from tiercheck_cli.explain.estimate import AssumedFailure, Estimate, estimate
-from tiercheck_cli.explain.losses import losses
-from tiercheck_cli.explain.screen import what_if_screen, why_screen
-from tiercheck_cli.explain.what_if import WhatIf, answer, held_steps
+from tiercheck_cli.explain.command import what_if_screen, why_screen
+from tiercheck_cli.explain.what_if import (
+    AssumedFailure,
+    Estimate,
+    WhatIf,
+    answer,
+    estimate,
+    held_steps,
+    losses,
+)
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job
 from tiercheck_cli.layout import layout_of, plan_layout
-from tiercheck_operator.model.causes import Cause
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -223,9 +227,3 @@ def test_what_cannot_be_lost_is_refused_with_what_can(asked: str, complaint: str
     with pytest.raises(CannotDo, match=complaint) as refusal:
         answers(asked)
     assert refusal.value.status == 2
-
-
-def test_recoveries_are_told_apart_by_what_the_operator_knows_of_their_causes() -> None:
-    assert {cause.value for cause in Cause if cause.in_place} == estimates._IN_PLACE
-    # No recovery of a job that is being suspended is ever told.
-    assert {cause.value for cause in Cause if cause.planned} - {Cause.SUSPENDING.value} == estimates._PLANNED

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.cli import recorded
 from tiercheck.redaction import redacted
-from tiercheck_cli.export import redact
+from tiercheck_cli.export.collect import clean
 
 SECRET = "hunter2-0f9a"
 
@@ -56,19 +56,19 @@ def test_ordinary_lines_stay_as_they_are(line: str) -> None:
 
 
 def test_environment_variables_keep_their_names_and_lose_their_values() -> None:
-    pod = redact.clean(recorded.pods()[0])
+    pod = clean(recorded.pods()[0])
     assert pod["spec"]["containers"][0]["env"] == [{"name": "WANDB_API_KEY", "value": "REDACTED"}]
 
 
 def test_names_of_secrets_stay_because_they_tell_where_to_look() -> None:
     env = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "s3", "key": "AWS_SECRET_ACCESS_KEY"}}}
     content = {"s3": {"credentialsSecretName": "s3"}, "imagePullSecrets": [{"name": "pull"}], "env": [env]}
-    assert redact.clean(content) == content
+    assert clean(content) == content
 
 
 def test_the_copy_that_kubectl_keeps_of_an_object_goes_as_a_whole() -> None:
     annotations = {"kubectl.kubernetes.io/last-applied-configuration": SECRET, "team": "language"}
-    assert redact.clean({"metadata": {"annotations": annotations, "managedFields": [SECRET]}}) == {
+    assert clean({"metadata": {"annotations": annotations, "managedFields": [SECRET]}}) == {
         "metadata": {"annotations": {"team": "language"}}
     }
 
@@ -78,7 +78,7 @@ def test_the_copy_that_kubectl_keeps_of_an_object_goes_as_a_whole() -> None:
     [["train", "--token", SECRET], ["train", f"--api-key={SECRET}"], ["sh", "-c", f"TOKEN={SECRET} x"]],
 )
 def test_secrets_on_the_command_line_are_taken_out(command: list[str]) -> None:
-    assert SECRET not in str(redact.clean({"command": command}))
+    assert SECRET not in str(clean({"command": command}))
 
 
 _NAMES = st.sampled_from(["name", "env", "value", "token", "password", "spec", "list", "command", "apiKey"])
@@ -91,8 +91,8 @@ _VALUES = st.recursive(
 
 @given(_VALUES)
 def test_any_object_can_be_redacted_and_once_is_enough(content: Any) -> None:
-    once = redact.clean(content)
-    assert redact.clean(once) == once
+    once = clean(content)
+    assert clean(once) == once
 
 
 @given(st.text())

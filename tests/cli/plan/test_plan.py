@@ -15,9 +15,8 @@ from tests.cli.golden import matches, rendered
 from tiercheck_cli.failure import CannotDo
 from tiercheck_cli.files import made_up_nodes, read_job, read_nodes
 from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
-from tiercheck_cli.plan.links import links
 from tiercheck_cli.plan.picture import svg
-from tiercheck_cli.plan.screen import group_name, screen
+from tiercheck_cli.plan.screen import group_name, links, screen
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -13,9 +13,8 @@ from tests.examples import examples
 from tests.operator.planning.clusters import Cluster, example, racks
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.explain.what_if import Comeback, HeldSteps, find_comeback
-from tiercheck_cli.simulate.play import SCRATCH, JobLife, Run, Simulation, exact_ettr, play
+from tiercheck_cli.simulate.play import SCRATCH, JobLife, Run, Simulation, Survival, exact_ettr, play
 from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario
-from tiercheck_cli.simulate.survival import Survival
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
 from tiercheck_operator.planning.recovery.recovery import RestoreSeconds

@@ -7,7 +7,7 @@ import pytest
 from tests.cli import recorded
 from tests.cli.golden import matches, rendered
 from tiercheck_cli import guide
-from tiercheck_cli.status.screen import jobs_table, screen
+from tiercheck_cli.status.command import jobs_table, screen
 from tiercheck_cli.status.view import StatusView, status_view, worker_views
 from tiercheck_operator.planning.topology import PRESETS, Topology
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.local.apiserver.api_client import Api
 from tests.local.apiserver.defining import HERE, define
-from tiercheck_local.controlplane import ControlPlane, open_control_plane
+from tiercheck_local.controlplane.planes import ControlPlane, open_control_plane
 
 
 @pytest.fixture(scope="session", params=["embedded", pytest.param("real", marks=pytest.mark.real)])

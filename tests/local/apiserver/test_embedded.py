@@ -17,7 +17,7 @@ from tests.access import load
 from tests.local.apiserver.api_client import Api
 from tests.local.apiserver.builders import config_map
 from tests.local.apiserver.defining import eventually
-from tiercheck_local.controlplane import (
+from tiercheck_local.controlplane.planes import (
     ControlPlaneFailed,
     EmbeddedControlPlane,
     open_control_plane,
@@ -55,7 +55,7 @@ def test_stopped_server_leaves_no_process(tmp_path: Path) -> None:
 
 def test_server_ends_with_its_parent(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from tiercheck_local.controlplane import "
+        "import sys, time; from pathlib import Path; from tiercheck_local.controlplane.planes import "
         "EmbeddedControlPlane;"
         "plane = EmbeddedControlPlane(Path(sys.argv[1])); plane.start(); print(plane._process.pid, "
         "flush=True); time.sleep(600)"

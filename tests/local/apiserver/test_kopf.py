@@ -14,7 +14,7 @@ import pytest
 from tests.local.apiserver.api_client import Api
 from tests.local.apiserver.builders import widget
 from tests.local.apiserver.defining import HERE, eventually
-from tiercheck_local.controlplane import ControlPlane
+from tiercheck_local.controlplane.planes import ControlPlane
 
 
 @pytest.fixture

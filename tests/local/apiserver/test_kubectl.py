@@ -14,7 +14,7 @@ import yaml
 
 from tests.local.apiserver.api_client import DEADLINE, Api
 from tests.local.apiserver.builders import config_map, pod, widget
-from tiercheck_local.controlplane import ControlPlane
+from tiercheck_local.controlplane.planes import ControlPlane
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 

@@ -15,7 +15,7 @@ from tests.local.cluster.bench import Bench, condition
 from tests.local.cluster.pod_builder import PodBuilder
 from tiercheck_cli.api_server import NODES, PODS, RequestFailed
 from tiercheck_local import markers
-from tiercheck_local.faults import NothingToHit
+from tiercheck_local.cluster import NothingToHit
 from tiercheck_local.nodespec import RACK
 
 pytestmark = pytest.mark.cluster

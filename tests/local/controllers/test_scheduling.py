@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tiercheck_local.controllers.scheduling import Chosen, Nowhere, choose, requests
+from tiercheck_local.controllers.scheduler import Chosen, Nowhere, choose, requests
 
 
 def node(

@@ -12,10 +12,9 @@ from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.attach_shapes import Object
 from tiercheck.protocol import names
 from tiercheck_local.apiserver.store.patch import json_patch
-from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.injection import Attachment, attached_job, job_name
 from tiercheck_operator.attach.owners import Owner, Unattachable, count_workers, find_owner, find_seat
-from tiercheck_operator.attach.webhook import difference
+from tiercheck_operator.attach.webhook import Admission, difference
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.model.parsing import identity_of, parse_job, parse_pod

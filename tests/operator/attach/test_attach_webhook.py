@@ -19,9 +19,8 @@ from tests.operator.attach.test_attach_admission import Server
 from tiercheck.protocol import names
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.apiserver.store.patch import json_patch
-from tiercheck_operator.attach.admission import Admission
 from tiercheck_operator.attach.trust import Bundle, Trust, renew_when_due
-from tiercheck_operator.attach.webhook import PATH, Webhook
+from tiercheck_operator.attach.webhook import PATH, Admission, Webhook
 from tiercheck_operator.config import Config, WebhookConfig
 from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.cluster_facts import DEPLOYMENT

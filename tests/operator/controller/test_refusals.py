@@ -11,8 +11,7 @@ import pytest
 from tests.operator.world_in_memory import TEMPLATE, World, make_spec
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.decide import decide, decision_after_refusal
-from tiercheck_operator.controller.execute import Executor
-from tiercheck_operator.controller.refusals import RefusalMemory
+from tiercheck_operator.controller.execute import Executor, RefusalMemory
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.model.actions import CreatePod, CreateSpare, Decision, DeletePod, EnsureService

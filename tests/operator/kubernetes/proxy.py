@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from tests.access import Access, load
-from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
+from tiercheck_local.controlplane.planes import write_kubeconfig
 
 _PASSED_ON = ("Accept", "Content-Type")
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from tests.access import load
-from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
+from tiercheck_local.controlplane.planes import write_kubeconfig
 
 
 def post(kubeconfig: Path, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any], list[str]]:

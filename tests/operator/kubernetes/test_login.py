@@ -14,7 +14,7 @@ from pathlib import Path
 import kopf
 import pytest
 
-from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
+from tiercheck_local.controlplane.planes import write_kubeconfig
 from tiercheck_operator.kubernetes import login
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube

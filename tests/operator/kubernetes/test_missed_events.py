@@ -17,8 +17,16 @@ from hypothesis import strategies as st
 from tests.operator.moments import TURNS, Woken, ends, turns, until
 from tests.operator.world_in_memory import World
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.resync import Hearing, Resync, WatchedKind, stuck
-from tiercheck_operator.kubernetes.watches import ClusterView, Difference, Watched, date_containers
+from tiercheck_operator.kubernetes.watches import (
+    ClusterView,
+    Difference,
+    Hearing,
+    Resync,
+    Watched,
+    WatchedKind,
+    date_containers,
+    stuck,
+)
 from tiercheck_operator.model.observed import ContainerState, NodeView, PodView
 
 OBJECTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9))

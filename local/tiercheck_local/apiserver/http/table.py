@@ -1,7 +1,5 @@
 """Renders objects as the rows that `kubectl get` prints, custom ones as their CRD says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -214,8 +212,7 @@ _STEP = re.compile(
 
 
 def find(value: Any, path: str) -> list[Any]:
-    """All that `path` leads to; empty if it leads nowhere. Raises ValueError on a path outside of the
-    subset."""
+    """All that `path` leads to; empty: it leads nowhere. Raises ValueError on a path outside the subset."""
     path = path.strip("{}")
     found, at = [value], 0
     while at < len(path):

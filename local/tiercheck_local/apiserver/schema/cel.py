@@ -4,8 +4,6 @@ Evaluating a rule costs about a millisecond, and most writes change a small part
 remembered by rule and by the values it was given.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -46,8 +44,7 @@ def _compared(one: Any, other: Any) -> IntType:
 
 
 _QUANTITIES: Any = {"quantity": _quantity, "add": _added, "compareTo": _compared}
-"""The part of the API server's own functions that our rules use; a quantity is a whole number of
-thousandths."""
+"""The part of the API server's functions that our rules use; a quantity is a whole number of thousandths."""
 
 
 class BadRule(ValueError):
@@ -78,8 +75,7 @@ class Rules:
             _program(rule["messageExpression"])
 
     def faults(self, value: Object, old: Object | None) -> Iterator[FieldCause]:
-        """One cause per broken rule, from the root down. Transition rules need an old value at the same
-        place."""
+        """One cause per broken rule, from the root down. Transition rules need an old value in its place."""
         if self.any:
             yield from self._walk(value, old, self._schema, "", root=True)
 
@@ -119,8 +115,7 @@ class Rules:
 
 
 def _needed(rule: Object, value: Any) -> Any:
-    """The fields of `value` that the rule can look at; with the others left out, more answers are known
-    already."""
+    """The fields of `value` that the rule can look at; without the others, more answers are known already."""
     if not isinstance(value, dict):
         return value
     fields = _fields_read(rule["rule"] + "\n" + rule.get("messageExpression", ""))

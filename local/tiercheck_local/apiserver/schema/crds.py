@@ -1,14 +1,12 @@
 """CustomResourceDefinitions: one becomes a served resource, with its schema's rules for every object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_local.apiserver.resources import Resource
 from tiercheck_local.apiserver.schema.cel import BadRule, Rules
-from tiercheck_local.apiserver.schema.custom_version import CustomVersion
+from tiercheck_local.apiserver.schema.structural import CustomVersion
 from tiercheck_local.clock import timestamp
 
 

@@ -1,15 +1,15 @@
 """Applies structural schemas of CRDs: prunes, fills in defaults, and says what is wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 from tiercheck_local.apiserver.errors import FieldCause, Object
+from tiercheck_local.apiserver.schema.cel import Rules
 
 _PRESERVE = "x-kubernetes-preserve-unknown-fields"
 _INT_OR_STRING = "x-kubernetes-int-or-string"
@@ -246,3 +246,45 @@ def _in_body(path: str) -> str:
 
 def _shown(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+_BLOCKING = frozenset(
+    {
+        "FieldValueRequired",
+        "FieldValueNotSupported",
+        "FieldValueTooLong",
+        "FieldValueTooMany",
+        "FieldValueTypeInvalid",
+    }
+)
+_NOT_CHECKED = FieldCause(
+    "<nil>",
+    "Invalid value: null: some validation rules were not checked because the object was invalid; "
+    "correct the existing errors to complete validation",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class CustomVersion:
+    """What one version of a CRD says about its objects."""
+
+    schema: Object
+    rules: Rules
+    columns: tuple[Object, ...]
+    has_status: bool
+    selectable: frozenset[str]
+
+    def accept(self, value: Object) -> tuple[Object, list[str]]:
+        """`value` pruned and with defaults, and the paths of the fields that were unknown."""
+        pruned, unknown = prune(value, self.schema, root=True)
+        body = {k: v for k, v in pruned.items() if k not in ("apiVersion", "kind", "metadata")}
+        own = {k: pruned[k] for k in ("apiVersion", "kind", "metadata") if k in pruned}
+        return {**own, **fill_defaults(body, self.schema)}, unknown
+
+    def faults(self, value: Object, old: Object | None) -> list[FieldCause]:
+        """What is wrong with `value`. Rules run only on a value of the right shape, as they may assume it."""
+        body = {k: v for k, v in value.items() if k not in ("apiVersion", "kind", "metadata")}
+        found = faults(body, self.schema)
+        if any(cause.reason in _BLOCKING for cause in found):
+            return [*found, _NOT_CHECKED] if self.rules.any else found
+        return found + list(self.rules.faults(value, old))

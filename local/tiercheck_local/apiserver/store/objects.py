@@ -3,8 +3,6 @@
 The verbs of the API over Storage, without HTTP. Arguments are fresh objects that may be kept and changed.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import uuid
@@ -16,7 +14,6 @@ from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import FieldCause, Object
 from tiercheck_local.apiserver.resources import CRDS, NAMESPACES, PODS, Registry, Resource
 from tiercheck_local.apiserver.schema import built_in, crds
-from tiercheck_local.apiserver.schema import metadata as metadata_rules
 from tiercheck_local.apiserver.store.storage import Key, ObjectStorage
 from tiercheck_local.clock import timestamp
 
@@ -93,8 +90,8 @@ class ApiObjects:
         if _has_generation(resource):
             metadata["generation"] = 1
         value = self._prepared(resource, value, options)
-        found = metadata_rules.name_faults(resource.collection, name)
-        found += metadata_rules.metadata_faults(metadata)
+        found = built_in.name_faults(resource.collection, name)
+        found += built_in.metadata_faults(metadata)
         found += resource.custom.faults(value, None) if resource.custom else []
         if found:
             raise errors.invalid(resource.kind, resource.group, name, found)
@@ -114,8 +111,7 @@ class ApiObjects:
         part: str = "",
         options: WriteOptions = WriteOptions(),
     ) -> Object:
-        """Write `value` over the stored object. `part` is "" or "status". An unchanged object costs no
-        version."""
+        """Write `value` over the stored object. `part`: "" or "status". An unchanged one costs no version."""
         old = self.get(resource, *key)
         self._check_type(resource, value)
         metadata = value["metadata"] = dict(value.get("metadata") or {})
@@ -133,7 +129,7 @@ class ApiObjects:
             value = self._custom_accepted(resource, value, options)
         value = _restricted(resource, value, old, part)
         metadata = value["metadata"]
-        found = _finalizer_faults(value, old) + metadata_rules.metadata_faults(metadata)
+        found = _finalizer_faults(value, old) + built_in.metadata_faults(metadata)
         if not part:
             found += self._update_faults(resource, value, old)
         found += resource.custom.faults(value, old) if resource.custom else []
@@ -148,8 +144,7 @@ class ApiObjects:
         return self._after_write(resource, self.storage.put(resource.collection, key, value))
 
     def delete(self, resource: Resource, key: Key, options: DeleteOptions) -> tuple[Object, bool]:
-        """The object's last state, and whether it is gone (else it waits for its grace period or its
-        finalizers)."""
+        """The object's last state, and whether it is gone (else it waits for grace period or finalizers)."""
         old = self.get(resource, *key)
         if resource.collection == "/namespaces" and key[1] in _ETERNAL:
             raise errors.forbidden("namespaces", "", key[1], "this namespace may not be deleted")

@@ -1,7 +1,5 @@
 """Applies patches: each format takes an object and a patch and gives a new object."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -22,8 +20,7 @@ def merge(target: Any, patch: Any) -> Any:
 
 
 def strategic_merge(target: Any, patch: Any) -> Any:
-    """A strategic merge patch without lists is a merge patch. Raises ApiError 415 for others: their lists
-    have keys."""
+    """A strategic merge patch without lists is a merge patch. Raises ApiError 415 for one with lists."""
     if _has_lists(patch):
         raise unsupported_media_type(["application/merge-patch+json", "application/json-patch+json"])
     return merge(target, patch)
@@ -36,8 +33,7 @@ def _has_lists(patch: Any) -> bool:
 
 
 def json_patch(target: Any, operations: Any) -> Any:
-    """JSON patch (RFC 6902). Raises ApiError: 422 if an operation cannot be applied, 400 if it is
-    malformed."""
+    """JSON patch (RFC 6902). Raises ApiError: 422 if an operation cannot be applied, 400: malformed."""
     if not isinstance(operations, list):
         raise bad_request("json: cannot unmarshal object into Go value of type jsonpatch.Patch")
     result = copy.deepcopy(target)

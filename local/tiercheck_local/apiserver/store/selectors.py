@@ -1,7 +1,5 @@
 """Label and field selectors: which objects a list or a watch is about."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -148,8 +146,7 @@ def _field(value: Any, path: str) -> str:
 
 
 def matches_selector(selector: Mapping[str, Any], labels: Labels) -> bool:
-    """A LabelSelector of the API (`matchLabels`, `matchExpressions`; of nodes also Gt and Lt). An empty one
-    matches everything."""
+    """A LabelSelector of the API; of nodes with Gt and Lt, too. An empty one matches everything."""
     operators = {
         "In": "in", "NotIn": "notin", "Exists": "exists", "DoesNotExist": "absent", "Gt": ">", "Lt": "<",
     }  # fmt: skip

@@ -4,8 +4,6 @@ Nothing here knows HTTP or what a kind means. Stored objects are never changed i
 one.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -41,8 +39,7 @@ Listener = Callable[[Change], None]
 
 
 class ObjectStorage:
-    """Collections of objects. Every write takes the next version and is kept as one of the last `history`
-    changes."""
+    """Collections of objects. Every write takes the next version and is one of the last `history` changes."""
 
     def __init__(self, history: int = 10_000) -> None:
         self.version = 1
@@ -60,8 +57,7 @@ class ObjectStorage:
         return sorted((key, value) for key, value in found.items() if not namespace or key[0] == namespace)
 
     def put(self, collection: str, key: Key, value: Object) -> Object:
-        """Store `value` under the next version, which is written into its metadata. Returns what was
-        stored."""
+        """Store `value` under the next version, which its metadata gets. Returns what was stored."""
         objects = self._collections.setdefault(collection, {})
         previous = objects.get(key)
         stored = self._stamped(value)
@@ -70,8 +66,7 @@ class ObjectStorage:
         return stored
 
     def remove(self, collection: str, key: Key, value: Object | None = None) -> Object:
-        """Forget the object; watchers see `value` (default: its last state) with the version of the
-        removal."""
+        """Forget the object; watchers see `value` (default: its last state) with the removal's version."""
         previous = self._collections[collection].pop(key)
         last = self._stamped(value if value is not None else previous)
         self._record("DELETED", collection, last, previous)

@@ -3,8 +3,6 @@
 The fencing token is bumped here and nowhere else.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -17,23 +15,20 @@ from tiercheck_operator.controller.attempt.readiness import (
     waiting_for_sidecars,
     waiting_to_retry,
 )
-from tiercheck_operator.controller.failures.exits import note_failed_start
+from tiercheck_operator.controller.failures.exits import MatchedRule, match_rule, note_failed_start
 from tiercheck_operator.controller.failures.failure_policy import (
     fail_by_restart_limit,
     fail_by_rule,
     fail_hopeless_start,
 )
-from tiercheck_operator.controller.failures.failure_rules import MatchedRule, match_rule
 from tiercheck_operator.controller.failures.standstill import find_hang, note_hang
 from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.observe.inventories import (
     adopted_history,
-    bad_everywhere,
-    build_inventories,
     find_remote_trouble,
     last_attempt,
     oldest_step,
-    remote_inventory,
+    pose_recovery,
     reports_of,
     without_versions,
 )
@@ -50,7 +45,7 @@ from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import JobRecord, Recovery
-from tiercheck_operator.planning.recovery.inventory import RemoteInventory
+from tiercheck_operator.planning.recovery.availability import RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import Decision as Outcome
 from tiercheck_operator.planning.recovery.recovery import (
     Recover,
@@ -102,26 +97,31 @@ def begin_attempt(situation: Situation, recovery: Recovery) -> Begun | Finding:
     placed = place_members(situation)
     if isinstance(placed, CannotPlace):
         return placed
-    if not situation.job.status.attempt:
-        crowded = why_too_small(situation.job.spec, largest_share(placed.holders, placed.groups))
-        if crowded:
-            return CannotPlace(conditions.MEMORY_TOO_SMALL, crowded)
-    reports = reports_of(situation, situation.members)
-    remote = remote_inventory(situation.job.spec, reports)
-    status = situation.job.status
+    spec, status = situation.job.spec, situation.job.status
     first = status.attempt == 0
+    if first and (crowded := why_too_small(spec, largest_share(placed.holders, placed.groups))):
+        return CannotPlace(conditions.MEMORY_TOO_SMALL, crowded)
+    reports, history = reports_of(situation, situation.members), _line_so_far(situation, recovery)
+    problem = pose_recovery(spec, situation.size, history, reports, placed.groups)
+    remote = problem.remote
     # A sidecar that knows a newer attempt than the status does (it was edited or restored) would refuse ours.
-    history, number = _line_so_far(situation, recovery), max(status.attempt, situation.newest_attempt) + 1
+    number = max(status.attempt, situation.newest_attempt) + 1
     if first and remote.versions and not _counted(reports):
         return _remote_unknown(replace(remote, reachable=None), reports)
     if first and remote.configured:
         if remote.undecided:
             return _remote_unknown(remote, reports)
-        spec = situation.job.spec
         history = adopted_history(remote, spec.restore_step, spec.workers * spec.procs_per_worker)
         number = max(number, last_attempt(remote) + 1)
-    problem = _recovery_problem(
-        situation, recovery, placed, history=history, reports=reports, remote=remote, first=first
+    problem = replace(
+        problem,
+        history=history,
+        distance=placed.distance,
+        step_seconds=status.step_seconds,
+        last_step=situation.newest_step or None,
+        # Later attempts go on from where the job is; the wish was about its beginning.
+        target_step=spec.restore_step if first else None,
+        prove_steps=0 if recovery.failed_versions else spec.prove_steps,
     )
     outcome = _decided(problem, recovery)
     if isinstance(outcome, (Wait, Refuse)):
@@ -147,46 +147,16 @@ def _line_so_far(situation: Situation, recovery: Recovery) -> History:
 
 
 def _sees_all(remote: RemoteInventory, reports: list[Report]) -> bool:
-    """Whether what is known of the remote tier is all that is there: worker 0 lists it, others are told of
-    the newest."""
+    """Whether all of the remote tier is known: worker 0 lists it, others are told of the newest."""
     lists = (report.remote for report in reports if report.worker == 0)
     return not remote.configured or any(entry.configured and entry.reachable for entry in lists)
 
 
 def _still_needed(history: History, problem: RecoveryProblem) -> History:
-    """Without attempts of which nothing is left anywhere, so that directives do not grow with every
-    restart."""
+    """Without attempts of which nothing is left, so that directives do not grow with every restart."""
     oldest = oldest_step(problem.inventories, problem.remote)
     restored = history.branches[-1].base_step
     return history.since(restored if oldest is None else min(oldest, restored))
-
-
-def _recovery_problem(
-    situation: Situation,
-    recovery: Recovery,
-    placed: Placed,
-    *,
-    history: History,
-    reports: list[Report],
-    remote: RemoteInventory,
-    first: bool,
-) -> RecoveryProblem:
-    spec = situation.job.spec
-    return RecoveryProblem(
-        ranks=situation.size * spec.procs_per_worker,
-        ranks_per_worker=spec.procs_per_worker,
-        history=history,
-        inventories=build_inventories(reports),
-        remote=remote,
-        distance=placed.distance,
-        step_seconds=situation.job.status.step_seconds,
-        last_step=situation.newest_step or None,
-        # Later attempts go on from where the job is; the wish was about its beginning.
-        target_step=spec.restore_step if first else None,
-        prove_steps=0 if recovery.failed_versions else spec.prove_steps,
-        bad=bad_everywhere(reports),
-        groups=placed.groups,
-    )
 
 
 def _decided(problem: RecoveryProblem, recovery: Recovery) -> Outcome:
@@ -263,8 +233,7 @@ def _next_status(
 
 
 def _counted(reports: list[Report]) -> bool:
-    """Whether somebody has looked up how many ranks made what lies in the remote tier: worker 0 does, and no
-    other."""
+    """Whether somebody has looked up how many ranks made what the remote tier has: worker 0 alone does."""
     return any(
         report.remote.versions and len(report.remote.ranks) == len(report.remote.versions)
         for report in reports
@@ -272,8 +241,7 @@ def _counted(reports: list[Report]) -> bool:
 
 
 def _remote_unknown(remote: RemoteInventory, reports: list[Report]) -> Finding:
-    """Before the first attempt: what an earlier job left there decides where we begin and how attempts are
-    counted."""
+    """Before the first attempt: what an earlier job left there decides where we begin and how we count."""
     if remote.reachable is None:
         text = "the remote tier is being looked at for the first time"
         return Finding(conditions.WAITING_FOR_SIDECARS, text, 1.0)

@@ -3,8 +3,6 @@
 Sent again, it is the same directive.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import zlib
@@ -26,10 +24,8 @@ from tiercheck.protocol.directive import (
     Tier,
 )
 from tiercheck_operator.controller.observe.inventories import (
-    bad_everywhere,
-    build_inventories,
     parity_group,
-    remote_inventory,
+    pose_recovery,
     reports_of,
     to_sources,
 )
@@ -40,8 +36,7 @@ from tiercheck_operator.model.quantity import parse_duration, parse_quantity
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.spec import REMOTE_EVERY, HangSpec, JobSpec
 from tiercheck_operator.model.status import JobRecord
-from tiercheck_operator.planning.recovery.inventory import Missing
-from tiercheck_operator.planning.recovery.resharded import ResizedStock
+from tiercheck_operator.planning.recovery.availability import Missing
 
 _FIRST_PORT, _PORTS = 20000, 10000
 _FIRST_STEP = 3600.0
@@ -97,8 +92,7 @@ def due_directives(
     *,
     exit_code: int = 0,
 ) -> list[Push]:
-    """A directive for every sidecar that has answered and follows another one. `exit_code`: with Finish, of
-    the launchers."""
+    """For sidecars that have answered and follow another one. `exit_code`: with Finish, of the launchers."""
     sources = _sources(obs, status, members, placement, phase)
     directives = build_directives(
         obs, status, members, placement, phase=phase, sources=sources, exit_code=exit_code
@@ -132,17 +126,9 @@ def _sources(
     settled = dict.fromkeys(range(old), stored) if old else find_settled_sources(spec, members, placement)
     if not looking:
         return settled
-    reports = reports_of(obs, members)
-    stock = ResizedStock(
-        obs.size * spec.procs_per_worker,
-        spec.procs_per_worker,
-        status.history,
-        build_inventories(reports),
-        remote_inventory(spec, reports),
-        bad=bad_everywhere(reports),
-        groups=placement.groups if placement is not None else (),
-    )
-    found = stock.sources(version, distance_between(obs, members))
+    groups = placement.groups if placement is not None else ()
+    known = pose_recovery(spec, obs.size, status.history, reports_of(obs, members), groups)
+    found = known.stock.sources(version, distance_between(obs, members))
     # With no source left for some rank, the places where it ought to be are still worth a try.
     return settled if isinstance(found, Missing) else to_sources(found, members)
 
@@ -212,8 +198,7 @@ def build_directives(
 
 
 def _size(obs: Observation, status: JobRecord) -> tuple[int, int]:
-    """Workers, and ranks of each, that the attempt has: the spec may have changed while the job is being
-    suspended."""
+    """Workers, and ranks of each, that the attempt has: the spec may have changed during a suspension."""
     saved, ranks = obs.placement, status.history.ranks
     if saved is not None and saved.attempt == status.attempt and saved.members and ranks:
         return len(saved.members), ranks // len(saved.members)

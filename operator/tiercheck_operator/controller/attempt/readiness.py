@@ -9,8 +9,6 @@ Then all workers restore, all are released, and all make a step. The release is 
 it is sent, so an operator that restarts in between sends the same thing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +18,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failures.exits import crash_pause
-from tiercheck_operator.controller.members.capacity import (
-    describe_owner,
-    describe_shortage,
-    refused_workers,
-)
+from tiercheck_operator.controller.members.capacity import describe_owner, describe_shortage, refused_workers
 from tiercheck_operator.controller.members.replacing import describe_newest_place
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
@@ -115,9 +109,7 @@ def _failing_calls(obs: Observation, pods: list[PodView]) -> str:
 
 
 def waiting_for_hand_over(obs: Observation) -> Waiting | None:
-    """While a pod that is being ended says that its holders lack something: the next attempt would refuse
-    it.
-    """
+    """While a pod that is ending says that its holders lack something: the next attempt would refuse it."""
     for pod in (pod for pod in obs.pods if pod.deleting and pod.uid in obs.attempt_pods):
         known, since = obs.reports.get(pod.uid), pod.deleted_at
         if since is None or known is None or known.report is None:
@@ -165,8 +157,7 @@ def _answered(obs: Observation, pod: PodView, since: float) -> bool:
 
 
 _FIRST_STEP_PATIENCE = 600.0
-"""Seconds after which a recovery counts as ended although no step was reported: not every script reports
-steps."""
+"""Seconds after which a recovery has ended although no step was reported: not every script reports them."""
 
 
 LENGTH = 10
@@ -176,9 +167,7 @@ _SENTENCE = 160
 
 
 def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) -> JobRecord:
-    """The status once what the sidecars report is taken into account. `reports`: of the attempt, by
-    worker.
-    """
+    """The status once what the sidecars report is considered. `reports`: of the attempt, by worker."""
     recovery = status.recovery
     if recovery is None or recovery.decided_at is None:
         return status
@@ -201,9 +190,7 @@ def advance(obs: Observation, status: JobRecord, reports: Mapping[int, Report]) 
 
 
 def absent_trainers(reports: Mapping[int, Report]) -> list[int]:
-    """Workers whose trainer container is not up. Releasing the others would let them wait at the
-    rendezvous.
-    """
+    """Workers whose trainer container is not up. Others, if released, would wait at the rendezvous."""
     return sorted(worker for worker, report in reports.items() if report.trainer.state is TrainerState.ABSENT)
 
 

@@ -6,9 +6,8 @@ that does something wrong at one worker alone, so such a worker gets another nod
 well, it is the script's fault, until training makes a step.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 
 from tiercheck.protocol.names import (
@@ -20,22 +19,83 @@ from tiercheck.protocol.names import (
     VANISHED,
 )
 from tiercheck.protocol.report import Report, TrainerReport, TrainerState
-from tiercheck_operator.controller.failures.failure_rules import first_match
 from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.observed import Observation, PodView
+from tiercheck_operator.model.observed import NodeView, Observation, PodView
 from tiercheck_operator.model.parsing import trainer_name
-from tiercheck_operator.model.spec import RuleAction
+from tiercheck_operator.model.spec import FailureRule, RuleAction
 from tiercheck_operator.model.status import Facts, FailedStartRecord, Recovery
+
+# Without a rule, what training did itself counts against maxRestarts (crash, hang, out of memory,
+# divergence), and what was done to it does not (eviction, lost pod, node, rack). The facts that rules look
+# at are gathered when the failure is noticed and kept in the status, because a lost pod is gone by the time
+# a decision is due.
+_KEPT = 16
+"""Reasons and nodes kept in the status."""
+_LONGEST_REASON = 64
+"""Characters of a reason; rules cannot name longer ones."""
+
+
+@dataclass(frozen=True)
+class MatchedRule:
+    action: RuleAction
+    rule: str = ""
+    """Name of the rule that fired; empty: none did."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the restart counts against maxRestarts."""
+        return self.action is RuleAction.RESTART
+
+
+def match_rule(obs: Observation, recovery: Recovery) -> MatchedRule:
+    """Of the failure behind `recovery`."""
+    cause = Cause.parse(recovery.cause)
+    if (
+        not cause.planned and cause is not Cause.RESTORE_FAILED
+    ):  # TierCheck's own trouble is no matter for rules
+        rule = first_match(obs.job.spec.rules, cause, recovery.facts, obs.nodes)
+        if rule is not None:
+            return MatchedRule(rule.action, rule.name)
+    return MatchedRule(RuleAction.RESTART if cause.own_fault else RuleAction.RESTART_IGNORING_LIMIT)
+
+
+def first_match(
+    rules: Iterable[FailureRule], cause: Cause, facts: Facts, nodes: Mapping[str, NodeView]
+) -> FailureRule | None:
+    """The first rule that the failure satisfies."""
+    reasons = {cause.value, *facts.reasons}
+    found = [nodes[name] for name in facts.nodes if name in nodes]
+    for rule in rules:
+        if rule.exit_codes is not None and rule.exit_codes.match(facts.exit_code):
+            return rule
+        if rule.reasons & reasons:
+            return rule
+        if any(
+            node.conditions.get(kind) == status for kind, status in rule.node_conditions for node in found
+        ):
+            return rule
+    return None
+
+
+def merge_facts(before: Facts, after: Facts) -> Facts:
+    """What is known of one failure once more was seen of it."""
+    return Facts(
+        after.exit_code if after.exit_code is not None else before.exit_code,
+        tuple(dict.fromkeys(reason[:_LONGEST_REASON] for reason in (*before.reasons, *after.reasons)))[
+            :_KEPT
+        ],
+        tuple(dict.fromkeys((*before.nodes, *after.nodes)))[:_KEPT],
+    )
+
 
 _SIGKILL, _SIGTERM = 137, 143
 _ECHOES = {1, 134, _SIGTERM}
-"""Exit codes that a rank has whose partner is gone: an exception, the abort of a collective's watchdog,
-SIGTERM."""
+"""Exit codes of a rank whose partner is gone: an exception, the abort of a collective's watchdog, SIGTERM."""
 _HINTS = {
     135: (
         "A bus error is most often a full /dev/shm: mount an emptyDir with medium Memory there in "
         "spec.template."
-    ),
+    )
 }
 """What is worth knowing about an exit code."""
 _SAME_TIME = 5.0
@@ -198,8 +258,7 @@ def crash_pause(obs: Observation, recovery: Recovery) -> float:
 
 
 def fails_again(obs: Observation, pods: Mapping[int, PodView]) -> Report | None:
-    """Of the worker whose command failed at its start as it did the last time, on the same node. `pods`: by
-    worker."""
+    """Of the worker whose command failed at its start as last time, on the same node. `pods`: by worker."""
     before, recovery = obs.job.status.failed_start, obs.job.status.recovery
     if before is None or before.times + 1 < _TIMES or before.worker in before.moved:
         return None

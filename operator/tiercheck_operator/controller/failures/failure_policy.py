@@ -5,18 +5,15 @@ beyond where it last crashed and trains on for failurePolicy.resetAfterSeconds h
 stuck, and begins to count anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
 from tiercheck.protocol import names
 from tiercheck.protocol.report import Report
-from tiercheck_operator.controller.failures.exits import describe_exit, failed_trainers
-from tiercheck_operator.controller.failures.failure_rules import MatchedRule
+from tiercheck_operator.controller.failures.exits import MatchedRule, describe_exit, failed_trainers
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Finding, plural
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.spec import RuleAction
 from tiercheck_operator.model.status import JobRecord, Recovery
@@ -68,11 +65,10 @@ def fail_by_rule(recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
 
 
 def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
-    """Asked once it is certain that the crash is a crash. Disruptions never lead here: they are not the job's
-    fault."""
+    """Asked once the crash is certainly one. Disruptions never lead here: they are not the job's fault."""
     if not verdict.counts or obs.job.status.counted < obs.job.spec.max_restarts:
         return None
-    times = "1 time" if obs.job.status.counted == 1 else f"{obs.job.status.counted} times"
+    times = plural(obs.job.status.counted, "time")
     ruled = (
         f" Rule {verdict.rule} of failurePolicy.rules says that this failure counts." if verdict.rule else ""
     )

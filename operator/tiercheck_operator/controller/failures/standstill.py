@@ -9,8 +9,6 @@ a dead mount; and one that has no source left says so by a restore that failed. 
 that they take.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,9 +59,7 @@ def find_hang(obs: Observation, pods: Mapping[int, PodView]) -> Hang | None:
 
 
 def held_up_again(obs: Observation, pods: Mapping[int, PodView]) -> PodView | None:
-    """The pod whose worker holds the others up as it did the last time, on the same node. `pods`: by
-    worker.
-    """
+    """The pod whose worker holds the others up as last time, on the same node. `pods`: by worker."""
     before = obs.job.status.hang
     if before is None or before.times + 1 < _TIMES:
         return None
@@ -116,8 +112,7 @@ def _told(running: Mapping[int, Report], behind: int | None) -> str:
 
 
 def why_stalled(obs: Observation, report: Report) -> str:
-    """Why the worker should be restored on another node, as a clause; empty: it need not, or it has moved for
-    that already."""
+    """Why the worker should be restored on another node; empty: it need not, or has moved for that."""
     recovery = obs.job.status.recovery
     if recovery is None or recovery.released_at is not None or report.worker in recovery.stalled:
         return ""

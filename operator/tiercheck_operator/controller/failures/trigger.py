@@ -1,7 +1,5 @@
 """Whether the job needs a new attempt, and what made it need one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,8 +10,8 @@ from tiercheck_operator.controller.failures.exits import (
     describe_exit,
     facts_of_exit,
     failed_trainers,
+    merge_facts,
 )
-from tiercheck_operator.controller.failures.failure_rules import merge_facts
 from tiercheck_operator.controller.failures.standstill import find_hang
 from tiercheck_operator.controller.members.membership import Loss, members_digest
 from tiercheck_operator.controller.observe.situation import Situation
@@ -173,8 +171,7 @@ def _hung(situation: Situation) -> Trigger | None:
 
 
 def _diverged(situation: Situation) -> Trigger | None:
-    """Too many steps in a row that the sanity gate refused. Nothing of them was kept, so the newest version
-    is a good one."""
+    """Too many steps in a row that the sanity gate refused. None was kept: the newest version is good."""
     limit, status = situation.job.spec.rollback_after, situation.job.status
     if limit is None or status.on_way_back:
         return None
@@ -191,9 +188,7 @@ def _diverged(situation: Situation) -> Trigger | None:
 
 
 def update_recovery(situation: Situation, trigger: Trigger | None) -> Recovery | None:
-    """The recovery under way, once `trigger` is taken into account. What is known of its beginning is
-    kept.
-    """
+    """The recovery under way, once `trigger` is considered. What is known of its beginning is kept."""
     recovery = _updated(situation, trigger)
     if recovery is None or recovery.decided_at is not None:
         return recovery

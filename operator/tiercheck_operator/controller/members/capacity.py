@@ -5,18 +5,11 @@ have nodes keep what they hold, because nobody touches them. What is possible is
 else; what follows from it is in `elastic.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from tiercheck_operator.controller.members.membership import Membership
 from tiercheck_operator.controller.members.replacing import describe_avoided
-from tiercheck_operator.controller.observe.inventories import (
-    bad_everywhere,
-    build_inventories,
-    remote_inventory,
-    reports_of,
-)
+from tiercheck_operator.controller.observe.inventories import pose_recovery, reports_of
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.pod_settings import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
@@ -25,7 +18,6 @@ from tiercheck_operator.model.causes import Cause
 from tiercheck_operator.model.conditions import Finding
 from tiercheck_operator.model.observed import JobView, Observation, PodView
 from tiercheck_operator.model.status import rfc3339
-from tiercheck_operator.planning.recovery.resharded import ResizedStock
 
 
 def describe_shortage(situation: Situation) -> Finding | None:
@@ -147,17 +139,7 @@ def _leads_back(situation: Situation, size: int) -> bool:
     if not status.attempt or (status.recovery is not None and Cause.parse(status.recovery.cause).planned):
         return True
     housed = {worker: pod for worker, pod in situation.members.items() if pod.node is not None}
-    reports = reports_of(situation, housed)
-    remote = remote_inventory(spec, reports)
-    ranks = size * spec.procs_per_worker
-    stock = ResizedStock(
-        ranks,
-        spec.procs_per_worker,
-        status.history,
-        build_inventories(reports),
-        remote,
-        bad=bad_everywhere(reports),
-    )
+    stock = pose_recovery(spec, size, status.history, reports_of(situation, housed)).stock
     return any(stock.farthest_tier(version) is not None for version in stock.versions)
 
 

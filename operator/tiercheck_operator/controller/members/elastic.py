@@ -13,8 +13,6 @@ grows.
               copies cannot be spread as required
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import SPARE, TrainerState
@@ -198,8 +196,7 @@ def _little_lost(situation: Situation) -> bool:
 
 
 def describe_size(situation: Situation, record: JobRecord) -> tuple[bool, Finding] | None:
-    """For the condition FullSize, by the status that is about to be written. None: the job may not shrink,
-    and never did."""
+    """For the condition FullSize, by the status about to be written. None: the job may not shrink nor did."""
     spec = situation.job.spec
     wanted = spec.workers
     if record.size is None:

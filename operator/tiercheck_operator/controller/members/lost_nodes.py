@@ -15,8 +15,6 @@ still there. But until it is back nothing that its worker does is kept, what was
 may happen again. So it is told from its end until a new version is complete.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 
@@ -83,8 +81,7 @@ def describe_unready_nodes(obs: Observation, members: Mapping[int, PodView]) -> 
 
 
 def _silent_too(obs: Observation, pod: PodView) -> bool:
-    """For long enough, without a step of training, and while others answer: otherwise it is we who are cut
-    off."""
+    """For long enough, without a step of training, while others answer: else it is we who are cut off."""
     known, patience = obs.reports.get(pod.uid), obs.patience
     if known is None:
         return True  # it never had an address
@@ -103,8 +100,7 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
 
 
 def _wants_a_kubelet(obs: Observation, pod: PodView) -> bool:
-    """The job is held up because the pod's trainer container has ended: only a kubelet could start it
-    again."""
+    """The job is held up as the pod's trainer container has ended: only a kubelet could start it again."""
     recovery, report = obs.job.status.recovery, obs.report(pod)
     if recovery is None or recovery.decided_at is None or recovery.released_at is not None or report is None:
         return False

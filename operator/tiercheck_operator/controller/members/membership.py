@@ -3,8 +3,6 @@
 A worker's member is its newest pod that is not lost. A spare is warm, and no worker's yet.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -28,8 +26,7 @@ _DISRUPTIONS = {
     "Evicted", "Terminated", "NodeShutdown", "Preempting", "TerminationByKubelet", "EvictionByEvictionAPI",
     "PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC",
 }  # fmt: skip
-"""Reasons with which Kubernetes itself fails a pod: the kubelet's (pressure, shutdown) and those of
-DisruptionTarget."""
+"""Reasons with which Kubernetes fails a pod: the kubelet's (pressure, shutdown), and of DisruptionTarget."""
 
 
 _OWN_LIMIT = re.compile(
@@ -251,8 +248,7 @@ def note_places(
 
 
 def _of_attempt(lost: Mapping[str, Loss], current: Collection[str], members: Collection[int]) -> list[Loss]:
-    """Of pods that the attempt began with. Where those are not known, of the newest pod of each worker that
-    has no other."""
+    """Of pods that the attempt began with. If those are not known, of the newest pod of each such worker."""
     if current:
         return [loss for uid, loss in lost.items() if uid in current]
     newest: dict[int, Loss] = {}

@@ -10,8 +10,6 @@ prefers other nodes, after the second it requires them. If it finds none, it is 
 requirement. The memory is in the status; its loss costs one more try.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -122,8 +120,7 @@ def evict_lost(situation: Situation, actions: Sequence[Action]) -> list[Action]:
 
 
 def _home(situation: Situation, worker: int, unwelcome: Collection[str]) -> str:
-    """Host name of the node where the worker's memory outlived its pod; empty: there is none, or it is not
-    well."""
+    """Host name of the node where the worker's memory outlived its pod; empty: none, or it is not well."""
     if not situation.job.spec.node_memory:
         return ""
     names = [
@@ -190,8 +187,7 @@ def _removals(situation: Situation) -> list[Action]:
 
 
 def remove_pod(obs: Observation, pod: PodView, why: Loss | str) -> list[Action]:
-    """To delete a pod, if that has not been asked for: without waiting for its node if nobody is there to end
-    it."""
+    """To delete a pod, unless that was asked for: without waiting for its node if nobody there can end it."""
     gone = out_of_reach(obs, pod)
     if pod.deleting and not gone:
         return []

@@ -5,8 +5,6 @@ finds it a member like any other, and all that follows (attempt, directive, rest
 pod.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -83,8 +81,7 @@ def describe_spares(situation: Situation) -> SparesStanding | None:
 
 
 def keep_spares(situation: Situation) -> Upkeep:
-    """Spares for workers that lack a pod, and new spares behind them. Workers go first wherever there is only
-    so much room."""
+    """Spares for workers that lack a pod, and new spares behind. Workers go first where room is scarce."""
     pool = situation.spare_pool
     renamed = _renamed(situation)
     takeovers = (*renamed, *_takeovers(situation, pool, {each.worker for each in renamed}))
@@ -191,8 +188,7 @@ def _together(survivors: Sequence[str], node: str, topology: Topology, level: Le
 
 
 def _needs_pod(membership: Membership, worker: int) -> bool:
-    """A pod that no node takes is as good as none while a spare waits, and one that has to leave soon is to
-    be left."""
+    """A pod that no node takes is as good as none while a spare waits; one that must leave soon is left."""
     member, going = membership.members.get(worker), membership.departures.get(worker)
     return member is None or member.unschedulable or (going is not None and going.new is None)
 
@@ -205,8 +201,7 @@ def _surplus(pool: SparePool, left: Sequence[PodView], wanted: int) -> list[PodV
 
 
 def _pause(situation: Situation, pool: SparePool) -> float:
-    """Seconds to wait before another spare is made: those that never came up are not replaced in a tight
-    loop."""
+    """Seconds before another spare is made: those that never came up are not replaced in a tight loop."""
     failed = [pod.created for pod in pool.lost if pod.phase == "Failed" and pod.ip is None]
     return max(failed) + situation.patience.retry - situation.now if failed else 0.0
 

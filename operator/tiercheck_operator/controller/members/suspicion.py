@@ -8,8 +8,6 @@ has passed. When one ends it says so within a second or two. When the kubelet it
 stays as it was.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -178,8 +176,7 @@ def due_probes(obs: Observation, heard: Testimony) -> list[ProbeSidecar]:
 
 
 def seconds_to_next_look(obs: Observation, heard: Testimony) -> float | None:
-    """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new where no kubelet
-    has taken it."""
+    """Seconds until time alone may give somebody up; None: nobody is silent, accused, or new, not taken."""
     uneasy = any(witness.silent is not None or witness.accuses for witness in heard.witnesses)
     return _ASK_AGAIN if uneasy or any(not pod.claimed for pod in obs.living) else None
 

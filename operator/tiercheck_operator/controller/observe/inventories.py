@@ -9,8 +9,6 @@ versions carry the earlier job's attempts, so that line is taken over, and ours 
 nothing that we write can be mistaken for what is already stored.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +22,7 @@ from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.planning.parity.code_groups import OldGroup
-from tiercheck_operator.planning.recovery.inventory import (
+from tiercheck_operator.planning.recovery.availability import (
     Artifacts,
     JobInventory,
     RemoteInventory,
@@ -104,8 +102,7 @@ class _Alike:
 
 
 def bad_everywhere(reports: Iterable[Report]) -> frozenset[Artifact]:
-    """Artifacts that are useless wherever they lie: their replay did not give the state that they were taken
-    from."""
+    """Artifacts useless wherever they lie: their replay did not give the state that they were taken from."""
     return frozenset(
         Artifact(entry.rank, entry.version, entry.kind)
         for report in reports
@@ -239,6 +236,21 @@ def _is_bad(worker: int, holding: Holding, quarantined: Collection[tuple[int, in
     """Of a parity block: whichever of its ranks it was found bad for."""
     ranks: Sequence[int] = (holding.rank,) if holding.share is None else holding.share.ranks
     return any((worker, rank, holding.version, holding.kind) in quarantined for rank in ranks)
+
+
+def pose_recovery(
+    spec: JobSpec, size: int, history: History, reports: Sequence[Report], groups: Sequence[CodeGroup] = ()
+) -> RecoveryProblem:
+    """What `size` workers can come back to, by what the reports tell."""
+    return RecoveryProblem(
+        ranks=size * spec.procs_per_worker,
+        ranks_per_worker=spec.procs_per_worker,
+        history=history,
+        inventories=build_inventories(reports),
+        remote=remote_inventory(spec, reports),
+        bad=bad_everywhere(reports),
+        groups=groups,
+    )
 
 
 def reports_of(obs: Observation, members: Mapping[int, PodView]) -> list[Report]:

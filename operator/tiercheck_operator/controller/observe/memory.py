@@ -1,7 +1,5 @@
 """Reckons the memory of a job's slots, so that what cannot fit is refused with numbers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,14 +17,14 @@ from tiercheck.protocol.artifacts.sizing import (
 )
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Report
+from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.quantity import parse_quantity
 from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.model.spec import JobSpec
 from tiercheck_operator.model.status import MemoryRecord
 
 _DENSE_DELTA = 3
-"""A snapshot is at most this many times a dense delta: parameters and two moments against gradients of the
-same dtype."""
+"""A snapshot is at most so many dense deltas: parameters and two moments against gradients, same dtype."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ def largest_share(holders: Mapping[int, tuple[int, ...]], groups: Iterable[CodeG
 
 
 def plan_memory(spec: JobSpec, share: MemoryShare) -> Sizing | None:
-    """What a worker needs, if `spec.checkpoint.stateSize` says how large a rank's snapshot is; None: that is
-    not known."""
+    """What a worker needs, if `spec.checkpoint.stateSize` says how large a rank's snapshot is, else None."""
     if spec.state_size is None:
         return None
     delta = 0 if spec.delta is DeltaMode.NONE else max(1, spec.state_size // _DENSE_DELTA)
@@ -84,12 +81,12 @@ def why_too_small(spec: JobSpec, share: MemoryShare) -> str:
     limit = parse_quantity(spec.size_limit)
     kept = "nothing for others"
     if share.blocks:
-        kept = f"the parity of {_some(share.blocks, 'group')}"
+        kept = f"the parity of {plural(share.blocks, 'group')}"
     elif share.copies:
-        kept = f"copies of {_some(share.copies, 'other worker')}"
+        kept = f"copies of {plural(share.copies, 'other worker')}"
     return (
         f"tiers.local.sizeLimit is {spec.size_limit} ({_mib(limit)}), and a worker needs at least "
-        f"{_mib(needed.minimum)}: snapshots of {_some(spec.procs_per_worker, 'rank')} of "
+        f"{_mib(needed.minimum)}: snapshots of {plural(spec.procs_per_worker, 'rank')} of "
         f"{_mib(spec.state_size or 0)} each, and {kept}. {_mib(needed.needed)} would hold three snapshots "
         "per rank and all deltas. Raise sizeLimit, keep fewer copies or use parity"
     )
@@ -117,8 +114,7 @@ class Rooms:
     """What workers can keep for others. Empty where sizes are not known."""
 
     copies: Mapping[int, int]
-    """By worker: how many other workers' copies it can hold in all; left out: more than would ever be asked
-    of it."""
+    """By worker: how many others' copies it can hold in all; left out: more than would ever be asked."""
     bytes: Mapping[int, int]
     """By worker: bytes for copies."""
     copy_bytes: int | None
@@ -143,10 +139,6 @@ def rooms(spec: JobSpec, wanted_copies: int, reports: Iterable[Report]) -> Rooms
     enough = 2 * max(1, wanted_copies) + 2
     copies = {worker: size // each for worker, size in sorted(free.items()) if size // each < enough}
     return Rooms(copies, free, each)
-
-
-def _some(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _mib(size: int) -> str:

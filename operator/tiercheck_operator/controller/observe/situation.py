@@ -138,9 +138,7 @@ class Situation(Observation):
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The kinds of failure domain, widest first. Raises ValueError if spec.topology contradicts
-        itself.
-        """
+        """The kinds of failure domain, widest first. Raises ValueError: spec.topology contradicts itself."""
         return levels_from_spec(self.job.spec.topology_preset, self.job.spec.topology_levels)
 
     @cached_property

@@ -7,8 +7,6 @@ All that must be remembered is in the ConfigMap of the placement, so an operator
 it was.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter
@@ -23,14 +21,19 @@ from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.placement.placing import CannotPlace, Layout, describe_placement, lay_out
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Finding, numbered
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.saved_placement import Replanning, SavedPlacement
 from tiercheck_operator.model.status import JobRecord, PlacementRecord
 from tiercheck_operator.planning.placement.placement import Unplaceable as Impossible
-from tiercheck_operator.planning.recovery.inventory import Artifacts
-from tiercheck_operator.planning.replan.replan import ReplanInputs, finish, give_up, named, plan_round
-from tiercheck_operator.planning.replan.replan_parity import ParitySurroundings, plan_parity_round
+from tiercheck_operator.planning.recovery.availability import Artifacts
+from tiercheck_operator.planning.replan.replan import (
+    ReplanInputs,
+    finish,
+    give_up,
+    plan_parity_round,
+    plan_round,
+)
 from tiercheck_operator.planning.topology import domains_to_save
 
 _PATIENT_TIMES = 12
@@ -56,13 +59,9 @@ class Replanned:
 
 
 def replan(
-    situation: Situation,
-    status: JobRecord,
-    saved: SavedPlacement,
-    reports: Mapping[int, Report],
+    situation: Situation, status: JobRecord, saved: SavedPlacement, reports: Mapping[int, Report]
 ) -> Replanned:
-    """Of a job that trains; a job on its way back is placed anew as a whole. `reports`: those of the current
-    attempt."""
+    """Of a job that trains; on its way back one is placed anew as a whole. `reports`: of this attempt."""
     if status.recovery is not None or len(reports) < situation.size:
         return Replanned(saved)
     if situation.job.spec.topology_problem:
@@ -111,9 +110,7 @@ class _Change:
 
 def _change(obs: Observation, layout: Layout, saved: SavedPlacement, room: Mapping[int, int]) -> _Change:
     if layout.parity is not None and saved.groups:
-        around = ParitySurroundings(
-            layout.sites, layout.topology, layout.parity, layout.suspects, layout.avoided
-        )
+        around = ReplanInputs(layout.sites, layout.topology, layout.parity, layout.suspects, layout.avoided)
         blocks = plan_parity_round(around, saved.groups, room)
         if blocks.groups is None:
             return _Change(None, workers=blocks.workers, reason=blocks.reason)
@@ -147,7 +144,7 @@ def _other_encoding(
         return _Change(
             None,
             reason=(
-                f"tiers.peer changes at the next restart: the memory of {named(full)} has no room for "
+                f"tiers.peer changes at the next restart: the memory of {numbered(full)} has no room for "
                 "the old and the new copies together"
             ),
         )
@@ -161,8 +158,7 @@ def _kept_by(placement: SavedPlacement) -> Counter[int]:
 
 
 def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) -> Replanned:
-    """Nothing moves: what the placement is worth now is told, and not thought about again until something
-    changes."""
+    """Nothing moves: what the placement is worth now is told, and not looked at again before a change."""
     placed = describe_placement(layout.describe(saved), layout)
     finding = placed.found
     if delayed:
@@ -173,8 +169,7 @@ def _settled(layout: Layout, saved: SavedPlacement, checked: str, delayed: str) 
 
 
 def _patiently(obs: Observation, layout: Layout, saved: SavedPlacement, change: _Change) -> Replanned:
-    """A reason must last before anything moves, so that what flaps moves nothing, and rounds follow each
-    other with a pause."""
+    """A reason must last before anything moves: what flaps moves nothing. Rounds follow with a pause."""
     assert change.saved is not None
     known, patience = saved.replanning, obs.patience.relocate * (1 if change.urgent else _PATIENT_TIMES)
     wish = _short(
@@ -206,17 +201,14 @@ def _moving(layout: Layout, saved: SavedPlacement, change: _Change) -> Finding:
     else:
         why = "the load is shared out anew"
     text = (
-        f"{named(change.workers)} {'gets' if len(change.workers) == 1 else 'get'} other holders, because "
+        f"{numbered(change.workers)} {'gets' if len(change.workers) == 1 else 'get'} other holders, because "
         f"{why}; what is kept now stays until it is complete there"
     )
     return Finding(conditions.COPIES_MOVING, f"{text}. {change.reason}".rstrip(". "))
 
 
 def _under_way(
-    situation: Situation,
-    status: JobRecord,
-    saved: SavedPlacement,
-    reports: Mapping[int, Report],
+    situation: Situation, status: JobRecord, saved: SavedPlacement, reports: Mapping[int, Report]
 ) -> Replanned:
     leaving, holders = dict(saved.leaving), saved.holders()
     complete = _completeness(situation, status, leaving, reports)
@@ -239,7 +231,7 @@ def _under_way(
     placed = describe_placement(layout.describe(ended), layout)
     finding = placed.found
     if stuck:
-        said = f"the new holders of {named(stuck)} took nothing for {_STUCK:.0f} s, so the old ones stay"
+        said = f"the new holders of {numbered(stuck)} took nothing for {_STUCK:.0f} s, so the old ones stay"
         finding = Finding(conditions.MOVE_DELAYED, f"{said}. {finding.message}")
     return Replanned(ended, placed.record, finding, wake=_LOOK_EVERY)
 

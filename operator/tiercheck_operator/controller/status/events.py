@@ -1,10 +1,9 @@
 """Derives the Events that a change of status deserves from the old status and the new."""
 
-from __future__ import annotations
-
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Notice
 from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.status import Condition, JobRecord, Recovery
 
 _GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)
@@ -97,9 +96,9 @@ def _recovered(record: JobRecord) -> str:
     parts = [f"{summary['rebuilt']} of them rebuilt from parity"] if summary.get("rebuilt") else []
     parts += [f"up to {summary['deltas']} deltas replayed"] if summary.get("deltas") else []
     tiers = "; ".join([tiers, *parts])
-    lost = summary.get("lostSteps")
+    lost = int(summary.get("lostSteps") or 0)
     return (
         f"attempt {summary.get('attempt')} after {summary.get('cause')}: back at step {summary.get('step')} "
-        f"({tiers or 'from scratch'}), {lost} {'step' if lost == 1 else 'steps'} lost, "
+        f"({tiers or 'from scratch'}), {plural(lost, 'step')} lost, "
         f"{summary.get('totalSeconds')} s in all"
     )

@@ -1,7 +1,5 @@
 """What sidecars say of what is saved: cadence, deltas, proofs before and after a restore, last words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,6 +8,7 @@ from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.report import Exact, Report, ResumeProof
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.attempt.readiness import add_summary
+from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import CheckpointRecord, JobRecord, ProofRecord, TierRecord, rfc3339
 
@@ -74,8 +73,7 @@ def add_last_words(obs: Observation, record: JobRecord) -> JobRecord:
 
 
 def _stored(report: Report, record: JobRecord) -> list[Version]:
-    """Versions of this history in the remote tier. The coordinator may be gone before others have seen the
-    last one there."""
+    """Versions of this history in the remote tier. The coordinator may go before others see the last one."""
     marks = (report.watermarks.remote,) if report.watermarks.remote is not None else ()
     return [version for version in (*marks, *report.remote.versions) if record.history.accepts(version)]
 
@@ -122,7 +120,10 @@ def add_resume_proof(obs: Observation, record: JobRecord, reports: Mapping[int, 
 
 
 def _sentence(attempt: int, worker: int, proof: ResumeProof) -> str:
-    steps = "1 step" if proof.steps == 1 else f"{proof.steps} steps"
-    found = f"{steps} trained again, bitwise equal" if proof.exact is Exact.PROVEN else proof.message
+    found = (
+        f"{plural(proof.steps, 'step')} trained again, bitwise equal"
+        if proof.exact is Exact.PROVEN
+        else proof.message
+    )
     where = f"attempt {attempt}, worker {worker}, rank {proof.rank}, back at step {proof.step}"
     return f"{where}: {found or 'the rank gives no reason'}"

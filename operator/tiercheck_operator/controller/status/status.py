@@ -3,8 +3,6 @@
 Pure.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,8 +22,7 @@ from tiercheck_operator.controller.observe.memory import (
     measured_memory,
 )
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.controller.placement.budget import Budget, wanted_budget
-from tiercheck_operator.controller.placement.placing import describe_now
+from tiercheck_operator.controller.placement.placing import Budget, describe_now, wanted_budget
 from tiercheck_operator.controller.status.saving import (
     EVERY_STEP,
     TURNED_OFF,
@@ -63,8 +60,7 @@ class _Look:
 def derive_status(
     situation: Situation, record: JobRecord, findings: Findings, reports: Mapping[int, Report]
 ) -> tuple[JobRecord, Budget]:
-    """`record` with everything that follows from it, evictions included. `reports`: those of the current
-    attempt, by worker."""
+    """`record` with what follows from it, evictions included. `reports`: of the attempt, by worker."""
     findings = _with_held_containers(situation, record, findings)
     record = add_resume_proof(situation, _progress(situation, record, reports), reports)
     generation = situation.job.generation
@@ -108,11 +104,7 @@ def derive_status(
     return record, budget
 
 
-_UNEXPLAINED = (
-    conditions.WAITING_FOR_PODS,
-    conditions.WAITING_FOR_SIDECARS,
-    conditions.WAITING_FOR_TRAINERS,
-)
+_UNEXPLAINED = (conditions.WAITING_FOR_PODS, conditions.WAITING_FOR_SIDECARS, conditions.WAITING_FOR_TRAINERS)
 """Reasons that a container which cannot start explains."""
 _IMAGE = ("Image", "Registry", "Signature")
 """In the kubelet's words for what is wrong with an image: ErrImagePull, RegistryUnavailable, ..."""
@@ -351,15 +343,8 @@ def _deltas_active(look: _Look) -> _Told:
     return False, Finding(conditions.DELTAS_TURNED_OFF if off else conditions.DELTAS_OFF, known.deltas_reason)
 
 
-def _throttled(look: _Look) -> _Told:
-    found = None if look.findings.idle else _problem(look.reports, conditions.SIDECAR_THROTTLED)
-    return None if found is None else (True, found)
-
-
 def _remote_safe(look: _Look) -> _Told:
-    """Once there was something to say. Only worker 0 tries the store; without its word the last one
-    stands.
-    """
+    """Once there was something to say. Only worker 0 tries the store; without it the last word stands."""
     first = look.reports.get(0)
     if first is None or not first.remote.configured:
         return None
@@ -379,14 +364,6 @@ def _exact(look: _Look) -> _Told:
         return None
     status = {conditions.PROVEN: True, conditions.DIFFERS: False}.get(exact)
     return status, Finding(exact, str(last.get("exactMessage")))
-
-
-def _spares_ready(look: _Look) -> _Told:
-    return None if look.spares is None else (look.spares.enough, look.spares.found)
-
-
-def _full_size(look: _Look) -> _Told:
-    return describe_size(look.situation, look.record) if look.situation.may_resize else None
 
 
 def _why_not_trained(findings: Findings) -> Finding | None:
@@ -448,29 +425,41 @@ def _suspended(look: _Look) -> _Told:
     return None
 
 
-def _completed(look: _Look) -> _Told:
-    succeeded = Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker")
-    return (True, succeeded) if look.findings.completed else None
+_SUCCEEDED = Finding(conditions.ALL_SUCCEEDED, "training succeeded on every worker")
 
 
-def _failed(look: _Look) -> _Told:
-    return None if look.findings.failed is None else (True, look.findings.failed)
+def _told_if(found: Finding | None) -> _Told:
+    return None if found is None else (True, found)
 
 
 _CONDITIONS: tuple[tuple[str, Callable[[_Look], _Told], Finding | None], ...] = (
     (conditions.PLACED, _placed, None),
     (conditions.PROTECTED, _protected, None),
     (conditions.DELTAS_ACTIVE, _deltas_active, None),
-    (conditions.THROTTLED, _throttled, Finding(conditions.NOT_THROTTLED, "no sidecar is held back")),
+    (
+        conditions.THROTTLED,
+        lambda look: _told_if(
+            None if look.findings.idle else _problem(look.reports, conditions.SIDECAR_THROTTLED)
+        ),
+        Finding(conditions.NOT_THROTTLED, "no sidecar is held back"),
+    ),
     (conditions.REMOTE_SAFE, _remote_safe, None),
     (conditions.EXACT, _exact, None),
-    (conditions.SPARES_READY, _spares_ready, Finding(conditions.NO_SPARES, "no spares are wanted now")),
-    (conditions.FULL_SIZE, _full_size, None),
+    (
+        conditions.SPARES_READY,
+        lambda look: (look.spares.enough, look.spares.found) if look.spares else None,
+        Finding(conditions.NO_SPARES, "no spares are wanted now"),
+    ),
+    (
+        conditions.FULL_SIZE,
+        lambda look: describe_size(look.situation, look.record) if look.situation.may_resize else None,
+        None,
+    ),
     (conditions.RESTORING, _restoring, None),
     (conditions.RUNNING, _running, None),
     (conditions.SUSPENDED, _suspended, Finding(conditions.RESUMED, "spec.suspend is false")),
-    (conditions.COMPLETED, _completed, None),
-    (conditions.FAILED, _failed, None),
+    (conditions.COMPLETED, lambda look: _told_if(_SUCCEEDED if look.findings.completed else None), None),
+    (conditions.FAILED, lambda look: _told_if(look.findings.failed), None),
 )
 """Each condition, what it is derived by, and why it is False where that finds nothing to tell and the job has
 the condition; None: it stays as it was."""

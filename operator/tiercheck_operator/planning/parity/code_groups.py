@@ -6,15 +6,224 @@ less cannot be had for all. Holders are then matched to domains that the group d
 augmenting paths, so that none is left without while there is a way.
 """
 
-from __future__ import annotations
-
-from collections import Counter
+import heapq
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercheck_operator.model.saved_placement import CodeGroup
-from tiercheck_operator.planning.parity.holder_matching import HolderMatching
 from tiercheck_operator.planning.placement.problem import PlacementProblem
+
+# It uses augmenting paths, so that no group goes without while there is a way.
+_LOOKED_AT = 64
+"""Workers of one domain that are compared for a seat: on a node that the group does not use, if possible."""
+
+
+class HolderMatching:
+    """Holders per group so far, and the load of each: scratch, thrown away once the groups are made."""
+
+    def __init__(
+        self, ground: PlacementProblem, hands: Sequence[tuple[int, ...]], able: Sequence[int]
+    ) -> None:
+        self.ground, self.hands, self.able = ground, hands, able
+        self.holders: list[list[int]] = [[] for _ in hands]
+        self.limit = -(-len(hands) * ground.copies // len(able)) if able else 0
+        self.load: Counter[int] = Counter()
+
+    def take_back(self, group: int, holder: int, start: int) -> None:
+        """Leaves a holder where it was, if it may still be there."""
+        if (
+            holder < self.ground.workers
+            and self.ground.can_hold[holder]
+            and not self.is_part_of(group, holder)
+            and len(self.holders[group]) < self.ground.copies
+            and self.load[holder] < self.limit
+            and any(self._apart(group, level, holder) for level in (start, len(self.ground.levels) - 1))
+        ):
+            self.give(group, holder)
+
+    def match_at_level(self, level: int) -> None:
+        """Holders in domains of that level with fewer of the group than it can lose; unused domains first."""
+        for most in sorted({1, self.ground.copies}):
+            round_ = _Round(self, level, most)
+            for group in range(len(self.hands)):
+                round_.serve(group)
+
+    def match_anywhere(self) -> None:
+        """For those that lack holders: whoever has room and is no part of the group, least loaded first."""
+        for group in range(len(self.hands)):
+            while len(self.holders[group]) < self.ground.copies:
+                free = [w for w in self.able if self.load[w] < self.limit and not self.is_part_of(group, w)]
+                if not free:
+                    break
+                nodes = self.nodes(group)
+                self.give(group, min(free, key=lambda w: (self.ground.node[w] in nodes, self.load[w], w)))
+
+    def workers(self, group: int) -> tuple[int, ...]:
+        return (*self.hands[group], *self.holders[group])
+
+    def is_part_of(self, group: int, worker: int) -> bool:
+        return worker in self.hands[group] or worker in self.holders[group]
+
+    def nodes(self, group: int) -> set[int]:
+        return {self.ground.node[worker] for worker in self.workers(group)}
+
+    def give(self, group: int, holder: int) -> None:
+        self.holders[group].append(holder)
+        self.load[holder] += 1
+
+    def take(self, group: int, holder: int) -> None:
+        self.holders[group].remove(holder)
+        self.load[holder] -= 1
+
+    def _apart(self, group: int, level: int, holder: int) -> bool:
+        domain = self.ground.domain[level]
+        counts = Counter(domain[worker] for worker in (*self.workers(group), holder))
+        return not counts[-1] and max(counts.values()) <= self.ground.copies
+
+
+class _Round:
+    """One level, with up to `most` of a group in one domain: the domains' free seats, and how to make room in
+    full ones."""
+
+    def __init__(self, matching: HolderMatching, level: int, most: int) -> None:
+        self._matching, self._most = matching, most
+        self._domain = matching.ground.domain[level]
+        self._seats: dict[int, list[tuple[int, int]]] = {}
+        """By domain: a heap of (load, worker). An entry whose load is not the worker's any more is void."""
+        for worker in matching.able:
+            if self._domain[worker] >= 0:
+                self._seats.setdefault(self._domain[worker], []).append((matching.load[worker], worker))
+        self._room = {
+            place: sum(max(0, matching.limit - load) for load, _ in seats)
+            for place, seats in self._seats.items()
+        }
+        for seats in self._seats.values():
+            heapq.heapify(seats)
+        self._roomiest = [(-free, place) for place, free in self._room.items() if free > 0]
+        heapq.heapify(self._roomiest)
+        self._dead: set[int] = set()
+        """Full domains from which no chain of moves leads to a free seat."""
+
+    def serve(self, group: int) -> None:
+        """As many holders as the group lacks, as far as there is a way."""
+        matching = self._matching
+        while len(matching.holders[group]) < matching.ground.copies:
+            used = Counter(self._domain[worker] for worker in matching.workers(group))
+            if used[-1] or max(used.values()) > matching.ground.copies:
+                return  # its members alone break the rule at this level
+            if not self._take_roomiest(group, used) and not self._make_room(group):
+                return
+
+    def _take_roomiest(self, group: int, used: Counter[int]) -> bool:
+        passed: list[tuple[int, int]] = []
+        holder: int | None = None
+        while self._roomiest and holder is None:
+            free, place = heapq.heappop(self._roomiest)
+            if free != -self._room[place]:
+                if self._room[place] > 0:
+                    heapq.heappush(self._roomiest, (-self._room[place], place))
+                continue
+            passed.append((free, place))
+            if used[place] < self._most:
+                holder = self._seat(group, place)
+        if holder is not None:
+            self._sit(group, holder)
+            passed[-1] = (-self._room[passed[-1][1]], passed[-1][1])
+        for free, place in passed:
+            if free:
+                heapq.heappush(self._roomiest, (free, place))
+        return holder is not None
+
+    def _make_room(self, group: int) -> bool:
+        """Moves holders of other groups on, one for the other, until this group has a seat. False: no way."""
+        matching = self._matching
+        every = [worker for worker in matching.able if self._domain[worker] >= 0 and worker not in self._dead]
+        first = [worker for worker in every if self._allows(group, worker)]
+        came: dict[int, tuple[int, int] | None] = dict.fromkeys(first)
+        free = [worker for worker in every if matching.load[worker] < matching.limit]
+        full = [worker for worker in every if worker not in came]
+        guests: dict[int, list[int]] = {}
+        for other, holders in enumerate(matching.holders):
+            for holder in holders:
+                guests.setdefault(holder, []).append(other)
+        queue = deque(first)
+        while queue:
+            seat = queue.popleft()
+            for other in guests.get(seat, ()):
+                end = next((target for target in free if self._allows(other, target, instead_of=seat)), None)
+                if end is not None and self._shift(group, [(seat, other, end)], came):
+                    return True
+                later = []
+                for target in full:
+                    if self._allows(other, target, instead_of=seat):
+                        came[target] = (seat, other)
+                        queue.append(target)
+                    else:
+                        later.append(target)
+                full = later
+        self._dead.update(came)
+        return False
+
+    def _shift(
+        self, group: int, moves: list[tuple[int, int, int]], came: dict[int, tuple[int, int] | None]
+    ) -> bool:
+        """Carries out the moves (from, whose, to), last one first. Undone if two are in each other's way."""
+        step = came[moves[-1][0]]
+        while step is not None:
+            moves.append((step[0], step[1], moves[-1][0]))
+            step = came[step[0]]
+        done: list[tuple[int, int, int]] = []
+        for seat, other, target in moves:
+            if seat not in self._matching.holders[other] or not self._allows(other, target, instead_of=seat):
+                break
+            self._leave(other, seat)
+            self._sit(other, target)
+            done.append((seat, other, target))
+        else:
+            if self._allows(group, moves[-1][0]):
+                self._sit(group, moves[-1][0])
+                return True
+        for seat, other, target in reversed(done):
+            self._leave(other, target)
+            self._sit(other, seat)
+        return False
+
+    def _allows(self, group: int, worker: int, instead_of: int | None = None) -> bool:
+        """Whether the rule of this round lets the worker hold for the group; room is another question."""
+        if self._matching.is_part_of(group, worker):
+            return False
+        place = self._domain[worker]
+        there = sum(self._domain[other] == place for other in self._matching.workers(group))
+        return there - (instead_of is not None and self._domain[instead_of] == place) < self._most
+
+    def _seat(self, group: int, place: int) -> int | None:
+        """The least loaded worker of the domain that may hold for the group, on its own node if possible."""
+        matching, seats = self._matching, self._seats[place]
+        while seats and seats[0][0] != matching.load[seats[0][1]]:
+            heapq.heappop(seats)
+        nodes = matching.nodes(group)
+        best: tuple[bool, int, int] | None = None
+        for load, worker in seats if len(seats) <= _LOOKED_AT else heapq.nsmallest(_LOOKED_AT, seats):
+            if load != matching.load[worker] or load >= matching.limit or matching.is_part_of(group, worker):
+                continue
+            entry = (matching.ground.node[worker] in nodes, load, worker)
+            if best is None or entry < best:
+                best = entry
+        return None if best is None else best[2]
+
+    def _sit(self, group: int, holder: int) -> None:
+        self._matching.give(group, holder)
+        self._changed(holder, -1)
+
+    def _leave(self, group: int, holder: int) -> None:
+        self._matching.take(group, holder)
+        self._changed(holder, +1)
+
+    def _changed(self, holder: int, seats: int) -> None:
+        place = self._domain[holder]
+        self._room[place] += seats
+        heapq.heappush(self._seats[place], (self._matching.load[holder], holder))
 
 
 @dataclass(frozen=True)
@@ -40,8 +249,7 @@ def deal(
 
 
 def deal_nodes(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGroup, ...] | None:
-    """As `deal`, but whole nodes at a time, so that fewer sets of nodes are fatal. None if nodes are not
-    alike."""
+    """As `deal`, but by whole nodes, so that fewer sets of nodes are fatal. None if nodes are not alike."""
     seats: dict[int, list[int]] = {}
     for worker in range(ground.workers):
         seats.setdefault(ground.node[worker], []).append(worker)
@@ -75,8 +283,7 @@ def deal_nodes(ground: PlacementProblem, start: int, data: int) -> tuple[CodeGro
 def keep(
     ground: PlacementProblem, start: int, data: int, previous: Sequence[CodeGroup], opened: int
 ) -> tuple[CodeGroup, ...]:
-    """What is still right of `previous`, and new groups for the rest. Up to `opened` good groups are dealt
-    anew with it."""
+    """What is still right of `previous`, and new groups for the rest and up to `opened` good groups."""
     wanted = -(-ground.workers // data)
     sizes = {ground.workers // wanted, -(-ground.workers // wanted)}
     seen: set[int] = set()
@@ -112,9 +319,7 @@ def keep(
 
 
 def _sound(ground: PlacementProblem, start: int, group: CodeGroup) -> bool:
-    """Whether the members are as far apart as a group's can be: at the wanted level, or else at the
-    host's.
-    """
+    """Whether the members are as far apart as a group's can be: at the wanted level, or at the host's."""
     alone = CodeGroup(group.members, group.members[: ground.copies])
     for level in (start, len(ground.levels) - 1):
         domain = ground.domain[level]

@@ -7,22 +7,76 @@ if it has no more than that many of any group. Several complete placements are d
 order of goals is taken: as `placement` does for copies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.parity.code_groups import deal, deal_nodes, keep
-from tiercheck_operator.planning.parity.parity_tolerance import fits, parity_tolerated
 from tiercheck_operator.planning.placement.placement import Placement, Unplaceable
 from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
 from tiercheck_operator.planning.topology import Topology, short_name
 
-__all__ = ["CodeGroup", "ParityPolicy", "place_parity"]
+# A group is lost if more of its workers vanish than it has holders, a member among them; nothing is claimed
+# for a level at which some node's domain is unknown, for it might be in any.
+_COUNT = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
+
+
+def fits(ground: PlacementProblem, level: int, group: CodeGroup) -> bool:
+    """Whether any one domain of that level may vanish without costing the group more than it can lose."""
+    domain = ground.domain[level]
+    where = [domain[worker] for worker in group.workers]
+    return bool(group.holders) and min(where) >= 0 and max(Counter(where).values()) <= len(group.holders)
+
+
+def _domains_to_lose(ground: PlacementProblem, level: int, group: CodeGroup) -> int:
+    """How many domains of that level may vanish at once, whichever they are."""
+    left, found = len(group.holders), 0
+    for count in sorted(
+        Counter(ground.domain[level][worker] for worker in group.workers).values(), reverse=True
+    ):
+        left -= count
+        if left < 0:
+            return found
+        found += 1
+    return found
+
+
+def parity_tolerated(
+    ground: PlacementProblem, groups: Sequence[CodeGroup]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(levels of which any one domain may vanish, sentences for people), widest first."""
+    levels: list[str] = []
+    sentences: list[str] = []
+    best = 0
+    for index, name in enumerate(ground.levels):
+        if any(place < 0 for place in ground.domain[index]):
+            continue
+        count = min((_domains_to_lose(ground, index, group) for group in groups), default=0)
+        if count:
+            levels.append(name)
+            if count > best or count == 1:
+                sentences.append(f"any {_COUNT[count]} {name}{'' if count == 1 else 's'}")
+            best = max(best, count)
+            continue
+        fatal = sorted({place for group in groups for place in _fatal(ground, index, group)})
+        if len(fatal) <= 2 and len(fatal) < len(ground.domain_name[index]):
+            names = " and ".join(short_name(ground.domain_name[index][place]) for place in fatal)
+            sentences.append(f"any one {name} except {names}")
+    workers = min((len(group.holders) for group in groups), default=0)
+    if workers > best:
+        sentences.append(f"any {_COUNT[workers]} worker{'' if workers == 1 else 's'}")
+    return tuple(levels), tuple(sentences)
+
+
+def _fatal(ground: PlacementProblem, level: int, group: CodeGroup) -> list[int]:
+    counts = Counter(ground.domain[level][worker] for worker in group.workers)
+    inside = {ground.domain[level][worker] for worker in group.members}
+    return [place for place, count in counts.items() if count > len(group.holders) and place in inside]
+
 
 _OPENED = (0, 1, 3, 8)
 """How many groups that are still right are opened, at most, to make room for those that are not."""
@@ -38,13 +92,11 @@ class ParityPolicy:
     """What the user asks for."""
 
     data: int
-    """Workers whose artifacts are coded together. Where the number of workers is no multiple, groups have one
-    member less."""
+    """Workers whose artifacts are coded together; one less in some groups if they are no multiple of it."""
     parity: int
     """Losses that a group survives, and the number of its holders."""
     level: str | None
-    """The level of which any one domain may vanish. None: the widest at which that can be had for every
-    worker."""
+    """The level of which any one domain may vanish. None: the widest at which every worker can have that."""
     required: bool
     """True: this level or nothing. False: climb down level by level."""
 
@@ -84,8 +136,7 @@ def place_parity(
             break
     if policy.required and not complete:
         return Unplaceable(
-            policy.level,
-            f"{_wish(ground, start, policy)} is required, but {_bound(ground, start, policy, len(groups))}",
+            f"{_wish(ground, start, policy)} is required, but {_bound(ground, start, policy, len(groups))}"
         )
     return _describe(ground, policy, start, groups)
 
@@ -102,9 +153,7 @@ def describe_parity(
 def _best(
     ground: PlacementProblem, start: int, data: int, previous: Sequence[CodeGroup]
 ) -> tuple[CodeGroup, ...]:
-    """What keeps most of the last placement, if nothing better can be had; else the best of several
-    drafts.
-    """
+    """What keeps most of the last placement if nothing better can be had; else the best of several drafts."""
     drafts: list[tuple[CodeGroup, ...]] = []
     if _still_meant(ground, data, previous):
         drafts.append(tuple(previous))
@@ -200,7 +249,6 @@ def _describe(
     levels, sentences = parity_tolerated(ground, groups)
     return Placement(
         holders=((),) * ground.workers,
-        requested_level=policy.level,
         achieved_level=achieved,
         unprotected=unprotected,
         tolerates=sentences,
@@ -220,9 +268,7 @@ def _reason(
     unprotected: tuple[int, ...],
     groups: int,
 ) -> str:
-    count = (
-        f"{groups} {'group' if groups == 1 else 'groups'} of up to {policy.data} + {policy.parity} workers"
-    )
+    count = f"{plural(groups, 'group')} of up to {policy.data} + {policy.parity} workers"
     if achieved == ground.levels[start]:
         text = f"{count}: {_wish(ground, start, policy)}"
     elif achieved is not None:
@@ -235,7 +281,7 @@ def _reason(
         text = f"{count}: {len(unprotected)} of {ground.workers} {are} unprotected: {why}"
     aside = ground.workers - sum(ground.can_hold)
     if aside:
-        text += f"; {aside} {'worker' if aside == 1 else 'workers'} on suspect nodes: given no parity"
+        text += f"; {plural(aside, 'worker')} on suspect nodes: given no parity"
     return text
 
 
@@ -250,21 +296,15 @@ def _bound(ground: PlacementProblem, level: int, policy: ParityPolicy, groups: i
     able = sum(ground.can_hold)
     if able <= policy.parity:
         return f"only {able} workers can keep parity; the others are on suspect nodes"
-    nameless = ground.unlabelled[level]
-    if nameless:
-        more = f" and {len(nameless) - 3} more" if len(nameless) > 3 else ""
-        return (
-            f"the {name} of {'node' if len(nameless) == 1 else 'nodes'} "
-            f"{', '.join(nameless[:3])}{more} is not known from labels"
-        )
+    if ground.unlabelled[level]:
+        return ground.without_labels(level)
     owners = Counter(ground.domain[level])
     largest = -(-ground.workers // groups)
     needed = -(-(largest + policy.parity) // policy.parity)
     if len(owners) < needed:
-        have = f"{len(owners)} {name}" if len(owners) == 1 else f"{len(owners)} {name}s"
         return (
             f"a group of {largest} + {policy.parity} workers needs at least {needed} {name}s, and the "
-            f"workers are in {have}"
+            f"workers are in {plural(len(owners), name)}"
         )
     place, count = min(owners.items(), key=lambda item: (-item[1], item[0]))
     most = groups * policy.parity

@@ -4,8 +4,6 @@ What is still right of the last placement is kept, because every copy that moves
 spread cannot be had, a sentence names the domain that is too full, or what is not known.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -24,11 +22,8 @@ def bound(ground: PlacementProblem, level: int) -> str:
     able = [worker for worker in range(total) if ground.can_hold[worker]]
     if not able:
         return "no worker can hold copies: all are on suspect nodes or short of memory"
-    nameless = ground.unlabelled[level]
-    if nameless:
-        more = f" and {len(nameless) - 3} more" if len(nameless) > 3 else ""
-        plural = "node" if len(nameless) == 1 else "nodes"
-        return f"the {name} of {plural} {', '.join(nameless[:3])}{more} is not known from labels"
+    if ground.unlabelled[level]:
+        return ground.without_labels(level)
     domain = ground.domain[level]
     owners = Counter(domain)
     holders = Counter(domain[worker] for worker in able)
@@ -85,9 +80,7 @@ def keep_groups(
 def _valid_groups(
     ground: PlacementProblem, level: int, members: Sequence[int], previous: Previous
 ) -> list[list[int]]:
-    """The closed groups of `previous` whose members are all among `members`, all apart, and equally
-    loaded.
-    """
+    """The closed groups of `previous` with all members among `members`, all apart, and equally loaded."""
     allowed = set(members)
     parent = {worker: worker for worker in members}
 

@@ -9,10 +9,8 @@ With one copy that is exactly the case "no domain holds more than half", so the 
 there is one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from tiercheck_operator.planning.placement.problem import Assignment, PlacementProblem
@@ -48,19 +46,10 @@ def form_groups(ground: PlacementProblem, level: int, members: Sequence[int]) ->
     return paired, sorted([*left, *unknown])
 
 
-def _order(ground: PlacementProblem, level: int) -> _Order:
-    return _Order(ground, level)
-
-
-class _Order:
+def _order(ground: PlacementProblem, level: int) -> Callable[[int], tuple[int, int, int, int]]:
     """Sort key: domain by domain, and within one all first workers of its nodes, then all second ones."""
-
-    def __init__(self, ground: PlacementProblem, level: int) -> None:
-        self._ground, self._domain = ground, ground.domain[level]
-
-    def __call__(self, worker: int) -> tuple[int, int, int, int]:
-        ground = self._ground
-        return self._domain[worker], ground.local[worker], ground.node[worker], worker
+    domain = ground.domain[level]
+    return lambda worker: (domain[worker], ground.local[worker], ground.node[worker], worker)
 
 
 def _deal(ground: PlacementProblem, level: int, members: Sequence[int], hands: int) -> Assignment:
@@ -91,8 +80,7 @@ def _ring(group: Sequence[int], copies: int) -> Assignment:
 
 
 def _fullest_first(ground: PlacementProblem, level: int, crowd: Sequence[int]) -> list[int]:
-    """Workers of one domain, those of its fullest parts first, so that what is left over is spread evenly
-    inside it."""
+    """Workers of one domain, of its fullest parts first, so that what is left over is spread evenly."""
     inner = ground.domain[min(level + 1, len(ground.levels) - 1)]
     seat: Counter[int] = Counter()
     height: dict[int, int] = {}

@@ -5,22 +5,20 @@ without a copy, no copy in the same domain, none on suspect nodes, equal load, f
 short way. Deterministic.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from tiercheck_operator.model.conditions import plural
 from tiercheck_operator.model.saved_placement import CodeGroup
 from tiercheck_operator.planning.placement.build import bound, build
-from tiercheck_operator.planning.placement.goals import cost, tolerated
-from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
-from tiercheck_operator.planning.placement.uncovered import cover_bare
+from tiercheck_operator.planning.placement.leftover_workers import cover_bare
+from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite, cost, tolerated
 from tiercheck_operator.planning.replan.trade import trade
 from tiercheck_operator.planning.topology import Topology
 
-__all__ = ["Placement", "PlacementPolicy", "Unplaceable", "WorkerSite", "place"]
+__all__ = ["Placement", "PlacementPolicy", "Unplaceable", "WorkerSite", "describe", "place"]
 
 Holders = tuple[tuple[int, ...], ...]
 
@@ -45,7 +43,6 @@ class Placement:
 
     holders: Holders
     """By worker: the workers that keep its copies."""
-    requested_level: str | None
     achieved_level: str | None
     """The level at which every worker has all its copies in other domains; None: not even the host."""
     unprotected: tuple[int, ...]
@@ -70,7 +67,6 @@ class Placement:
 class Unplaceable:
     """The required spread is impossible; `reason` names the bound."""
 
-    requested_level: str | None
     reason: str
 
 
@@ -106,7 +102,7 @@ def place(
         if complete or start == starts[-1]:
             break
     if policy.required and not complete:
-        return Unplaceable(policy.level, f"{_wish(ground, start)} is required, but {bound(ground, start)}")
+        return Unplaceable(f"{_wish(ground, start)} is required, but {bound(ground, start)}")
     return _describe(ground, policy, start, holders)
 
 
@@ -181,7 +177,6 @@ def _describe(ground: PlacementProblem, policy: PlacementPolicy, start: int, hol
     tolerated_levels, sentences = tolerated(ground, holders)
     return Placement(
         holders=holders,
-        requested_level=policy.level,
         achieved_level=achieved,
         unprotected=unprotected,
         tolerates=sentences,
@@ -231,11 +226,7 @@ def _reason(
         )
     aside = ground.workers - sum(ground.can_hold) - len(ground.short_of_memory)
     if aside > 0:
-        sentences.append(f"{_workers(aside)} on suspect nodes: given no copies")
-    if ground.short_of_memory:
-        sentences.append(f"{_workers(len(ground.short_of_memory))} with too little memory: given no copies")
+        sentences.append(f"{plural(aside, 'worker')} on suspect nodes: given no copies")
+    if short := len(ground.short_of_memory):
+        sentences.append(f"{plural(short, 'worker')} with too little memory: given no copies")
     return "; ".join(sentences)
-
-
-def _workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"

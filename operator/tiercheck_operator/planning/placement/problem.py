@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tiercheck_operator.planning.topology import Topology
+from tiercheck_operator.model.conditions import listed
+from tiercheck_operator.planning.topology import Topology, short_name
 
 Assignment = list[tuple[int, tuple[int, ...]]]
 """(worker, the holders of its copies)."""
@@ -27,9 +29,7 @@ class WorkerSite:
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Workers 0..n-1, their nodes, and their domain at every level as a number; -1 where labels do not
-    say.
-    """
+    """Workers 0..n-1, their nodes, and their domain's number at every level; -1 where labels do not say."""
 
     copies: int
     node: Sequence[int]
@@ -43,12 +43,10 @@ class PlacementProblem:
     can_hold: Sequence[bool]
     """Not on a suspect node, and memory for the copies."""
     load_limit: int
-    """Copies that one holder may be given: equal shares, rounded up, and what those take over that have less
-    memory."""
+    """Copies that one holder may get: equal shares, rounded up, and what those with less memory leave."""
     limit: Sequence[int]
     """By worker: the same, or as many as its memory has room for."""
     short_of_memory: tuple[int, ...]
-    node_names: tuple[str, ...]
     unlabelled: Sequence[tuple[str, ...]]
     """By level: nodes in use whose domain is unknown."""
 
@@ -109,7 +107,6 @@ class PlacementProblem:
             load_limit=load_limit,
             limit=[min(load_limit, room) for room in rooms],
             short_of_memory=short,
-            node_names=tuple(site.node for site in ordered),
             unlabelled=unlabelled,
         )
 
@@ -126,6 +123,12 @@ class PlacementProblem:
         """Whether two workers are known to be in different domains of that level."""
         domain = self.domain[level]
         return domain[a] != domain[b] and domain[a] >= 0 and domain[b] >= 0
+
+    def without_labels(self, level: int) -> str:
+        """Why that level's domains are not known, as a clause."""
+        nodes = self.unlabelled[level]
+        noun = "node" if len(nodes) == 1 else "nodes"
+        return f"the {self.levels[level]} of {noun} {listed(nodes, 3)} is not known from labels"
 
     def parting_level(self, start: int, a: int, b: int) -> int:
         """The widest level from `start` on at which the two are apart; the number of levels if none."""
@@ -172,3 +175,136 @@ class PlacementDraft:
             for holder in holders:
                 self.load[holder] += 1
             self.holders[owner] = holders
+
+
+def is_bare(ground: PlacementProblem, worker: int, kept: Sequence[int]) -> bool:
+    """Whether no copy of the worker is on another node, if there is another."""
+    return ground.copies > 0 and not any(
+        ground.one_node or ground.node[h] != ground.node[worker] for h in kept
+    )
+
+
+# A domain can vanish without loss if every worker inside it has a copy outside it. Nothing is claimed for a
+# level at which some node's domain is unknown, for it might be in any.
+#
+# Smaller goals are better, and each only breaks ties above it. Fewer fatal sets and shorter ways decide
+# between placements when copies must be made anyway. In the life of a job they are no reason: every copy
+# that moves is sent over the network that training uses.
+Cost = tuple[int, tuple[int, ...], int, int, int, int, int]
+
+
+def cost(
+    ground: PlacementProblem,
+    start: int,
+    holders: Sequence[tuple[int, ...]],
+    previous: Mapping[int, tuple[int, ...]],
+) -> Cost:
+    """Workers without any copy on another node, those not apart from all their copies (wanted level first,
+    then narrower), copies lacking, unequal load, fatal sets of nodes, copies moved, network distance.
+    """
+    levels = range(start, len(ground.levels))
+    near = [0] * len(levels)
+    bare = lacking = distance = moved = 0
+    sets: set[tuple[int, ...]] = set()
+    load: Counter[int] = Counter()
+    for worker, kept in enumerate(holders):
+        bare += is_bare(ground, worker, kept)
+        lacking += ground.copies - len(kept)
+        for position, level in enumerate(levels):
+            if len(kept) < ground.copies or not all(ground.apart(level, worker, holder) for holder in kept):
+                near[position] += 1
+        sets.add(tuple(sorted({ground.node[worker], *(ground.node[holder] for holder in kept)})))
+        before = previous.get(worker, ())
+        for holder in kept:
+            load[holder] += 1
+            moved += holder not in before
+            distance += len(ground.levels) - ground.parting_level(0, worker, holder)
+    unequal = sum(count * count for count in load.values())
+    return bare, tuple(near), lacking, unequal, len(sets), moved, distance
+
+
+def fatal_domains(
+    ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]
+) -> frozenset[int] | None:
+    """The domains of that level whose loss takes some worker's memory and all its copies. None: not known."""
+    domain = ground.domain[level]
+    if any(place < 0 for place in domain):
+        return None
+    return frozenset(
+        domain[worker]
+        for worker, kept in enumerate(holders)
+        if not any(domain[holder] != domain[worker] for holder in kept)
+    )
+
+
+def tolerated(
+    ground: PlacementProblem, holders: Sequence[tuple[int, ...]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(levels of which any one domain may vanish, sentences for people), widest first."""
+    levels: list[str] = []
+    sentences: list[str] = []
+    for index, name in enumerate(ground.levels):
+        fatal = fatal_domains(ground, index, holders)
+        if fatal is None:
+            continue
+        if not fatal:
+            levels.append(name)
+            sentences.append(f"any one {name}")
+        elif len(fatal) <= 2 and len(fatal) < len(ground.domain_name[index]):
+            names = " and ".join(short_name(ground.domain_name[index][place]) for place in sorted(fatal))
+            sentences.append(f"any one {name} except {names}")
+    if holders and not levels and all(holders):
+        sentences.append("any one worker")
+    return tuple(levels), tuple(sentences)
+
+
+Holders = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True, order=True)
+class PlacementStanding:
+    """Compared in this order; smaller is better."""
+
+    bare: int
+    """Workers without any copy on another node, though copies were asked for."""
+    lacking: int
+    """Copies that were asked for and have no holder."""
+    near: tuple[int, ...]
+    """Workers not apart from all their copies: at the wanted level first, then at narrower ones."""
+    unfit: int
+    """Copies at workers that should keep none: on suspect or cordoned nodes, or with too little memory."""
+    overload: int
+    """Copies beyond an equal share, or beyond what memory has room for."""
+    surplus: int
+    """Copies beyond those that were asked for."""
+
+    @property
+    def urgent(self) -> tuple[int, int, tuple[int, ...], int]:
+        """What may cost state when something fails."""
+        return self.bare, self.lacking, self.near, self.unfit
+
+
+def standing_of(
+    ground: PlacementProblem, start: int, holders: Holders, among: Collection[int] | None = None
+) -> PlacementStanding:
+    """`start` is the index of the wanted level. `among`: of these workers and these holders' loads only."""
+    levels = range(start, len(ground.levels))
+    near = [0] * len(levels)
+    bare = lacking = unfit = surplus = 0
+    load: Counter[int] = Counter()
+    for worker, kept in enumerate(holders):
+        load.update(kept)
+        if among is not None and worker not in among:
+            continue
+        bare += is_bare(ground, worker, kept)
+        lacking += max(0, ground.copies - len(kept))
+        surplus += max(0, len(kept) - ground.copies)
+        unfit += sum(not ground.can_hold[holder] for holder in kept)
+        for position, level in enumerate(levels):
+            near[position] += not all(ground.apart(level, worker, holder) for holder in kept)
+    overload = sum(
+        max(0, count - ground.limit[holder])
+        for holder, count in load.items()
+        if ground.can_hold[holder] and (among is None or holder in among)
+    )
+    return PlacementStanding(bare, lacking, tuple(near), unfit, overload, surplus)

@@ -5,24 +5,84 @@ bit for each version, all that a rank has is four numbers, a chain is a walk ove
 the same share the answer.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_, or_
 
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.version import Artifact, History, Kind, Version
+from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
 from tiercheck_operator.model.saved_placement import CodeGroup
-from tiercheck_operator.planning.recovery.inventory import (
-    Artifacts,
-    Distance,
-    JobInventory,
-    Missing,
-    RemoteInventory,
-    SourceChoice,
-    Sources,
-)
+from tiercheck_operator.planning.parity.code_groups import OldGroup
+
+Distance = Callable[[int, int], int]
+"""How far apart two workers are; 0 is the same host."""
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """Of one rank (or one parity block), at one place."""
+
+    snapshots: Collection[Version] = ()
+    deltas: Collection[Version] = ()
+    """Each named after the version that it leads to."""
+
+
+@dataclass(frozen=True)
+class JobInventory:
+    """What one sidecar that answered has verified in its memory, without what is quarantined there."""
+
+    worker: int
+    own: Mapping[int, Artifacts] = field(default_factory=dict)
+    """By rank, for the worker's own ranks."""
+    hosted: Mapping[int, Artifacts] = field(default_factory=dict)
+    """By rank, copies kept for other workers."""
+    blocks: Mapping[Share, Artifacts] = field(default_factory=dict)
+    """Parity blocks kept for other workers."""
+
+
+@dataclass(frozen=True)
+class RemoteInventory:
+    """What is known of the remote tier: snapshots, complete for every rank. Unreachable ones do not count."""
+
+    configured: bool
+    reachable: bool | None = None
+    """None: not tried yet."""
+    versions: Collection[Version] = ()
+    ranks: Mapping[Version, int] = field(default_factory=dict)
+    """By how many ranks each was made, as far as that was looked up."""
+
+    @property
+    def usable(self) -> frozenset[Version]:
+        """Versions whose snapshots could be fetched now."""
+        return frozenset(self.versions) if self.configured and self.reachable else frozenset()
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it may hold versions that we cannot see."""
+        return self.configured and not self.reachable
+
+
+@dataclass(frozen=True)
+class SourceChoice:
+    """One place that has an artifact of a rank's chain. In the peer tier `worker` or `group` is set."""
+
+    tier: Tier
+    worker: int | None = None
+    group: CodeGroup | OldGroup | None = None
+    """Rebuild from its blocks and from what its other members hold; an `OldGroup` if other ranks made it."""
+
+
+Sources = Mapping[int, tuple[SourceChoice, ...]]
+"""By rank, nearest first. Together they hold a chain to the version."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The version cannot be rebuilt for these ranks from what answered."""
+
+    ranks: tuple[int, ...]
+
 
 Held = tuple[int, int]
 """Bits of the snapshots, bits of the deltas."""
@@ -90,8 +150,7 @@ class Availability:
         return next((tier for tier, every in self._by_every_rank if every & bit), None)
 
     def tier_of(self, rank: int, version: Version) -> Tier | None:
-        """The farthest place that the rank needs for it, if it takes the nearest chain; None if there is no
-        chain."""
+        """The farthest place that the rank needs for it, by the nearest chain; None if there is no chain."""
         bit = self._bits.get(version, 0)
         return next((tier for tier, found in self._tiers() if found[rank] & bit), None)
 
@@ -211,8 +270,7 @@ class Availability:
     # Parity
 
     def _decode(self, ranks: tuple[int, ...], kept: Mapping[int, Sequence[tuple[int, Held]]]) -> None:
-        """What the blocks over `ranks` can give each of them, together with what the others hold of their
-        own."""
+        """What the blocks over `ranks` can give each of them, with what the others hold of their own."""
         if not all(0 <= rank < self._ranks for rank in ranks):
             return
         group = self._group(ranks, kept)
@@ -238,7 +296,7 @@ class Availability:
     def _group(self, ranks: Sequence[int], kept: Mapping[int, Sequence[tuple[int, Held]]]) -> CodeGroup:
         """Who keeps the blocks. A place whose block is lost is filled by who ought to have it, or anybody: it
         will not be found there."""
-        assert self._per_worker is not None, "of other ranks: see old_parity.py"
+        assert self._per_worker is not None, "of other ranks: see resharded.py"
         members = tuple(rank // self._per_worker for rank in ranks)
         planned = self._planned.get(members)
         wanted = planned.holders if planned is not None else ()

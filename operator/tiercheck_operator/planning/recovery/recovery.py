@@ -6,41 +6,21 @@ rebuild. And nothing is started afresh while a committed version may still turn 
 wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Version
+from tiercheck_operator.model.conditions import numbered
 from tiercheck_operator.model.saved_placement import CodeGroup
-from tiercheck_operator.planning.recovery.inventory import (
-    Artifacts,
+from tiercheck_operator.planning.recovery.availability import (
     Distance,
     JobInventory,
     Missing,
     RemoteInventory,
-    SourceChoice,
     Sources,
 )
 from tiercheck_operator.planning.recovery.resharded import ResizedStock
-
-__all__ = [
-    "Artifacts",
-    "Decision",
-    "JobInventory",
-    "Missing",
-    "Recover",
-    "RecoveryProblem",
-    "Refuse",
-    "RemoteInventory",
-    "RestoreSeconds",
-    "SourceChoice",
-    "Sources",
-    "StartFresh",
-    "Wait",
-    "decide_recovery",
-]
 
 
 @dataclass(frozen=True)
@@ -174,8 +154,7 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
 def _expected_loss(
     version: Version, newest_step: int, stock: ResizedStock, situation: RecoveryProblem
 ) -> float:
-    """Seconds until training is back where it was. Without a step time every step counts more than any
-    restore."""
+    """Seconds until training is where it was. Without a step time a step counts more than any restore."""
     tier = stock.farthest_tier(version)
     estimate = situation.restore_seconds
     restore = {Tier.LOCAL: estimate.local, Tier.PEER: estimate.peer, Tier.REMOTE: estimate.remote}
@@ -225,8 +204,7 @@ def _without_version(situation: RecoveryProblem, stock: ResizedStock) -> Decisio
         )
     if situation.silent:
         return Wait(
-            f"{what} can be rebuilt from what answered; waiting for "
-            f"{_listed('worker', situation.silent)}{detail}"
+            f"{what} can be rebuilt from what answered; waiting for {numbered(situation.silent, 3)}{detail}"
         )
     remote = "the remote tier holds none" if situation.remote.configured else "no remote tier is configured"
     if asked is not None:
@@ -266,7 +244,7 @@ def _why(
         parts.append(f"{count} {unit}{places[tier]}")
     sentences = [head, ", ".join(parts)]
     if situation.silent:
-        sentences.append(f"{_listed('worker', situation.silent)} had not answered")
+        sentences.append(f"{numbered(situation.silent, 3)} had not answered")
     return sentences
 
 
@@ -288,17 +266,7 @@ def _incomplete(versions: Sequence[Version], stock: ResizedStock) -> list[str]:
             gaps.setdefault(stock.gap(rank, version), []).append(rank)
         gap, ranks = max(gaps.items(), key=lambda item: (len(item[1]), -item[1][0]))
         verb = gap if len(ranks) == 1 else gap.replace("has ", "have ").replace("lacks ", "lack ")
-        clauses.append(f"step {version.step} is incomplete: {_listed('rank', ranks)} {verb}")
+        clauses.append(f"step {version.step} is incomplete: {numbered(ranks, 3, 'rank')} {verb}")
         if len(clauses) == 2:
             break
     return clauses
-
-
-def _listed(noun: str, numbers: Collection[int]) -> str:
-    """ "rank 2", "ranks 1, 2 and 3", "ranks 0, 1, 2 and 61 more"."""
-    ordered = [str(number) for number in sorted(numbers)]
-    if len(ordered) == 1:
-        return f"{noun} {ordered[0]}"
-    if len(ordered) > 4:
-        return f"{noun}s {', '.join(ordered[:3])} and {len(ordered) - 3} more"
-    return f"{noun}s {', '.join(ordered[:-1])} and {ordered[-1]}"

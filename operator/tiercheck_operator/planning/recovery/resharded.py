@@ -8,16 +8,17 @@ can be replayed by nobody but the ranks that took them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Share, Version
 from tiercheck_operator.model.saved_placement import CodeGroup
-from tiercheck_operator.planning.old_parity import OldParity
-from tiercheck_operator.planning.recovery.availability import Availability
-from tiercheck_operator.planning.recovery.inventory import (
+from tiercheck_operator.planning.parity.code_groups import OldGroup
+from tiercheck_operator.planning.recovery.availability import (
     Artifacts,
+    Availability,
     Distance,
     JobInventory,
     Missing,
@@ -25,6 +26,65 @@ from tiercheck_operator.planning.recovery.inventory import (
     SourceChoice,
     Sources,
 )
+
+# They and the blocks lie wherever those are now who made them.
+#
+# At home a group is known by its workers (`stock.py`); here only the ranks count that a block was made of.
+_Places = Mapping[int, int]
+"""Of snapshots, by rank, or of blocks, by their number: the first worker that has it."""
+
+
+@dataclass(frozen=True)
+class OldParity:
+    """Of one number of ranks."""
+
+    groups: Mapping[tuple[int, ...], Mapping[Version, _Places]]
+    """By the ranks that a block was made of: where the blocks lie."""
+    snapshots: Mapping[Version, _Places]
+    """Of the ranks that blocks were made of."""
+
+    @classmethod
+    def of(cls, ranks: int, inventories: Sequence[JobInventory]) -> OldParity:
+        """`inventories`: everything at its worker as `hosted`, and the blocks."""
+        groups: dict[tuple[int, ...], dict[Version, dict[int, int]]] = {}
+        snapshots: dict[Version, dict[int, int]] = {}
+        inventories = sorted(inventories, key=lambda entry: entry.worker)
+        for entry in inventories:
+            for share, held in entry.blocks.items():
+                if all(0 <= rank < ranks for rank in share.ranks):
+                    for version in held.snapshots:
+                        groups.setdefault(share.ranks, {}).setdefault(version, {}).setdefault(
+                            share.index, entry.worker
+                        )
+        coded = frozenset(itertools.chain.from_iterable(groups))  # nobody, in a job that keeps copies
+        for entry in inventories:
+            for rank in coded.intersection(entry.hosted):
+                for version in entry.hosted[rank].snapshots:
+                    snapshots.setdefault(version, {}).setdefault(rank, entry.worker)
+        return cls(groups, snapshots)
+
+    def rebuildable(self) -> dict[int, Artifacts]:
+        """By rank: what nobody has, and as many blocks are left of as such ranks are in the group."""
+        found: dict[int, set[Version]] = {}
+        for ranks, blocks in self.groups.items():
+            for version in blocks:
+                for rank in self._lost(ranks, version):
+                    found.setdefault(rank, set()).add(version)
+        return {rank: Artifacts(frozenset(versions)) for rank, versions in found.items()}
+
+    def sources(self, rank: int, version: Version) -> Iterator[OldGroup]:
+        """From where the snapshot of `rank` can be rebuilt, if it can."""
+        for ranks, blocks in sorted(self.groups.items()):
+            if rank in self._lost(ranks, version):
+                here, kept = self.snapshots.get(version, {}), blocks[version]
+                holders = tuple(map(kept.get, range(max(kept) + 1)))
+                yield OldGroup(ranks, tuple(map(here.get, ranks)), holders)
+
+    def _lost(self, ranks: tuple[int, ...], version: Version) -> list[int]:
+        """The ranks of the group whose snapshot nobody has, if the blocks suffice for them; else none."""
+        lost = [rank for rank in ranks if rank not in self.snapshots.get(version, {})]
+        return lost if len(lost) <= len(self.groups[ranks].get(version, {})) else []
+
 
 _BY_PARITY = 2**31
 """The number of no worker, after all others: has what can be rebuilt."""
@@ -51,7 +111,7 @@ class ResizedStock:
         others = {branch.ranks for branch in history.branches} - {0, ranks}
         own, stored = (inventories, remote) if not others else self._made_by(ranks, inventories, remote)
         self._stocks: dict[int, Availability] = {
-            ranks: Availability(ranks, ranks_per_worker, history, own, stored, bad=bad, groups=groups),
+            ranks: Availability(ranks, ranks_per_worker, history, own, stored, bad=bad, groups=groups)
         }
         for count in sorted(others):
             found, stored = self._made_by(count, inventories, remote)

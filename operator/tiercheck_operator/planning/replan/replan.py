@@ -6,16 +6,22 @@ is given up only for a worker that has none. Each round makes the placement stri
 nothing else moves, so rounds come to an end.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from tiercheck_operator.planning.placement.goals import PlacementStanding, standing_of
+from tiercheck_operator.model.conditions import numbered
+from tiercheck_operator.model.saved_placement import CodeGroup
+from tiercheck_operator.planning.parity.parity import ParityPolicy, fits, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
-from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
-from tiercheck_operator.planning.replan.mend import mend
+from tiercheck_operator.planning.placement.problem import (
+    PlacementProblem,
+    PlacementStanding,
+    WorkerSite,
+    standing_of,
+)
+from tiercheck_operator.planning.replan.trade import mend
 from tiercheck_operator.planning.topology import Topology, spread_level
 
 Holders = Mapping[int, tuple[int, ...]]
@@ -25,14 +31,16 @@ _PART_AT_ONCE = 8
 """One worker in so many moves at once, so that moving never takes more than a part of the network."""
 
 
+Policy = TypeVar("Policy", PlacementPolicy, ParityPolicy)
+
+
 @dataclass(frozen=True)
-class ReplanInputs:
-    """Where workers are, and where copies should not be. `avoided` nodes are as good as any if there is no
-    other way."""
+class ReplanInputs(Generic[Policy]):
+    """Where workers are, and where copies should not be. `avoided` nodes serve if there is no other way."""
 
     sites: Sequence[WorkerSite]
     topology: Topology
-    policy: PlacementPolicy
+    policy: Policy
     suspects: Collection[str] = frozenset()
     avoided: Collection[str] = frozenset()
 
@@ -56,7 +64,9 @@ class Round:
         return bool(self.holders)
 
 
-def plan_round(around: ReplanInputs, current: Holders, room: Mapping[int, int] | None = None) -> Round:
+def plan_round(
+    around: ReplanInputs[PlacementPolicy], current: Holders, room: Mapping[int, int] | None = None
+) -> Round:
     """The best moves from `current` (every worker's holders, none of them leaving). `room`: how many workers'
     copies each worker's memory can hold in all; a worker that is not in it has enough. Raises ValueError as
     `place` does.
@@ -113,8 +123,7 @@ def finish(holders: Holders, leaving: Holders, complete: Callable[[int, int], bo
 
 
 def give_up(holders: Holders, leaving: Holders, complete: Callable[[int, int], bool]) -> Holders:
-    """What the moves that do not come to an end go back to: old holders stay, new ones only if they are
-    complete."""
+    """What moves that come to no end go back to: old holders stay, new ones only if they are complete."""
     back: dict[int, tuple[int, ...]] = {}
     for worker, gone in leaving.items():
         fresh = [holder for holder in holders[worker] if holder not in gone and complete(worker, holder)]
@@ -123,7 +132,7 @@ def give_up(holders: Holders, leaving: Holders, complete: Callable[[int, int], b
 
 
 def _wanted(
-    around: ReplanInputs, current: Holders
+    around: ReplanInputs[PlacementPolicy], current: Holders
 ) -> tuple[list[tuple[int, ...]] | None, PlacementProblem, int]:
     """The holders to move to; None: there is nothing better."""
     policy, topology = around.policy, around.topology
@@ -224,7 +233,9 @@ def _parts(before: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]])
     return [found[key] for key in sorted(found, key=lambda key: found[key][0])]
 
 
-def _nowhere_else(around: ReplanInputs, before: Sequence[tuple[int, ...]], stuck: Sequence[int]) -> str:
+def _nowhere_else(
+    around: ReplanInputs[PlacementPolicy], before: Sequence[tuple[int, ...]], stuck: Sequence[int]
+) -> str:
     if not stuck:
         return ""
     nodes = {site.worker: site.node for site in around.sites}
@@ -235,24 +246,113 @@ def _nowhere_else(around: ReplanInputs, before: Sequence[tuple[int, ...]], stuck
         if where
         else "holders short of memory"
     )
-    return f"copies of {named(stuck)} stay on {there}: no other worker is as far away from them and has room"
+    return (
+        f"copies of {numbered(stuck)} stay on {there}: no other worker is as far away from them and has room"
+    )
 
 
 def _no_room(postponed: Sequence[int], full: Sequence[int]) -> str:
     if not postponed:
         return ""
     return (
-        f"{named(postponed)} cannot get better holders: the memory of {named(full)} has no room for their "
-        "copies beside those that "
-        "it keeps already"
+        f"{numbered(postponed)} cannot get better holders: the memory of {numbered(full)} has no room for "
+        "their copies beside those that it keeps already"
     )
 
 
-def named(workers: Collection[int], most: int = 5) -> str:
-    """ "worker 3", "workers 1 and 2", "workers 0, 1, 2, 3, 4 and 7 more"."""
-    known = sorted(set(workers))
-    if len(known) == 1:
-        return f"worker {known[0]}"
-    if len(known) <= most:
-        return f"workers {', '.join(map(str, known[:-1]))} and {known[-1]}"
-    return f"workers {', '.join(map(str, known[:most]))} and {len(known) - most} more"
+# A group's old block stays where it is until the new one is complete, which the holders see to themselves:
+# what they keep for a worker that has other holders now is freed only when those hold as much.
+@dataclass(frozen=True)
+class ParityRound:
+    """The groups from now on; None: as they are."""
+
+    groups: tuple[CodeGroup, ...] | None = None
+    urgent: bool = False
+    workers: tuple[int, ...] = ()
+    """Members of the groups that change."""
+    reason: str = ""
+    """Why nothing moves although it should; empty: it should not."""
+
+
+def plan_parity_round(
+    around: ReplanInputs[ParityPolicy], current: Sequence[CodeGroup], room: Mapping[int, int] | None = None
+) -> ParityRound:
+    """One holder of each group at most, so that the others still stand for it. `room`: how many blocks each
+    worker can keep. Raises ValueError as `place_parity` does.
+    """
+    policy, topology = around.policy, around.topology
+    start = topology.level_index(spread_level(topology.levels, policy.level))
+    everywhere = frozenset(around.suspects) | frozenset(around.avoided)
+    ground = PlacementProblem.of(around.sites, topology, policy.parity, None, everywhere)
+    now = parity_standing(ground, start, current)
+    best: tuple[PlacementStanding, tuple[CodeGroup, ...]] | None = None
+    for suspects in dict.fromkeys((everywhere, frozenset(around.suspects))):
+        found = place_parity(around.sites, topology, policy, suspects, current)
+        if isinstance(found, Placement):
+            score = parity_standing(ground, start, found.groups)
+            if best is None or score < best[0]:
+                best = score, found.groups
+    if best is None or best[0] >= now:
+        return ParityRound()
+    wanted = best[1]
+    stepwise = _one_each(current, wanted)
+    if stepwise is not None and parity_standing(ground, start, stepwise) < now:
+        wanted = stepwise
+    known = {group.members: group.holders for group in current}
+    changed = [group for group in wanted if known.get(group.members) != group.holders]
+    load = Counter(holder for group in current for holder in group.holders)
+    more = Counter(
+        holder for group in changed for holder in set(group.holders) - set(known.get(group.members, ()))
+    )
+    workers = tuple(sorted(member for group in changed for member in group.members))
+    full = [worker for worker in more if room and load[worker] + more[worker] > room.get(worker, 10**9)]
+    if full:
+        return ParityRound(
+            workers=workers,
+            reason=(
+                f"the parity of {numbered(workers)} cannot move: the memory of {numbered(full)} has no room "
+                "for another block"
+            ),
+        )
+    return ParityRound(wanted, parity_standing(ground, start, wanted).urgent < now.urgent, workers)
+
+
+def parity_standing(ground: PlacementProblem, start: int, groups: Sequence[CodeGroup]) -> PlacementStanding:
+    """As for copies: a worker counts as near if its group cannot lose a domain that it rests on."""
+    levels = range(start, len(ground.levels))
+    covered = {member for group in groups for member in group.members}
+    missing = ground.workers - len(covered)
+    load = Counter(holder for group in groups for holder in group.holders)
+    able = sum(ground.can_hold)
+    limit = -(-len(groups) * ground.copies // able) if able else 0
+    return PlacementStanding(
+        bare=missing + sum(len(group.members) for group in groups if not group.holders),
+        lacking=missing * ground.copies
+        + sum(max(0, ground.copies - len(group.holders)) * len(group.members) for group in groups),
+        near=tuple(
+            missing + sum(len(group.members) for group in groups if not fits(ground, level, group))
+            for level in levels
+        ),
+        unfit=sum(not ground.can_hold[holder] for group in groups for holder in group.holders),
+        overload=sum(max(0, count - limit) for holder, count in load.items() if ground.can_hold[holder]),
+        surplus=sum(max(0, len(group.holders) - ground.copies) for group in groups),
+    )
+
+
+def _one_each(current: Sequence[CodeGroup], wanted: Sequence[CodeGroup]) -> tuple[CodeGroup, ...] | None:
+    """`wanted` with one holder of each group changed only; None if the members differ, too."""
+    known = {group.members: group.holders for group in current}
+    found = []
+    for group in wanted:
+        old = known.get(group.members)
+        if old is None:
+            return None
+        holders = list(old)
+        for index, holder in enumerate(group.holders[: len(old)]):
+            if holder != old[index] and holder not in old:
+                holders[index] = holder
+                break
+        else:
+            holders = list(group.holders)
+        found.append(CodeGroup(group.members, tuple(holders)))
+    return tuple(found)

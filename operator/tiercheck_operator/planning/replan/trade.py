@@ -3,18 +3,16 @@
 Nobody comes nearer to a copy of his by it.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
+from tiercheck_operator.planning.placement.leftover_workers import cover_bare
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 
-_MOST = 64
+_MOST_CHAINS = 64
 """Copies for which such a chain is looked for: each look may pass every worker."""
 _Way = dict[int, tuple[int, int] | None]
-"""By holder that was reached: whose copy would come to it, and from which holder. None: the worker's own
-would."""
+"""By holder reached: whose copy would come to it, and from which holder. None: the worker's own would."""
 
 
 def trade(ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -24,7 +22,7 @@ def trade(ground: PlacementProblem, level: int, holders: Sequence[tuple[int, ...
         (worker, x) for worker, kept in enumerate(holders) for x in kept if not ground.apart(level, worker, x)
     ]
     hopeless: set[int] = set()
-    for worker, instead_of in near[:_MOST]:
+    for worker, instead_of in near[:_MOST_CHAINS]:
         home = ground.domain[level][worker]
         if home in hopeless:
             continue
@@ -91,3 +89,106 @@ class _Trading:
     def _replace(self, owner: int, holder: int, by: int) -> None:
         self.found[owner] = tuple(by if each == holder else each for each in self.found[owner])
         self._guests[by].append(owner)
+
+
+# Where the result is as good as a new placement, less moves.
+_MOST = 256
+"""Workers that get new holders this way; with more, looking at every worker for each would take long."""
+
+
+def mend(
+    ground: PlacementProblem, start: int, current: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]] | None:
+    """Holders per worker. `start` is the index of the wanted level. None: too much is wrong."""
+    holders = [_worth_keeping(ground, start, worker, kept) for worker, kept in enumerate(current)]
+    load = Counter(holder for kept in holders for holder in kept)
+    for holder, count in sorted(load.items()):
+        if count > ground.limit[holder]:
+            _relieve(ground, start, holders, holder, count - ground.limit[holder])
+    load = Counter(holder for kept in holders for holder in kept)
+    wrong = [
+        w for w, kept in enumerate(holders) if len(kept) < ground.copies or _near(ground, start, w, kept)
+    ]
+    if len(wrong) > _MOST:
+        return None
+    able = [worker for worker in range(ground.workers) if ground.can_hold[worker]]
+    for worker in wrong:
+        for holder in _near(ground, start, worker, holders[worker]):
+            better = _best(ground, start, worker, kept=holders[worker], load=load, able=able)
+            if better is not None and _level(ground, start, worker, better) < _level(
+                ground, start, worker, holder
+            ):
+                holders[worker] = tuple(better if each == holder else each for each in holders[worker])
+                load[holder] -= 1
+                load[better] += 1
+        while len(holders[worker]) < ground.copies:
+            fresh = _best(ground, start, worker, kept=holders[worker], load=load, able=able)
+            if fresh is None:
+                break
+            holders[worker] = (*holders[worker], fresh)
+            load[fresh] += 1
+    return cover_bare(ground, start, holders)
+
+
+def _worth_keeping(ground: PlacementProblem, start: int, worker: int, kept: Sequence[int]) -> tuple[int, ...]:
+    allowed = [holder for holder in dict.fromkeys(kept) if _allowed(ground, worker, holder)]
+    if len(allowed) <= ground.copies:
+        return tuple(allowed)
+    farthest = sorted(allowed, key=lambda holder: _level(ground, start, worker, holder))[: ground.copies]
+    return tuple(holder for holder in allowed if holder in farthest)
+
+
+def _allowed(ground: PlacementProblem, worker: int, holder: int) -> bool:
+    return (
+        holder != worker
+        and ground.can_hold[holder]
+        and (ground.node[holder] != ground.node[worker] or ground.one_node)
+    )
+
+
+def _relieve(
+    ground: PlacementProblem, start: int, holders: list[tuple[int, ...]], holder: int, surplus: int
+) -> None:
+    """Takes `surplus` copies from a holder that has too many: those kept nearest to their owners first."""
+    owners = [worker for worker, kept in enumerate(holders) if holder in kept]
+    owners.sort(key=lambda worker: (-_level(ground, start, worker, holder), -worker))
+    for worker in owners[:surplus]:
+        holders[worker] = tuple(each for each in holders[worker] if each != holder)
+
+
+def _near(ground: PlacementProblem, start: int, worker: int, kept: Sequence[int]) -> list[int]:
+    return [holder for holder in kept if _level(ground, start, worker, holder) > start]
+
+
+def _level(ground: PlacementProblem, start: int, worker: int, holder: int) -> int:
+    return ground.parting_level(start, worker, holder)
+
+
+def _best(
+    ground: PlacementProblem,
+    start: int,
+    worker: int,
+    *,
+    kept: Sequence[int],
+    load: Counter[int],
+    able: Sequence[int],
+) -> int | None:
+    """The farthest apart, then in a domain of no other copy, then the least loaded, then the shortest way."""
+    domain = ground.domain[start]
+    used = {domain[holder] for holder in kept}
+    free = [
+        holder
+        for holder in able
+        if load[holder] < ground.limit[holder] and holder not in kept and _allowed(ground, worker, holder)
+    ]
+    return min(
+        free,
+        key=lambda holder: (
+            _level(ground, start, worker, holder),
+            domain[holder] in used,
+            load[holder],
+            -ground.parting_level(0, worker, holder),
+            holder,
+        ),
+        default=None,
+    )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.operator.world_in_memory import REMOTE, World, make_spec
 from tiercheck.protocol.report import RankFailure, TrainerState
-from tiercheck_operator.controller.failures.failure_rules import first_match
+from tiercheck_operator.controller.failures.exits import first_match
 from tiercheck_operator.controller.failures.trigger import update_recovery
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.causes import Cause

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.operator.world_in_memory import World, make_spec
-from tiercheck_operator.model.node_signs import LEAVING_TAINTS, NodeSigns, parse_signs
-from tiercheck_operator.model.parsing import parse_node
+from tiercheck_operator.model.parsing import LEAVING_TAINTS, NodeSigns, parse_node, parse_signs
 
 WHY = "it is tainted karpenter.sh/disrupted"
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.operator.world_in_memory import REMOTE, World, make_spec
-from tiercheck_operator.controller.placement.budget import wanted_budget
+from tiercheck_operator.controller.placement.placing import wanted_budget
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.status import Condition, JobRecord, Recovery
 

@@ -12,7 +12,7 @@ import pytest
 from tests.operator.controller.test_job_loop import StandIn, new_job, surroundings
 from tests.operator.kubernetes.test_event_series import JOB, Server
 from tests.operator.world_in_memory import World
-from tiercheck_local.controlplane.kubeconfig import write_kubeconfig
+from tiercheck_local.controlplane.planes import write_kubeconfig
 from tiercheck_operator.controller.reconciler import JobLoop
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.operator.planning.clusters import Cluster, racks, uneven
 from tests.operator.planning.placement.test_placement import clusters
-from tiercheck_operator.planning.parity.parity import CodeGroup, ParityPolicy, place_parity
+from tiercheck_operator.model.saved_placement import CodeGroup
+from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, Unplaceable
 
 LEVELS = ("zone", "rack", "host")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.operator.planning.clusters import uneven
+from tiercheck_operator.planning.placement.leftover_workers import cover_bare, is_bare
 from tiercheck_operator.planning.placement.problem import PlacementProblem
-from tiercheck_operator.planning.placement.uncovered import cover_bare, is_bare
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 GENERIC = levels_from_spec("generic", None)

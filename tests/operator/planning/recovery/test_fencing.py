@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercheck.protocol.version import History, Version
-from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, RemoteInventory
+from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
 
 

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
 from tiercheck_operator.planning.parity.code_groups import OldGroup
-from tiercheck_operator.planning.recovery.inventory import Artifacts, JobInventory, Missing, RemoteInventory
+from tiercheck_operator.planning.recovery.availability import (
+    Artifacts,
+    JobInventory,
+    Missing,
+    RemoteInventory,
+)
 from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
 
 OLD = Version(8, 1)

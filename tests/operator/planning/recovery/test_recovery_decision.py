@@ -14,16 +14,18 @@ from tests.operator.planning.clusters import racks
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, chain_to, rebuildable
 from tiercheck_operator.model.saved_placement import CodeGroup
-from tiercheck_operator.planning.recovery.recovery import (
+from tiercheck_operator.planning.recovery.availability import (
     Artifacts,
     JobInventory,
     Missing,
+    RemoteInventory,
+    SourceChoice,
+)
+from tiercheck_operator.planning.recovery.recovery import (
     Recover,
     RecoveryProblem,
     Refuse,
-    RemoteInventory,
     RestoreSeconds,
-    SourceChoice,
     StartFresh,
     Wait,
     decide_recovery,

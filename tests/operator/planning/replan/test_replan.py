@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.operator.planning.clusters import RACK, Cluster, racks, uneven
-from tiercheck_operator.planning.placement.goals import standing_of
+from tiercheck_operator.model.conditions import numbered
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, place
-from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite
-from tiercheck_operator.planning.replan.replan import ReplanInputs, finish, give_up, named, plan_round
+from tiercheck_operator.planning.placement.problem import PlacementProblem, WorkerSite, standing_of
+from tiercheck_operator.planning.replan.replan import ReplanInputs, finish, give_up, plan_round
 from tiercheck_operator.planning.topology import Topology, levels_from_spec, spread_level
 
 GENERIC = levels_from_spec("generic", None)
@@ -159,7 +159,7 @@ def test_a_second_copy_of_everything_is_made_a_few_workers_at_a_time() -> None:
     [([3], "worker 3"), ([2, 1], "workers 1 and 2"), (range(12), "workers 0, 1, 2, 3, 4 and 7 more")],
 )
 def test_workers_are_named_in_few_words(workers, text: str) -> None:  # type: ignore[no-untyped-def]
-    assert named(workers) == text
+    assert numbered(workers) == text
 
 
 def test_nobody_goes_without_so_that_others_get_a_second_copy() -> None:

@@ -16,8 +16,7 @@ from tests.examples import examples
 from tiercheck.failpoints import Struck
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.client import ApiFailure
-from tiercheck_operator.kubernetes.election.candidate import Candidate, LeaseMove, Record, Terms
-from tiercheck_operator.kubernetes.election.elector import Elector, parse_lease
+from tiercheck_operator.kubernetes.election import Candidate, Elector, LeaseMove, Record, Terms, parse_lease
 
 TERMS = Terms(8.0, 5.0, 1.0)
 
