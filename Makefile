@@ -45,7 +45,7 @@ help:
 	@echo "make lint       ruff: format and lint"
 	@echo "make types      mypy: strict on the pure parts"
 	@echo "make contracts  import-linter: who may import whom"
-	@echo "make chart      write anew what the Helm chart has from elsewhere, and its snapshots"
+	@echo "make chart      write anew what the Helm chart has from elsewhere, and its snapshot"
 	@echo "make docs       the documentation site, into build/site"
 	@echo "make wheels     the wheel with all parts, and that of the library alone; OUT=folder"
 	@echo "make images     the three images, with docker, podman or buildah; REGISTRY=, TAG=, PYTHON_IMAGE=, TORCH_INDEX=, BUILD_ARGS="

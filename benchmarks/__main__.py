@@ -50,8 +50,6 @@ BENCHMARKS = {
     "gpu": "capture and deltas on a GPU",
 }
 """In the order of the table."""
-_OTHERS = ("exchange", "parity", "remote", "planning", "reconcile")
-"""Answer with plain numbers, which `benchmarks.rows` makes figures of."""
 
 
 def main() -> int:
@@ -136,14 +134,12 @@ def _run(name: str, quick: bool, parts: list[str]) -> bool:
 
 def _one(name: str, scale: Scale, parts: list[str]) -> int:
     try:
+        module = importlib.import_module(f"benchmarks.{name}")
         if parts:
             earlier = Entry.read(_file(name, scale.quick))
-            module = importlib.import_module(f"benchmarks.{name}")
             outcome = module.run(scale, parts, earlier.data if earlier is not None else {})
-        elif name in _OTHERS:
-            outcome = getattr(importlib.import_module("benchmarks.rows"), name)(scale)
         else:
-            outcome = importlib.import_module(f"benchmarks.{name}").run(scale)
+            outcome = module.run(scale)
     except Exception:  # a process boundary: the caller goes on with the others, and reports the failure
         traceback.print_exc()
         return 1

@@ -1,17 +1,12 @@
 """Measures how long training waits for a snapshot, against a plain copy and against others.
 
-What counts is the time that the training thread spends in the saving call and in hooks around the update. How
-much longer the steps became altogether is reported beside it: it contains what the background work takes from
-the machine, and its noise.
+What counts is the time that the training thread spends in the saving call and in hooks around the update.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,13 +19,12 @@ from benchmarks.figure import Figure, Outcome, Sense
 from benchmarks.job import Job, until
 from benchmarks.machine import shared_memory
 from benchmarks.peers.environment import DLROVER, NVRX, OURS, CannotInstall, Environment
-from benchmarks.scale import ROOT, Scale
+from benchmarks.scale import Scale
 
 THREADS = 1
 """Cores that a step computes on. One is left for what happens beside it, as on a host whose devices do the
 computing."""
 LONG_STEP_TOKENS = 96
-_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ DCP = (
     System("torch DCP async_save, thread", "dcp", mode="thread"),
     System("torch DCP async_save, process", "dcp", mode="process"),
     System("torch DCP async_save, DefaultStager", "dcp", mode="stager"),
-    System("torch_checkpointing (experimental)", "torch_checkpointing"),
+    System("torch_checkpointing (experimental)", "dcp", mode="experimental"),
 )
 OTHERS = (
     System("DLRover 0.6.1 flash checkpoint", "dlrover", DLROVER),
@@ -110,26 +104,10 @@ def _half(system: System) -> int:
 
 def _process(system: System, size: int, scale: Scale, folder: Path, env: dict[str, str]) -> dict[str, Any]:
     answer = folder / "answer.json"
-    command = [str(system.environment.python()), "-m", f"benchmarks.peers.{system.module}"]
-    command += ["--state-bytes", str(size), "--tokens", str(LONG_STEP_TOKENS if system.long_step else 0)]
-    command += ["--cycles", str(scale.cycles), "--half", str(_half(system)), "--threads", str(THREADS)]
-    command += ["--folder", str(folder), "--mode", system.mode, "--answer", str(answer)]
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **env, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"no answer within {_SECONDS:.0f} s") from error
-    if not answer.exists():
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise RuntimeError(lines[-1])
-    found: dict[str, Any] = json.loads(answer.read_text())
-    return found
+    arguments = ["--state-bytes", size, "--tokens", LONG_STEP_TOKENS if system.long_step else 0]
+    arguments += ["--cycles", scale.cycles, "--half", _half(system), "--threads", THREADS]
+    arguments += ["--folder", folder, "--mode", system.mode, "--answer", answer]
+    return system.environment.run(f"benchmarks.peers.{system.module}", arguments, answer, env)
 
 
 def spread(results: list[dict[str, Any]], key: str) -> tuple[float, float]:
@@ -159,7 +137,6 @@ def figures(
             continue
         copy = min(result["copy_seconds"] for result in results)
         blocked, usual = spread(results, "blocked")
-        _, longer = spread(results, "longer")
         step, _ = spread(results, "step")
         against = f"copy of {bytes_text(results[0]['state_bytes'])}: {seconds_text(copy)}"
         rows.append(
@@ -170,15 +147,6 @@ def figures(
                 blocked / copy,
                 bound,
                 note=f"median {seconds_text(usual)}; a step without a snapshot takes {seconds_text(step)}",
-            )
-        )
-        rows.append(
-            Figure(
-                f"{name}: steps longer altogether",
-                seconds_text(longer),
-                against,
-                longer / copy,
-                note="median; with what the copy takes from the step, and all noise",
             )
         )
     ours = of(TIERCHECK)

@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.amounts import MIB, bytes_text
 from benchmarks.figure import Figure, Outcome
 from benchmarks.job import Job, until
-from benchmarks.models import Gpt, MasterAdamW, Words
+from benchmarks.models import Gpt, MasterAdamW
 from benchmarks.scale import Scale
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import DeltaMode
@@ -24,7 +24,7 @@ _STEPS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of training. `prepare` changes gradients before the update, as a compressing trainer would."""
+    """A kind of training."""
 
     name: str
     build: Callable[[int], nn.Module]
@@ -32,20 +32,10 @@ class Case:
     optimizer: Callable[[nn.Module], Optimizer]
     bound: float | None = None
     note: str = ""
-    prepare: Callable[[nn.Module], None] = lambda _: None
 
 
 def adamw(model: nn.Module) -> Optimizer:
     return AdamW((parameter for parameter in model.parameters() if parameter.requires_grad), lr=1e-4)
-
-
-def keep_largest(model: nn.Module) -> None:
-    """Top-k compression: one gradient in a hundred survives."""
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            least = gradient.abs().flatten().kthvalue(int(gradient.numel() * 0.99)).values
-            gradient[gradient.abs() <= least] = 0
 
 
 CASES = (
@@ -68,19 +58,6 @@ CASES = (
         lambda width: Gpt(width, 4),
         adamw,
         note="4 of 12 bytes a parameter",
-    ),
-    Case(
-        "delta bytes / snapshot bytes, large embedding",
-        lambda width: Words(65536, width // 4),
-        adamw,
-        note="a step touches at most 1024 of 65536 rows",
-    ),
-    Case(
-        "delta bytes / snapshot bytes, top-1 % gradients",
-        lambda width: Gpt(width, 4),
-        adamw,
-        note="the training loop zeroes all but the largest gradients",
-        prepare=keep_largest,
     ),
 )
 
@@ -122,7 +99,7 @@ def measure(case: Case, width: int) -> dict[str, int] | str:
             checkpointer.restore()
 
             def train_on() -> None:
-                step(model, optimizer, case.prepare)
+                step(model, optimizer)
                 checkpointer.step()
                 checkpointer.wait(60)
 
@@ -131,15 +108,12 @@ def measure(case: Case, width: int) -> dict[str, int] | str:
             return _sizes(job, train_on)
 
 
-def step(
-    model: nn.Module, optimizer: Optimizer, prepare: Callable[[nn.Module], None] = lambda _: None
-) -> Tensor:
+def step(model: nn.Module, optimizer: Optimizer) -> Tensor:
     """One step on random tokens; returns the loss."""
     tokens = torch.randint(0, 4096, (2, 128))
     optimizer.zero_grad()
     loss: Tensor = model(tokens)
     loss.backward()
-    prepare(model)
     optimizer.step()
     return loss.detach()
 

@@ -7,7 +7,7 @@ go, and collectives start as slowly as published for that many GPUs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.figure import Figure, Outcome
@@ -34,7 +34,6 @@ COLLECTIVES = ((0, 0.0), (16_384, 17.0), (22_000, 30.0), (65_536, 100.0), (98_30
 """Seconds that NCCL takes to start on so many GPUs (FT-HSDP, arXiv:2602.00277, figure 2)."""
 COLD = ((0, 200.0), (16_384, 200.0), (22_000, 300.0), (65_536, 600.0), (98_304, 900.0))
 """Seconds until so many GPUs train again from a store (the same figure); not known below 16,384."""
-TPU = CountedFailures(0.8, 0.0, 0.0, "0.08 % of machines a day, TPU v4 (Zu et al., NSDI 2024)")
 NONE = CountedFailures(0.0, 0.0, 0.0, "nothing fails")
 SHOWN = ("llama-3", "byterobust", "ft-hsdp-100k", "rsc-1")
 
@@ -59,9 +58,6 @@ PEERS = (
     Peer("FT-HSDP", 12_288, RECORDS["ft-hsdp-100k"], 0.80, "80 %", "arXiv:2602.00277"),
     Peer("TrainMover", 128, NONE, 0.99, "99 %", "arXiv:2412.12636v2", moves=144.0),
 )
-GKE_GAIN, GKE_NODES = 0.0659, 8_750
-"""Goodput gained by memory tiers on 35,000 TPU v5p chips, four to a host (Google Cloud's blog on multi-tier
-checkpointing); its failures are not told."""
 
 
 def run(scale: Scale) -> Outcome:
@@ -80,9 +76,6 @@ def run(scale: Scale) -> Outcome:
         }
     peers = [] if scale.quick else [beside(peer, measured, runs) for peer in PEERS]
     figures = [_peer_row(peer, each) for peer, each in zip(PEERS, peers, strict=False)]
-    figures += [_size_row(sizes, name, curves[name]) for name in ("llama-3", "ft-hsdp-100k")]
-    if not scale.quick:
-        figures.append(_gke_row(measured, runs))
     return Outcome(
         figures,
         {
@@ -184,18 +177,3 @@ def _peer_row(peer: Peer, ours: float) -> Figure:
         (1 - ours) / (1 - peer.ettr),
         note=f"ratio of the time lost; theirs: {peer.source}",
     )
-
-
-def _size_row(sizes: Sequence[int], name: str, curve: Mapping[str, Sequence[float]]) -> Figure:
-    nodes = "/".join(f"{count:,}" for count in sizes)
-    ours, store = (", ".join(f"{value:.3f}" for value in curve[key]) for key in ("at this size", "store"))
-    return Figure(f"ETTR on {nodes} nodes, failures as {name}", ours, f"store only: {store}")
-
-
-def _gke_row(measured: RecoveryTimes, runs: int) -> Figure:
-    ours = ettr(cluster(GKE_NODES), TPU, at_size(measured, GKE_NODES), runs)
-    gain = ours / store_only(TPU, GKE_NODES) - 1
-    return Figure(
-        f"gain of memory tiers, {GKE_NODES:,} hosts", f"{gain:+.2%}", f"GKE {GKE_GAIN:+.2%}",
-        note="failures of TPU v4 machines (Zu et al., NSDI 2024); GKE's are not told",
-    )  # fmt: skip

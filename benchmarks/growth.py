@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -17,10 +18,14 @@ from benchmarks import blocked
 from benchmarks.amounts import GIB, MIB, bytes_text, rate_text, seconds_text
 from benchmarks.figure import Figure, Outcome
 from benchmarks.job import Job, until
-from benchmarks.raw_rank import RawRank
 from benchmarks.scale import Scale
+from tests.sidecar.world import FakeRank
+from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.local import Hello
+from tiercheck.protocol.version import Version
 
+_PIECE = 16 * MIB
 _SPARE = 2 * GIB
 """Memory that must stay free, or the machine swaps and the figures are worthless."""
 
@@ -133,17 +138,20 @@ def _of_workers(count: int, share: int) -> dict[str, Any]:
     print(f"  {count} workers", file=sys.stderr, flush=True)
     with Job(count, limit=6 * share + 64 * MIB) as job, contextlib.ExitStack() as stack:
         job.begin()
-        ranks = [stack.enter_context(RawRank(job, rank)) for rank in range(count)]
+        ranks = [stack.enter_context(_Rank(job, rank)) for rank in range(count)]
         for rank in ranks:
             rank.reserve(share)
         times = []
         for step in (1, 2, 3):
             for rank in ranks:
-                rank.save(step)
+                until(lambda rank=rank, step=step: rank.save(step), "a slot is free")
             start = time.perf_counter()
             for worker in range(count):
+                rank, version = (worker - 1) % count, Version(step, job.attempt)
                 until(
-                    lambda worker=worker, step=step: _holds_copy(job, worker, step),
+                    lambda worker=worker, rank=rank, version=version: job.holds(
+                        worker, rank, version, Tier.PEER
+                    ),
                     f"worker {worker} holds a copy",
                 )
             times.append(time.perf_counter() - start)
@@ -158,8 +166,25 @@ def _of_workers(count: int, share: int) -> dict[str, Any]:
     }
 
 
-def _holds_copy(job: Job, worker: int, step: int) -> bool:
-    return any(each.tier is Tier.PEER and each.version.step == step for each in job.report(worker).holdings)
+class _Rank(FakeRank):
+    """A rank without torch, whose snapshots are random bytes, written as fast as they can be."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        hello = Hello("rank", os.getpid(), rank, job.workers, job.attempt)
+        super().__init__(job.run_dir(rank) / names.SOCKET_NAME, hello)
+        self._bytes = os.urandom(_PIECE)
+
+    def write(self, path: str, step: int, *_: Any, **__: Any) -> None:
+        assert self.layout is not None
+        version = Version(step, self.hello.attempt)
+        with open(path, "r+b", buffering=0) as file:
+            file.seek(8)
+            file.write(self.layout.header(self.hello.rank, version, self.hello.world_size, {}))
+            left = self.layout.size - self.layout.data_begin
+            while left > 0:
+                left -= file.write(self._bytes[: min(left, _PIECE)])
+            file.seek(0)
+            file.write(self.layout.state_word)
 
 
 def _slope_row(

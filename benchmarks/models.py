@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from benchmarks.workload import UpdateClock
+from tiercheck import Checkpointer
 
 
 class Block(nn.Module):
@@ -81,18 +85,6 @@ class Gpt(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-class Words(nn.Module):
-    """A large embedding of which a step touches few rows."""
-
-    def __init__(self, words: int, width: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.out = nn.Linear(width, 16)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.words(tokens)).square().mean()
-
-
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW for bf16 parameters with bf16 gradients, all of its own state in fp32: mixed precision as large
     models use it."""
@@ -123,3 +115,39 @@ class MasterAdamW(torch.optim.Optimizer):
                 master.mul_(1 - group["lr"] * group["weight_decay"])
                 master.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - first**count))
                 parameter.copy_(master)
+
+
+class Turn:
+    """One of two equal trainings that take turns, of which one may be kept."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        **kernels: bool,
+    ) -> None:
+        """`shape`: width, layers and batch. `kernels`: of AdamW."""
+        width, layers, batch = shape
+        torch.manual_seed(0)
+        self.model = Gpt(width, layers).to(device=device, dtype=dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **kernels)
+        self.tokens = torch.randint(0, 4096, (batch, 256), device=device)
+        self.clock = UpdateClock(self.optimizer)
+        self.checkpointer: Checkpointer | None = None
+        self.called = 0.0
+        """Seconds in `Checkpointer.step`."""
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.tokens).backward()
+        self.clock.step()
+        if self.checkpointer is not None:
+            began = time.perf_counter()
+            self.checkpointer.step()
+            self.called += time.perf_counter() - began
+
+    def take_blocked(self) -> float:
+        """Seconds in our calls and hooks since the last call."""
+        seconds, self.called = self.called + self.clock.take(), 0.0
+        return seconds

@@ -1,4 +1,4 @@
-"""How long the decisions of the planner take, and how that grows: `python benchmarks/planning.py`.
+"""Measures how long the decisions of the planner take, and how that grows.
 
 Every figure is the best of a few runs in one process on one core, so that what is measured is the code and
 not the machine's other work.
@@ -6,13 +6,11 @@ not the machine's other work.
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from benchmarks.figure import Figure, Outcome
+from benchmarks.scale import Scale
 from tiercheck.protocol.version import History, Share, Version
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place
@@ -25,6 +23,23 @@ LIMIT = 1.0
 RUNS = 3
 CHAIN = 12
 """Deltas that every rank holds beside its two snapshots."""
+
+
+def run(scale: Scale) -> Outcome:
+    """Seconds of each decision for the largest job, against what was promised."""
+    sizes = (100, 1_000) if scale.quick else (100, 1_000, 10_000)
+    found = {workers: measure(workers) for workers in sizes}
+    largest = found[sizes[-1]]
+    slowest = max(largest, key=lambda name: largest[name])
+    row = Figure(
+        f"planner, {sizes[-1]:,} workers, its slowest decision",
+        f"{largest[slowest]:.2f} s",
+        f"promised: {LIMIT:.0f} s",
+        largest[slowest] / LIMIT,
+        1.0,
+        note=f"{slowest}; one core",
+    )
+    return Outcome([row], {"seconds": {str(workers): figures for workers, figures in found.items()}})
 
 
 def cluster(workers: int, crowded: bool) -> tuple[list[WorkerSite], Topology]:
@@ -94,15 +109,6 @@ def best(action: Callable[[], object]) -> float:
     return min(times)
 
 
-def processor() -> str:
-    """The processor's name, where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine()
-    )
-
-
 def measure(workers: int) -> dict[str, float]:
     """Seconds by what was measured."""
     policy = PlacementPolicy(copies=1, level="rack", required=False)
@@ -136,22 +142,3 @@ def measure(workers: int) -> dict[str, float]:
         "decide recovery": best(lambda: decide_recovery(job)),
         "decide recovery, parity": best(lambda: decide_recovery(coded)),
     }
-
-
-def main() -> int:
-    """Prints the table; 1 if a promise is broken."""
-    print(
-        f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}; seconds, best of {RUNS}"
-    )
-    sizes = (100, 1_000, 10_000)
-    figures = {size: measure(size) for size in sizes}
-    print(f"{'workers':<34}" + "".join(f"{size:>10,}" for size in sizes))
-    for name in figures[sizes[0]]:
-        print(f"{name:<34}" + "".join(f"{figures[size][name]:>10.4f}" for size in sizes))
-    slowest = max(figures[sizes[-1]].values())
-    print(f"slowest at {sizes[-1]:,} workers: {slowest:.2f} s (promised: {LIMIT:.0f} s)")
-    return 0 if slowest <= LIMIT else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""How long slots for deltas take to be made ready after a start, and who is held up meanwhile.
+"""Measures how long slots for deltas take to be made ready after a start.
 
 Beside it the machine's limit: anonymous memory in huge pages, faulted in and so filled with zeros by as many
 threads. Memory is touched once before anything is measured: in a virtual machine the host hands it out at the
@@ -10,11 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,39 +31,19 @@ PROMISED = 0.3
 _CADENCE = 3
 _SLOTS = 2 * _CADENCE + 2
 _POPULATE = 23  # MADV_POPULATE_WRITE
-_MOMENT = 0.001
-_STEP = """
-import hashlib, sys, time
-work = bytes(4 << 20)
-print(flush=True)
-while True:
-    begin = time.perf_counter()
-    hashlib.sha256(work)
-    print(time.perf_counter() - begin, flush=True)
-"""
-"""A training of one thread that never waits: prints how long each of its steps took."""
 
 
 def run(scale: Scale) -> Outcome:
-    """One rank's slots, with one core and with all, in turn with the limit."""
+    """One rank's slots, with all cores, in turn with the limit."""
     size, turns = (16 * MIB, 2) if scale.quick else (GIB // 4, 4)
     hands = spare_hands(Path("/nowhere"))
-    total = _SLOTS * size
     _anonymous(size, hands)
     _prepared(size, hands)
-    found: dict[str, Any] = {"bytes": total, "hands": hands}
+    found: dict[str, Any] = {"bytes": _SLOTS * size, "hands": hands, "limit": [], "ours": []}
     for _ in range(turns):
-        for name, action in (
-            ("limit", lambda: _anonymous(size, hands)),
-            ("all cores", lambda: _prepared(size, hands)),
-            ("limit of one", lambda: _anonymous(size, 1)),
-            ("one core", lambda: _prepared(size, 1)),
-        ):
-            for key, value in action().items():
-                found.setdefault(f"{name}, {key}", []).append(value)
-    found["late"] = sorted(found.pop("all cores, late") + found.pop("one core, late"))[-1]
-    found |= _beside(size, hands, turns)
-    return Outcome(figures(found), found)
+        found["limit"].append(_anonymous(size, hands))
+        found["ours"].append(_prepared(size, hands))
+    return Outcome([_row(found)], found)
 
 
 def _anonymous(size: int, hands: int) -> dict[str, float]:
@@ -88,36 +64,12 @@ def _anonymous(size: int, hands: int) -> dict[str, float]:
 
 
 def _prepared(size: int, hands: int) -> dict[str, float]:
-    """The same for the real thing, and by how many seconds a loop of this process was late at the most."""
-    with _vault(size, hands) as vault, _watched() as late:
+    """The same for the real thing."""
+    with _vault(size, hands) as vault:
         found = _timed(vault.prepare, _SLOTS * size)
         made = vault.used()
     assert made > _SLOTS * size, "all of them were made"
-    return found | {"late": max(late)}
-
-
-def _beside(size: int, hands: int, turns: int) -> dict[str, Any]:
-    """Seconds of a training's step, alone and while slots are made ready."""
-    with subprocess.Popen([sys.executable, "-c", _STEP], stdout=subprocess.PIPE, text=True) as training:
-        steps: list[float] = []
-        assert training.stdout is not None
-        training.stdout.readline()
-        reader = threading.Thread(target=lambda: steps.extend(map(float, training.stdout or ())), daemon=True)
-        reader.start()
-        alone, beside = [], []
-        try:
-            for _ in range(turns):
-                with _vault(size, hands) as vault:
-                    begin = len(steps)
-                    time.sleep(0.3)
-                    middle = len(steps)
-                    vault.prepare()
-                    alone += steps[begin + 1 : middle]
-                    beside += steps[middle + 1 :]
-        finally:
-            training.kill()
-            reader.join()
-    return {"step alone": statistics.median(alone), "step beside": statistics.median(beside or alone)}
+    return found
 
 
 @contextmanager
@@ -136,27 +88,6 @@ def _vault(size: int, hands: int) -> Iterator[Vault]:
             slot.unmap()
 
 
-@contextmanager
-def _watched() -> Iterator[list[float]]:
-    """By how many seconds a thread that wakes every moment was late."""
-    late, over = [0.0], threading.Event()
-
-    def wake() -> None:
-        while True:
-            begin = time.perf_counter()
-            if over.wait(_MOMENT):
-                return
-            late.append(time.perf_counter() - begin - _MOMENT)
-
-    thread = threading.Thread(target=wake)
-    thread.start()
-    try:
-        yield late
-    finally:
-        over.set()
-        thread.join()
-
-
 def _timed(action: Callable[[], object], total: int) -> dict[str, float]:
     """Seconds per GiB: of the clock, and of the processors."""
     wall, busy = time.perf_counter(), time.process_time()
@@ -165,30 +96,15 @@ def _timed(action: Callable[[], object], total: int) -> dict[str, float]:
     return {"wall": (time.perf_counter() - wall) / gib, "busy": (time.process_time() - busy) / gib}
 
 
-def figures(found: dict[str, Any]) -> list[Figure]:
-    ours, limit = min(found["all cores, wall"]), min(found["limit, wall"])
-    one, one_limit = min(found["one core, wall"]), min(found["limit of one, wall"])
+def _row(found: dict[str, Any]) -> Figure:
+    ours, busy = (min(each[key] for each in found["ours"]) for key in ("wall", "busy"))
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    return [
-        Figure(
-            f"slots of {bytes_text(found['bytes'])} made ready, all {found['hands']} cores, per GiB",
-            f"{seconds_text(ours)}, {seconds_text(min(found['all cores, busy']))} of a core",
-            f"promised {seconds_text(PROMISED)}; zeroing alone: {seconds_text(limit)}",
-            ours / PROMISED,
-            1.0,
-            note=f"memory that the host has given already; load {load}",
-        ),
-        Figure(
-            f"slots of {bytes_text(found['bytes'])} made ready, one core, per GiB",
-            seconds_text(one),
-            f"zeroing alone: {seconds_text(one_limit)}",
-            one / one_limit,
-        ),
-        Figure(
-            "a training's step while slots are made ready",
-            seconds_text(found["step beside"]),
-            f"alone: {seconds_text(found['step alone'])}",
-            found["step beside"] / found["step alone"],
-            note=f"median; a loop of the sidecar is late by {seconds_text(found['late'])} at the most",
-        ),
-    ]
+    return Figure(
+        f"slots of {bytes_text(found['bytes'])} made ready, all {found['hands']} cores, per GiB",
+        f"{seconds_text(ours)}, {seconds_text(busy)} of a core",
+        f"promised {seconds_text(PROMISED)}; zeroing alone: "
+        + seconds_text(min(each["wall"] for each in found["limit"])),
+        ours / PROMISED,
+        1.0,
+        note=f"memory that the host has given already; load {load}",
+    )

@@ -1,4 +1,4 @@
-"""What one event costs the operator, by workers per job and by jobs: `python benchmarks/reconcile.py`.
+"""Measures what one event costs the operator, by workers per job and by jobs.
 
 The real loop of a job, the real decisions and the real executor run against an API server and sidecars that
 live in this process and answer at once. So what is measured is the operator's own work: processor seconds per
@@ -11,14 +11,14 @@ import asyncio
 import copy
 import dataclasses
 import json
-import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.figure import Figure, Outcome
+from benchmarks.scale import Scale
 from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import (
     Holding,
@@ -371,21 +371,49 @@ async def of_jobs(jobs: int) -> dict[str, float]:
     }
 
 
-def run(workers: tuple[int, ...] = WORKERS, jobs: tuple[int, ...] = JOBS) -> dict[str, Any]:
-    """By number of workers, and by number of jobs. Garbage is collected as in the operator."""
+def run(scale: Scale) -> Outcome:
+    """Calls to the API server must not grow with workers; processor time only as the workers themselves, and
+    not with other jobs. Garbage is collected as in the operator."""
     prepare_process()
     asyncio.run(of_workers(4))  # first calls of everything
-    return {
-        "workers": {str(number): asyncio.run(of_workers(number)) for number in workers},
-        "jobs": {str(number): asyncio.run(of_jobs(number)) for number in jobs},
-    }
-
-
-def main() -> int:
-    print(json.dumps(run(), indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    sys.exit(main())
+    sizes, crowds = ((4, 64), (1, 20)) if scale.quick else (WORKERS, JOBS)
+    workers = {str(number): asyncio.run(of_workers(number)) for number in sizes}
+    jobs = {str(number): asyncio.run(of_jobs(number)) for number in crowds}
+    few, middle, many = next(iter(workers)), list(workers)[len(workers) // 2], list(workers)[-1]
+    one, most = next(iter(jobs)), list(jobs)[-1]
+    rows = [
+        Figure(
+            f"calls to the API server for a {event}, {many} workers against {few}",
+            f"{workers[many][f'{event}, API calls']:.0f}",
+            f"{workers[few][f'{event}, API calls']:.0f}",
+            workers[many][f"{event}, API calls"] / max(1, workers[few][f"{event}, API calls"]),
+            1.0,
+        )
+        for event in ("heartbeat", "pod event", "recovery")
+    ]
+    per_worker = {count: workers[count]["heartbeat, CPU ms"] / int(count) for count in workers}
+    rows += [
+        Figure(
+            f"processor time of a heartbeat per worker, {many} workers against {middle}",
+            f"{workers[many]['heartbeat, CPU ms']:.1f} ms in all",
+            f"{workers[middle]['heartbeat, CPU ms']:.1f} ms in all",
+            per_worker[many] / per_worker[middle],
+            1.5,
+        ),
+        Figure(
+            f"processor time of an event of one job, {most} jobs against {one}",
+            f"{jobs[most]['event, CPU ms']:.2f} ms",
+            f"{jobs[one]['event, CPU ms']:.2f} ms",
+            jobs[most]["event, CPU ms"] / jobs[one]["event, CPU ms"],
+            1.5,
+            note=f"jobs of {WORKERS_OF_MANY} workers",
+        ),
+        Figure(
+            f"object of a job of {many} workers, without its spec",
+            f"{workers[many]['object, bytes']} bytes",
+            f"{LIMIT} bytes",
+            workers[many]["object, bytes"] / LIMIT,
+            1.0,
+        ),
+    ]
+    return Outcome(rows, {"workers": workers, "jobs": jobs})

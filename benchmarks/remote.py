@@ -1,7 +1,5 @@
 """Measures what uploads and restores cost in CPU and time, beside obstore alone and boto3.
 
-    python -m benchmarks.remote [--mebibytes 512] [--rounds 9]
-
 All move the same bytes of shared memory, ours and obstore by the mapping that a slot has for as long as it
 lasts, up in parts of 16 MiB, down in ranges of 8 MiB, four at a time. Ours verifies every chunk against the
 digests of sealing, both ways; obstore does not. On the way up ours and obstore send a CRC64NVME with each
@@ -12,10 +10,8 @@ longest, has a third of the rounds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import datetime
-import ipaddress
 import json
 import mmap
 import os
@@ -30,8 +26,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figure import Figure, Outcome, Sense
+from benchmarks.machine import shared_memory
+from benchmarks.scale import ROOT, Scale
 from tiercheck.protocol.manifest import Digests, RankArtifact
 from tiercheck.protocol.version import Version
+from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.remote import open_store
 from tiercheck_sidecar.remote.store import FETCH_BYTES, FETCH_THREADS
@@ -43,21 +43,51 @@ CLIENTS = ("ours", "obstore", "boto3")
 DIRECTIONS = ("upload", "restore")
 
 
-def run(mebibytes: int = 512, rounds: int = 9, tls: bool = True) -> dict[str, Any]:
-    """Per scheme and direction: CPU and wall seconds per GB of each client, and how ours compares."""
+def run(scale: Scale) -> Outcome:
+    """CPU seconds and wall beside obstore alone and boto3, over http and https."""
+    mebibytes, rounds = (64, 2) if scale.quick else (512, 9)
     found: dict[str, Any] = {"mebibytes": mebibytes, "rounds": rounds, "part": PART, "parallel": PARALLEL}
     assert FETCH_THREADS == PARALLEL
-    for scheme in ("http", "https") if tls else ("http",):
+    rows: list[Figure] = []
+    for scheme in ("http", "https"):
         found[scheme] = _compare(scheme, mebibytes * 2**20, rounds)
-    return found
+        for direction, figures in found[scheme].items():
+            cpu: dict[str, float] = figures["cpu s/GB"]
+            wall: dict[str, float] = figures["wall s/GB"]
+            name = f"S3 {direction} over {scheme}"
+            rows += [
+                Figure(
+                    f"{name}, bytes per CPU second, against boto3",
+                    f"{cpu['ours']:.2f} s/GB",
+                    f"{cpu['boto3']:.2f} s/GB",
+                    figures["per CPU second, ours / boto3"],
+                ),
+                Figure(
+                    f"{name}, bytes per CPU second, against obstore alone",
+                    f"{cpu['ours']:.2f} s/GB",
+                    f"{cpu['obstore']:.2f} s/GB",
+                    figures["per CPU second, ours / obstore"],
+                    0.95,
+                    Sense.AT_LEAST,
+                    unit="%",
+                    note="median of paired ratios; obstore verifies no digests",
+                ),
+                Figure(
+                    f"{name}, throughput, against obstore alone",
+                    f"{1 / wall['ours']:.2f} GB/s",
+                    f"{1 / wall['obstore']:.2f} GB/s",
+                    figures["throughput, ours / obstore"],
+                    0.95,
+                    Sense.AT_LEAST,
+                    unit="%",
+                ),
+            ]
+    return Outcome(rows, found)
 
 
 def _compare(scheme: str, size: int, rounds: int) -> dict[str, Any]:
-    shared = Path("/dev/shm")
     with ExitStack() as stack:
-        folder = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None))
-        )
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=shared_memory())))
         _fill(folder / "slot", size)
         ca = _authority(folder) if scheme == "https" else None
         endpoint = stack.enter_context(_sink(folder, scheme))
@@ -207,8 +237,7 @@ def _sink(folder: Path, scheme: str) -> Iterator[str]:
     """The base URL of a server in another process; it ends with its standard input."""
     words = [str(folder / "server.pem"), str(folder / "server.key")] if scheme == "https" else []
     command = [sys.executable, "-m", "benchmarks.s3_sink", str(folder / "slot"), *words]
-    root = Path(__file__).parent.parent
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root) as server:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as server:
         assert server.stdout is not None
         try:
             yield f"{scheme}://127.0.0.1:{int(server.stdout.readline())}"
@@ -218,59 +247,8 @@ def _sink(folder: Path, scheme: str) -> Iterator[str]:
 
 def _authority(folder: Path) -> Path:
     """A certificate for 127.0.0.1 as server.pem and server.key; returns the authority that signed it."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    ca_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "benchmark")])
-    now = datetime.datetime.now(datetime.UTC)
-
-    def certificate(subject: x509.Name, public: Any, extension: x509.ExtensionType) -> bytes:
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(ca_name).public_key(public)
-        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(
-            now - datetime.timedelta(hours=1)
-        )
-        builder = builder.not_valid_after(now + datetime.timedelta(hours=24)).add_extension(extension, True)
-        return builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    (folder / "ca.pem").write_bytes(
-        certificate(ca_name, ca_key.public_key(), x509.BasicConstraints(True, None))
-    )
-    (folder / "server.pem").write_bytes(certificate(x509.Name([]), key.public_key(), address))
-    (folder / "server.key").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
+    pair = issue_pair("benchmark", ["127.0.0.1"], datetime.timedelta(days=1))
+    (folder / "ca.pem").write_bytes(pair.ca)
+    (folder / "server.pem").write_bytes(pair.certificate)
+    (folder / "server.key").write_bytes(pair.key)
     return folder / "ca.pem"
-
-
-def main() -> None:
-    """Print one row per scheme, direction and client."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mebibytes", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args()
-    found = run(arguments.mebibytes, arguments.rounds)
-    print(f"{arguments.mebibytes} MiB, median of {arguments.rounds}; seconds per GB")
-    print(f"{'':24}{'CPU':>9}{'wall':>9}   ours is, per CPU second and in time")
-    for scheme in ("http", "https"):
-        for direction in DIRECTIONS:
-            figures = found[scheme][direction]
-            for client in CLIENTS:
-                name, cpu, wall = f"{scheme} {direction}, {client}", figures["cpu s/GB"], figures["wall s/GB"]
-                row = f"{name:24}{cpu[client]:9.3f}{wall[client]:9.3f}"
-                if client != "ours":
-                    per_cpu, speed = (
-                        figures[f"{what}, ours / {client}"] for what in ("per CPU second", "throughput")
-                    )
-                    row += f"   {per_cpu:.2f}x  {speed:.2f}x"
-                print(row)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,6 @@ class Run:
     """Of the newest entries."""
     command: str
     entries: list[Entry]
-    elsewhere: list[Entry] = field(default_factory=list)
-    """What the same benchmarks found on another machine: at most one entry of a name."""
 
     @staticmethod
     def read(folder: Path) -> Run:
@@ -74,28 +72,16 @@ class Run:
             plain["machine"],
             plain["command"],
             [entry if entry.machine else replace(entry, machine=named) for entry in entries],
-            [Entry.of(each) for each in plain.get("elsewhere", ())],
         )
 
     def take_in(self, found: Iterable[Entry], machine: dict[str, Any], order: Iterable[str]) -> Run:
-        """With newer entries in the place of those of their names. What another machine found before stays
-        beside them."""
+        """With newer entries in the place of those of their names."""
         entries = {entry.name: entry for entry in self.entries}
-        elsewhere = {entry.name: entry for entry in self.elsewhere}
         for entry in found:
             former = entries.get(entry.name)
-            if former is not None and former.when > entry.when:
-                continue
-            if former is not None and former.machine != entry.machine:
-                elsewhere[entry.name] = former
-            entries[entry.name] = entry
-        names = list(order)
-        return Run(
-            machine,
-            self.command,
-            [entries[name] for name in names if name in entries],
-            [elsewhere[name] for name in names if name in elsewhere],
-        )
+            if former is None or former.when <= entry.when:
+                entries[entry.name] = entry
+        return Run(machine, self.command, [entries[name] for name in order if name in entries])
 
     @property
     def figures(self) -> list[Figure]:
@@ -160,7 +146,6 @@ def publish(run: Run, folder: Path) -> None:
         "machine": run.machine,
         "command": run.command,
         "benchmarks": [entry.plain() for entry in run.entries],
-        "elsewhere": [entry.plain() for entry in run.elsewhere],
     }
     (folder / "results.json").write_text(json.dumps(numbers, indent=1) + "\n")
     pictures = draw({entry.name: entry.data for entry in run.entries}, run.figures, folder)
@@ -171,7 +156,6 @@ def page(run: Run, pictures: dict[str, str]) -> str:
     """Markdown. `pictures`: caption by file name, without its ending."""
     machine = run.machine
     here = name_machine(machine)
-    there = {figure.name: figure for entry in run.elsewhere for figure in entry.figures}
     lines = [
         "# Benchmarks",
         "",
@@ -184,12 +168,11 @@ def page(run: Run, pictures: dict[str, str]) -> str:
         "",
         "Ours and the other ran in turn on the same work. Figures are the best of several turns, for "
         "everybody: other work only adds.",
-        *_on_others(run.elsewhere),
         "",
-        "| figure | ours | limit or peer | ratio | elsewhere | promised | note |",
-        "| --- | --- | --- | ---: | ---: | --- | --- |",
+        "| figure | ours | limit or peer | ratio | promised | note |",
+        "| --- | --- | --- | ---: | --- | --- |",
         *(
-            _row(*cells(figure)[:4], _ratio_there(figure, there), _promised(figure), figure.note)
+            _row(*cells(figure)[:4], _promised(figure), figure.note)
             for figure in run.figures
             if figure.bound is not None
         ),
@@ -206,16 +189,6 @@ def page(run: Run, pictures: dict[str, str]) -> str:
         lines.append(f"{entry.name} {entry.when[:10]} ({entry.load}, {entry.commit}{on}),")
     lines[-1] = lines[-1].removesuffix(",") + "."
     return "\n".join(lines) + "\n"
-
-
-def _on_others(elsewhere: list[Entry]) -> list[str]:
-    machines = sorted({entry.machine for entry in elsewhere})
-    return [f'"Elsewhere" is the same ratio on another machine: {"; ".join(machines)}.'] if machines else []
-
-
-def _ratio_there(figure: Figure, there: dict[str, Figure]) -> str:
-    found = there.get(figure.name)
-    return "" if found is None or found.ratio is None else found.ratio_text.replace(" ", "")
 
 
 def _promised(figure: Figure) -> str:

@@ -8,11 +8,8 @@ a Python process; the copy is added.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -26,10 +23,10 @@ from benchmarks.figure import Figure, Outcome, Sense
 from benchmarks.job import Job, until
 from benchmarks.machine import shared_memory
 from benchmarks.peers.environment import TORCHFT, CannotInstall
-from benchmarks.raw_rank import RawRank
-from benchmarks.scale import ROOT, Scale
+from benchmarks.scale import Scale
 from benchmarks.workload import Training
 from tiercheck import Checkpointer
+from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.exchange.streams import STREAMS
 
@@ -86,26 +83,22 @@ def _save(job: Job, training: Training) -> Version:
     """Rank 0 saves the training, rank 1 something small; returns the version once worker 1 holds a copy of
     rank 0's."""
     os.environ |= job.trainer_env(0)
-    with Checkpointer(training.model, training.optimizer, every=1) as checkpointer, RawRank(job, 1) as other:
+    with Checkpointer(training.model, training.optimizer, every=1) as checkpointer, job.rank(1) as other:
         checkpointer.restore()
         other.reserve(MIB)
         checkpointer.step()
         checkpointer.wait(120)
         other.save(1)
         version = Version(1, job.attempt)
-        until(lambda: _held(job, 1, 0, version) and _held(job, 0, 0, version), "rank 0 is copied to worker 1")
+        until(lambda: all(job.holds(worker, 0, version) for worker in (0, 1)), "rank 0 is copied to worker 1")
     return version
-
-
-def _held(job: Job, worker: int, rank: int, version: Version) -> bool:
-    return any((each.rank, each.version) == (rank, version) for each in job.report(worker).holdings)
 
 
 def _hold(job: Job, version: Version, sources: dict[int, Any]) -> float:
     """Seconds until every sidecar holds the version, verified, as worker 0 reports them."""
     job.hold(version, sources)
     report = job.report(0).restore
-    job.release(sources)
+    job.direct(Phase.RELEASE, sources)
     return report.seconds
 
 
@@ -124,23 +117,9 @@ def _load(job: Job, training: Training, *, new: bool = False) -> float:
 def torchft(size: int) -> dict[str, Any]:
     """Seconds of one transfer between two processes, for each number of chunks. Raises CannotInstall,
     RuntimeError."""
-    folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
-    try:
-        answer = folder / "answer.json"
-        done = subprocess.run(
-            [str(TORCHFT.python()), "-m", "benchmarks.peers.torchft_transport", str(size), str(answer)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        if not answer.exists():
-            raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
-        found: dict[str, Any] = json.loads(answer.read_text())
-        return found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="tiercheck-bench-", dir=shared_memory()) as folder:
+        answer = Path(folder) / "answer.json"
+        return TORCHFT.run("benchmarks.peers.torchft_transport", [size, answer], answer)
 
 
 def _local_row(local: dict[str, list[float]], size: int) -> Figure:

@@ -93,20 +93,18 @@ def outcome(record: Record) -> Outcome:
         _figure(
             "real kubelets: time lost, the worse of two halves", note=f"rows differ by {differ:.0%}", **worst
         ),
-        _figure("second run from the first", bound=False, **foretell_rows(real)),
     ]
     data = {
         "laptop": [asdict(each) | {"lost": each.lost(record.pace)} for each in record.struck],
-        "found": {name: found[name] for name in ("held out", "same", "by kind")},
+        "found": found,
         "halves": shares,
-        "points": found["points"],
         "pace": record.pace,
         "kubelets": real,
     }
     return Outcome(figures, data)
 
 
-def _figure(name: str, *, foretold: float, measured: float, note: str = "", bound: bool = True) -> Figure:
+def _figure(name: str, *, foretold: float, measured: float, note: str = "") -> Figure:
     ratio = foretold / measured if measured else None
     away = None if ratio is None else abs(ratio - 1.0)
     return Figure(
@@ -114,7 +112,7 @@ def _figure(name: str, *, foretold: float, measured: float, note: str = "", boun
         f"{foretold:.0f} s",
         f"{measured:.0f} s measured",
         away,
-        WITHIN if bound else None,
+        WITHIN,
         unit="%",
         note=note,
     )
@@ -228,37 +226,22 @@ def _pace(news: Mapping[int, float], struck: Sequence[Struck]) -> float:
 
 
 def foretell(record: Record) -> dict[str, Any]:
-    """Foretold and measured seconds lost: of what was held out, what gave the parts, by fault, and each."""
+    """Foretold and measured seconds lost of the failures that gave no part: of all, and by fault."""
     first, second = halves(record.struck)
     times = _times([each.told for each in first], record.pace)
     behind = [each.remote_behind for each in first]
     lag = max(0, round(statistics.fmean(behind) - REMOTE_EVERY / 2)) if behind else 0
-    found: dict[str, Any] = {"by kind": {}}
-    for name, struck in (("held out", second), ("same", first)):
+
+    def lost(struck: Sequence[Struck]) -> dict[str, Any]:
         life, wall = virtual_life(struck)
         ran = replay(scenario(times, record, lag), life, wall)
         measured = sum(each.lost(record.pace) for each in struck)
-        ettr = 1.0 - measured / wall
-        found[name] = {
-            "foretold": (1.0 - ran.ettr) * wall,
-            "measured": measured,
-            "note": f"{len(struck)} failures, ETTR {ran.ettr:.2f}, measured {ettr:.2f}",
-        }
-    found["points"] = []
-    for each in second:
-        life, wall = virtual_life([each])
-        ran = replay(scenario(times, record, lag), life, wall + each.lost(record.pace))
-        cost = ran.down_seconds + ran.lost_steps * record.pace
-        found["points"].append({"fault": each.fault, "measured": each.lost(record.pace), "foretold": cost})
-    for fault in dict.fromkeys(each.fault for each in second):
-        alike = [each for each in second if each.fault == fault]
-        life, wall = virtual_life(alike)
-        ran = replay(scenario(times, record, lag), life, wall)
-        found["by kind"][fault] = {
-            "foretold": (1.0 - ran.ettr) * wall,
-            "measured": sum(each.lost(record.pace) for each in alike),
-        }
-    return found
+        note = f"{len(struck)} failures, ETTR {ran.ettr:.2f}, measured {1.0 - measured / wall:.2f}"
+        return {"foretold": (1.0 - ran.ettr) * wall, "measured": measured, "note": note}
+
+    faults = dict.fromkeys(each.fault for each in second)
+    by_kind = {fault: lost([each for each in second if each.fault == fault]) for fault in faults}
+    return {"held out": lost(second), "by kind": by_kind}
 
 
 def halves(struck: Sequence[Struck]) -> tuple[list[Struck], list[Struck]]:

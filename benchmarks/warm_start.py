@@ -1,6 +1,4 @@
-"""Measures how soon after the release user code runs: warm, cold, and by a bare fork.
-
-The fork of a Python that has torch is the limit.
+"""Measures how soon after the release user code runs, warm and cold.
 
 In turn, in one run, through the real launcher process.
 """
@@ -32,15 +30,6 @@ model = nn.Linear(8, 8); optimizer = torch.optim.AdamW(model.parameters())
 model(torch.zeros(1, 8)).sum().backward(); optimizer.step()
 os.write(1, f"{began} {time.time()}\\n".encode())
 """
-_FORK = """
-import os, sys, time, torch, torch._dynamo
-for _ in range(int(sys.argv[2])):
-    at = time.time()
-    if not os.fork():
-        exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"))
-        os._exit(0)
-    os.wait(); os.write(1, f"{at}\\n".encode())
-"""
 _IMPORT_SECONDS = 60.0
 
 
@@ -63,7 +52,6 @@ def run(scale: Scale) -> Outcome:
                     run_dir = Path(folder) / f"{prefix.strip()}{kind}{number}"
                     run_dir.mkdir()
                     found[prefix + kind].append(_once(run_dir, command, ranks, warm=kind == "warm"))
-        found["fork"] = _forks(script, rounds)
     middle = {
         name: [statistics.median(times) for times in zip(*each, strict=True)] for name, each in found.items()
     }
@@ -73,28 +61,20 @@ def run(scale: Scale) -> Outcome:
                 "from release to the first optimizer step, python",
                 middle["warm"],
                 middle["cold"],
-                "a cold start",
             ),
             _row(
                 "from release to the first optimizer step, torchrun with 2 ranks",
                 middle["torchrun warm"],
                 middle["torchrun cold"],
-                "a cold start",
-            ),
-            _row(
-                "the same, python, beside the bare fork",
-                middle["warm"],
-                middle["fork"],
-                "a fork of a Python that has torch",
             ),
         ],
         {"seconds to user code and to the first step": middle},
     )
 
 
-def _row(name: str, ours: list[float], other: list[float], what: str) -> Figure:
+def _row(name: str, ours: list[float], other: list[float]) -> Figure:
     told = f"user code after {seconds_text(ours[0])}, step after {seconds_text(ours[1])}"
-    against = f"{what}: {seconds_text(other[0])}, {seconds_text(other[1])}"
+    against = f"a cold start: {seconds_text(other[0])}, {seconds_text(other[1])}"
     return Figure(name, told, against, ours[1] / other[1])
 
 
@@ -144,15 +124,3 @@ def _until_idle(launcher: int) -> None:
             return
         time.sleep(0.05)
     raise TimeoutError("no interpreter became ready")
-
-
-def _forks(script: Path, rounds: int) -> list[tuple[float, float]]:
-    done = subprocess.run(
-        [sys.executable, "-c", _FORK, str(script), str(rounds)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    lines = [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
-    return [(began - at, step - at) for (began, step), (at,) in zip(lines[::2], lines[1::2], strict=True)]

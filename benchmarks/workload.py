@@ -142,9 +142,6 @@ class Cycle:
 
     blocked: float
     """What training waited for: in the saving call, and in hooks around the updates."""
-    longer: float
-    """How much longer the steps after the save took than the same number of steps later on, the call
-    included."""
     step: float
     """A step while nothing was being saved."""
     aside: float = 0.0
@@ -193,12 +190,12 @@ def run_cycles(
             raise RuntimeError("too many saves were not taken")
         # The step that saves is counted with those after it, up to the middle.
         aside = time.thread_time() - time.process_time()
-        first_blocked, first = steps(half)
+        first_blocked, _ = steps(half)
         taken = settle()
         second_blocked, second = steps(half)
         aside += time.process_time() - time.thread_time()
         if taken is not False:  # what was not saved blocked nobody, and does not count
-            found.append(Cycle(first_blocked + second_blocked, first - second, second / half, aside))
+            found.append(Cycle(first_blocked + second_blocked, second / half, aside))
     settle()
     return found[warm_up:]
 

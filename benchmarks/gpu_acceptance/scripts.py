@@ -82,7 +82,7 @@ def comes_back(setting: Setting, build: Build, base: int = 4, step: int = 9) -> 
             return Return(Outcome.REFUSED, str(refusal))
         except Exception as error:  # one case must not hide the others
             return Return(Outcome.WRONG, f"training ended: {_told(error)}")
-        snapshots = [at for kind, at in station.done if kind is Kind.SNAPSHOT]
+        snapshots = station.completed(Kind.SNAPSHOT)
         if not snapshots:
             why = station.cannot_save
             return (
@@ -91,7 +91,7 @@ def comes_back(setting: Setting, build: Build, base: int = 4, step: int = 9) -> 
                 else Return(Outcome.WRONG, "nothing was saved, and nobody told")
             )
         first, last = min(snapshots), max(snapshots)
-        missing = [at for at in range(first + 1, step + 1) if (Kind.DELTA, at) not in station.done]
+        missing = [at for at in range(first + 1, step + 1) if at not in station.completed(Kind.DELTA)]
         if missing and not station.no_deltas:
             return Return(Outcome.WRONG, f"there are no deltas of steps {missing}, and nobody was told why")
         station.offer(*((last, last) if missing else (first, step)))

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import shutil
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu_acceptance.checks import Setting, Skip
+from tests.scripted_sidecar import ScriptedSidecar
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.encoding import from_json, to_json
-from tiercheck.protocol.local import Hello, Reply, Welcome
+from tiercheck.protocol.local import Reply, Welcome
 from tiercheck.protocol.requests import (
     AbandonSlot,
     BeginSlot,
@@ -28,7 +26,7 @@ from tiercheck.protocol.requests import (
     Request,
     ReserveSlots,
 )
-from tiercheck.protocol.version import Kind, Version
+from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends import sidecar_backend
 from tiercheck.trainer.backends.sidecar_backend import SidecarBackend
 from tiercheck.trainer.state.slot_file import SlotReader
@@ -60,7 +58,7 @@ def slot_of(setting: Setting, size: int) -> Iterator[str]:
         path.unlink(missing_ok=True)
 
 
-class Station:
+class Station(ScriptedSidecar):
     """Use it as a context, around the Checkpointer.
 
     `slots`: of each kind, how many are used again and again, as in a pod; of others there is a new one for
@@ -79,10 +77,9 @@ class Station:
         look: Look | None = None,
         patience: float | None = PATIENT,
     ) -> None:
-        self._setting = setting
-        self.welcome = Welcome(attempt=1, snapshot_every=every, delta=delta)
-        self.done: dict[tuple[Kind, int], str] = {}
-        """Paths of complete artifacts, by kind and step."""
+        folder = Path(tempfile.mkdtemp(dir=setting.memory))
+        super().__init__(folder, Welcome(attempt=1, snapshot_every=every, delta=delta), listen=False)
+        self._setting, self._run_dir = setting, folder
         self.wrong: list[str] = []
         self.no_deltas = self.cannot_save = self.mismatch = ""
         """What the trainer has said, as the job's status would show it."""
@@ -93,62 +90,32 @@ class Station:
         self._cleaning = contextlib.ExitStack()
 
     def __enter__(self) -> Station:
-        self._folder = Path(tempfile.mkdtemp(dir=self._setting.memory))
         waits = PATIENT if self._patience is not None else None
         self._set(sidecar_backend, "ANSWER_SECONDS", waits)
         self._set(sidecar_backend, "RESERVE_SECONDS", PATIENT)
         self._set(SidecarBackend, "patience", self._patience)
-        for name, value in ((names.ENV_RUN_DIR, str(self._folder)), (names.ENV_ATTEMPT, "1")):
+        for name, value in ((names.ENV_RUN_DIR, str(self._run_dir)), (names.ENV_ATTEMPT, "1")):
             os.environ[name] = value
             self._cleaning.callback(os.environ.pop, name, None)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._folder / names.SOCKET_NAME))
-        self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self.stop()
         self._cleaning.close()
-        for path in self._folder.iterdir():
-            path.unlink()
-        self._folder.rmdir()
+        shutil.rmtree(self._run_dir)
 
     def offer(self, base: int, step: int) -> None:
-        """Whoever comes from now on is to restore `step`, from the snapshot of `base` and the deltas after
-        it."""
-        path = self.done[Kind.SNAPSHOT, base]
         if self._setting.spoil:
-            _flip_a_bit(path)
-        deltas = tuple(self.done[Kind.DELTA, link] for link in range(base + 1, step + 1))
-        self.welcome = replace(
-            self.welcome, restore_version=Version(step, 1), restore_path=path, restore_deltas=deltas
-        )
+            _flip_a_bit(self.completed(Kind.SNAPSHOT)[base])
+        super().offer(base, step)
 
     def _set(self, owner: object, name: str, value: float | None) -> None:
         if value is not None:
             self._cleaning.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError), connection, connection.makefile("rb") as lines:
-            from_json(lines.readline(), Hello)
-            connection.sendall(to_json(self.welcome) + b"\n")
-            for line in lines:
-                request: Request = from_json(line, Request)  # type: ignore[arg-type]
-                if not isinstance(request, ReportProgress):
-                    connection.sendall(to_json(self._answer(request)) + b"\n")
-
-    def _answer(self, request: Request) -> Reply:
+    def behave(self, request: Request) -> Reply | None:
         try:
             if isinstance(request, ReserveSlots):
                 self._reserve(Kind.SNAPSHOT, request.bytes)
@@ -167,7 +134,7 @@ class Station:
             self.cannot_save = request.message
         elif isinstance(request, ReportMismatch):
             self.mismatch = request.message
-        return Reply(True)
+        return None if isinstance(request, ReportProgress) else Reply(True)
 
     def _reserve(self, kind: Kind, size: int) -> None:
         if size <= self._size[kind]:
@@ -188,7 +155,6 @@ class Station:
         return Reply(True, path=str(self._free[kind].popleft()))
 
     def _complete(self, request: CompleteSlot) -> None:
-        self.done[request.kind, request.step] = request.path
         try:
             if self._look is not None:
                 self._look(request)
@@ -205,7 +171,7 @@ class Station:
 
     def _make(self, kind: Kind) -> Path:
         self._made += 1
-        path = self._folder / f"{kind.value}-{self._made}"
+        path = self._run_dir / f"{kind.value}-{self._made}"
         _allocate(path, self._size[kind])
         return path
 

@@ -1,4 +1,8 @@
-"""What it costs a training to be kept: its steps, its memory, its thread of Python."""
+"""Measures what it costs a training to be kept: its steps, its memory, its thread of Python.
+
+Steps are measured as a training has them: many in a row, and nobody waits for the device between. To
+synchronise after each step hides what a lost lead of the host costs; a median hides the steps that save.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,12 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.amounts import bytes_text, seconds_text
-from benchmarks.blocks import longer, mean_step
 from benchmarks.figure import Figure
 from benchmarks.gpu_acceptance.checks import Found, Setting, Skip
 from benchmarks.gpu_acceptance.station import PATIENT, Station
-from benchmarks.models import Gpt
-from benchmarks.workload import UpdateClock
+from benchmarks.models import Turn
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
 
@@ -32,39 +35,34 @@ _BLOCK = 24
 """Steps that are measured together; as many use each slot at least once."""
 
 
-class _Turn:
-    """One of two equal trainings."""
+def mean_step(
+    step: Callable[[], None],
+    count: int,
+    settle: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Mean seconds of `count` steps in a row. `settle` waits for the device; it is called before the first
+    and after the last."""
+    settle()
+    began = clock()
+    for _ in range(count):
+        step()
+    settle()
+    return (clock() - began) / count
 
-    def __init__(self, setting: Setting, shape: tuple[int, int, int]) -> None:
-        width, layers, batch = shape
-        torch.manual_seed(0)
-        dtype = torch.bfloat16 if setting.gpu else torch.float32
-        self.model = Gpt(width, layers).to(setting.device, dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.tokens = torch.randint(0, 4096, (batch, 256), device=setting.device)
-        self.clock = UpdateClock(self.optimizer)
-        self.checkpointer: Checkpointer | None = None
-        self.called = 0.0
-        """Seconds in `Checkpointer.step`."""
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(self.tokens).backward()
-        self.clock.step()
-        if self.checkpointer is not None:
-            began = time.perf_counter()
-            self.checkpointer.step()
-            self.called += time.perf_counter() - began
-
-    def gradient_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+def longer(plain: Sequence[float], kept: Sequence[float]) -> float:
+    """By which share the steps of `kept` are longer, of means of blocks that were taken in turn: the median
+    of the pairs."""
+    return statistics.median(ours / bare - 1 for bare, ours in zip(plain, kept, strict=True))
 
 
 def every_step_kept(setting: Setting) -> Found:
     """P3. Two equal trainings take turns of 24 steps, one of them kept."""
     shape = _shape(setting)
     rounds, block = (1, EVERY) if setting.small else (4, _BLOCK)
-    plain, kept = _Turn(setting, shape), _Turn(setting, shape)
+    dtype = torch.bfloat16 if setting.gpu else torch.float32
+    plain, kept = (Turn(shape, setting.device, dtype, fused=True) for _ in range(2))
     settle = torch.cuda.synchronize if setting.gpu else lambda: None
     mean_step(plain.step, 4, settle)
     with Station(setting, every=EVERY, slots=_SLOTS, patience=None if setting.gpu else PATIENT):
@@ -87,7 +85,7 @@ def every_step_kept(setting: Setting) -> Found:
     steps = rounds * block
     bare, ours = (statistics.median(each) for each in means)
     called, around = kept.called / steps, kept.clock.take() / steps
-    more, gradients = max(0, peaks[1] - peaks[0]), kept.gradient_bytes()
+    more, gradients = max(0, peaks[1] - peaks[0]), sum(each.nbytes for each in kept.model.parameters())
     return Found(
         f"{gradients // (2 if setting.gpu else 4) / 1e9:.2f} billion parameters, {taken}; mean step "
         f"{seconds_text(bare)}, kept "

@@ -6,14 +6,20 @@ itself runs on.
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.scale import CACHE, ROOT
+
+_SECONDS = 600.0
 
 
 class CannotInstall(RuntimeError):
@@ -41,6 +47,28 @@ class Environment:
             self._build(folder)
             marker.write_text("\n".join(self.wanted))
         return folder / "bin" / "python"
+
+    def run(
+        self, module: str, arguments: Sequence[object], answer: Path, env: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """What the module, run here with these arguments, writes into `answer` as JSON. Raises CannotInstall,
+        or RuntimeError with its last line if it fails."""
+        try:
+            done = subprocess.run(
+                [str(self.python()), "-m", module, *map(str, arguments)],
+                env={**os.environ, **(env or {}), "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"no answer within {_SECONDS:.0f} s") from error
+        if not answer.exists():
+            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            raise RuntimeError(lines[-1])
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found
 
     def _build(self, folder: Path) -> None:
         print(f"installing {', '.join(self.wanted)} under {folder}", file=sys.stderr, flush=True)

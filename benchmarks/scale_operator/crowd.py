@@ -1,8 +1,8 @@
 """Simulates the sidecars of one job: the real protocol over TLS on loopback.
 
 They have a process of their own, so that what they cost is not counted. Each line of its standard input
-names one more sidecar (`Wanted`), at an address of its own, or is empty. It answers with the processor
-seconds that it has used, and ends with its input.
+names one more sidecar (`Wanted`), at an address of its own. It answers when that listens, and ends with its
+input.
 
 A sidecar trains as soon as it is released: a step each second, which is no news. What it holds is what a
 worker of that many ranks holds after a while: three snapshots and eight deltas of its own ranks, two and
@@ -204,19 +204,18 @@ async def _serve() -> None:
     contexts: dict[str, ssl.SSLContext] = {}
     loop, read = asyncio.get_running_loop(), msgspec.json.Decoder(Wanted)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        if line.strip():
-            wanted = read.decode(line)
-            if wanted.folder not in contexts:
-                contexts[wanted.folder] = _context(Path(wanted.folder))
-            sidecar, tls = SimulatedSidecar(wanted), contexts[wanted.folder]
-            await loop.create_server(
-                partial(_Connection, sidecar),
-                wanted.host,
-                names.CONTROL_PORT,
-                ssl=tls,
-                ssl_shutdown_timeout=1.0,
-            )
-        print(time.process_time(), flush=True)
+        wanted = read.decode(line)
+        if wanted.folder not in contexts:
+            contexts[wanted.folder] = _context(Path(wanted.folder))
+        sidecar, tls = SimulatedSidecar(wanted), contexts[wanted.folder]
+        await loop.create_server(
+            partial(_Connection, sidecar),
+            wanted.host,
+            names.CONTROL_PORT,
+            ssl=tls,
+            ssl_shutdown_timeout=1.0,
+        )
+        print("listens", flush=True)
 
 
 def _context(folder: Path) -> ssl.SSLContext:

@@ -1,4 +1,4 @@
-"""What it costs to tell every worker what is wanted: an ordinary recovery, and one of another size."""
+"""Measures what it costs to tell every worker of a restore of another size."""
 
 from __future__ import annotations
 
@@ -13,31 +13,21 @@ from tiercheck.protocol.version import Branch, History
 from tiercheck_operator.controller.attempt.directives import due_directives
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model.actions import Push
-from tiercheck_operator.model.observed import Observation, WorkerReport
-from tiercheck_operator.model.status import JobRecord, Recovery
+from tiercheck_operator.model.status import Recovery
 from tiercheck_operator.sidecars import DirectiveEncoder
 
 
-def recovering(obs: Observation, number: int, *, resized: bool) -> JobRecord:
-    """The status of attempt `number`; resized: it was one worker more before."""
-    workers = obs.size
-    before = (workers + resized) * RANKS
-    history = History((Branch(1, 0, before),)).after(number, SAVED.step, workers * RANKS)
-    return replace(obs.job.status, attempt=number, history=history)
-
-
-async def ask(job: CrowdedJob) -> dict[str, float]:
-    """Everybody says what he holds, as after a failure: connections are begun for it."""
-    client, watch = job.client, Stopwatch()
+async def ask(job: CrowdedJob) -> None:
+    """Has all sidecars report what they hold, as after a failure."""
+    client = job.client
     client.want_holdings(True)
-    while not all(map(_told, client.reports.values())):  # noqa: ASYNC110  what is waited for is a state
+    while not all(entry.report and entry.report.holdings for entry in client.reports.values()):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-    wall, cpu = watch.read()
-    return {"s": wall, "CPU s": cpu}
 
 
-async def push(job: CrowdedJob, number: int, *, resized: bool) -> dict[str, float]:
-    """One round of directives to restore: what is to be told is decided, and told."""
+async def push(job: CrowdedJob, number: int) -> dict[str, float]:
+    """One round of directives to restore in attempt `number` what one worker more has saved: what is to be
+    told is decided, and told."""
     now = time.time()
     recovery = Recovery(
         cause="NodeLost", message="", detected_at=now, failed_at=now, attempt=number, step=SAVED.step,
@@ -46,7 +36,8 @@ async def push(job: CrowdedJob, number: int, *, resized: bool) -> dict[str, floa
     watch = Stopwatch()
     obs = job.observe(recovery)
     situation = Situation.of(obs)
-    status = recovering(obs, number, resized=resized)
+    history = History((Branch(1, 0, (obs.size + 1) * RANKS),)).after(number, SAVED.step, obs.size * RANKS)
+    status = replace(obs.job.status, attempt=number, history=history)
     due = due_directives(obs, status, situation.members, situation.placement, Phase.HOLD)
     decided = watch.read()
     watch = Stopwatch()
@@ -64,10 +55,6 @@ async def push(job: CrowdedJob, number: int, *, resized: bool) -> dict[str, floa
         "telling, CPU s": told[1],
         "bytes of a directive": size,
     }
-
-
-def _told(entry: WorkerReport) -> bool:
-    return entry.report is not None and bool(entry.report.holdings)
 
 
 def _follows(job: CrowdedJob, action: Push) -> bool:

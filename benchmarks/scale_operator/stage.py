@@ -58,23 +58,17 @@ class Crowd:
         self._say(msgspec.json.encode(wanted).decode())
         return host
 
-    def cpu(self) -> float:
-        """Processor seconds that they have used together."""
-        return self._say("")
-
     def end(self) -> None:
         """Their standard input ends, and so do they."""
         self._process.communicate(timeout=60)
         self._octet.release()
 
-    def _say(self, text: str) -> float:
+    def _say(self, text: str) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(text, file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
+        if not self._process.stdout.readline():
             raise RuntimeError(f"the simulated sidecars ended with {self._process.wait()}")
-        return float(line)
 
 
 class CrowdedJob(BenchJob):
@@ -140,7 +134,7 @@ class CrowdedJob(BenchJob):
 
 
 @contextmanager
-def crowded_job(workers: int) -> Iterator[tuple[CrowdedJob, Crowd]]:
+def crowded_job(workers: int) -> Iterator[CrowdedJob]:
     """A job whose sidecars listen, and that has not begun."""
     prepare_process()
     job, crowd = CrowdedJob(workers, Server()), Crowd()
@@ -150,7 +144,7 @@ def crowded_job(workers: int) -> Iterator[tuple[CrowdedJob, Crowd]]:
             write_certificate(folder, job.credentials)
             for worker in range(workers):
                 job.hosts.append(crowd.add(folder, job.loop.uid, _pod_uid(worker), worker, workers))
-            yield job, crowd
+            yield job
         finally:
             crowd.end()
 

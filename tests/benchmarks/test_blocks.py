@@ -6,9 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks import gpu
-from benchmarks.blocks import longer, mean_step
-from benchmarks.every_step import Turn
+from benchmarks.gpu_acceptance.steps import longer, mean_step
 
 
 class Device:
@@ -48,14 +46,3 @@ def test_what_one_step_in_three_costs_is_in_the_mean() -> None:
 
 def test_blocks_are_compared_in_pairs() -> None:
     assert longer([1.0, 2.0, 4.0], [1.1, 2.1, 8.0]) == pytest.approx(0.1)
-
-
-def test_gpu_figures_judge_means_that_have_snapshots_in_them() -> None:
-    plain, kept = (Turn(64, 1, 1) for _ in range(2))
-    found = gpu.alternate(plain, kept, lambda: None, blocks=2, block=6)
-    assert [len(found[key]) for key in ("plain", "kept", "blocked")] == [2, 2, 2]
-    assert found["snapshots"] >= 3
-    assert found["deltas"] >= 3
-    overhead, _ = gpu.figures({**found, "plain": [1.0, 1.0], "kept": [1.01, 1.03]})
-    assert overhead.ratio == pytest.approx(0.02)
-    assert f"{found['snapshots']} snapshots" in overhead.note

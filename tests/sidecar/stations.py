@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,16 @@ class Stations:
     """Of the sidecar, which run from the start."""
 
     def __init__(
-        self, memory: Path, workers: int = 2, procs: int = 1, limit: int = 256 << 20, rails: int = 0
+        self,
+        memory: Path,
+        workers: int = 2,
+        procs: int = 1,
+        limit: int = 256 << 20,
+        rails: int = 0,
+        *,
+        here: Iterable[int] | None = None,
     ) -> None:
+        """`here`: the workers that live in this process; without it all."""
         self.memory, self.workers, self.procs, self.limit = memory, workers, procs, limit
         self.rails = rails
         """Interfaces of each worker beside its pod's: net1, net2."""
@@ -52,7 +60,7 @@ class Stations:
         self.attempt = 0
         self.history = History()
         self.lives = [0] * workers
-        self.stations = [Station(self, worker) for worker in range(workers)]
+        self.stations = [Station(self, worker) for worker in (range(workers) if here is None else here)]
         self.next_attempt()
 
     def __getitem__(self, worker: int) -> Station:

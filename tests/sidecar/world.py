@@ -19,11 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
 from tests import operator_key
 from tests.sidecar.exchange.pod_networks import PodNetworks
 from tests.sidecar.nursery import Process, nursery
@@ -36,6 +31,7 @@ from tiercheck.protocol.names import join_address
 from tiercheck.protocol.report import Report
 from tiercheck.protocol.requests import REQUESTS, ReportProgress
 from tiercheck.protocol.version import Branch, History, Kind, Version
+from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.decoding import decode
 
 T = TypeVar("T")
@@ -60,36 +56,10 @@ def until(condition: Callable[[], T], what: str, deadline: float = DEADLINE) -> 
 def write_credentials(folder: Path) -> str:
     """ca.crt, tls.crt, tls.key and token of one job; returns the token."""
     folder.mkdir(parents=True)
-    now = datetime.datetime.now(datetime.UTC)
-    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "job CA")])
-
-    def builder(subject: x509.Name, public: Any) -> x509.CertificateBuilder:
-        return (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(ca_name)
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(minutes=5))
-            .not_valid_after(now + datetime.timedelta(days=1))
-        )
-
-    authority = builder(ca_name, ca_key.public_key()).add_extension(x509.BasicConstraints(True, None), True)
-    server = builder(x509.Name([]), key.public_key()).add_extension(
-        x509.SubjectAlternativeName([x509.DNSName(names.TLS_SERVER_NAME)]), False
-    )
-    (folder / "ca.crt").write_bytes(
-        authority.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    )
-    (folder / "tls.crt").write_bytes(
-        server.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    )
-    (folder / "tls.key").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
+    pair = issue_pair("job CA", [names.TLS_SERVER_NAME], datetime.timedelta(days=1))
+    (folder / "ca.crt").write_bytes(pair.ca)
+    (folder / "tls.crt").write_bytes(pair.certificate)
+    (folder / "tls.key").write_bytes(pair.key)
     token = secrets.token_hex(32)
     (folder / "token").write_text(token)
     (folder / names.OPERATOR_PUBLIC).write_bytes(operator_key.PUBLIC)
@@ -349,6 +319,13 @@ class World:
         self, version: Version | None = None, sources: dict[int, tuple[Source, ...]] | None = None
     ) -> None:
         """Next attempt: hold, restore everywhere, release."""
+        self.hold(version, sources)
+        self.direct(Phase.RELEASE, sources)
+
+    def hold(
+        self, version: Version | None = None, sources: dict[int, tuple[Source, ...]] | None = None
+    ) -> None:
+        """Next attempt, until every sidecar has what it is to restore."""
         self.new_attempt(version)
         self.direct(Phase.HOLD, sources)
         for worker in sorted(self._processes):
@@ -356,7 +333,6 @@ class World:
                 lambda worker=worker: self.report(worker).restore.state.value == "Ready",
                 f"worker {worker} restored",
             )
-        self.direct(Phase.RELEASE, sources)
 
     def from_peer(self, worker: int) -> Source:
         return Source(Tier.PEER, self.peer(worker))
