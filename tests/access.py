@@ -1,13 +1,26 @@
-"""Gives a test that speaks HTTP itself the part of a kubeconfig that it needs."""
+"""Gives tests the real API server where there is one, and what they need of a kubeconfig."""
 
 from __future__ import annotations
 
 import base64
+import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import yaml
+
+REAL_SERVER = (
+    pytest.mark.real,
+    pytest.mark.skipif(
+        not os.environ.get("KUBEBUILDER_ASSETS"),
+        reason="KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver",
+    ),
+)
+"""Marks of what needs that server."""
+BOTH_SERVERS = ("embedded", pytest.param("real", marks=REAL_SERVER))
+"""Parameters of what runs on the laptop's API server and on the real one."""
 
 
 @dataclass(frozen=True)

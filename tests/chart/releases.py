@@ -6,7 +6,6 @@ environment of the Deployment and the token of the chart's service account.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,21 +13,14 @@ from typing import Any
 
 import pytest
 
+from tests.access import REAL_SERVER
 from tests.chart.chart_under_test import CHART, NAMESPACE, RELEASE
 from tests.chart.recorder import Recording, recording
 from tests.operator.kubernetes.real_cluster import service_account_kubeconfig
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
 
-real = [
-    pytest.mark.real,
-    pytest.mark.cluster,
-    pytest.mark.skipif(
-        not os.environ.get("KUBEBUILDER_ASSETS"),
-        reason="KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver",
-    ),
-]
-"""Marks of a module whose tests need that server."""
+real = [*REAL_SERVER, pytest.mark.cluster]
 
 DEADLINE = 90.0
 JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.access import REAL_SERVER
 from tests.chart.chart_under_test import NAMESPACE, objects, of_kind, only
-from tests.chart.releases import ACCOUNT, JOBS, install, job, real
+from tests.chart.releases import ACCOUNT, JOBS, install, job
 from tests.operator.kubernetes.real_cluster import post, service_account_kubeconfig
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import RequestFailed
@@ -88,9 +89,9 @@ def answer(kubeconfig: Path, body: Object, path: str = "/api/v1/namespaces/defau
     return "" if code == 201 else str(said["message"])
 
 
-@pytest.mark.real
+@REAL_SERVER[0]
+@REAL_SERVER[1]
 @pytest.mark.cluster
-@real[-1]
 def test_nobody_else_makes_or_changes_what_marks_a_worker(
     cluster: LocalCluster, helm_config: Any, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.access import BOTH_SERVERS
 from tests.cli import recorded
 from tiercheck_cli.api_server import (
     CONFIG_MAPS,
@@ -30,11 +30,9 @@ ROOT = Path(__file__).parents[2]
 DEADLINE = 60.0
 
 
-@pytest.fixture(scope="session", params=["embedded", pytest.param("real", marks=pytest.mark.real)])
+@pytest.fixture(scope="session", params=BOTH_SERVERS)
 def plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """With the CRD and no job."""
-    if request.param == "real" and not os.environ.get("KUBEBUILDER_ASSETS"):
-        pytest.skip("KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver")
     with open_control_plane(request.param, tmp_path_factory.mktemp(request.param)) as opened:
         yield opened
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.access import BOTH_SERVERS
 from tests.cluster.jobs import Jobs
 from tiercheck_cli.api_server import NODES
 from tiercheck_local.cluster import LocalCluster
@@ -24,21 +24,7 @@ OPERATOR_ENV = {
 }
 
 
-def _control_planes() -> list[object]:
-    real = pytest.param(
-        "real",
-        marks=[
-            pytest.mark.real,
-            pytest.mark.skipif(
-                not os.environ.get("KUBEBUILDER_ASSETS"),
-                reason="KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver",
-            ),
-        ],
-    )
-    return [pytest.param("embedded"), real]
-
-
-@pytest.fixture(scope="session", params=_control_planes())
+@pytest.fixture(scope="session", params=BOTH_SERVERS)
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalCluster]:

@@ -12,12 +12,12 @@ import pytest
 
 from tests.cluster.jobs import TRAINER, Jobs
 from tests.cluster.test_recovery import assert_same_as_undisturbed
-from tiercheck_cli.api_server import SECRETS
 from tiercheck_cli.status.command import screen
 from tiercheck_cli.status.view import status_view
 from tiercheck_cli.terminal import to_plain_text
 from tiercheck_local.cluster import LocalCluster
-from tiercheck_local.demo.job import ACCESS_KEY, REGION, SECRET_KEY, ObjectStore
+from tiercheck_local.demo import job
+from tiercheck_local.demo.job import REGION, ObjectStore
 
 pytestmark = pytest.mark.cluster
 
@@ -43,17 +43,8 @@ def operator_survives_it(cluster: LocalCluster) -> Iterator[None]:
 
 @pytest.fixture
 def credentials(cluster: LocalCluster) -> str:
-    name = "cluster-test-credentials"
-    cluster.apply(
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": name, "namespace": "default"},
-            "stringData": {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY},
-        }
-    )
-    assert cluster.api.get(SECRETS, "default", name)
-    return name
+    cluster.apply(job.credentials())
+    return job.CREDENTIALS
 
 
 def test_too_few_nodes_is_said_in_the_schedulers_words(jobs: Jobs) -> None:

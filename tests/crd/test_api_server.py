@@ -233,6 +233,20 @@ def test_condition_without_a_reason_is_refused(api: Api) -> None:
     assert "reason" in refused.value.message
 
 
+def test_second_condition_of_a_type_is_refused(api: Api) -> None:
+    name = new_job(api)
+    condition = {
+        "type": "Placed",
+        "status": "True",
+        "reason": "Placed",
+        "message": "",
+        "lastTransitionTime": NOW,
+    }
+    assert api.patch_status(name, {"conditions": [condition]})["status"]["conditions"] == [condition]
+    with pytest.raises(Refused, match="Duplicate value"):
+        api.patch_status(name, {"conditions": [condition, condition]})
+
+
 def test_moments_in_the_status_are_times_that_a_person_can_read(api: Api) -> None:
     """`kubectl describe` showed `Detected At: 1.795331992686e+09`."""
     name = new_job(api)

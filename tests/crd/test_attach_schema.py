@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from tests.crd.crd_api import ROOT, Api, Refused
 from tests.crd.jobs import changed, job
 from tests.operator.attach.test_attach_admission import made_job
 
-_CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _POLICIES = "/apis/tiercheck.io/v1alpha1/namespaces/default/tiercheckpolicies"
 DEFINITION = yaml.safe_load((ROOT / "crds" / "tiercheckpolicies.yaml").read_text())
 JOBS = yaml.safe_load((ROOT / "crds" / "tiercheckjobs.yaml").read_text())
@@ -25,20 +23,13 @@ EXAMPLE = ROOT / "examples" / "attach" / "policy.yaml"
 @pytest.fixture(scope="session")
 def policies(api: Api) -> Api:
     """The API server, which knows policies too."""
-    api.call("POST", _CRDS, DEFINITION, {"fieldValidation": "Strict"})
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            api.call("GET", _POLICIES)
-            return api
-        except Refused:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+    api.install(DEFINITION, _POLICIES)
+    return api
 
 
 def create(api: Api, raw: Mapping[str, Any]) -> dict[str, Any]:
-    return api.call("POST", _POLICIES, raw, {"dryRun": "All", "fieldValidation": "Strict"})
+    made: dict[str, Any] = api.http.create(_POLICIES, raw, dryRun="All", fieldValidation="Strict")
+    return made
 
 
 def policy(**spec: Any) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 import urllib3
-import yaml
+
+from tests.access import load
 
 DEADLINE = 30.0
 """Seconds after which something that must happen is given up."""
@@ -33,16 +32,9 @@ class Api:
     """One server, as its kubeconfig describes it."""
 
     def __init__(self, kubeconfig: Path) -> None:
-        config = yaml.safe_load(kubeconfig.read_text())
-        cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
-        self._server = cluster["server"]
-        self._headers = {"Authorization": f"Bearer {user['token']}"} if user.get("token") else {}
-        options: dict[str, Any] = {}
-        if "certificate-authority-data" in cluster:
-            with tempfile.NamedTemporaryFile("wb", suffix=".crt", delete=False) as file:
-                file.write(b64decode(cluster["certificate-authority-data"]))
-            options["ca_certs"] = file.name
-        self._pool = urllib3.PoolManager(timeout=DEADLINE, retries=False, **options)
+        access = load(kubeconfig)
+        self._server, self._headers = access.server, access.headers
+        self._pool = urllib3.PoolManager(timeout=DEADLINE, retries=False, ssl_context=access.tls)
 
     def call(
         self,

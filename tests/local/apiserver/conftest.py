@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
 
 import pytest
 
+from tests.access import BOTH_SERVERS
 from tests.local.apiserver.api_client import Api
 from tests.local.apiserver.defining import HERE, define
 from tiercheck_local.controlplane.planes import ControlPlane, open_control_plane
 
 
-@pytest.fixture(scope="session", params=["embedded", pytest.param("real", marks=pytest.mark.real)])
+@pytest.fixture(scope="session", params=BOTH_SERVERS)
 def plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    if request.param == "real" and not os.environ.get("KUBEBUILDER_ASSETS"):
-        pytest.skip("KUBEBUILDER_ASSETS is not set: no etcd and kube-apiserver to compare with")
     with open_control_plane(request.param, tmp_path_factory.mktemp(request.param)) as opened:
         yield opened
 

@@ -13,7 +13,6 @@ import yaml
 from tests.local.apiserver.api_client import DEADLINE, Api
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[2]
 
 
 def define(api: Api, file: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.access import BOTH_SERVERS
 from tests.local.cluster.bench import Bench
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
@@ -26,8 +26,6 @@ def embedded_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="session")
 def real_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    if not os.environ.get("KUBEBUILDER_ASSETS"):
-        pytest.skip("KUBEBUILDER_ASSETS is not set: no etcd and kube-apiserver to test against")
     yield from _bench("real", tmp_path_factory.mktemp("real"))
 
 
@@ -36,7 +34,7 @@ def bench(embedded_bench: Bench) -> Bench:
     return embedded_bench
 
 
-@pytest.fixture(params=["embedded", pytest.param("real", marks=pytest.mark.real)])
+@pytest.fixture(params=BOTH_SERVERS)
 def each_bench(request: pytest.FixtureRequest) -> Bench:
     bench: Bench = request.getfixturevalue(f"{request.param}_bench")
     return bench

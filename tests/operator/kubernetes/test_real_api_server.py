@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.access import REAL_SERVER
 from tests.operator.kubernetes.real_cluster import post, service_account_kubeconfig
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
@@ -22,14 +22,7 @@ from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.parsing import parse_job
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.cluster,
-    pytest.mark.skipif(
-        not os.environ.get("KUBEBUILDER_ASSETS"),
-        reason="KUBEBUILDER_ASSETS names no folder with etcd and kube-apiserver",
-    ),
-]
+pytestmark = [*REAL_SERVER, pytest.mark.cluster]
 
 ROOT = Path(__file__).parents[3]
 RESTRICTED = "restricted"

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import json
 import ssl
 from pathlib import Path
 
 import pytest
 import xxhash
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, Answer, refusal, serving
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
+from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.remote import Reason, RemoteError, open_store
 
 
@@ -25,49 +21,14 @@ class Authority:
     """A private authority with one server certificate for 127.0.0.1."""
 
     def __init__(self, folder: Path) -> None:
-        key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "private authority")])
-        authority = (
-            self._builder(name, name, key.public_key())
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .sign(key, hashes.SHA256())
-        )
-        server_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bucket")])
-        server = (
-            self._builder(server_name, name, server_key.public_key())
-            .add_extension(
-                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
-                critical=False,
-            )
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .sign(key, hashes.SHA256())
-        )
+        pair = issue_pair("private authority", ["127.0.0.1"], datetime.timedelta(hours=1))
         self.bundle = folder / "authority.pem"
-        self.bundle.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
+        self.bundle.write_bytes(pair.ca)
         chain, secret = folder / "server.pem", folder / "server.key"
-        chain.write_bytes(server.public_bytes(serialization.Encoding.PEM))
-        secret.write_bytes(
-            server_key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
+        chain.write_bytes(pair.certificate)
+        secret.write_bytes(pair.key)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.load_cert_chain(chain, secret)
-
-    @staticmethod
-    def _builder(
-        subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
-    ) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.UTC)
-        return (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(issuer)
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
-        )
 
 
 def bucket(method: str, path: str, headers: dict[str, str]) -> Answer:
