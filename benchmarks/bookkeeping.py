@@ -21,20 +21,21 @@ from benchmarks.amounts import seconds_text
 from benchmarks.figure import Figure, Outcome
 from benchmarks.machine import shared_memory
 from benchmarks.scale import Scale
-from tests.sidecar.stations import Stations
 from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck.protocol.artifacts.slot import SlotLayout
-from tiercheck.protocol.directive import DeltaMode, Policy, Tier
-from tiercheck.protocol.report import Watermarks
+from tiercheck.protocol.directive import DeltaMode, Directive, Peer, Phase, Policy, Tier
+from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.cadence import Cadence
+from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.replicate import replicate
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.replicate.sender import Pushed
-from tiercheck_sidecar.vault import Seal
+from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tiers import TierClient
 
@@ -66,7 +67,6 @@ def measure(restarts: int, steps: int) -> dict[str, Any]:
                 worker.train()
                 artifacts = max(artifacts, len(worker.vault.held()))
     finally:
-        worker.station.stop()
         shutil.rmtree(folder)
     wakes = [sum(wake.values()) for wake in worker.spent]
     return {
@@ -86,18 +86,23 @@ class _Worker:
     """The second of the job's: what it holds, and the loops that look after it."""
 
     def __init__(self, folder: Path, restarts: int) -> None:
-        job = Stations(folder, WORKERS, RANKS, 1 << 30, here=(1,))
-        self.station = station = job.stations[0]
-        self._state, self.vault = state, vault = station.state, station.vault
+        config = SidecarConfig(
+            job="default/benchmark", job_uid="benchmark", worker=1, procs_per_worker=RANKS, pod_uid="pod",
+            pod_ip="127.0.0.1", memory_dir=folder, memory_limit=1 << 30, run_dir=folder,
+            credentials_dir=folder, remote=None, token="token",
+        )  # fmt: skip
         self.spent: list[dict[str, float]] = []
-        every = tuple(Branch(n + 1, n * _BETWEEN, WORKERS * RANKS) for n in range(restarts + 1))
+        self._state = state = SidecarState(config)
+        self.vault = vault = Vault(config.vault_dir, config.memory_limit, config.ranks, state.bump)
+        vault.open()
+        every = [Branch(n + 1, n * _BETWEEN, WORKERS * RANKS) for n in range(restarts + 1)]
         self._step, self._attempt = restarts * _BETWEEN, restarts + 1
-        job.attempt, job.history = self._attempt, History(every)
-        station.follow(job.directive(1, Policy(None, 500, 5, delta=DeltaMode.AUTO)))
-        self._hosted = range(RANKS)
+        self._hosted = range(2 * RANKS, 3 * RANKS)
+        state.directive = self._directive(History(tuple(every)))
+        state.restore = RestoreReport(RestoreState.READY, None)
         state.wait = self._wait  # type: ignore[method-assign]
         self._looks, self._loops = 0, list(self._all_loops(Replicator(state, vault, None, 0)))  # type: ignore[arg-type]
-        for rank in vault.ranks:
+        for rank in config.ranks:
             vault.reserve(rank, _SNAPSHOT.size, _DELTA.size)
         vault.expect(CADENCE, Room(_SNAPSHOT.size, _DELTA.size))
         vault.prepare()
@@ -145,7 +150,9 @@ class _Worker:
         )
         cadence = Cadence(CADENCE, CADENCE, True, _SNAPSHOT.size, _DELTA.size)
         marks = Watermarks(now, held, None, named)
-        self._state.follow(TierVerdict(self._attempt, marks, held, whole, copy=named, cadence=cadence))
+        self._state.follow(
+            TierVerdict(self._attempt, marks, held, whole, copy=named, cadence=cadence, placement="x")
+        )
 
     def _wake(self) -> None:
         """Until nothing is news any more."""
@@ -183,6 +190,16 @@ class _Worker:
             yield f"{kind.value}s", lane, 0
         yield "tiers", tiers.run, 0
         yield "report", reporter.report, 0
+
+    def _directive(self, history: History) -> Directive:
+        holder, coordinator = Peer(0, "127.0.0.2"), Peer(5, "127.0.0.6")
+        policy = Policy(None, 500, 5, delta=DeltaMode.AUTO)
+        return Directive(
+            job_uid="benchmark", worker=1, workers=WORKERS, procs_per_worker=RANKS, attempt=self._attempt,
+            phase=Phase.RELEASE, history=history, policy=policy, restore=None, holders=(holder,),
+            hosted=(Peer(2, "127.0.0.3"),), coordinator=coordinator, master_host="127.0.0.6",
+            master_port=29500, placement="x",
+        )  # fmt: skip
 
 
 def _kept(*_: object) -> Pushed:
