@@ -89,9 +89,7 @@ FAULTS = {
     "store trouble": Fault(1, ends=False, seconds=15.0),
     "store slow": Fault(1, ends=False, seconds=15.0),
 }
-"""By name. "container": all of a trainer container, its launcher too. "cut": a worker's pod from all other
-pods and the operator; the trainers have a network of their own. "deaf": from the operator only. "kubelet":
-the node's agent is silent, its pods go on."""
+"""By name, as `LaptopStage.inflict` has them, or the store."""
 
 _SHARE_OF_POINTS = 0.65
 

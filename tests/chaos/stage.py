@@ -19,8 +19,8 @@ from tests.chaos.record import Recorder
 from tests.chaos.store import BUCKET, Store
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import PODS, Object, RequestFailed
-from tiercheck_local.cluster import LocalCluster, NothingToHit, Strike
+from tiercheck_cli.api_server import Object
+from tiercheck_local.cluster import LocalCluster, Strike
 from tiercheck_local.demo.job import CREDENTIALS, REGION, credentials
 from tiercheck_local.demo.scenario import condition_is
 from tiercheck_local.demo.stage import LaptopStage
@@ -54,7 +54,6 @@ class Stage:
         self.cluster, self.recorder, self.store, self.workers = cluster, recorder, store, workers
         self._stop = stop
         self._job = LaptopStage(cluster, "default", JOB)
-        self._undo: list[Callable[[], None]] = []
         self._ill, self._probe_at = 0, 0.0
 
     # How it stands
@@ -155,67 +154,14 @@ class Stage:
 
     def inflict(self, name: str, worker: int) -> None:
         """One of `FAULTS`. `undo` is to be called once it has been noticed, or its time is over."""
-        faults, api = self.cluster.faults, self.cluster.api
-        pod = self._job.pod_of(worker)
-        others = [self._job.pod_of(each) for each in range(self.workers) if each != worker]
-        match name:
-            case "crash":
-                faults.kill_container_process(pod)
-            case "out of memory":
-                faults.oom_kill_container(pod)
-            case "container":
-                faults.kill_container(pod, names.TRAINER_CONTAINER)
-            case "evict":
-                with contextlib.suppress(RequestFailed):  # it was just replaced
-                    faults.drain_pod(pod)
-            case "delete":
-                api.delete(PODS, "default", pod, grace=0)
-            case "node":
-                self._lose([self._job.node_of(worker)])
-            case "rack":
-                self._lose(self._job.nodes_in(self._job.rack_of(worker)))
-            case "every pod":
-                faults.kill_all_pods()
-            case "cut":
-                faults.cut_links(pod, others, operator=True)
-                self._undo.append(faults.mend_links)
-            case "deaf":
-                faults.cut_links(pod, [], operator=True)
-                self._undo.append(faults.mend_links)
-            case "sidecar":
-                faults.kill_container(pod, names.SIDECAR_CONTAINER)
-            case "all sidecars":
-                for each in (pod, *others):
-                    faults.kill_container(each, names.SIDECAR_CONTAINER)
-            case "kubelet":
-                node = self._job.node_of(worker)
-                faults.partition_node(node)
-                self._undo.append(lambda: faults.heal_node(node))
-            case "operator":
-                faults.kill_operator()
-            case "operator stopped":
-                faults.pause_operator()
-                self._undo.append(faults.resume_operator)
-            case mood:
-                self.store.mood = mood
-                self._undo.append(self._cheer_up)
-
-    def _lose(self, nodes: list[str]) -> None:
-        self.cluster.faults.kill_nodes(nodes)
-
-        def revive() -> None:
-            for node in nodes:
-                self.cluster.faults.revive_node(node)
-
-        self._undo.append(revive)
-
-    def _cheer_up(self) -> None:
-        self.store.mood = ""
+        if name.startswith("store"):
+            self.store.mood = name
+        else:
+            self._job.inflict(name, worker, [each for each in range(self.workers) if each != worker])
 
     def undo(self) -> None:
-        while self._undo:
-            with contextlib.suppress(NothingToHit, ProcessLookupError):
-                self._undo.pop()()
+        self.store.mood = ""
+        self._job.undo()
 
     # The end
 

@@ -123,11 +123,11 @@ class Story:
         status = self.wait_for(
             f"step {at_step}, protected", lambda status: self._ready_for(failure, at_step, status)
         )
-        if failure.prepare is not None:
-            self.live.say(f"  → {failure.prepare(self.stage)}")
+        if failure.asks_for_parity:
+            self.live.say(f"  → {self.stage.protect_by_parity()}")
         attempt_before = int(status.get("attempt", 0))
         injected_at = time.time()
-        target = failure.inflict(self.stage)
+        target = self.stage.inflict(failure.fault, failure.worker)
         self.live.say(f"  ✗ {failure.what}: {target}")
         self.wait_for(
             "the recovery to end",
@@ -137,7 +137,7 @@ class Story:
             ),
         )
         record = self._record(failure, target, injected_at)
-        self.stage.revive_nodes()
+        self.stage.undo()
         return record
 
     def finish(self) -> Mapping[str, Any]:

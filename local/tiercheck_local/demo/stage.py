@@ -1,12 +1,14 @@
 """The laptop cluster as the story sees it: workers, nodes and racks instead of processes and folders."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object
-from tiercheck_local.cluster import LocalCluster
+from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object, RequestFailed
+from tiercheck_local.cluster import LocalCluster, NothingToHit
 from tiercheck_local.demo.result import RecoveryWatch
 from tiercheck_local.nodespec import RACK
 
@@ -18,7 +20,7 @@ class LaptopStage:
     cluster: LocalCluster
     namespace: str
     job: str
-    _dead: list[str] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def watch(self) -> RecoveryWatch:
         return RecoveryWatch(self.get_job, self.pods, self._get_secret)
@@ -50,14 +52,74 @@ class LaptopStage:
         """Rack of each node."""
         return {name: node.labels[RACK] for name, node in self.cluster.nodes.items()}
 
-    def kill_nodes(self, nodes: list[str]) -> None:
-        self.cluster.faults.kill_nodes(nodes)
-        self._dead += nodes
+    def inflict(self, fault: str, worker: int, others: Iterable[int] = ()) -> str:
+        """Does harm to a worker, or to what it runs on; returns what was hit, in words. Call `undo` when it
+        has been noticed, or its time is over.
 
-    def revive_nodes(self) -> None:
-        """All that were killed."""
-        while self._dead:
-            self.cluster.faults.revive_node(self._dead.pop())
+        "container": all of a trainer container, its launcher too. "cut": the pod from those of `others` and
+        the operator; the trainers have a network of their own. "deaf": from the operator only. "kubelet": the
+        node's agent is silent, its pods go on.
+        """
+        faults, api = self.cluster.faults, self.cluster.api
+        pod = self.pod_of(worker)
+        hit = f"pod {pod} (worker {worker})"
+        match fault:
+            case "crash":
+                faults.kill_container_process(pod, namespace=self.namespace)
+                hit = f"training process of worker {worker} ({pod})"
+            case "out of memory":
+                faults.oom_kill_container(pod, namespace=self.namespace)
+            case "container":
+                faults.kill_container(pod, names.TRAINER_CONTAINER, self.namespace)
+            case "evict":
+                with contextlib.suppress(RequestFailed):  # it was just replaced
+                    faults.drain_pod(pod, self.namespace)
+            case "delete":
+                api.delete(PODS, self.namespace, pod, grace=0)
+            case "node":
+                self._lose([node := self.node_of(worker)])
+                hit = f"node {node} with worker {worker}"
+            case "rack":
+                rack = self.rack_of(worker)
+                nodes = faults.nodes_with(RACK, rack)
+                self._lose(nodes)
+                hit = f"rack {rack}: nodes {', '.join(nodes)}"
+            case "every pod":
+                faults.kill_all_pods()
+                hit = "all pods, with all memory"
+            case "delete every pod":
+                faults.delete_pods(f"{names.LABEL_JOB}={self.job}", self.namespace)
+                hit = "all pods, with all memory"
+            case "cut" | "deaf":
+                away = [self.pod_of(other) for other in others] if fault == "cut" else []
+                faults.cut_links(pod, away, operator=True, namespace=self.namespace)
+                self._undo.append(faults.mend_links)
+            case "sidecar":
+                faults.kill_container(pod, names.SIDECAR_CONTAINER, self.namespace)
+            case "all sidecars":
+                for each in (worker, *others):
+                    faults.kill_container(self.pod_of(each), names.SIDECAR_CONTAINER, self.namespace)
+            case "kubelet":
+                faults.partition_node(node := self.node_of(worker))
+                self._undo.append(partial(faults.heal_node, node))
+            case "operator":
+                faults.kill_operator()
+            case "operator stopped":
+                faults.pause_operator()
+                self._undo.append(faults.resume_operator)
+            case _:
+                raise ValueError(f"no fault is called {fault}")
+        return hit
+
+    def _lose(self, nodes: list[str]) -> None:
+        self.cluster.faults.kill_nodes(nodes)
+        self._undo += [partial(self.cluster.faults.revive_node, node) for node in reversed(nodes)]
+
+    def undo(self) -> None:
+        """Ends all that does not end by itself."""
+        while self._undo:
+            with contextlib.suppress(NothingToHit, ProcessLookupError):
+                self._undo.pop()()
 
     def protect_by_parity(self) -> str:
         """Ask for one parity block for every two workers, instead of a copy of each."""
@@ -82,60 +144,27 @@ def _age(pod: Object) -> tuple[int, bool, str]:
 
 @dataclass(frozen=True)
 class Failure:
-    """One act of the story. `inflict` returns what was hit, in words."""
+    """One act of the story."""
 
     name: str
     what: str
-    inflict: Callable[[LaptopStage], str]
+    fault: str
+    """As `LaptopStage.inflict` names it."""
+    worker: int
     needs_remote: bool = False
     """Wait for a complete remote version first: nothing else will be left."""
-    prepare: Callable[[LaptopStage], str] | None = None
-    """A change of the job that takes effect with the recovery. Returns what was changed, in words."""
-
-
-def _kill_process(stage: LaptopStage) -> str:
-    pod = stage.pod_of(1)
-    stage.cluster.faults.kill_container_process(pod, names.TRAINER_CONTAINER, namespace=stage.namespace)
-    return f"training process of worker 1 ({pod})"
-
-
-def _evict(stage: LaptopStage) -> str:
-    pod = stage.pod_of(2)
-    stage.cluster.faults.drain_pod(pod, stage.namespace)
-    return f"pod {pod} (worker 2)"
-
-
-def _kill_node(stage: LaptopStage, worker: int) -> str:
-    node = stage.node_of(worker)
-    stage.kill_nodes([node])
-    return f"node {node} with worker {worker}"
-
-
-def _kill_rack(stage: LaptopStage) -> str:
-    rack = stage.rack_of(0)
-    nodes = stage.cluster.faults.nodes_with(RACK, rack)
-    stage.kill_nodes(nodes)
-    return f"rack {rack}: nodes {', '.join(nodes)}"
-
-
-def _lose_everything(stage: LaptopStage) -> str:
-    for pod in stage.pods():
-        stage.cluster.api.delete(PODS, stage.namespace, pod["metadata"]["name"], grace=0)
-    return "all pods, with all memory"
+    asks_for_parity: bool = False
+    """The job is changed before; that takes effect with the recovery."""
 
 
 FAILURES = (
-    Failure("process", "a training process is killed", _kill_process),
-    Failure("pod", "a pod is evicted", _evict),
-    Failure("node", "a node dies", lambda stage: _kill_node(stage, 3)),
-    Failure("rack", "a rack goes dark", _kill_rack),
+    Failure("process", "a training process is killed", "crash", 1),
+    Failure("pod", "a pod is evicted", "evict", 2),
+    Failure("node", "a node dies", "node", 3),
+    Failure("rack", "a rack goes dark", "rack", 0),
     Failure(
-        "all",
-        "every pod is lost at once",
-        _lose_everything,
-        needs_remote=True,
-        prepare=lambda stage: stage.protect_by_parity(),
+        "all", "every pod is lost at once", "delete every pod", 0, needs_remote=True, asks_for_parity=True
     ),
-    Failure("node, parity", "a node dies", lambda stage: _kill_node(stage, 1)),
+    Failure("node, parity", "a node dies", "node", 1),
 )
 """The acts, in order of size; the last one under parity, which replaced copies when everything was lost."""
