@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import kubernetes.client
 import kubernetes.config
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,16 @@ class Refused(Exception):
         self.reason: str = status["reason"]
         self.message: str = status["message"]
         super().__init__(f"{self.code} {self.reason}: {self.message}")
+
+
+@contextlib.contextmanager
+def refused_with(*parts: str, code: int = 422) -> Iterator[None]:
+    """What happens meanwhile is refused, and these are parts of the answer."""
+    with pytest.raises(Refused) as refused:
+        yield
+    assert refused.value.code == code
+    assert (refused.value.reason == "Invalid") is (code == 422)
+    assert [part for part in parts if part not in refused.value.message] == []
 
 
 @dataclass
