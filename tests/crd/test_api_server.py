@@ -9,32 +9,27 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.crd.crd_api import ROOT, Api, Refused
+from tests.crd.crd_api import ROOT, Api, Refused, refused_with
 from tests.crd.jobs import (
     ACCEPTED,
     ACCEPTED_AS_CHANGE,
+    NOW,
     REFUSED_AS_CHANGE,
     REFUSED_AT_CREATION,
     TOGETHER,
     changed,
+    full_status,
     job,
 )
-from tiercheck.protocol.version import Branch, History
 from tiercheck_operator.model.status import (
-    Condition,
     JobRecord,
     PlacementRecord,
-    Recovery,
-    SizeRecord,
-    SparesRecord,
-    TierRecord,
     parse_record,
     render_record,
 )
 from tiercheck_operator.planning.topology import PRESETS
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-NOW = "2026-01-01T00:00:00Z"
 
 
 def jobs_in(path: Path) -> list[dict[str, Any]]:
@@ -104,23 +99,23 @@ def test_pod_template_is_kept_as_the_user_wrote_it(api: Api) -> None:
 @pytest.mark.parametrize("case", REFUSED_AT_CREATION, ids=refusal)
 def test_mistake_is_refused_with_a_sentence(api: Api, case: tuple[str, Any, str]) -> None:
     path, value, sentence = case
-    with pytest.raises(Refused) as refused:
+    with refused_with(sentence, path.split(".")[1]):
         api.create(changed(job(), path, value), dryRun="All")
-    assert refused.value.code == 422
-    assert refused.value.reason == "Invalid"
-    assert sentence in refused.value.message
-    assert path.split(".")[1] in refused.value.message
 
 
 @pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case[1][:40])
 def test_fields_that_do_not_go_together_are_refused_with_a_sentence(
     api: Api, case: tuple[dict[str, Any], str]
 ) -> None:
-    spec, sentence = case
-    with pytest.raises(Refused) as refused:
-        api.create(job(**spec), dryRun="All")
-    assert refused.value.code == 422
-    assert sentence in refused.value.message
+    with refused_with(case[1]):
+        api.create(job(**case[0]), dryRun="All")
+
+
+@pytest.mark.parametrize("case", REFUSED_AS_CHANGE, ids=refusal)
+def test_what_must_not_change_is_refused_while_the_job_runs(api: Api, case: tuple[str, Any, str]) -> None:
+    name = new_job(api)
+    with refused_with(case[2]):
+        api.patch(name, changed({}, *case[:2]))
 
 
 @pytest.mark.parametrize(
@@ -140,20 +135,8 @@ def test_host_is_a_level_of_every_preset(api: Api, preset: str) -> None:
     "path", ["spec.spare", "spec.checkpoint.deltas", "spec.tiers.local.mode", "spec.worker"]
 )
 def test_unknown_field_is_named_and_refused_by_kubectls_validation(api: Api, path: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with refused_with(f'unknown field "{path}"', code=400):
         api.create(changed(job(), path, {}), dryRun="All", fieldValidation="Strict")
-    assert refused.value.code == 400
-    assert f'unknown field "{path}"' in refused.value.message
-
-
-@pytest.mark.parametrize("case", REFUSED_AS_CHANGE, ids=refusal)
-def test_what_must_not_change_is_refused_while_the_job_runs(api: Api, case: tuple[str, Any, str]) -> None:
-    path, value, sentence = case
-    name = new_job(api)
-    with pytest.raises(Refused) as refused:
-        api.patch(name, changed({}, path, value))
-    assert refused.value.code == 422
-    assert sentence in refused.value.message
 
 
 @pytest.mark.parametrize("case", ACCEPTED_AS_CHANGE, ids=lambda case: case[0])
@@ -169,42 +152,6 @@ def test_workers_can_change_once_the_job_is_suspended(api: Api) -> None:
         api.patch(name, {"spec": {"suspend": True, "workers": 8}})
     api.patch(name, {"spec": {"suspend": True}})
     assert api.patch(name, {"spec": {"workers": 8, "suspend": False}})["spec"]["workers"] == 8
-
-
-def full_status() -> dict[str, Any]:
-    """Everything that the controller can write."""
-    return render_record(
-        JobRecord(
-            observed_generation=1,
-            attempt=3,
-            phase="Running",
-            members="digest",
-            history=History((Branch(1, 0), Branch(3, 40, ranks=8))),
-            crashes=1,
-            disruptions=1,
-            step=57,
-            step_seconds=0.25,
-            tiers={tier: TierRecord(step, NOW, 57 - step) for tier,
-                step in (("local", 55), ("peer", 50), ("remote", 40))},
-            placement=PlacementRecord("hash", "rack", ("any one rack", "any one host"), 0, complete=True),
-            size=SizeRecord(3, 1.5),
-            spares=SparesRecord(2, 1),
-            recovery=Recovery("PodLost", "pod j-2-0 is gone", 1.5, 2.5, 3, "because", 40, 1, 3, 3.5, 4.5,
-                5.5),
-            last_recovery={
-                "attempt": 3, "cause": "NodeLost", "message": "node n-1 is lost", "reason": "because",
-                "tiers": {"local": 3, "peer": 1, "remote": 0}, "step": 40, "lostSteps": 3,
-                "detectSeconds": 1.0,
-                "restoreSeconds": 2.25, "totalSeconds": 4.0, "time": NOW,
-            },
-            started=NOW,
-            completed=NOW,
-            conditions=(
-                Condition("Running", True, "Released", "The trainers were released.", NOW, 1),
-                Condition("Protected", True, "CopiesComplete", "Every copy is made.", NOW, 1),
-            ),
-        )
-    )  # fmt: skip
 
 
 def test_everything_the_controller_writes_is_kept(api: Api) -> None:
@@ -226,11 +173,9 @@ def test_status_changes_neither_spec_nor_generation(api: Api) -> None:
 
 
 def test_condition_without_a_reason_is_refused(api: Api) -> None:
-    name = new_job(api)
     bad = {"type": "Running", "status": "True", "reason": "", "message": "", "lastTransitionTime": NOW}
-    with pytest.raises(Refused) as refused:
-        api.patch_status(name, {"conditions": [bad]})
-    assert "reason" in refused.value.message
+    with refused_with("reason"):
+        api.patch_status(new_job(api), {"conditions": [bad]})
 
 
 def test_second_condition_of_a_type_is_refused(api: Api) -> None:
@@ -258,36 +203,28 @@ def test_moments_in_the_status_are_times_that_a_person_can_read(api: Api) -> Non
         api.patch_status(name, {"recovery": {**told["recovery"], "detectedAt": "yesterday"}})
 
 
-def test_nothing_is_tolerated_in_the_list_before_copies_are_complete(api: Api) -> None:
+def columns_of(api: Api, status: dict[str, Any]) -> dict[str, Any]:
+    """Of the list, for a job with that status."""
     name = new_job(api)
-    placed = PlacementRecord("hash", "rack", ("any one rack",), 0)
-    api.patch_status(name, render_record(JobRecord(attempt=1, phase="Starting", placement=placed)))
+    api.patch_status(name, status)
     table = api.table()
-    columns = [column["name"] for column in table["columnDefinitions"]]
+    names = [column["name"] for column in table["columnDefinitions"]]
     row = next(row["cells"] for row in table["rows"] if row["cells"][0] == name)
-    assert not dict(zip(columns, row, strict=True))["Tolerates"]
+    return dict(zip(names, row, strict=True))
+
+
+def test_nothing_is_tolerated_in_the_list_before_copies_are_complete(api: Api) -> None:
+    placed = PlacementRecord("hash", "rack", ("any one rack",), 0)
+    status = render_record(JobRecord(attempt=1, phase="Starting", placement=placed))
+    assert not columns_of(api, status)["Tolerates"]
 
 
 def test_columns_tell_the_jobs_story_in_one_line(api: Api) -> None:
-    name = new_job(api)
-    api.patch_status(name, full_status())
-    table = api.table()
-    columns = [column["name"] for column in table["columnDefinitions"]]
-    row = next(row["cells"] for row in table["rows"] if row["cells"][0] == name)
-    shown = dict(zip(columns, row, strict=True))
-    assert shown["Age"]
-    del shown["Age"]
+    shown = columns_of(api, full_status())
+    assert shown.pop("Age")
+    assert shown.pop("Name").startswith("j-")
     assert shown == {
-        "Name": name,
-        "Phase": "Running",
-        "Reason": None,
-        "Protected": "True",
-        "Step": 57,
-        "Peer-lag": 7,
-        "Remote-step": 40,
-        "Tolerates": "any one rack, any one host",
-        "Restarts": 2,
-        "Smaller": 3,
-        "Attempt": 3,
+        "Phase": "Running", "Reason": None, "Protected": "True", "Step": 57, "Peer-lag": 7, "Remote-step": 40,
+        "Tolerates": "any one rack, any one host", "Restarts": 2, "Smaller": 3, "Attempt": 3,
         "Last-cause": "NodeLost",
-    }
+    }  # fmt: skip

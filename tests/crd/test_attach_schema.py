@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.crd.crd_api import ROOT, Api, Refused
+from tests.crd.crd_api import ROOT, Api, Refused, refused_with
 from tests.crd.jobs import changed, job
 from tests.operator.attach.test_attach_admission import made_job
 
@@ -91,10 +91,8 @@ def test_mistake_in_a_policy_is_refused_with_the_jobs_sentence(
     policies: Api, path: str, value: Any, said: str
 ) -> None:
     raw = policy(checkpoint={"snapshot": {"everySteps": 5}, "sanityGate": "Off"})
-    with pytest.raises(Refused) as refused:
+    with refused_with(said):
         create(policies, changed(raw, path, value))
-    assert refused.value.code == 422
-    assert said in refused.value.message
 
 
 def test_what_belongs_to_the_owner_is_no_field_of_a_policy(policies: Api) -> None:
@@ -120,10 +118,8 @@ def test_job_that_the_operator_makes_for_an_owner_is_accepted(api: Api) -> None:
     ids=["template", "suspend", "spares", "kind"],
 )
 def test_attached_job_cannot_have_what_is_its_owners(api: Api, raw: dict[str, Any], said: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with refused_with(said):
         api.create(raw, dryRun="All")
-    assert refused.value.code == 422
-    assert said in refused.value.message
 
 
 def test_job_needs_a_template_or_an_owner(api: Api) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,23 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.crd.jobs import full_status
 from tiercheck.protocol import names
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.status import (
-    CheckpointRecord,
-    Facts,
-    FailedStartRecord,
-    HangRecord,
-    JobRecord,
-    MemoryRecord,
-    PlacementRecord,
-    ProofRecord,
-    Recovery,
-    SizeRecord,
-    SparesRecord,
-    TierRecord,
-    render_record,
-)
 from tiercheck_operator.planning.topology import PRESETS
 
 ROOT = Path(__file__).parents[2]
@@ -151,45 +139,8 @@ def test_conditions_are_a_list_map_by_type() -> None:
     assert listed["x-kubernetes-list-map-keys"] == ["type"]
 
 
-@pytest.mark.parametrize("name", ["status"])
-def test_controller_writes_no_field_that_would_be_pruned(name: str) -> None:
-    record = JobRecord(
-        members="digest",
-        step=3,
-        step_seconds=0.5,
-        tiers={tier: TierRecord(2, "2026-01-01T00:00:00Z", 1) for tier in ("local", "peer", "remote")},
-        proofs={tier: ProofRecord(2, "2026-01-01T00:00:00Z") for tier in ("local", "peer", "remote")},
-        placement=PlacementRecord("h", "rack", ("any one rack",), 0),
-        recovery=Recovery(
-            "NodeLost",
-            "node n is lost",
-            1.0,
-            2.0,
-            2,
-            "why",
-            2,
-            1,
-            1,
-            3.0,
-            4.0,
-            5.0,
-            facts=Facts(1, ("Evicted",), ("n",)),
-            rule="r",
-            tries=1,
-            reached=3,
-            noticed_at=1.5,
-        ),
-        size=SizeRecord(3, 1.5),
-        spares=SparesRecord(2, 1),
-        checkpoint=CheckpointRecord(3, "Off", "why"),
-        memory=MemoryRecord(4, 3, 2, 1),
-        hang=HangRecord(1, "n", 1),
-        failed_start=FailedStartRecord(1, "n", 1, (2,)),
-        last_recovery={"rule": "r", "deltas": 3, "rebuilt": 1, "tiers": {"local": 1, "peer": 2, "remote": 0}},
-        started="2026-01-01T00:00:00Z",
-        completed="2026-01-01T00:00:00Z",
-    )
-    assert unknown(render_record(record), SCHEMA["properties"][name], name) == []
+def test_controller_writes_no_field_that_would_be_pruned() -> None:
+    assert unknown(full_status(), SCHEMA["properties"]["status"], "status") == []
 
 
 def test_every_moment_that_the_controller_writes_is_a_time_for_the_api() -> None:
@@ -228,3 +179,81 @@ def unknown(value: Any, schema: dict[str, Any], path: str) -> list[str]:
         if name in declared
         for found in unknown(inner, declared[name], f"{path}.{name}")
     ]
+
+
+ROOTS = "spec|tiers|checkpoint|failurePolicy|restore|topology|sidecar|elastic|attach|gang"
+NAMED = re.compile(rf"(?<![\w./$-])(?:{ROOTS})(?:\.[a-z]\w*)+(?![\w(/-]|\.\w)")
+OF_OTHERS = {
+    "spec.containers",
+    "spec.levels",
+    "spec.nodeName",
+    "spec.resources",
+    "spec.schedulingGroup",
+    "spec.schedulingGroup.podGroupName",
+    "spec.schedulingPolicy",
+    "restore.load",
+    "sidecar.sock",
+    "sidecar.tiercheck.io",
+}
+"""Fields of pods, pod groups and Kueue's Topology; a module, a socket and a name."""
+
+
+def definition(name: str) -> dict[str, Any]:
+    (version,) = yaml.safe_load(Path(f"crds/{name}.yaml").read_text())["spec"]["versions"]
+    return dict(version["schema"]["openAPIV3Schema"])
+
+
+def is_defined(path: str, spec: dict[str, Any]) -> bool:
+    node = spec
+    for part in path.removeprefix("spec.").split("."):
+        while "items" in node:
+            node = node["items"]
+        if node.get("x-kubernetes-preserve-unknown-fields"):
+            return True
+        if part not in node.get("properties", {}):
+            return False
+        node = node["properties"][part]
+    return True
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Pages, and every text in the code."""
+    for page in [*Path("docs").rglob("*.md"), *Path().glob("*.md"), Path("charts/tiercheck/README.md")]:
+        if "design" not in page.parts and page.name != "CHANGELOG.md":
+            yield str(page), page.read_text()
+    for name in ("crds/tiercheckjobs.yaml", "charts/tiercheck/values.schema.json"):
+        yield name, Path(name).read_text()
+    for room in ("tiercheck", "operator", "sidecar", "cli"):
+        for file in Path(room).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield f"{file}:{node.lineno}", node.value
+
+
+def test_every_field_that_is_named_anywhere_is_defined() -> None:
+    job = definition("tiercheckjobs")["properties"]
+    chart = json.loads(Path("charts/tiercheck/values.schema.json").read_text())
+    missing = {
+        (where, found[0])
+        for where, text in texts()
+        for found in NAMED.finditer(text)
+        if found[0] not in OF_OTHERS
+        and not found[0].endswith((".md", ".py", ".yaml"))
+        and not any(is_defined(found[0], root) for root in (job["spec"], job["status"], chart))
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize("name", ["tiercheckjobs", "tiercheckpolicies"])
+def test_no_entry_of_a_list_has_a_default(name: str) -> None:
+    """What compares an applied object with the live one calls it changed for ever."""
+
+    def defaults(node: dict[str, Any], path: str, *, listed: bool) -> Iterator[str]:
+        if listed and "default" in node:
+            yield path
+        for key, child in node.get("properties", {}).items():
+            yield from defaults(child, f"{path}.{key}", listed=listed)
+        if isinstance(node.get("items"), dict):
+            yield from defaults(node["items"], f"{path}[]", listed=True)
+
+    assert list(defaults(definition(name), "", listed=False)) == []

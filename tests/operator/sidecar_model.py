@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 _LIVES = itertools.count()
 
 
+def by_age(artifact: Artifact) -> tuple[str, int, Version]:
+    """Orders snapshots and deltas of each rank from the oldest."""
+    return artifact.kind.value, artifact.rank, artifact.version
+
+
 @dataclass
 class SidecarModel:
     """One pod's sidecar and trainer, in a world that says what of all else they meet."""
@@ -44,14 +49,11 @@ class SidecarModel:
     pod: str
     worker: int
     directive: Directive | None = None
-    own: set[Version] = field(default_factory=set)
-    hosted: dict[int, set[Version]] = field(default_factory=dict)
-    own_deltas: set[Version] = field(default_factory=set)
-    hosted_deltas: dict[int, set[Version]] = field(default_factory=dict)
+    own: set[Artifact] = field(default_factory=set)
+    """What it made itself, as whatever worker it was then."""
+    hosted: set[Artifact] = field(default_factory=set)
+    """Copies of others' artifacts."""
     blocks: set[tuple[Share, Version, Kind]] = field(default_factory=set)
-    past: dict[int, set[Version]] = field(default_factory=dict)
-    """Own snapshots from when this was another worker, by that one's rank."""
-    past_deltas: dict[int, set[Version]] = field(default_factory=dict)
     captured_deltas: int = 0
     restore: RestoreReport = field(default_factory=lambda: RestoreReport(RestoreState.IDLE, None))
     trainer: TrainerReport = field(default_factory=lambda: TrainerReport(TrainerState.WAITING))
@@ -80,6 +82,39 @@ class SidecarModel:
     stuck_in: int = 0
     """The attempt in which it gave a mount up."""
 
+    @property
+    def told(self) -> Directive:
+        """The directive, which there is."""
+        assert self.directive is not None
+        return self.directive
+
+    @property
+    def mine(self) -> set[Artifact]:
+        """What it made as the worker that it is now."""
+        return {each for each in self.own if each.rank == self.worker}
+
+    def free(self, floor: int) -> None:
+        """Drops what is older than the snapshot at `floor`, and what an earlier placement keeps."""
+        hosted = {peer.worker for peer in self.told.hosted}
+        shares = {tuple(peer.worker for peer in group.members) for group in self.told.folded}
+
+        def stays(version: Version, kind: Kind) -> bool:
+            return version.step >= floor + (kind is Kind.DELTA)
+
+        self.own = {each for each in self.own if stays(each.version, each.kind)}
+        self.hosted = {e for e in self.hosted if e.rank in hosted and stays(e.version, e.kind)}
+        self.blocks = {(of, v, kind) for of, v, kind in self.blocks if of.ranks in shares and stays(v, kind)}
+
+    def fail(self, code: int = 1, reason: str = "Crashed", **more: object) -> None:
+        """The training command ends with that exit code."""
+        ended = {
+            "state": TrainerState.FAILED,
+            "exit_code": code,
+            "reason": reason,
+            "ended_at": self.world.now,
+        }
+        self.trainer = replace(self.trainer, **ended | more)  # type: ignore[arg-type]
+
     def accept(self, directive: Directive) -> None:
         old = self.directive
         if directive == old or directive.instance != self.instance or directive.number <= self.followed:
@@ -91,13 +126,7 @@ class SidecarModel:
                 "told to be another worker within an attempt"
             )
             assert directive.pod_uid == self.pod, "told what another pod should hear"
-            self.past.setdefault(self.worker, set()).update(self.own)
-            self.past_deltas.setdefault(self.worker, set()).update(self.own_deltas)
             self.worker = directive.worker
-            self.own, self.own_deltas = (
-                self.past.pop(self.worker, set()),
-                self.past_deltas.pop(self.worker, set()),
-            )
         if old is not None and (
             directive.attempt < old.attempt
             or (directive.attempt == old.attempt and directive.phase.order < old.phase.order)
@@ -154,10 +183,8 @@ class SidecarModel:
             holder = self.world.live_sidecar(peer.worker)
             if holder is None or holder.directive is None or holder.directive.attempt != directive.attempt:
                 continue
-            for mine, theirs in ((self.own, holder.hosted), (self.own_deltas, holder.hosted_deltas)):
-                kept = theirs.setdefault(self.worker, set())
-                self.owes |= not mine <= kept
-                kept |= mine
+            self.owes |= not self.mine <= holder.hosted
+            holder.hosted |= self.mine
 
     def _check(self) -> None:
         """It takes a second, and is repeated while it fails."""
@@ -287,25 +314,19 @@ class SidecarModel:
                 (
                     (artifact, source.peer.worker)
                     for artifact, source in zip(wanted, used, strict=True)
-                    if source.peer is not None
-                    and (source.peer.worker, rank, artifact.version) in self.world.bad_copies
-                    and artifact.kind is Kind.SNAPSHOT
+                    if source.peer is not None and (source.peer.worker, artifact) in self.world.bad_copies
                 ),
                 None,
             )
             if bad is not None:
                 artifact, worker = bad
                 failures.append("digest mismatch")
-                self.quarantined = (
-                    *self.quarantined,
-                    Quarantined(rank, artifact.version, worker, "digest mismatch"),
-                )
+                self.quarantined += (Quarantined(rank, artifact.version, worker, "digest mismatch"),)
                 sources = tuple(
                     source for source in sources if source.peer is None or source.peer.worker != worker
                 )
                 continue
-            self.own.add(chain.base)
-            self.own_deltas |= set(chain.deltas)
+            self.own.update(wanted)
             tier = max((source.tier for source in used), key=list(Tier).index)
             peer = next((source.peer.worker for source in used if source.peer is not None), None)
             rebuilt = used[0].parity is not None
@@ -318,78 +339,47 @@ class SidecarModel:
         whole chain is bad. So it does if the replicas of the snapshot differ.
         """
         for rank in self.restore.ranks:
-            base = None if version is None else version.step - rank.deltas
+            if version is None:
+                continue
+            base = version.step - rank.deltas
             for unequal in (each for each in self.world.unequal if each.step == base):
-                why = f"replicas held different bits when {unequal} was saved"
-                after = {each for each in self.own_deltas if each.step >= unequal.step}
-                bad = [(unequal, Kind.SNAPSHOT), *((each, Kind.DELTA) for each in sorted(after))]
-                self.quarantined += tuple(
-                    Quarantined(rank.rank, each, self.worker, why, kind, everywhere=True)
-                    for each, kind in bad
-                )
-                self.own, self.own_deltas = self.own - {unequal}, self.own_deltas - after
-                self.trainer = TrainerReport(
-                    TrainerState.FAILED,
-                    1,
-                    "Crashed",
-                    "unequal",
-                    ended_at=self.world.now,
-                    started_at=self.world.now,
-                )
-            for bad in sorted(self.world.bad_replays):
-                if (
-                    version is not None
-                    and bad[0] == rank.rank
-                    and -rank.deltas < bad[1].step - version.step <= 0
-                ):
-                    assert version is not None
+                bad = {
+                    each
+                    for each in self.mine
+                    if each.version == unequal or (each.kind is Kind.DELTA and each.version > unequal)
+                }
+                self._end_with_bad(bad, f"replicas held different bits when {unequal} was saved")
+            for of, delta in sorted(self.world.bad_replays):
+                if of == rank.rank and base < delta.step <= version.step:
                     why = (
-                        f"replaying the delta of step {bad[1].step} did not give the state that it was "
+                        f"replaying the delta of step {delta.step} did not give the state that it was "
                         "taken from"
                     )
-                    chain = [v for v in self.own_deltas if -rank.deltas < v.step - version.step <= 0]
-                    self.quarantined += tuple(
-                        Quarantined(rank.rank, delta, self.worker, why, Kind.DELTA, everywhere=True)
-                        for delta in sorted(chain)
-                    )
-                    self.own_deltas -= set(chain)
-                    self.trainer = TrainerReport(
-                        TrainerState.FAILED,
-                        1,
-                        "Crashed",
-                        "replay",
-                        ended_at=self.world.now,
-                        started_at=self.world.now,
-                    )
+                    chain = {
+                        each
+                        for each in self.mine
+                        if each.kind is Kind.DELTA and base < each.version.step <= version.step
+                    }
+                    self._end_with_bad(chain, why)
+
+    def _end_with_bad(self, artifacts: set[Artifact], why: str) -> None:
+        self.quarantined += tuple(
+            Quarantined(each.rank, each.version, self.worker, why, each.kind, everywhere=True)
+            for each in sorted(artifacts, key=by_age)
+        )
+        self.own -= artifacts
+        self.trainer = TrainerReport(TrainerState.WAITING, started_at=self.world.now)
+        self.fail(message="the state is not what was saved")
 
     def report(self) -> Report:
         world = self.world
         self.serial += 1
         directive = self.directive
         absent = self.trainer.state is TrainerState.WAITING and self.worker in world.slow_trainers
-        holdings = [Holding(self.worker, version, Tier.LOCAL, 1) for version in sorted(self.own)]
-        holdings += [
-            Holding(rank, version, Tier.PEER, 1)
-            for rank, held in self.hosted.items()
-            for version in sorted(held)
-        ]
-        holdings += [
-            Holding(rank, version, Tier.LOCAL, 1)
-            for rank, held in self.past.items()
-            for version in sorted(held)
-        ]
-        holdings += [
-            Holding(self.worker, version, Tier.LOCAL, 1, Kind.DELTA) for version in sorted(self.own_deltas)
-        ]
-        holdings += [
-            Holding(rank, version, Tier.LOCAL, 1, Kind.DELTA)
-            for rank, held in self.past_deltas.items()
-            for version in sorted(held)
-        ]
-        holdings += [
-            Holding(rank, version, Tier.PEER, 1, Kind.DELTA)
-            for rank, held in self.hosted_deltas.items()
-            for version in sorted(held)
+        holdings = [
+            Holding(each.rank, each.version, tier, 1, each.kind)
+            for tier, held in ((Tier.LOCAL, self.own), (Tier.PEER, self.hosted))
+            for each in sorted(held, key=by_age)
         ]
         holdings += [
             Holding(share.ranks[0], version, Tier.PEER, 1, kind, share)

@@ -101,8 +101,7 @@ def _unsigned(report: Report, **changes: int) -> Report:
 def some_sidecar() -> SidecarModel:
     """Of worker 1, while its job trains."""
     world = World()
-    for _ in range(5):
-        world.tick()
+    world.train(5)
     return world.sidecars[world.member(1)]
 
 

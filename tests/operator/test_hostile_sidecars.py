@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import random
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from aiohttp import web
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from tests.examples import examples
+from tests.operator.sidecar_model import SidecarModel
 from tests.operator.sidecar_over_https import (
     CREDENTIALS,
     HOST,
@@ -23,13 +31,31 @@ from tests.operator.sidecar_over_https import (
     some_report,
     until,
 )
-from tiercheck.protocol.directive import Tier
+from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
+from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.report import Holding, Problem, Quarantined, RankRestore, RemoteReport
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.report import (
+    Break,
+    Holding,
+    Problem,
+    Proof,
+    Quarantined,
+    RankRestore,
+    RemoteReport,
+    Report,
+    Unreachable,
+    Watermarks,
+)
+from tiercheck.protocol.version import Branch, History, Kind, Share, Version
+from tiercheck_local.apiserver.schema.structural import faults
 from tiercheck_operator import sidecars
 from tiercheck_operator.model import conditions
-from tiercheck_operator.sidecars import JobSidecars
+from tiercheck_operator.model.status import render_record
+from tiercheck_operator.planning.recovery import availability
+from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
+from tiercheck_operator.planning.recovery.recovery import Recover, RecoveryProblem, decide_recovery
+from tiercheck_operator.plausible import MOST, by_our_clock, make_plausible
+from tiercheck_operator.sidecars import JobSidecars, read_report
 
 MIB = 2**20
 
@@ -178,3 +204,160 @@ def test_newest_reports_of_sixty_four_sidecars_stay_small_whatever_is_in_them(ki
     told = {problem.reason for report in kept for problem in report.problems}
     assert conditions.BAD_REPORT in told, "whose job it is sees why the rest is left out"
     assert kept[-1].trainer == some_report().trainer, "and training is still seen"
+
+
+# No lie makes a decision fail, take long, or give a status that the API server refuses: one process decides
+# for all teams.
+
+
+_CRD = yaml.safe_load((Path(__file__).parents[2] / "crds" / "tiercheckjobs.yaml").read_text())
+_STATUS = _CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+_WHOLE = (-(2**63), -(2**31), -2, -1, 0, 1, 300, 2**31, 2**53, 2**62, 2**63 - 1)
+_REAL = (-1e308, -1e18, -1.0, 0.0, 1e12, 1e18, 1e308)
+_TEXT = ("", "x" * 50_000, "a b\n\x00", "{0}%s", "-", "é" * 300)
+SPECS: tuple[dict[str, Any], ...] = (
+    {"remote": REMOTE},
+    {"remote": REMOTE, "delta": DeltaMode.REPLAY},
+    {"copies": 0, "parity": (2, 1), "delta": DeltaMode.REPLAY},
+)
+EVENTS: tuple[Callable[[World], object], ...] = (
+    lambda world: None,
+    lambda world: world.crash(1),
+    lambda world: world.kill_node(world.home(1)),
+    lambda world: world.evict(world.member(1)),
+)
+
+
+def _way(value: Any, numbers: random.Random) -> list[Any]:
+    """To some value in it: each field of a message is as likely as any other, however much it holds."""
+    way: list[Any] = []
+    while (
+        isinstance(value, (dict, list)) and value and not (isinstance(value, list) and numbers.random() < 0.2)
+    ):
+        keys = (
+            [key for key in value if key not in ("job_uid", "pod_uid")]
+            if isinstance(value, dict)
+            else range(len(value))
+        )
+        way.append(numbers.choice(keys))
+        value = value[way[-1]]
+    return way
+
+
+def _lie(value: Any, numbers: random.Random) -> Any:
+    """In place of a true value, of the same type or of none."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return numbers.choice(_WHOLE)
+    if isinstance(value, float):
+        return numbers.choice(_REAL)
+    if isinstance(value, str):
+        return numbers.choice(_TEXT)
+    if isinstance(value, list):
+        return numbers.choice(([], value * 2, value[:1] * 60))
+    return numbers.choice((1, 1e300, -5.0, {"step": 2**62, "attempt": 1}, "x"))
+
+
+def lying(report: Report, numbers: random.Random) -> Report:
+    """As the operator takes it."""
+    raw = json.loads(to_json(report))
+    while True:
+        told = json.loads(json.dumps(raw))
+        for _ in range(numbers.choice((1, 4, 12))):
+            *way, last = _way(told, numbers)
+            place = told
+            for key in way:
+                place = place[key]
+            place[last] = _lie(place[last], numbers)
+        try:
+            read = read_report(json.dumps(told).encode())
+        except ValueError:
+            continue
+        return make_plausible(by_our_clock(read, numbers.choice((0.0, 0.0, 2.5e11, -6e10))))
+
+
+def make_lie(liar: SidecarModel, tell: Callable[[Report], Report]) -> None:
+    honest = liar.report
+    liar.report = lambda: tell(honest())  # type: ignore[method-assign]
+
+
+@settings(max_examples=examples(15))
+@example(28)
+@example(41)
+@given(st.integers(0, 2**32))
+def test_no_lie_ends_a_decision_or_makes_a_status_that_is_refused(seed: int) -> None:
+    numbers = random.Random(seed)
+    world = World(make_spec(**numbers.choice(SPECS)))
+    world.until("Running")
+    world.train(numbers.randrange(5))
+    make_lie(world.sidecars[world.member(2)], lambda report: lying(report, numbers))
+    numbers.choice(EVENTS)(world)
+    for _ in range(12):
+        world.tick()
+        assert not faults(render_record(world.status), _STATUS)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [Share(2**62, (2,)), Share(-1, (2,)), Share(0, ()), Share(0, tuple(range(10**4)))],
+    ids=["far", "none", "of nobody", "of all"],
+)
+@pytest.mark.parametrize("spec", [{}, {"copies": 0, "parity": (2, 1)}], ids=["copies", "parity"])
+def test_a_block_that_no_code_has_is_no_block(share: Share, spec: dict[str, Any]) -> None:
+    world = trained(steps=4, **spec)
+    version = max(each.version for each in world.sidecar(2).own)
+    block = Holding(2, version, Tier.PEER, 1, Kind.SNAPSHOT, share)
+    make_lie(
+        world.sidecars[world.member(2)],
+        lambda report: make_plausible(replace(report, holdings=(*report.holdings, block))),
+    )
+    world.crash(1)
+    assert world.recovered()["step"]
+
+
+def test_versions_without_number_are_not_all_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred thousand fit into one report; with them a decision took minutes, and a gigabyte."""
+    monkeypatch.setattr(availability, "_MOST_VERSIONS", 64)
+    told = [Version(step, 1) for step in range(1, 1001)]
+    remote = RemoteInventory(configured=True, reachable=True, versions=told)
+    lies = [JobInventory(0, {0: Artifacts(frozenset(told[:500]), frozenset())})]
+    situation = RecoveryProblem(2, 1, History((Branch(1, 0, 2),)), lies, remote)
+    assert situation.stock.versions == tuple(told[-64:]), "the newest of them"
+    outcome = decide_recovery(situation)
+    assert isinstance(outcome, Recover)
+    assert outcome.version == told[-1]
+
+
+def test_what_is_true_is_taken_as_it_is() -> None:
+    report = some_report()
+    assert make_plausible(report) == report
+    held = tuple(
+        Holding(n, Version(n, 1), Tier.PEER, n, Kind.DELTA, Share(n % 4, (n, n + 1))) for n in range(20)
+    )
+    assert make_plausible(replace(report, holdings=held)).holdings == held
+
+
+def test_a_number_that_no_job_has_is_brought_to_one_that_some_job_could_have() -> None:
+    far = Version(2**63 - 1, 2**63 - 1)
+    told = replace(
+        some_report(), watermarks=Watermarks(far, far, far),
+        proofs=(Proof(Tier.PEER, far, -1e300, 1e300, -(2**63)),),
+        unreachable=(Unreachable(1, "h", 1e300, Break.SILENT),), problems=(Problem("no word", "x"),),
+    )  # fmt: skip
+    found = make_plausible(told)
+    assert found.watermarks.local == Version(MOST, MOST)
+    assert (found.proofs[0].at, found.unreachable[0].since) == (-(2.0**31), 253_370_764_800.0)
+    assert found.problems[0].message == "x"
+
+
+async def test_it_is_heard_all_the_same(sidecar: ServedSidecar, listening: JobSidecars) -> None:
+    """Not taken for silent: that would cost a healthy worker its place."""
+    uid = sidecar.report.pod_uid
+    told = replace(sidecar.report, watermarks=Watermarks(Version(2**63 - 1, 1)))
+    sidecar.answer = plain(body=to_json(told))(sidecar)
+    listening.follow({uid: HOST})
+    await until(lambda: heard(listening, uid) is not None)
+    known = heard(listening, uid)
+    assert known is not None
+    assert known.watermarks.local == Version(MOST, 1)

@@ -61,6 +61,14 @@ async def sidecar(tmp_path: Path) -> AsyncIterator[ServedSidecar]:
     await runner.cleanup()
 
 
+async def follow(sidecar: ServedSidecar, client: JobSidecars, polls: bool = False) -> str:
+    """Returns the pod's UID once the client has heard of it, or (`polls`) waits for news in a long poll."""
+    uid = sidecar.report.pod_uid
+    client.follow({uid: HOST})
+    await until(lambda: 30.0 in sidecar.asked if polls else heard(client, uid))
+    return uid
+
+
 @pytest.fixture
 async def listening() -> AsyncIterator[JobSidecars]:
     woken = asyncio.Event()
@@ -86,9 +94,7 @@ async def test_what_a_sidecar_claims_of_a_newer_attempt_counts_if_the_operator_s
 async def test_each_pod_is_shown_a_signature_of_its_own_and_gets_that_of_the_attempt(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid = sidecar.report.pod_uid
-    listening.follow({uid: HOST})
-    await until(lambda: heard(listening, uid) is not None)
+    uid = await follow(sidecar, listening)
     directive = sidecar.model.directive
     assert directive is not None
     await listening.push(uid, dataclasses.replace(directive, number=directive.number + 1))
@@ -109,9 +115,7 @@ async def test_news_arrives_while_a_long_poll_waits(sidecar: ServedSidecar, list
 async def test_probe_is_answered_beside_a_long_poll_that_has_nothing_to_say(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid = sidecar.report.pod_uid
-    listening.follow({uid: HOST})
-    await until(lambda: 30.0 in sidecar.asked)
+    uid = await follow(sidecar, listening, polls=True)
     answered = listening.reports[uid].answered_at
     listening.probe(uid)
     await until(lambda: listening.reports[uid].answered_at != answered)
@@ -195,9 +199,7 @@ async def test_what_was_held_grows_old_when_an_answer_that_leaves_it_out_names_a
 async def test_what_is_held_is_not_kept_of_a_poll_that_asked_for_it_in_time(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid = sidecar.report.pod_uid
-    listening.follow({uid: HOST})
-    await until(lambda: 30.0 in sidecar.asked)
+    uid = await follow(sidecar, listening, polls=True)
     listening.want_holdings(False)
     sidecar.tell(holdings=HELD, attempt=8088)
     await until(lambda: listening.reports[uid].report == bare(sidecar.report))
@@ -244,9 +246,7 @@ def test_table_that_many_directives_share_is_written_once_and_read_by_everybody(
 async def test_table_of_thousands_of_sources_leaves_no_room_behind_and_arrives_whole(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid = sidecar.report.pod_uid
-    listening.follow({uid: HOST})
-    await until(lambda: heard(listening, uid))
+    uid = await follow(sidecar, listening)
     hosts = tuple(f"10.{worker // 250}.{worker % 250}.1" for worker in range(9000))
     table = SourceTable(tuple(range(9000)), hosts, (), ((8, 8999),))
     told = dataclasses.replace(a_directive(), restore=Restore(Version(5, 1), table, 8))
@@ -313,9 +313,7 @@ async def test_second_connections_of_all_jobs_together_are_bounded(
 async def test_no_second_connection_is_kept_in_a_first_attempt(
     sidecar: ServedSidecar, listening: JobSidecars
 ) -> None:
-    uid = sidecar.report.pod_uid
-    listening.follow({uid: HOST})
-    await until(lambda: heard(listening, uid))
+    uid = await follow(sidecar, listening)
     await listening.push(uid, a_directive(attempt=1))
     assert sidecar.connection.lower() == "close"
 
@@ -606,9 +604,7 @@ async def test_times_of_a_sidecar_whose_clock_is_wrong_are_told_by_ours(
     ended = time.time() - 5
     trainer = dataclasses.replace(sidecar.report.trainer, ended_at=ended + ahead)
     sidecar.tell(trainer=trainer)
-    uid = sidecar.report.pod_uid
-    listening.follow({uid: HOST})
-    await until(lambda: heard(listening, uid))
+    uid = await follow(sidecar, listening)
     report = heard(listening, uid)
     assert report is not None
     assert report.trainer.ended_at == pytest.approx(ended, abs=30.0)

@@ -11,18 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from tests.operator.kubelet_words import SidecarContainer, sidecar_view
-from tests.operator.sidecar_model import SidecarModel
+from tests.operator.sidecar_model import SidecarModel, by_age
 from tiercheck.clocks import SteadyClock
 from tiercheck.protocol.directive import DeltaMode, Directive, ParityGroup, Source, Tier
-from tiercheck.protocol.report import (
-    SPARE,
-    Break,
-    TrainerState,
-    Unreachable,
-)
+from tiercheck.protocol.report import SPARE, Break, Report, TrainerState, Unreachable
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.controller.execute import RefusalMemory
@@ -58,7 +53,7 @@ from tiercheck_operator.model.observed import (
     WorkerReport,
 )
 from tiercheck_operator.model.spec import JobSpec
-from tiercheck_operator.model.status import JobRecord, parse_record, render_record
+from tiercheck_operator.model.status import Condition, JobRecord, parse_record, render_record
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["python", "train.py"]}]}}
 START = 1_800_000_000.0
@@ -122,8 +117,8 @@ class World:
         self.made: dict[Version, int] = {}
         """By how many workers each snapshot was made."""
         self.bad_remote: set[Version] = set()
-        self.bad_copies: set[tuple[int, int, Version]] = set()
-        """(holder, rank, version of a snapshot)."""
+        self.bad_copies: set[tuple[int, Artifact]] = set()
+        """(holder, what it keeps)."""
         self.bad_replays: set[tuple[int, Version]] = set()
         """(rank, version of a delta): its replay gives another state than was recorded."""
         self.unequal: set[Version] = set()
@@ -225,6 +220,33 @@ class World:
     @property
     def status(self) -> JobRecord:
         return self.job.status
+
+    def condition(self, kind: str) -> Condition:
+        """Returns a condition that the status has."""
+        found = self.status.condition(kind)
+        assert found is not None, f"nothing is said of {kind}"
+        return found
+
+    def told(self, kind: str) -> tuple[bool | None, str, str]:
+        """Returns status, reason and message of a condition that the status has."""
+        found = self.condition(kind)
+        return found.status, found.reason, found.message
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """`status.lastRecovery`, which there is."""
+        assert self.status.last_recovery is not None
+        return dict(self.status.last_recovery)
+
+    @property
+    def saved(self) -> SavedPlacement:
+        """The placement that was written down, which there is."""
+        assert self.placement is not None
+        return self.placement
+
+    def change(self, **spec: object) -> None:
+        """The owner changes the job's spec."""
+        self.job = replace(self.job, spec=replace(self.job.spec, **spec))  # type: ignore[arg-type]
 
     def observe(self) -> Observation:
         image = choose_sidecar_image(self.job.status, self.pods.values(), self.image)
@@ -363,7 +385,8 @@ class World:
         self.dying[uid] = self.now + self.grace
 
     def _gone(self, uid: str) -> None:
-        for table in (self.pods, self.sidecars, self.reports, self.dying, self.position, self.containers):
+        self._vanish(uid)
+        for table in (self.pods, self.dying):
             table.pop(uid, None)
 
     def _kubelets(self) -> None:
@@ -391,20 +414,18 @@ class World:
                 ]
                 if not fit:
                     since = pod.unschedulable_since or self.now
-                    self.pods[uid] = replace(
-                        pod, unschedulable_since=since, message="Unschedulable: 0 nodes fit"
-                    )
+                    self.change_pod(uid, unschedulable_since=since, message="Unschedulable: 0 nodes fit")
                     continue
                 unwelcome = self.unwelcome_to.get(pod.name, ())
                 order = [(n.name != self.liked, n.hostname in unwelcome, used[n.name], n.name) for n in fit]
                 node = min(order)[-1]
                 used[node] += 1
-                self.pods[uid] = replace(
-                    pod, node=node, unschedulable_since=None, claimed=False, message="", housed_since=self.now
+                self.change_pod(
+                    uid, node=node, unschedulable_since=None, claimed=False, message="", housed_since=self.now
                 )
             elif pod.ip is None and pod.node in self.not_starting:
                 phase, reason, words = self.not_starting[pod.node]
-                self.pods[uid] = replace(pod, claimed=True, phase=phase, disruption=reason, message=words)
+                self.change_pod(uid, claimed=True, phase=phase, disruption=reason, message=words)
             elif pod.ip is None and not self._no_kubelet(pod.node):
                 address = f"127.0.0.{int(uid[4:])}"
                 self.pods[uid] = replace(pod, ip=address, phase="Running", claimed=True)
@@ -431,6 +452,22 @@ class World:
             said = replace(sidecar_view(container.status), since=self.now)
             self.pods[uid] = replace(self.pods[uid], sidecar=said)
 
+    def change_pod(self, pod: str | int, **changes: object) -> None:
+        """`pod`: its UID, or the worker whose newest one it is."""
+        uid = self.member(pod) if isinstance(pod, int) else pod
+        self.pods[uid] = replace(self.pods[uid], **changes)  # type: ignore[arg-type]
+
+    def change_nodes(self, *names: str, **changes: object) -> None:
+        """Those nodes; all of them if none is named."""
+        for name in names or tuple(self.nodes):
+            self.nodes[name] = replace(self.nodes[name], **changes)  # type: ignore[arg-type]
+
+    def sidecar(self, worker: int) -> SidecarModel:
+        """Returns the reachable sidecar of the worker's newest pod, which there is."""
+        found = self.live_sidecar(worker)
+        assert found is not None
+        return found
+
     def live_sidecar(self, worker: int | None) -> SidecarModel | None:
         """The reachable sidecar of the worker's newest pod."""
         found = [
@@ -454,27 +491,12 @@ class World:
             return (
                 self.added_up(source.parity, rank, asking) if old else self.rebuildable(source.parity, rank)
             )
-        worker = asking.worker if source.tier is Tier.LOCAL else source.peer.worker if source.peer else None
-        holder = asking if source.tier is Tier.LOCAL else self.live_sidecar(worker)
+        peer = source.peer.worker if source.peer else None
+        holder = asking if source.tier is Tier.LOCAL else self.live_sidecar(peer)
         if holder is None:
             return []
-        own = source.tier is Tier.LOCAL
-        elsewhere = holder.hosted.get(rank, set()) | holder.past.get(rank, set())
-        deltas_elsewhere = holder.hosted_deltas.get(rank, set()) | holder.past_deltas.get(rank, set())
-        if (
-            holder.worker == rank
-            and asking.directive
-            and asking.directive.restore
-            and asking.directive.restore.world_size
-        ):
-            elsewhere |= holder.own  # resized: nobody is at home
-            deltas_elsewhere |= holder.own_deltas
-        snapshots = holder.own if own else elsewhere
-        deltas = holder.own_deltas if own else deltas_elsewhere
-        return [
-            *(Artifact(rank, version) for version in sorted(snapshots)),
-            *(Artifact(rank, version, Kind.DELTA) for version in sorted(deltas)),
-        ]
+        held = holder.own if source.tier is Tier.LOCAL else holder.own | holder.hosted
+        return sorted((each for each in held if each.rank == rank), key=by_age)
 
     def rebuildable(self, group: ParityGroup, rank: int) -> list[Artifact]:
         """What the group's blocks and the other members give of the rank. One rank per worker."""
@@ -493,7 +515,7 @@ class World:
             for other in ranks:
                 sidecar = self.live_sidecar(other)
                 if other != rank and sidecar is not None:
-                    there += version in (sidecar.own if kind is Kind.SNAPSHOT else sidecar.own_deltas)
+                    there += Artifact(other, version, kind) in sidecar.own
             if there >= len(ranks):
                 found.append(Artifact(rank, version, kind))
         return found
@@ -533,13 +555,7 @@ class World:
         here = {uid for uid, pod in self.pods.items() if pod.node == name}
         for uid, sidecar in self.sidecars.items():
             if uid not in here and sidecar.trainer.state is TrainerState.RUNNING:
-                sidecar.trainer = replace(
-                    sidecar.trainer,
-                    state=TrainerState.FAILED,
-                    exit_code=1,
-                    reason="Crashed",
-                    ended_at=self.now,
-                )
+                sidecar.fail()
 
     def stop_kubelet(self, name: str) -> None:
         self.stopped_kubelets.setdefault(name, self.now)
@@ -560,6 +576,11 @@ class World:
                 if pod.node == name:
                     self._gone(uid)
 
+    def cut_off(self, node: str, *others: str) -> None:
+        """Nothing gets through between it and those (all other nodes and "controller" if none is named)."""
+        ends = others or (*self.nodes, "controller")
+        self.cut |= {frozenset((node, other)) for other in ends if other != node}
+
     def evict(self, uid: str) -> None:
         pod = self.pods.get(uid)
         if pod is not None and not pod.deleting:
@@ -569,21 +590,13 @@ class World:
         sidecar = self.live_sidecar(worker)
         if sidecar is None or sidecar.trainer.state is not TrainerState.RUNNING:
             return False
-        sidecar.trainer = replace(
-            sidecar.trainer,
-            state=TrainerState.FAILED, exit_code=code, reason=reason, message=message, ended_at=self.now,
-        )  # fmt: skip
+        sidecar.fail(code, reason, message=message)
         return True
 
     def spoil_copies(self, worker: int) -> None:
         """All that its holder has of it now goes bad."""
-        sidecar = self.live_sidecar(worker)
-        assert sidecar is not None
-        assert sidecar.directive is not None
-        holder = sidecar.directive.holders[0].worker
-        keeper = self.live_sidecar(holder)
-        assert keeper is not None
-        self.bad_copies |= {(holder, worker, version) for version in keeper.hosted[worker]}
+        holder = self.sidecar(worker).told.holders[0].worker
+        self.bad_copies |= {(holder, each) for each in self.sidecar(holder).hosted if each.rank == worker}
 
     def member(self, worker: int) -> str:
         """UID of the worker's newest pod."""
@@ -632,20 +645,14 @@ class World:
         ill = [s for s in team.values() if {s.worker, self.pods[s.pod].node} & self.bad_starts]
         ill = [s for s in ill if s.trainer.first_step_at is None]
         for s in ill:
-            s.trainer = replace(
-                s.trainer, state=TrainerState.FAILED, exit_code=1, reason="Crashed", ended_at=self.now
-            )
+            s.fail()
         failed = any({s.worker, self.pods[s.pod].node}.isdisjoint(self.bad_starts) for s in ended)
         if ill or (ended and not failed):
             return  # the others have not met yet
         if failed or self.stillborn:
             for s in team.values():  # a broken collective brings the others down
-                if s.pod in self.undying:
-                    continue
-                code = self.stillborn_code if self.stillborn else 1
-                s.trainer = replace(
-                    s.trainer, state=TrainerState.FAILED, exit_code=code, reason="Crashed", ended_at=self.now
-                )
+                if s.pod not in self.undying:
+                    s.fail(self.stillborn_code if self.stillborn else 1)
             return
         if not team or any(len(team) < s.directive.workers for s in team.values() if s.directive):
             return
@@ -669,10 +676,12 @@ class World:
             return
         if not all(self.listens(s.pod) for s in team.values()):
             return  # no version is complete without that one's part
+        version = Version(step, attempt)
         if self.job.spec.delta is not DeltaMode.NONE:
-            self._delta(team, Version(step, attempt))
+            self._save(team, version, Kind.DELTA)
         if step % (self.job.spec.snapshot_every or 4) == 0:
-            self._snapshot(team, Version(step, attempt))
+            self._save(team, version, Kind.SNAPSHOT)
+            self._complete(team, version)
 
     def _stall(self, team: dict[int, SidecarModel], step: int) -> None:
         """What the sidecars say once their limit has passed."""
@@ -685,69 +694,36 @@ class World:
                     s.trainer, stalled_since=self.moved_at, slowest_rank=worker, slowest_step=slowest
                 )
 
-    def _snapshot(self, team: dict[int, SidecarModel], version: Version) -> None:
+    def _save(self, team: dict[int, SidecarModel], version: Version, kind: Kind) -> None:
+        """Each has its own and its holders a copy; a block is complete when every member's is in it."""
         for sidecar in team.values():
-            sidecar.own.add(version)
-            for holder in sidecar.directive.holders if sidecar.directive else ():
+            if kind is Kind.DELTA and (sidecar.worker, version.step) in self.skipped:
+                continue
+            artifact = Artifact(sidecar.worker, version, kind)
+            sidecar.own.add(artifact)
+            sidecar.captured_deltas += kind is Kind.DELTA
+            for holder in sidecar.told.holders:
                 if holder.worker in team:
-                    team[holder.worker].hosted.setdefault(sidecar.worker, set()).add(version)
+                    team[holder.worker].hosted.add(artifact)
+        for sidecar in team.values():
+            for group in sidecar.told.folded:
+                ranks = tuple(peer.worker for peer in group.members)
+                if all(each in team and Artifact(each, version, kind) in team[each].own for each in ranks):
+                    index = [peer.worker for peer in group.holders].index(sidecar.worker)
+                    sidecar.blocks.add((Share(index, ranks), version, kind))
+
+    def _complete(self, team: dict[int, SidecarModel], version: Version) -> None:
+        """All have the snapshot: older ones go, and it may go to the remote tier."""
         self.made[version] = len(team)
-        self._fold(team, version, Kind.SNAPSHOT)
         self.committed = version
-        for directive in {s.directive.placement: s.directive for s in team.values() if s.directive}.values():
+        for directive in {s.told.placement: s.told for s in team.values()}.values():
             if directive.holders or directive.parity:
                 self.copied[directive.attempt, directive.placement] = version
-        self._free(team, version.step - (self.job.spec.snapshot_every or 4))
+        for sidecar in team.values():
+            sidecar.free(version.step - (self.job.spec.snapshot_every or 4))
         remote = self.job.spec.remote
         if remote is not None and version.step % remote["everySteps"] == 0 and self.remote_up:
             self.remote = set(sorted({*self.remote, version})[-remote["keep"] :])
-
-    def _delta(self, team: dict[int, SidecarModel], version: Version) -> None:
-        for sidecar in team.values():
-            if (sidecar.worker, version.step) in self.skipped:
-                continue
-            sidecar.own_deltas.add(version)
-            sidecar.captured_deltas += 1
-            for holder in sidecar.directive.holders if sidecar.directive else ():
-                if holder.worker in team:
-                    team[holder.worker].hosted_deltas.setdefault(sidecar.worker, set()).add(version)
-        self._fold(team, version, Kind.DELTA)
-
-    def _fold(self, team: dict[int, SidecarModel], version: Version, kind: Kind) -> None:
-        """A block is complete when every member's artifact is in it."""
-        for sidecar in team.values():
-            for group in sidecar.directive.folded if sidecar.directive else ():
-                members = [team[peer.worker] for peer in group.members if peer.worker in team]
-                complete = all(version in (m.own if kind is Kind.SNAPSHOT else m.own_deltas) for m in members)
-                if complete and len(members) == len(group.members):
-                    index = [peer.worker for peer in group.holders].index(sidecar.worker)
-                    share = Share(index, tuple(peer.worker for peer in group.members))
-                    sidecar.blocks.add((share, version, kind))
-
-    def _free(self, team: dict[int, SidecarModel], floor: int) -> None:
-        """What lies before the snapshot at step `floor`, and what is kept by a placement that is over."""
-        for sidecar in team.values():
-            directive = sidecar.directive
-            assert directive is not None
-            hosted = {peer.worker for peer in directive.hosted}
-            shares = {tuple(peer.worker for peer in group.members) for group in directive.folded}
-            sidecar.own = {v for v in sidecar.own if v.step >= floor}
-            sidecar.past = {r: {v for v in vs if v.step >= floor} for r, vs in sidecar.past.items()}
-            sidecar.past_deltas = {
-                r: {v for v in vs if v.step > floor} for r, vs in sidecar.past_deltas.items()
-            }
-            sidecar.own_deltas = {v for v in sidecar.own_deltas if v.step > floor}
-            sidecar.hosted = {
-                r: {v for v in vs if v.step >= floor} for r, vs in sidecar.hosted.items() if r in hosted
-            }
-            sidecar.hosted_deltas = {
-                r: {v for v in vs if v.step > floor} for r, vs in sidecar.hosted_deltas.items() if r in hosted
-            }
-            sidecar.blocks = {
-                (share, v, kind)
-                for share, v, kind in sidecar.blocks
-                if share.ranks in shares and v.step >= floor + (kind is Kind.DELTA)
-            }
 
     def are_cut(self, one: str, other: str) -> bool:
         """Between two pods (UIDs), or a pod and "controller"."""
@@ -784,21 +760,26 @@ class World:
         for uid, pod in self.pods.items():
             if pod.ip is None or pod.terminal:
                 continue
-            known = self.reports.get(uid, WorkerReport(None, None, None))
             if self._reaches(uid):
-                report = self.sidecars[uid].report()
-                before = (
-                    known.report.trainer.step
-                    if known.report and known.report.attempt == report.attempt
-                    else None
-                )
-                stepped = before is not None and (report.trainer.step or 0) > before
-                self.reports[uid] = WorkerReport(
-                    report, self.now, None, stepped_at=self.now if stepped else known.stepped_at
-                )
-                continue
-            since = self.now if known.silent_since is None else known.silent_since
-            self.reports[uid] = replace(known, silent_since=since, host=self._sign(uid))
+                self._heard(uid, self.sidecars[uid].report(), self.now)
+            else:
+                self._unheard(uid, self.now)
+
+    def _heard(self, uid: str, report: Report, now: float) -> None:
+        known = self._known(uid)
+        before = (
+            known.report.trainer.step if known.report and known.report.attempt == report.attempt else None
+        )
+        stepped = before is not None and (report.trainer.step or 0) > before
+        self.reports[uid] = WorkerReport(report, now, None, stepped_at=now if stepped else known.stepped_at)
+
+    def _unheard(self, uid: str, now: float) -> None:
+        known = self._known(uid)
+        since = now if known.silent_since is None else known.silent_since
+        self.reports[uid] = replace(known, silent_since=since, host=self._sign(uid))
+
+    def _known(self, uid: str) -> WorkerReport:
+        return self.reports.get(uid, WorkerReport(None, None, None))
 
     def _sign(self, uid: str) -> HostSign:
         sidecar = self.sidecars.get(uid)
@@ -870,15 +851,45 @@ class World:
         for _ in range(steps):
             self.tick()
 
-    def recovered(self, attempt: int = 2) -> dict[str, Any]:
+    def running(self, steps: int = 9) -> Self:
+        """Tick until it runs, and so many steps more. Returns the world."""
+        self.until("Running")
+        self.train(steps)
+        return self
+
+    def recovered(self, attempt: int = 2, limit: int = 200) -> dict[str, Any]:
         """Tick until training goes on in that attempt; `status.lastRecovery` then."""
         self.tick()
-        self.until("Running", attempt=attempt)
-        assert self.status.last_recovery is not None
-        return dict(self.status.last_recovery)
+        self.until("Running", limit, attempt)
+        return self.summary
+
+    def suspended(self) -> None:
+        """Tick until the job, which its owner suspends, has given its pods back."""
+        self.change(suspend=True)
+        self.until("Suspended")
 
     def home(self, worker: int) -> str:
         """Name of the node that the worker's pod is on."""
         node = self.pods[self.member(worker)].node
         assert node is not None
         return node
+
+    def lose_all(self) -> None:
+        """Every pod vanishes at once."""
+        for uid in list(self.pods):
+            self._gone(uid)
+
+    def spares(self) -> list[PodView]:
+        return [pod for pod in self.pods.values() if pod.is_spare]
+
+
+def trained(steps: int = 9, racks: int = 2, nodes_per_rack: int = 2, **spec: object) -> World:
+    """Returns a world whose job, of that spec, runs and has made so many steps."""
+    return World(make_spec(**spec), racks, nodes_per_rack).running(steps)
+
+
+def watched(node_grace: float = 1e9, **spec: object) -> World:
+    """The same, with heartbeats: sidecars say whom they miss, and Kubernetes takes `node_grace` to notice."""
+    world = World(make_spec(**spec))
+    world.heartbeats, world.node_grace = True, node_grace
+    return world.running()

@@ -54,7 +54,7 @@ def strike(world: Simulation, fault: Fault) -> None:
         case "hang":
             world.sidecars[uid].hung = True
         case "cut":
-            world.cut |= {frozenset((node, other)) for other in (*nodes, "controller") if other != node}
+            world.cut_off(node)
         case "deaf":
             world.cut.add(frozenset((node, "controller")))
         case "kubelet":

@@ -1,7 +1,5 @@
 """Plants bugs that would cost somebody a training run; the simulation has to find each.
 
-The simulation has to find every one of them.
-
 Each is a patch of the code under test, named after what it takes away. `focus` narrows schedules to jobs
 where the bug can show, so that it is found soon; nothing else about the schedules differs.
 """
@@ -93,10 +91,6 @@ def _both(*conditions: Callable[[Plan], bool]) -> Callable[[Plan], bool]:
     return lambda plan: all(condition(plan) for condition in conditions)
 
 
-def _stale_directives() -> list[Patch]:
-    return [(SidecarState, "_check", lambda self, directive: None)]
-
-
 def _minimum_of_newest() -> list[Patch]:
     def least(many: Any) -> Any:
         runs = [each for each in many if each]
@@ -105,10 +99,6 @@ def _minimum_of_newest() -> list[Patch]:
         return () if last is None else (last,)
 
     return [(watermark, "intersect", least)]
-
-
-def _watermark_falls() -> list[Patch]:
-    return [(watermark, "_later", lambda one, other: other)]
 
 
 def _reclaim_one_too_many() -> list[Patch]:
@@ -131,19 +121,11 @@ def _reclaim_at_the_mark_of_one_tier() -> list[Patch]:
     return [(watermark, "_verdict", careless)]
 
 
-def _reclaim_nothing() -> list[Patch]:
-    return [(reclaim, "expendable", lambda *_: frozenset())]
-
-
 def _acknowledge_before_verification() -> list[Patch]:
     def commit(self: Session, ask: Any) -> Say:
         return Say("ok")
 
     return [(Session, "_commit", commit)]
-
-
-def _restore_unverified() -> list[Patch]:
-    return [(rank_restore, "fault_of", lambda *_: "")]
 
 
 def _restore_what_is_at_hand() -> list[Patch]:
@@ -180,13 +162,6 @@ def _forget_copies() -> list[Patch]:
         return [dataclasses.replace(each, hosted={}) for each in real(reports)]
 
     return [(attempt, "build_inventories", own_only), (directives, "build_inventories", own_only)]
-
-
-def _release_at_once() -> list[Patch]:
-    return [
-        (decide, "wanted_phase", lambda _: Phase.RELEASE),
-        (directives, "wanted_phase", lambda _: Phase.RELEASE),
-    ]
 
 
 def _attempt_goes_back() -> list[Patch]:
@@ -226,17 +201,9 @@ def _manifest_before_artifacts() -> list[Patch]:
     return [(remote_store.RemoteStore, "commit", early), (coordinator.Coordinator, "manifest", eager)]
 
 
-def _retention_of_the_newest() -> list[Patch]:
-    return [(retention, "to_delete", lambda committed, keep, *_: tuple(sorted(committed)[keep:]))]
-
-
 def _retention_keeps_too_few() -> list[Patch]:
     real = retention.to_delete
     return [(retention, "to_delete", lambda committed, keep, *more: real(committed, keep - 1, *more))]
-
-
-def _retention_of_unfinished() -> list[Patch]:
-    return [(retention, "is_abandoned", lambda version, kept, protect, history=None: bool(kept))]
 
 
 def _objects_before_their_manifest() -> list[Patch]:
@@ -287,14 +254,6 @@ def _restart_for_nothing() -> list[Patch]:
     return [(decide, "find_trigger", nervous)]
 
 
-def _always_protected() -> list[Patch]:
-    return [(status, "_trouble", lambda *_: None)]
-
-
-def _try_once() -> list[Patch]:
-    return [(lane.Backoff, "ready", lambda self, key, now: key not in self._failures)]
-
-
 def _holes_in_chains() -> list[Patch]:
     def leap(version: Version, snapshots: Any, deltas: Any, history: History) -> Chain | None:
         bases = [each for each in snapshots if each <= version and history.accepts(each)]
@@ -325,14 +284,6 @@ def _holders_of_before() -> list[Patch]:
         return [(holder.worker, artifacts) for holder, artifacts in self._acknowledged.items()]
 
     return [(replicate.Replicator, "acknowledged", as_it_was)]
-
-
-def _rotten_uploads_stay() -> list[Patch]:
-    return [(upload, "evict_if_bad", lambda *_: "")]
-
-
-def _labels_are_believed() -> list[Patch]:
-    return [(parsing, "_vouched_for", lambda maker, labels: {labels.get(names.LABEL_JOB_UID)})]
 
 
 def _peer_mark_of_other_holders() -> list[Patch]:
@@ -368,10 +319,6 @@ def _anybodys_copies() -> list[Patch]:
     return [(exchange_session, "refuse_offer", welcome)]
 
 
-def _wall_clock() -> list[Patch]:
-    return [(SteadyClock, "__call__", lambda self: self._wall())]
-
-
 def _credentials_issued_anew() -> list[Patch]:
     left = tuple(step for step in decide.STEPS if step is not decide.wait_for_lost_credentials)
     return [(decide, "STEPS", left)]
@@ -396,65 +343,74 @@ def _copies_given_up_count() -> list[Patch]:
     return [(words.Vocabulary, "updated", updated)]
 
 
-def _freed_before_it_is_left_out() -> list[Patch]:
-    return [(SidecarState, "plan_to_free", lambda self, doomed: doomed)]
-
-
 _LOSSES = _struck("vanish", "evict", "node", "rack", "delete")
 MUTATIONS = (
-    Mutation("no fence", "directives of older attempts and earlier phases are followed", _stale_directives,
+    Mutation("no fence", "directives of older attempts and earlier phases are followed",
+        lambda: [(SidecarState, "_check", lambda self, directive: None)],
         lambda plan: plan.echo > 0),
     Mutation("minimum of newest", "watermarks are the least of each rank's newest", _minimum_of_newest),
-    Mutation("falling watermark", "a watermark is what was found last", _watermark_falls),
+    Mutation("falling watermark", "a watermark is what was found last",
+        lambda: [(watermark, "_later", lambda one, other: other)]),
     Mutation("one too many", "reclaim frees the last snapshot too", _reclaim_one_too_many),
     Mutation("one tier's mark", "reclaim goes by the local watermark alone", _reclaim_at_the_mark_of_one_tier,
         _copies),
-    Mutation("never free", "nothing is reclaimed", _reclaim_nothing),
+    Mutation("never free", "nothing is reclaimed", lambda: [(reclaim, "expendable", lambda *_: frozenset())]),
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept",
         _acknowledge_before_verification, _copies),
-    Mutation("unverified restore", "own memory is loaded without a look at digests", _restore_unverified,
+    Mutation("unverified restore", "own memory is loaded without a look at digests",
+        lambda: [(rank_restore, "fault_of", lambda *_: "")],
         _soon(("flip", "rot"), ("crash",), 2.5)),
     Mutation("uncommitted restore", "a rank restores what it has at hand, not the version of the attempt",
         _restore_what_is_at_hand, _struck("crash")),
     Mutation("oldest version", "the version with the greatest loss is taken", _restore_the_oldest),
     Mutation("copies forgotten", "holders' copies are no sources", _forget_copies, _both(_copies, _LOSSES)),
-    Mutation("no barrier", "trainers are released before all have restored", _release_at_once, _LOSSES),
+    Mutation("no barrier", "trainers are released before all have restored",
+        lambda: [(decide, "wanted_phase", lambda _: Phase.RELEASE),
+            (directives, "wanted_phase", lambda _: Phase.RELEASE)], _LOSSES),
     Mutation("cut one step early", "a new attempt's branch begins one step before its version",
         _attempt_goes_back),
     Mutation("early manifest", "a manifest is written before all artifacts are there",
         _manifest_before_artifacts, _remote),
-    Mutation("newest deleted", "retention deletes the newest", _retention_of_the_newest, _remote),
+    Mutation("newest deleted", "retention deletes the newest",
+        lambda: [(retention, "to_delete", lambda committed, keep, *_: tuple(sorted(committed)[keep:]))],
+        _remote),
     Mutation("one too few", "retention keeps one version less", _retention_keeps_too_few, _remote),
     Mutation("orphans", "artifacts of versions that are on their way pass for abandoned",
-        _retention_of_unfinished, _remote),
+        lambda: [(retention, "is_abandoned", lambda version, kept, protect, history=None: bool(kept))],
+        _remote),
     Mutation("objects first", "retention deletes artifacts and leaves their manifest",
         _objects_before_their_manifest, _remote),
     Mutation("silence is death", "a silent sidecar's pod is given up at once", _silent_means_dead,
         _struck("deaf", "sidecar", "hang")),
     Mutation("nervous", "a new attempt begins without a reason", _restart_for_nothing),
-    Mutation("always protected", "Protected is true whatever happens", _always_protected,
+    Mutation("always protected", "Protected is true whatever happens",
+        lambda: [(status, "_trouble", lambda *_: None)],
         _both(_copies, _struck("full", "cut"))),
-    Mutation("one try", "what failed once is not tried again", _try_once, _copies),
+    Mutation("one try", "what failed once is not tried again",
+        lambda: [(lane.Backoff, "ready", lambda self, key, now: key not in self._failures)], _copies),
     Mutation("holes in chains", "a missing delta is skipped", _holes_in_chains,
         lambda plan: plan.spec.delta.value != "None"),
     Mutation("holders of before", "what counts is what replication knows, not what the directive says",
         _holders_of_before, _both(_copies, _struck("sidecar"))),
-    Mutation("labels believed", "whoever has a job's labels is its pod", _labels_are_believed,
+    Mutation("labels believed", "whoever has a job's labels is its pod",
+        lambda: [(parsing, "_vouched_for", lambda maker, labels: {labels.get(names.LABEL_JOB_UID)})],
         _both(_struck("neighbour"), _newest)),
     Mutation("mark of other holders", "the peer watermark survives a change of holders",
         _peer_mark_of_other_holders, _struck("swap")),
     Mutation("verdict of other holders", "a verdict of another placement is followed",
         _verdicts_of_other_placements, _struck("swap")),
     Mutation("anybody's copies", "any worker may offer any rank", _anybodys_copies, _struck("forge")),
-    Mutation("wall clock", "silence is measured by a clock that steps", _wall_clock, _struck("jump")),
+    Mutation("wall clock", "silence is measured by a clock that steps",
+        lambda: [(SteadyClock, "__call__", lambda self: self._wall())], _struck("jump")),
     Mutation("owner's pods as ours", "a new pod of another controller's goes where one fell silent",
         _owners_pods_as_ours, _both(_attached, _struck("cut", "deaf", "node"))),
     Mutation("credentials anew", "a lost Secret is issued anew under running sidecars",
         _credentials_issued_anew, _struck("secret")),
-    Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever", _rotten_uploads_stay,
+    Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever",
+        lambda: [(upload, "evict_if_bad", lambda *_: "")],
         _both(_remote, _struck("rot"), lambda plan: plan.spec.copies == 0)),
     Mutation("copies given up", "copies that a holder gave up still count", _copies_given_up_count,
         _struck("wipe")),
     Mutation("freed too early", "own snapshots are freed before the coordinator leaves them out",
-        _freed_before_it_is_left_out),
+        lambda: [(SidecarState, "plan_to_free", lambda self, doomed: doomed)]),
 )  # fmt: skip

@@ -25,10 +25,10 @@ from tests.simulation.store import Bucket
 from tests.simulation.trainer import Launcher
 from tiercheck.clocks import SteadyClock
 from tiercheck.protocol.directive import Directive
-from tiercheck.protocol.report import Report, TrainerReport
+from tiercheck.protocol.report import Report
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import DeletePod, EnsureCredentials, ProbeSidecar, Push
-from tiercheck_operator.model.observed import Observation, WorkerReport
+from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.plausible import by_our_clock
 from tiercheck_sidecar.exchange.frames import PeerSilent, WireBroken
@@ -52,7 +52,6 @@ class Pod:
         self.launcher = Launcher(world, self)
         self.process: Process | None = None
         self.reachable, self.closed, self.hung = True, False, False
-        self.killed_at = None
 
     @property
     def node(self) -> str:
@@ -61,23 +60,6 @@ class Pod:
     @property
     def worker(self) -> int:
         return self.process.state.config.worker if self.process else self.born_as
-
-    @property
-    def directive(self) -> Directive | None:
-        return self.process.state.directive if self.process else None
-
-    @property
-    def trainer(self) -> TrainerReport:
-        assert self.process is not None
-        return self.process.state.trainer.report
-
-    def accept(self, directive: Directive) -> None:
-        if self.process is not None:
-            self.process.accept(directive)
-
-    def report(self) -> Report:
-        assert self.process is not None
-        return self.process.report()
 
     def start(self) -> None:
         self.process = Process(self._world, self, self.born_as)
@@ -349,14 +331,14 @@ class Simulation(World):
         for uid, view in list(self.pods.items()):
             if view.ip is None or view.terminal:
                 continue
-            known = self.reports.get(uid, WorkerReport(None, None, None))
+            known = self._known(uid)
             pod = self.sidecars.get(uid)
             if self._reaches(uid) and pod is not None and pod.process is not None:
                 stale = known.answered_at is None or now - known.answered_at >= 5.0
                 wanted = stale or eager or uid in self._asked or known.silent_since is not None
                 if not wanted and pod.process.told_all:
                     continue
-                report = pod.report()
+                report = pod.process.report()
                 new = (
                     known.report is None
                     or report.serial != known.report.serial
@@ -364,24 +346,16 @@ class Simulation(World):
                 )
                 if not (new or wanted):
                     continue
-                self._heard(uid, report)
+                self._heard(uid, report, now)
                 continue
             if self.rng.random() < self.plan.loss and known.silent_since is None:
                 continue
-            since = now if known.silent_since is None else known.silent_since
-            self.reports[uid] = replace(known, silent_since=since, host=self._sign(uid))
+            self._unheard(uid, now)
         self._asked.clear()
 
-    def _heard(self, uid: str, report: Report) -> None:
-        known = self.reports.get(uid, WorkerReport(None, None, None))
-        now = self.by_operator
+    def _heard(self, uid: str, report: Report, now: float) -> None:
         ahead = self.now + self.skew.get(self.sidecars[uid].node, 0.0) - now
-        report = by_our_clock(report, ahead if abs(ahead) > 2.0 else 0.0)
-        before = (
-            known.report.trainer.step if known.report and known.report.attempt == report.attempt else None
-        )
-        stepped = before is not None and (report.trainer.step or 0) > before
-        self.reports[uid] = WorkerReport(report, now, None, stepped_at=now if stepped else known.stepped_at)
+        super()._heard(uid, by_our_clock(report, ahead if abs(ahead) > 2.0 else 0.0), now)
 
     def _maybe_reconcile(self) -> None:
         """The loop of a job is woken by what changed, or when the last decision asked for it."""
@@ -420,7 +394,7 @@ class Simulation(World):
                 pod = self.sidecars.get(uid)
                 if self._reaches(uid) and isinstance(pod, Pod) and pod.process is not None:
                     pod.process.accept(directive)
-                    self._heard(uid, pod.report())
+                    self._heard(uid, pod.process.report(), self.by_operator)
                 if self.rng.random() < self.plan.echo:
                     self.later(self.rng.uniform(0.0, 12.0), lambda: self._echo(uid, directive))
                 return
@@ -488,12 +462,6 @@ class Simulation(World):
         if isinstance(pod, Pod):
             pod.vanish()
         super()._vanish(uid)
-
-    def _gone(self, uid: str) -> None:
-        pod = self.sidecars.get(uid)
-        if isinstance(pod, Pod):
-            pod.vanish()
-        super()._gone(uid)
 
     def kill_node(self, name: str) -> None:
         if name in self.dead_nodes:

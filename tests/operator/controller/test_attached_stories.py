@@ -51,9 +51,7 @@ class AttachedWorld(World):
 
 
 def test_crash_is_mended_in_place_and_the_owner_sees_nothing() -> None:
-    world = AttachedWorld()
-    world.until("Running")
-    world.train(7)
+    world = AttachedWorld().running(7)
     before = set(world.pods)
     world.crash(2)
     world.until("Running", attempt=2)
@@ -64,9 +62,7 @@ def test_crash_is_mended_in_place_and_the_owner_sees_nothing() -> None:
 
 
 def test_lost_pod_comes_back_by_its_owner_and_the_others_go_on_in_place() -> None:
-    world = AttachedWorld()
-    world.until("Running")
-    world.train(7)
+    world = AttachedWorld().running(7)
     survivors = {world.member(worker) for worker in (0, 1, 3)}
     lost = world.lose(2)
     world.until("Running", attempt=2)
@@ -77,29 +73,25 @@ def test_lost_pod_comes_back_by_its_owner_and_the_others_go_on_in_place() -> Non
     assert world.starts[2][2] is not None, "restored from its peer"
 
 
-def test_pod_on_a_dead_node_is_deleted_so_that_its_owner_makes_another() -> None:
-    world = AttachedWorld()
-    world.until("Running")
-    world.train(7)
-    node = world.pods[world.member(1)].node
-    assert node is not None
+def test_pod_on_a_dead_node_is_deleted_by_eviction_so_that_its_owner_makes_another() -> None:
+    world = AttachedWorld().running(7)
+    node = world.home(1)
     lost = {uid for uid, pod in world.pods.items() if pod.node == node}
     world.kill_node(node)
     world.until("Running", attempt=2)
     assert {action.uid for action in world.deleted} == lost
-    assert all(action.force for action in world.deleted), "no kubelet will confirm it"
+    assert all(action.force and action.evict for action in world.deleted), "no kubelet will confirm it"
 
 
 def test_pods_that_the_owner_makes_where_one_fell_silent_are_left_alone_there() -> None:
     """The scheduler knows nothing against that node, and each new one comes while the one before is ended."""
     world = AttachedWorld()
     world.heartbeats, world.grace = True, 30.0
-    world.until("Running")
-    world.train(7)
+    world.running(7)
     node, lost = world.home(1), world.member(1)
     there = {uid for uid, pod in world.pods.items() if pod.node == node}
     world.liked = node
-    world.cut = {frozenset((node, other)) for other in (*world.nodes, "controller") if other != node}
+    world.cut_off(node)
     while not world.deleted:
         world.tick()
     world.cut = set()
@@ -108,7 +100,7 @@ def test_pods_that_the_owner_makes_where_one_fell_silent_are_left_alone_there() 
     assert {action.uid for action in world.deleted} <= there, "no pod that came later"
 
 
-def test_success_ends_every_launcher_with_zero() -> None:
+def test_success_ends_every_launcher_with_zero_and_those_of_pods_that_its_owner_makes_again() -> None:
     world = AttachedWorld()
     world.total_steps = 9
     world.until("Completed")
@@ -116,13 +108,6 @@ def test_success_ends_every_launcher_with_zero() -> None:
     assert world.exit_codes == [0, 0, 0, 0]
     assert {pod.phase for pod in world.pods.values()} == {"Succeeded"}
     assert not world.deleted, "the owner has yet to count them"
-
-
-def test_pod_that_its_owner_makes_again_after_success_ends_with_zero_too() -> None:
-    world = AttachedWorld()
-    world.total_steps = 9
-    world.until("Completed")
-    world.train(3)
     world.lose(1)
     world.train(6)
     assert world.pods[world.member(1)].phase == "Succeeded"
@@ -144,9 +129,7 @@ def test_spent_budget_ends_every_launcher_with_the_commands_own_exit_code() -> N
 
 
 def test_owner_that_tries_again_gets_a_new_budget_and_the_newest_remote_version() -> None:
-    world = AttachedWorld(max_restarts=0, remote=REMOTE)
-    world.until("Running")
-    world.train(13)
+    world = AttachedWorld(max_restarts=0, remote=REMOTE).running(13)
     world.crash(0)
     world.until("Failed")
     world.until("Running", attempt=2)
@@ -157,9 +140,7 @@ def test_owner_that_tries_again_gets_a_new_budget_and_the_newest_remote_version(
 
 
 def test_failed_job_is_not_taken_up_again_while_pods_of_its_last_attempt_live() -> None:
-    world = AttachedWorld(max_restarts=0)
-    world.until("Running")
-    world.train(5)
+    world = AttachedWorld(max_restarts=0).running(5)
     world.crash(0)
     world.until("Failed")
     world.sidecars[world.member(3)].reachable = False
@@ -174,9 +155,7 @@ def test_failed_job_is_not_taken_up_again_while_pods_of_its_last_attempt_live() 
 
 def test_operator_that_dies_anywhere_finishes_what_it_began() -> None:
     for killed_after in range(4):
-        world = AttachedWorld()
-        world.until("Running")
-        world.train(7)
+        world = AttachedWorld().running(7)
         world.lose(2)
         for _ in range(6):
             world.tick(killed_after)
@@ -185,23 +164,19 @@ def test_operator_that_dies_anywhere_finishes_what_it_began() -> None:
 
 
 def test_pods_beyond_the_jobs_size_are_left_alone_and_told() -> None:
-    world = AttachedWorld()
-    world.until("Running")
-    world.train(7)
+    world = AttachedWorld().running(7)
     world.owner_size = 6
     world._make("train-4-x", 4, 0, ())
     world._make("train-5-x", 5, 0, ())
     world.train(60)
     assert not world.deleted
     assert (world.status.attempt, world.status.phase) == (1, "Running")
-    placed = world.status.condition("Placed")
-    assert placed is not None
+    placed = world.condition("Placed")
     assert (placed.status, placed.reason) == (True, "OwnerResized")
     assert "Job train has 6 workers now, and the job that was attached to it 4" in placed.message
     world.owner_size = 4
     world.train(2)
-    placed = world.status.condition("Placed")
-    assert placed is not None
+    placed = world.condition("Placed")
     assert placed.reason != "OwnerResized"
     world.total_steps = world.newest_step() + 3
     world.until("Completed")
@@ -210,27 +185,14 @@ def test_pods_beyond_the_jobs_size_are_left_alone_and_told() -> None:
 
 
 def test_owner_that_was_scaled_down_is_named_with_its_size() -> None:
-    world = AttachedWorld()
-    world.until("Running")
-    world.train(7)
+    world = AttachedWorld().running(7)
     world.restarts = -1
     world.owner_size = 2
     for worker in (2, 3):
         world.lose(worker)
     world.train(20)
-    restoring = world.status.condition("Restoring")
-    assert restoring is not None
+    restoring = world.condition("Restoring")
     assert restoring.reason == "OwnerResized"
     assert "workers without a pod: 2, 3. Job train has 2 workers now" in restoring.message
     world.owner_size, world.restarts = 4, 10**6
     world.until("Running", attempt=2)
-
-
-def test_lost_pod_of_another_controller_goes_by_eviction() -> None:
-    world = AttachedWorld()
-    world.until("Running")
-    world.train(7)
-    world.kill_node(world.home(1))
-    world.until("Running", attempt=2)
-    assert world.deleted
-    assert all(action.evict for action in world.deleted)

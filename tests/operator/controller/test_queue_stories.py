@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.operator.kubelet_words import made_by
-from tests.operator.world_in_memory import TEMPLATE, World, make_spec
+from tests.operator.world_in_memory import TEMPLATE, World, make_spec, trained
 from tiercheck.protocol import names
 from tiercheck_operator.kubernetes.client import ApiFailure
 from tiercheck_operator.kubernetes.owned_objects import Belongings
@@ -78,21 +78,18 @@ def test_gated_pod_is_not_unschedulable() -> None:
 
 def test_job_whose_pods_are_gated_waits_for_the_queue_however_long_and_nothing_is_replaced() -> None:
     world = World(make_spec(capacity_timeout=5.0))
-    for name in world.nodes:
-        world.nodes[name] = replace(world.nodes[name], schedulable=False)
+    world.change_nodes(schedulable=False)
     world.tick()
     world.pods = {uid: replace(pod, gates=(GATE,)) for uid, pod in world.pods.items()}
     made = len(world.created)
     for _ in range(60):
         world.wait(10)
         world.reconcile()
-    placed = world.status.condition("Placed")
-    assert placed is not None
+    placed = world.condition("Placed")
     assert (placed.status, placed.reason) == (False, "WaitingForQueue")
     assert GATE in placed.message
     assert len(world.created) == made
-    for name in world.nodes:
-        world.nodes[name] = replace(world.nodes[name], schedulable=True)
+    world.change_nodes(schedulable=True)
     world.pods = {uid: replace(pod, gates=()) for uid, pod in world.pods.items()}
     world.until("Running")
 
@@ -120,45 +117,32 @@ def test_workers_replacements_and_spares_belong_to_the_gang(scheduler: str) -> N
     assert gang["spec"] == least
 
 
-def test_gang_is_there_before_the_first_pod() -> None:
-    world = World(make_spec(gang="Volcano"))
-    world.tick()
-    assert world.have_gang
-    assert not world.pods
-    world.until("Running")
-
-
-def test_job_does_not_begin_without_its_gang_and_says_why() -> None:
+def test_gang_is_there_before_the_first_pod_and_a_job_does_not_begin_without_it_and_says_why() -> None:
     world = World(make_spec(gang="Volcano"))
     world.gang_problem = "this cluster does not serve podgroups.scheduling.volcano.sh/v1beta1"
-    for _ in range(20):
-        world.tick()
-    placed = world.status.condition("Placed")
-    assert placed is not None
-    assert (placed.status, placed.reason) == (False, "GangUnavailable")
+    world.train(20)
+    assert world.told("Placed")[:2] == (False, "GangUnavailable")
     assert not world.pods
     world.gang_problem = ""
+    world.tick()
+    assert (world.have_gang, world.pods) == (True, {})
     world.until("Running")
 
 
 def test_gang_that_is_gone_does_not_keep_a_lost_worker_from_being_replaced() -> None:
-    world = World(make_spec(gang="Volcano"))
-    world.until("Running")
-    world.train(9)
+    world = trained(gang="Volcano")
     world.have_gang, world.gang_problem = False, "forbidden"
     world.evict(world.member(2))
-    world.tick()
-    world.until("Running", attempt=2)
+    world.recovered()
 
 
 def test_gang_of_a_suspended_job_is_made_anew_because_its_size_may_change() -> None:
     world = World(make_spec(gang="Volcano"))
     world.until("Running")
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
-    world.until("Suspended")
+    world.suspended()
     world.tick()
     assert not world.have_gang
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.change(suspend=False)
     world.until("Running")
     assert world.have_gang
 

@@ -77,9 +77,9 @@ def _strike(world: World, fault: str, target: int) -> None:
             for uid in [uid for uid, pod in world.pods.items() if pod.is_spare]:
                 world.evict(uid)
         case "full":
-            world.nodes = {name: replace(node, schedulable=False) for name, node in world.nodes.items()}
+            world.change_nodes(schedulable=False)
         case "spares":
-            world.job = replace(world.job, spec=replace(world.job.spec, spares=target))
+            world.change(spares=target)
         case "vanish":
             for uid in worker_pods:
                 world._gone(uid)
@@ -89,8 +89,7 @@ def _strike(world: World, fault: str, target: int) -> None:
             for name in nodes[:2] if target % 2 else nodes[2:]:
                 world.kill_node(name)
         case "all":
-            for uid in list(world.pods):
-                world._gone(uid)
+            world.lose_all()
         case "silent":
             for uid in worker_pods:
                 if uid in world.sidecars:
@@ -130,7 +129,7 @@ def _strike(world: World, fault: str, target: int) -> None:
         case "replay":
             world.bad_replays.add((target, Version(world.newest_step(), world.status.attempt)))
         case "copies":
-            world.job = replace(world.job, spec=replace(world.job.spec, copies=1, parity=None))
+            world.change(copies=1, parity=None)
         case "parity":
             world.job = replace(world.job, spec=replace(world.job.spec, copies=0, parity=(2, 1)))
 

@@ -1,12 +1,22 @@
-"""A job of a thousand workers: what an event costs the API server, and how large the object may get."""
+"""What a look costs: calls to the API server, bytes of the object, modules that it passes."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
 
 from benchmarks.reconcile import LIMIT, BenchJob, Server, ground, of_jobs, of_workers
+from tests.operator import world_in_memory
+from tests.operator.world_in_memory import World
 from tiercheck.protocol.report import Problem, TrainerReport, TrainerState
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.actions import Decision
+from tiercheck_operator.model.observed import Observation
 
 
 async def test_events_and_recoveries_make_no_more_calls_for_many_workers_than_for_few() -> None:
@@ -43,3 +53,44 @@ async def test_object_of_a_thousand_workers_stays_small_whatever_they_have_to_sa
         sizes.append(len(json.dumps({**job.object, "spec": {}})))
     assert job.object["status"]["attempt"] > 1
     assert max(sizes) < LIMIT
+
+
+# A person who follows one look passes few modules.
+
+
+ROOT = Path(__file__).parents[3]
+PRODUCT = (ROOT / "operator", ROOT / "tiercheck")
+MOST = 20
+
+
+def modules_entered(decide: Callable[[Observation], Decision], seen: Observation) -> set[str]:
+    """In which modules of the product a function is called between the observation and the decision."""
+    files = set[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        decide(seen)
+    finally:
+        sys.setprofile(before)
+    paths = map(Path, files)
+    return {str(path.relative_to(ROOT)) for path in paths if any(map(path.is_relative_to, PRODUCT))}
+
+
+def test_one_look_at_a_running_job_passes_few_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, seen = World(), list[Observation]()
+    world.running()
+    decide = world_in_memory.decide
+
+    def remember(obs: Observation) -> Decision:
+        seen.append(obs)
+        return decide(obs)
+
+    monkeypatch.setattr(world_in_memory, "decide", remember)
+    world.train(1)
+    entered = modules_entered(decide, seen[-1])
+    assert len(entered) <= MOST, sorted(entered)

@@ -20,6 +20,20 @@ from tiercheck_operator.model.parsing import parse_job, parse_pod
 from tiercheck_operator.model.quantity import parse_duration, parse_quantity
 from tiercheck_operator.model.saved_placement import CodeGroup, SavedMember, SavedPlacement
 
+ALLOWED_VOLUMES = {
+    *(
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    )
+}
+SECURE = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
 
 def make_job(**spec: Any) -> JobView:
     template = {
@@ -33,21 +47,11 @@ def make_job(**spec: Any) -> JobView:
                     "command": ["torchrun"],
                     "args": ["train.py", "--lr=1"],
                     "env": [{"name": "PYTHONPATH", "value": "/app"}, {"name": "LR", "value": "1"}],
-                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                    "securityContext": SECURE,
                 },
-                {
-                    "name": "logger",
-                    "image": "l",
-                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-                },
+                {"name": "logger", "image": "l", "securityContext": SECURE},
             ],
-            "initContainers": [
-                {
-                    "name": "fetch",
-                    "image": "f",
-                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-                }
-            ],
+            "initContainers": [{"name": "fetch", "image": "f", "securityContext": SECURE}],
         },
     }
     raw = {
@@ -84,18 +88,8 @@ def test_pod_passes_restricted_pod_security_if_the_template_does() -> None:
     pod = build_pod(make_job(), 0, 0, (), "sidecar:1")
     spec = pod["spec"]
     assert not any(key in spec for key in ("hostNetwork", "hostPID", "hostIPC"))
-    allowed = {
-        "configMap",
-        "csi",
-        "downwardAPI",
-        "emptyDir",
-        "ephemeral",
-        "persistentVolumeClaim",
-        "projected",
-        "secret",
-    }
     for volume in spec["volumes"]:
-        assert set(volume) - {"name"} <= allowed
+        assert set(volume) - {"name"} <= ALLOWED_VOLUMES
     shared = spec["securityContext"]
     for entry in [*spec["initContainers"], *spec["containers"]]:
         own = entry["securityContext"]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from collections import Counter
 
-from tests.operator.planning.clusters import RACK, ZONE, example
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.operator.planning.clusters import EXAMPLES, RACK, ZONE, example
+from tiercheck_operator.planning.cluster_nodes import build_topology, read_nodes, seat_workers
 from tiercheck_operator.planning.topology import (
     HOSTNAME_LABEL,
     PRESETS,
     Level,
     Topology,
     levels_from_spec,
+    levels_of,
     spread_level,
 )
 
@@ -101,3 +109,128 @@ def test_copies_spread_over_the_narrowest_level_above_the_host_unless_one_is_nam
     assert spread_level(levels[-1:], None).name == "host"
     with pytest.raises(ValueError, match="no topology level is named 'pdu'; there are zone, rack, host"):
         spread_level(levels, "pdu")
+
+
+# Kueue
+
+
+def topology(*labels: str) -> dict[str, object]:
+    return {
+        "apiVersion": "kueue.x-k8s.io/v1beta2",
+        "kind": "Topology",
+        "metadata": {"name": "t"},
+        "spec": {"levels": [{"nodeLabel": label} for label in labels]},
+    }
+
+
+def test_levels_are_named_by_the_last_part_of_their_label() -> None:
+    found = levels_of(
+        topology(
+            "cloud.google.com/gce-topology-block", "fabric.topograph.run/tier-0", "kubernetes.io/hostname"
+        )
+    )
+    assert [level["name"] for level in found] == ["gce-topology-block", "tier-0", "host"]
+    assert [level.name for level in levels_from_spec(None, found)] == ["gce-topology-block", "tier-0", "host"]
+
+
+def test_labels_with_the_same_last_part_have_names_of_their_own() -> None:
+    found = levels_of(topology("a.example/rack", "b.example/rack", "c.example/host"))
+    assert [level["name"] for level in found] == ["rack", "rack-2", "host-2"]
+
+
+@given(
+    st.lists(
+        st.from_regex(
+            r"[a-z0-9]{1,8}\.example/[A-Za-z0-9]([-A-Za-z0-9_.]{0,60}[A-Za-z0-9])?", fullmatch=True
+        ),
+        min_size=1,
+        max_size=16,
+        unique=True,
+    )
+)
+def test_every_name_is_one_that_the_spec_would_accept(labels: list[str]) -> None:
+    found = levels_of(topology(*labels))
+    names = [level["name"] for level in found]
+    assert len(set(names)) == len(names)
+    assert all(len(name) <= 32 and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) for name in names)
+    assert [level["label"] for level in found] == labels
+    levels_from_spec(None, found)
+
+
+@pytest.mark.parametrize("raw", [{}, {"spec": {}}, {"spec": {"levels": []}}, {"spec": {"levels": ["x"]}}])
+def test_a_topology_without_levels_is_refused(raw: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="no levels"):
+        levels_of(raw)
+
+
+def kubectl_node(name: str, labels: dict[str, str], **spec: object) -> dict[str, object]:
+    return {"metadata": {"name": name, "labels": labels}, "spec": spec, "status": {}}
+
+
+def test_an_example_and_what_kubectl_prints_of_it_are_the_same_cluster() -> None:
+    document = yaml.safe_load((EXAMPLES / "two-racks.yaml").read_text())
+    printed = {
+        "kind": "List",
+        "items": [kubectl_node(node["name"], node["labels"]) for node in document["nodes"]],
+    }
+    assert read_nodes(document) == read_nodes(printed)
+
+
+def test_one_entry_stands_for_many_nodes() -> None:
+    nodes = read_nodes({"nodes": [{"name": "gpu-{i}", "count": 3, "labels": {"rack": "r1", "host": "h{i}"}}]})
+    assert [(node.name, node.labels["host"]) for node in nodes] == [
+        ("gpu-0", "h0"),
+        ("gpu-1", "h1"),
+        ("gpu-2", "h2"),
+    ]
+
+
+def test_cordoned_and_unwell_nodes_take_no_worker() -> None:
+    unwell = {"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}
+    nodes = read_nodes(
+        {
+            "items": [
+                kubectl_node("a", {}),
+                kubectl_node("b", {}, unschedulable=True),
+                kubectl_node("c", {}, taints=[unwell]),
+                {
+                    "metadata": {"name": "d"},
+                    "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]},
+                },
+            ]
+        }
+    )
+    assert [node.unusable for node in nodes] == ["", "cordoned", f"tainted {unwell['key']}", "not ready"]
+    topology = build_topology(nodes, GENERIC)
+    assert {site.node for site in seat_workers(nodes, topology, 3, "host")} == {"a"}
+    with pytest.raises(ValueError, match=r"2 workers do not fit on 1 nodes \(3 are cordoned or unwell\)"):
+        seat_workers(nodes, topology, 2, "host", per_node=1)
+
+
+def test_workers_are_spread_evenly_over_domains_and_then_over_nodes() -> None:
+    document = yaml.safe_load((EXAMPLES / "uneven-racks.yaml").read_text())
+    nodes = read_nodes(document)
+    topology = build_topology(nodes, GENERIC)
+    sites = seat_workers(nodes, topology, 6, "rack", per_node=1)
+    assert Counter(topology.domain(site.node, "rack") for site in sites) == {
+        "zone-a/rack-0": 3,
+        "zone-a/rack-1": 3,
+    }
+    assert len({site.node for site in sites}) == 6
+    assert [site.worker for site in sites] == list(range(6))
+    everyone = seat_workers(nodes, topology, 8, "rack", per_node=1)
+    assert len({site.node for site in everyone}) == 8
+
+
+@pytest.mark.parametrize(
+    ("document", "sentence"),
+    [
+        ({}, "kubectl get nodes -o json"),
+        ({"nodes": "many"}, "kubectl get nodes -o json"),
+        ({"nodes": [{"labels": {}}]}, "has no name"),
+        ({"nodes": [{"name": "a"}, {"name": "a"}]}, "'a' is listed twice"),
+    ],
+)
+def test_what_is_no_cluster_is_refused_with_a_sentence(document: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        read_nodes(document)

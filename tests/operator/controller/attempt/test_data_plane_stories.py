@@ -12,74 +12,52 @@ from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Problem
 from tiercheck.protocol.version import Kind, Version
 from tiercheck_operator.model.actions import Push
-from tiercheck_operator.model.status import Condition, render_record
+from tiercheck_operator.model.status import render_record
 
 
 def running_world(steps: int = 9, racks: int = 2, nodes_per_rack: int = 2, **changes: object) -> World:
     """With deltas at every step and a snapshot every four steps."""
     spec = make_spec(**{"delta": DeltaMode.AUTO, "snapshot_every": None, **changes})
     world = World(spec, racks=racks, nodes_per_rack=nodes_per_rack)
-    world.until("Running")
-    world.train(steps)
-    return world
+    return world.running(steps)
 
 
-def trained(world: World) -> int:
-    return max(sidecar.trainer.step or 0 for sidecar in world.sidecars.values())
-
-
-def recovered(world: World, attempt: int = 2) -> dict[str, Any]:
-    world.until("Running", attempt=attempt)
-    assert world.status.last_recovery is not None
-    return dict(world.status.last_recovery)
-
-
-def lose_node_of(world: World, worker: int) -> None:
-    node = world.pods[world.member(worker)].node
-    assert node is not None
-    world.kill_node(node)
-
-
-def shown(world: World, kind: str) -> Condition:
-    """A condition that the status has."""
-    found = world.status.condition(kind)
-    assert found is not None
-    return found
-
-
-def test_crash_loses_no_step_because_every_one_is_kept() -> None:
-    world = running_world()
-    last = trained(world)
+@pytest.mark.parametrize(
+    ("spec", "lost", "tiers", "rebuilt"),
+    [
+        ({}, None, {"local": 4, "peer": 0, "remote": 0}, 0),
+        ({}, 3, {"local": 3, "peer": 1, "remote": 0}, 0),
+        ({"copies": 0, "parity": (2, 1)}, 1, {"local": 3, "peer": 1, "remote": 0}, 1),
+    ],
+    ids=["crash", "a peer holds the chain", "parity"],
+)
+def test_no_step_is_lost_because_every_one_is_kept(
+    spec: dict[str, Any], lost: int | None, tiers: dict[str, int], rebuilt: int
+) -> None:
+    world = running_world(**spec)
+    placement = world.status.placement
+    assert placement is not None
+    assert not rebuilt or "any one host" in placement.tolerates
+    last = world.newest_step()
     assert last % 4, "otherwise a snapshot alone would do"
-    world.crash(2)
-    world.tick()
-    summary = recovered(world)
-    assert (summary["step"], summary["lostSteps"]) == (last, 0)
-    assert summary["deltas"] == last % 4
-    assert summary["tiers"] == {"local": 4, "peer": 0, "remote": 0}
-
-
-def test_lost_node_loses_no_step_when_a_peer_holds_the_chain() -> None:
-    world = running_world()
-    lose_node_of(world, 3)
-    last = trained(world)
-    world.train(4)
-    summary = recovered(world)
-    assert (summary["step"], summary["lostSteps"]) == (last, 0)
-    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
-    assert summary["rebuilt"] == 0
+    if lost is None:
+        world.crash(2)
+    else:
+        world.kill_node(world.home(lost))
+    summary = world.recovered()
+    assert (summary["step"], summary["lostSteps"], summary["deltas"]) == (last, 0, last % 4)
+    assert (summary["tiers"], summary["rebuilt"]) == (tiers, rebuilt)
 
 
 def test_delta_that_one_rank_skipped_costs_the_steps_after_it_and_the_reason_says_so() -> None:
     world = running_world(steps=0)
-    start = trained(world)
+    start = world.newest_step()
     gap = start + 6 - (start + 6) % 4 + 2
     world.skipped = {(1, gap)}
-    while trained(world) <= gap:
+    while world.newest_step() <= gap:
         world.tick()
     world.crash(0)
-    world.tick()
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["step"] == gap - 1
     assert f"rank 1 lacks the delta of step {gap}" in summary["reason"]
 
@@ -88,25 +66,22 @@ def test_gap_in_own_memory_is_filled_from_a_peer_when_steps_are_worth_it() -> No
     world = running_world(steps=0)
     world.step_seconds = 60.0
     world.train(9)
-    victim = world.live_sidecar(1)
-    assert victim is not None
-    victim.own_deltas.clear()
-    last = trained(world)
+    victim = world.sidecar(1)
+    victim.own = {each for each in victim.own if each.kind is Kind.SNAPSHOT}
+    last = world.newest_step()
     world.crash(0)
-    world.tick()
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["step"] == last
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
 
 
 def test_snapshot_from_the_remote_tier_is_brought_forward_by_deltas_in_memory() -> None:
     world = running_world(remote=REMOTE, copies=0)
-    last = trained(world)
+    last = world.newest_step()
     for sidecar in world.sidecars.values():
-        sidecar.own.clear()  # say, all were found bad
+        sidecar.own = {each for each in sidecar.own if each.kind is Kind.DELTA}  # say, all were found bad
     world.crash(0)
-    world.tick()
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["step"] == last
     assert summary["tiers"]["remote"] == 4
     assert summary["deltas"] == last - max(v.step for v in world.remote if v.attempt == 1 and v.step <= last)
@@ -117,64 +92,61 @@ def test_status_says_how_the_job_is_saved() -> None:
     known = world.status.checkpoint
     assert known is not None
     assert (known.deltas, known.deltas_reason) == ("EveryStep", "")
-    active = shown(world, "DeltasActive")
-    assert (active.status, active.reason) == (True, "EveryStep")
+    assert world.told("DeltasActive")[:2] == (True, "EveryStep")
     world = running_world(delta=DeltaMode.NONE, snapshot_every=4)
-    active = shown(world, "DeltasActive")
-    assert (active.status, active.reason) == (False, "TurnedOff")
+    assert world.told("DeltasActive")[:2] == (False, "TurnedOff")
     assert world.status.checkpoint is not None
     assert world.status.checkpoint.snapshot_every == 4
 
 
 def test_part_of_a_sidecar_that_failed_unforeseen_is_told_unless_something_better_known_is() -> None:
     world = running_world()
-    first, second = world.live_sidecar(0), world.live_sidecar(2)
-    assert first is not None
-    assert second is not None
-    first.problems = (Problem("InternalError", "its loop reclaim failed and began again"),)
+    world.sidecar(0).problems = (Problem("InternalError", "its loop reclaim failed and began again"),)
     world.tick()
-    protected = shown(world, "Protected")
-    assert (protected.status, protected.reason) == (False, "InternalError")
-    assert protected.message == "worker 0: its loop reclaim failed and began again"
+    said = "worker 0: its loop reclaim failed and began again"
+    assert world.told("Protected") == (False, "InternalError", said)
     assert world.status.phase == "Running"
-    second.problems = (Problem("RemoteFull", "the bucket is full"),)
+    world.sidecar(2).problems = (Problem("RemoteFull", "the bucket is full"),)
     world.tick()
-    protected = shown(world, "Protected")
-    assert protected.reason == "RemoteFull"
+    assert world.condition("Protected").reason == "RemoteFull"
 
 
-def test_sidecar_that_the_kernel_holds_back_is_named_until_it_is_not_and_the_job_stays_protected() -> None:
-    world = running_world()
-    assert world.status.condition("Throttled") is None, "nothing is said of jobs that it never happened to"
-    sidecar = world.live_sidecar(2)
-    assert sidecar is not None
-    sidecar.problems = (Problem("SidecarThrottled", "it used up its limit of 0.5 cores"),)
+@pytest.mark.parametrize(
+    ("kind", "bad", "well", "of", "said"),
+    [
+        ("Throttled", "SidecarThrottled", "NotThrottled", "worker 2: ", "it used up its limit of 0.5 cores"),
+        ("RemoteSafe", "RemoteNotSafe", "PromisesKept", "", "it ignores If-None-Match"),
+    ],
+)
+def test_trouble_with_a_condition_of_its_own_is_named_until_it_is_over_and_the_job_stays_protected(
+    kind: str, bad: str, well: str, of: str, said: str
+) -> None:
+    world, is_trouble = running_world(remote=REMOTE), kind == "Throttled"
+    assert world.status.condition(kind) is None, "nothing is said of jobs that it never happened to"
+    sidecar = world.sidecar(2 if of else 0)
+    sidecar.problems = (Problem(bad, said),)
     world.tick()
-    throttled = shown(world, "Throttled")
-    assert (throttled.status, throttled.reason) == (True, "SidecarThrottled")
-    assert throttled.message == "worker 2: it used up its limit of 0.5 cores"
-    assert "SidecarThrottled" in world.notices
+    assert world.told(kind) == (is_trouble, bad, of + said)
+    assert bad in world.notices
     assert world.status.holds("Protected")
     sidecar.problems = ()
     world.tick()
-    throttled = shown(world, "Throttled")
-    assert (throttled.status, throttled.reason) == (False, "NotThrottled")
+    assert world.told(kind)[:2] == (not is_trouble, well)
 
 
 def test_worker_without_a_named_interface_is_named_and_the_job_stays_protected() -> None:
     world = running_world()
-    before = shown(world, "Protected")
-    sidecar = world.live_sidecar(2)
-    assert sidecar is not None
+    before = world.condition("Protected")
+    sidecar = world.sidecar(2)
     sidecar.problems = (Problem("InterfaceMissing", "this pod has no interface net1. It has eth0"),)
     world.tick()
-    told = shown(world, "Protected")
+    told = world.condition("Protected")
     assert (told.status, told.reason) == (True, "InterfaceMissing")
     assert told.message == f"{before.message}. Worker 2: this pod has no interface net1. It has eth0"
     assert "InterfaceMissing" in world.notices
     sidecar.problems = ()
     world.tick()
-    assert shown(world, "Protected").message == before.message
+    assert world.condition("Protected").message == before.message
 
 
 def test_interfaces_reach_every_sidecar_and_nonsense_is_refused_with_a_sentence() -> None:
@@ -184,39 +156,19 @@ def test_interfaces_reach_every_sidecar_and_nonsense_is_refused_with_a_sentence(
     assert [policy.peer_interfaces for policy in policies] == [named] * 4
     world = World(make_spec(peer_interfaces=("net1", "1:2::3::4/64")))
     world.tick()
-    placed = shown(world, "Placed")
+    placed = world.condition("Placed")
     assert (placed.status, placed.reason) == (False, "InvalidSpec")
     assert placed.message.startswith("spec.tiers.peer.interfaces: ")
     assert "1:2::3::4" in placed.message
     assert not world.pods
 
 
-def test_store_that_keeps_a_promise_not_is_named_and_the_job_stays_protected() -> None:
-    world = running_world(remote=REMOTE)
-    assert world.status.condition("RemoteSafe") is None, "nothing is said where it never happened"
-    sidecar = world.live_sidecar(0)
-    assert sidecar is not None
-    sidecar.problems = (Problem("RemoteNotSafe", "it ignores If-None-Match"),)
-    world.tick()
-    safe = shown(world, "RemoteSafe")
-    assert (safe.status, safe.reason, safe.message) == (False, "RemoteNotSafe", "it ignores If-None-Match")
-    assert "RemoteNotSafe" in world.notices
-    assert world.status.holds("Protected")
-    sidecar.problems = ()
-    world.tick()
-    safe = shown(world, "RemoteSafe")
-    assert (safe.status, safe.reason) == (True, "PromisesKept")
-
-
 def test_optimizer_that_cannot_be_replayed_is_named_and_the_job_stays_protected() -> None:
     world = running_world()
-    sidecar = world.live_sidecar(2)
-    assert sidecar is not None
-    sidecar.trainer = replace(sidecar.trainer, no_deltas="the optimizer of rank 2 needs a closure")
+    sidecar, said = world.sidecar(2), "the optimizer of rank 2 needs a closure"
+    sidecar.trainer = replace(sidecar.trainer, no_deltas=said)
     world.tick()
-    active = shown(world, "DeltasActive")
-    assert (active.status, active.reason) == (False, "DeltasOff")
-    assert active.message == "worker 2: the optimizer of rank 2 needs a closure"
+    assert world.told("DeltasActive") == (False, "DeltasOff", f"worker 2: {said}")
     assert "DeltasOff" in world.notices
     assert world.status.holds("Protected")
 
@@ -228,23 +180,9 @@ def parity_world(steps: int = 9, parity: tuple[int, int] = (2, 1), **changes: ob
     return running_world(steps, copies=0, parity=parity, **changes)
 
 
-def test_lost_node_is_rebuilt_from_parity_without_a_lost_step() -> None:
-    world = parity_world()
-    assert world.status.placement is not None
-    assert "any one host" in world.status.placement.tolerates
-    lose_node_of(world, 1)
-    last = trained(world)
-    world.train(4)
-    summary = recovered(world)
-    assert (summary["step"], summary["lostSteps"]) == (last, 0)
-    assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
-    assert summary["rebuilt"] == 1
-    assert summary["deltas"] == last % 4
-
-
 def test_no_copies_are_kept_with_parity() -> None:
     world = parity_world()
-    assert not any(sidecar.hosted or sidecar.hosted_deltas for sidecar in world.sidecars.values())
+    assert not any(sidecar.hosted for sidecar in world.sidecars.values())
     holders = [sidecar for sidecar in world.sidecars.values() if sidecar.blocks]
     assert len(holders) == 2, "two groups of two, one block each"
     assert world.status.holds("Protected")
@@ -252,25 +190,23 @@ def test_no_copies_are_kept_with_parity() -> None:
 
 def test_two_losses_in_one_group_are_rebuilt_with_parity_of_two() -> None:
     world = parity_world(parity=(2, 2), workers=8, racks=4)
-    assert world.placement is not None
-    group = world.placement.groups[0]
+    group = world.saved.groups[0]
     for worker in group.members:
-        lose_node_of(world, worker)
-    last = trained(world)
+        world.kill_node(world.home(worker))
+    last = world.newest_step()
     world.train(4)
-    summary = recovered(world)
+    summary = world.recovered()
     assert (summary["step"], summary["lostSteps"]) == (last, 0)
     assert summary["rebuilt"] == 2
 
 
 def test_more_losses_than_parity_go_back_to_the_remote_tier() -> None:
     world = parity_world(parity=(2, 1), remote=REMOTE, workers=6, racks=3, steps=12)
-    assert world.placement is not None
-    for worker in world.placement.groups[0].members:
-        lose_node_of(world, worker)
+    for worker in world.saved.groups[0].members:
+        world.kill_node(world.home(worker))
     stored = max(world.remote)
     world.train(4)
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["step"] >= stored.step
     assert summary["tiers"]["remote"] > 0
     assert summary["rebuilt"] == 0
@@ -278,21 +214,19 @@ def test_more_losses_than_parity_go_back_to_the_remote_tier() -> None:
 
 def test_lost_holder_costs_nothing_and_its_replacement_folds_again() -> None:
     world = parity_world()
-    assert world.placement is not None
-    holder = world.placement.groups[0].holders[0]
-    lose_node_of(world, holder)
-    last = trained(world)
+    holder = world.saved.groups[0].holders[0]
+    world.kill_node(world.home(holder))
+    last = world.newest_step()
     world.train(4)
-    assert recovered(world)["step"] == last
+    assert world.recovered()["step"] == last
     world.train(6)
-    assert world.placement is not None
     kept = {
         (share.ranks, kind)
         for sidecar in world.sidecars.values()
         if world.live_sidecar(sidecar.worker) is sidecar
         for share, _, kind in sidecar.blocks
     }
-    assert kept == {(group.members, kind) for group in world.placement.groups for kind in Kind}
+    assert kept == {(group.members, kind) for group in world.saved.groups for kind in Kind}
 
 
 def change(world: World, **fields: object) -> None:
@@ -307,17 +241,17 @@ def test_change_from_copies_to_parity_takes_effect_with_the_next_attempt_and_los
     assert world.status.attempt == 1
     assert all(sidecar.hosted for sidecar in world.sidecars.values()), "until then copies go on"
     assert world.status.holds("Protected")
-    lose_node_of(world, 3)
-    last = trained(world)
+    world.kill_node(world.home(3))
+    last = world.newest_step()
     world.train(4)
-    summary = recovered(world)
+    summary = world.recovered()
     assert (summary["step"], summary["lostSteps"], summary["rebuilt"]) == (last, 0, 0)
     world.train(8)
     assert not any(sidecar.hosted for sidecar in world.sidecars.values())
-    lose_node_of(world, 0)
-    last = trained(world)
+    world.kill_node(world.home(0))
+    last = world.newest_step()
     world.train(4)
-    summary = recovered(world, attempt=3)
+    summary = world.recovered(3)
     assert (summary["step"], summary["lostSteps"]) == (last, 0)
     assert summary["rebuilt"] >= 1
 
@@ -325,21 +259,25 @@ def test_change_from_copies_to_parity_takes_effect_with_the_next_attempt_and_los
 def test_change_from_parity_to_copies_still_rebuilds_from_the_blocks_once() -> None:
     world = parity_world()
     change(world, copies=1, parity=None)
-    lose_node_of(world, 1)
-    last = trained(world)
+    world.kill_node(world.home(1))
+    last = world.newest_step()
     world.train(4)
-    summary = recovered(world)
+    summary = world.recovered()
     assert (summary["step"], summary["lostSteps"], summary["rebuilt"]) == (last, 0, 1)
     world.train(8)
     assert not any(sidecar.blocks for sidecar in world.sidecars.values())
     assert all(world.placement.holders().values()) if world.placement else False
 
 
-def test_released_attempt_gets_no_new_directive_while_deltas_come_and_go() -> None:
-    for world in (running_world(), parity_world()):
-        for _ in range(6):
-            world.tick()
-            assert not [action for action in world.last.after if isinstance(action, Push)]
+@pytest.mark.parametrize(
+    "spec", [{"delta": DeltaMode.NONE, "snapshot_every": 2}, {}, {"copies": 0, "parity": (2, 1)}]
+)
+def test_released_attempt_gets_no_directive_twice_and_no_new_one(spec: dict[str, Any]) -> None:
+    world = running_world(**spec)
+    for _ in range(6):
+        world.tick()
+        assert not [action for action in world.last.after if isinstance(action, Push)]
+        assert not world.last.before
 
 
 # Divergence
@@ -347,12 +285,11 @@ def test_released_attempt_gets_no_new_directive_while_deltas_come_and_go() -> No
 
 def test_job_that_diverges_goes_back_to_the_last_good_version_and_it_counts() -> None:
     world = running_world(rollback_after=3)
-    good = trained(world)
+    good = world.newest_step()
     world.poisoned = {1}
     world.train(2)
     assert world.status.attempt == 1
-    world.tick()
-    summary = recovered(world)
+    summary = world.recovered()
     assert summary["cause"] == "Diverged"
     assert summary["step"] == good
     assert "not finite for 3 steps in a row" in summary["message"]
@@ -366,7 +303,7 @@ def test_job_that_diverges_again_and_again_is_given_up() -> None:
     world = running_world(rollback_after=2, max_restarts=2)
     world.poisoned = {1, 2, 3}
     world.until("Failed")
-    failed = shown(world, "Failed")
+    failed = world.condition("Failed")
     assert failed.reason == "MaxRestartsExceeded"
     assert "not finite" in failed.message
     assert world.status.crashes == 2
@@ -382,51 +319,31 @@ def test_without_the_policy_a_job_that_diverged_trains_on() -> None:
 # Replays that differ
 
 
-def test_replay_that_differs_goes_back_to_the_snapshot_and_is_no_crash() -> None:
+@pytest.mark.parametrize("how", ["in place", "on a replaced worker", "unequal replicas"])
+def test_state_that_is_not_what_was_saved_is_not_chosen_again_and_its_failure_is_no_crash(how: str) -> None:
+    """A replay that differs goes back to the snapshot, also one from a peer. What led to a snapshot whose
+    replicas held different bits, and on from it, counts no more."""
     world = running_world(max_restarts=1)
-    last = trained(world)
+    last = world.newest_step()
     assert last % 4 >= 2
-    bad = Version(last - 1, 1)
-    world.bad_replays = {(2, bad)}
-    world.crash(0)
-    world.tick()
-    summary = recovered(world, attempt=3)
+    back, said = (last - last % 4, 0), f"rank 2: replaying the delta of step {last - 1} did not give"
+    if how == "on a replaced worker":
+        world.bad_replays = {(3, Version(last, 1))}
+        world.kill_node(world.home(3))
+        said = "replaying the delta of step"
+    elif how == "in place":
+        world.bad_replays = {(2, Version(last - 1, 1))}
+        world.crash(0)
+    else:
+        world.unequal = {Version(back[0], 1)}
+        back, said = (back[0] - 1, 3), "replicas held different bits"
+        world.crash(0)
+    summary = world.recovered(3)
     assert summary["cause"] == "RestoreFailed"
-    assert f"rank 2: replaying the delta of step {bad.step} did not give" in summary["message"]
-    assert (summary["step"], summary["deltas"]) == (last - last % 4, 0)
-    assert world.status.crashes == 1, "the first one; the exit after the replay is not another"
-    world.train(20)
-    assert world.status.attempt == 3
-
-
-def test_replay_that_differs_on_a_replaced_worker_is_not_tried_again_from_its_peer() -> None:
-    world = running_world()
-    last = trained(world)
-    world.bad_replays = {(3, Version(last, 1))}
-    lose_node_of(world, 3)
-    world.train(4)
-    summary = recovered(world, attempt=3)
-    assert summary["cause"] == "RestoreFailed"
-    assert summary["step"] == last - last % 4
-    world.train(20)
-    assert world.status.attempt == 3
-    assert world.status.crashes == 0
-
-
-def test_snapshot_of_unequal_replicas_is_not_chosen_again_and_its_failure_is_no_crash() -> None:
-    world = running_world(max_restarts=1)
-    last = trained(world)
-    newest = Version(last - last % 4, 1)
-    world.unequal = {newest}
-    world.crash(0)
-    world.tick()
-    summary = recovered(world, attempt=3)
-    assert summary["cause"] == "RestoreFailed"
-    assert "replicas held different bits" in summary["message"]
-    assert world.status.crashes == 1, "the first one; the exits after the restore are not another"
-    assert (summary["step"], summary["deltas"]) == (newest.step - 1, 3), (
-        "what led to it and on from it counts no more"
-    )
+    assert said in summary["message"]
+    assert (summary["step"], summary["deltas"]) == back
+    struck = 0 if how == "on a replaced worker" else 1
+    assert world.status.crashes == struck, "the exit after the replay is no other one"
     world.train(20)
     assert world.status.attempt == 3
 
@@ -439,7 +356,7 @@ def test_job_that_cannot_fit_is_refused_with_numbers_before_any_pod_is_made() ->
         make_spec(delta=DeltaMode.AUTO, snapshot_every=None, state_size=300 * 2**20, size_limit="1Gi")
     )
     world.train(5)
-    placed = shown(world, "Placed")
+    placed = world.condition("Placed")
     assert (placed.status, placed.reason) == (False, "MemoryTooSmall")
     assert "1Gi" in placed.message
     assert "at least 1.2 GiB" in placed.message
@@ -471,8 +388,7 @@ def test_running_job_is_not_stopped_by_a_forecast() -> None:
     world = running_world()
     change(world, state_size=2**40)
     world.crash(0)
-    world.tick()
-    world.until("Running", attempt=2)
+    world.recovered()
 
 
 def test_status_of_a_thousand_workers_stays_small() -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.operator.world_in_memory import World, make_spec
+from tests.operator.world_in_memory import World, make_spec, trained
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Exact, ResumeProof
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Artifact, Version
 from tiercheck_operator.controller.status.events import notices
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
@@ -18,9 +18,7 @@ from tiercheck_operator.model.status import JobRecord, parse_record, render_reco
 
 
 def back_again(prove_steps: int = 0) -> World:
-    world = World(make_spec(workers=4, prove_steps=prove_steps, delta=DeltaMode.AUTO))
-    world.until("Running")
-    world.train(9)
+    world = trained(workers=4, prove_steps=prove_steps, delta=DeltaMode.AUTO)
     world.crash(1)
     world.until("Running", attempt=2)
     return world
@@ -31,7 +29,7 @@ def compare(world: World, **by_worker: tuple[Exact, str]) -> JobRecord:
     for name, (exact, message) in by_worker.items():
         worker = int(name[1:])
         sidecar = world.sidecars[world.member(worker)]
-        proof = ResumeProof(worker, (world.status.last_recovery or {})["step"], exact, 1, message)
+        proof = ResumeProof(worker, world.summary["step"], exact, 1, message)
         sidecar.trainer = replace(sidecar.trainer, resume=proof)
     world.train(1)
     return world.status
@@ -65,9 +63,8 @@ def test_resume_is_proven_although_some_ranks_could_not_compare(heard: int) -> N
 def test_one_rank_that_differs_is_named_with_what_differs_and_stays_known() -> None:
     world = back_again()
     assert exact_of(compare(world, w0=SAME, w3=UNLIKE)) == ("Differs", False)
-    assert (world.status.last_recovery or {})["exactMessage"] == (
-        f"attempt 2, worker 3, rank 3, back at step {(world.status.last_recovery or {})['step']}: "
-        "loss 2.5, was 2.25"
+    assert world.summary["exactMessage"] == (
+        f"attempt 2, worker 3, rank 3, back at step {world.summary['step']}: loss 2.5, was 2.25"
     )
     for uid in (world.member(worker) for worker in range(4)):  # as after a restart of every sidecar
         world.sidecars[uid].trainer = replace(world.sidecars[uid].trainer, resume=None)
@@ -130,7 +127,7 @@ def test_start_from_scratch_has_nothing_to_compare() -> None:
 
 def test_job_gives_up_a_step_for_the_proof_only_if_it_is_asked_to() -> None:
     plain, proving = back_again(), back_again(prove_steps=1)
-    lost = [(world.status.last_recovery or {})["lostSteps"] for world in (plain, proving)]
+    lost = [world.summary["lostSteps"] for world in (plain, proving)]
     assert lost == [0, 1]
 
 
@@ -151,8 +148,8 @@ def test_newest_version_still_counts_if_the_older_one_that_was_to_prove_it_is_go
         world.tick()
     assert world.status.restored_version == Version(11, 1)
     for sidecar in world.sidecars.values():
-        sidecar.own, sidecar.own_deltas = {Version(12, 1)}, set()
-        sidecar.hosted, sidecar.hosted_deltas = {rank: {Version(12, 1)} for rank in sidecar.hosted}, {}
+        sidecar.own = {Artifact(sidecar.worker, Version(12, 1))}
+        sidecar.hosted = {Artifact(each.rank, Version(12, 1)) for each in sidecar.hosted}
     world.until("Running", attempt=3)
     assert world.starts[3] == dict.fromkeys(range(4), Version(12, 1))
     assert 2 not in world.starts

@@ -9,28 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tests.operator.world_in_memory import REMOTE, World, make_spec, watched
 from tiercheck.protocol.report import RankFailure, TrainerState
-
-
-def training(**changes: object) -> World:
-    """Four workers on four nodes in two racks; Kubernetes notices no dead node by itself."""
-    world = World(make_spec(**changes))
-    world.heartbeats = True
-    world.node_grace = 1e9
-    world.until("Running")
-    world.train(9)
-    return world
-
-
-def cut_off(world: World, node: str) -> None:
-    world.cut |= {frozenset((node, other)) for other in {*world.nodes, "controller"} - {node}}
 
 
 def failed(world: World, worker: int, at: float, code: int, *said: str, reason: str = "") -> None:
     """The worker's training command ended at that time. `said`: reason and sentence of one of its ranks."""
-    sidecar = world.live_sidecar(worker)
-    assert sidecar is not None
+    sidecar = world.sidecar(worker)
     failure = RankFailure(worker, said[0], said[1], 1) if said else None
     reason = reason or ("Signalled" if code > 128 else "Crashed")
     message = f"The training command ended with exit code {code}."
@@ -54,7 +39,7 @@ def echoed(world: World, *but: int) -> None:
 def test_pod_that_somebody_deleted_is_told_as_deleted_however_its_containers_ended(
     phase: str, grace: float
 ) -> None:
-    world = training()
+    world = watched()
     world.ends_as, world.grace = phase, grace
     world.end_gracefully(world.member(1))
     summary = world.recovered()
@@ -64,7 +49,7 @@ def test_pod_that_somebody_deleted_is_told_as_deleted_however_its_containers_end
 
 
 def test_eviction_stays_an_eviction_when_its_pod_turns_failed() -> None:
-    world = training()
+    world = watched()
     world.evict(world.member(1))
     assert world.recovered()["cause"] == "PodEvicted"
     assert world.notices.count("PodEvicted") == 1
@@ -88,11 +73,10 @@ def test_pod_that_is_evicted_for_its_own_storage_limit_spends_restarts_until_the
         assert world.status.counted == attempt - 1
         world.train(9)
         uid = world.member(1)
-        world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="Evicted", message=said)
+        world.change_pod(uid, phase="Failed", disruption="Evicted", message=said)
         world._vanish(uid)
     world.until("Failed")
-    failed = world.status.condition("Failed")
-    assert failed is not None
+    failed = world.condition("Failed")
     assert failed.reason == "MaxRestartsExceeded"
     assert said.strip().rstrip(".") in failed.message
     assert not world.status.places
@@ -106,9 +90,9 @@ def test_pod_that_is_evicted_for_its_own_storage_limit_spends_restarts_until_the
     ],
 )
 def test_eviction_that_is_not_the_pods_own_doing_spends_none(said: str) -> None:
-    world = training()
+    world = watched()
     uid = world.member(1)
-    world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="Evicted", message=said)
+    world.change_pod(uid, phase="Failed", disruption="Evicted", message=said)
     world._vanish(uid)
     assert world.recovered()["cause"] == "PodEvicted"
     assert world.status.counted == 0
@@ -116,8 +100,8 @@ def test_eviction_that_is_not_the_pods_own_doing_spends_none(said: str) -> None:
 
 def test_pod_that_was_given_up_keeps_the_cause_for_which_it_was() -> None:
     """Its network is cut, its kubelet is well: what we delete turns Failed there."""
-    world = training()
-    cut_off(world, world.home(3))
+    world = watched()
+    world.cut_off(world.home(3))
     world.grace = 1.0
     summary = world.recovered()
     assert summary["cause"] == "NodeSilent"
@@ -126,31 +110,31 @@ def test_pod_that_was_given_up_keeps_the_cause_for_which_it_was() -> None:
 
 
 def test_pod_that_failed_by_itself_is_told_so_when_we_have_deleted_it() -> None:
-    world = training()
+    world = watched()
     uid = world.member(1)
-    world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="UnexpectedAdmissionError")
+    world.change_pod(uid, phase="Failed", disruption="UnexpectedAdmissionError")
     summary = world.recovered()
     assert summary["cause"] == "PodFailed"
     assert "UnexpectedAdmissionError" in summary["message"]
 
 
 def test_drain_that_ends_with_the_node_switched_off_was_a_drain() -> None:
-    world = training()
+    world = watched()
     node = world.home(1)
-    world.nodes = {name: replace(each, schedulable=False) for name, each in world.nodes.items()}
+    world.change_nodes(schedulable=False)
     world.evict(world.member(1))
     world.train(5)
-    world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
+    world.change_nodes(node, lost="node is not ready (NodeStatusUnknown)")
     world.train(5)
-    world.nodes = {name: replace(each, schedulable=True) for name, each in world.nodes.items()}
+    world.change_nodes(schedulable=True)
     assert world.recovered()["cause"] == "PodEvicted"
 
 
 def test_operator_that_was_killed_after_it_gave_a_pod_up_still_knows_why() -> None:
     """The deletion is done before the status is written."""
     for moment in range(12):
-        world = training()
-        cut_off(world, world.home(3))
+        world = watched()
+        world.cut_off(world.home(3))
         while not world.deleted:
             world.tick(killed_after=moment if world.now > 0 else None)
             if world.now > 1_800_000_100:
@@ -173,10 +157,10 @@ def strike(world: World, first: str, worker: int) -> str:
             return "PodEvicted"
         case "failed":
             uid = world.member(worker)
-            world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="OutOfcpu")
+            world.change_pod(uid, phase="Failed", disruption="OutOfcpu")
             return "PodFailed"
         case "cut":
-            cut_off(world, world.home(worker))
+            world.cut_off(world.home(worker))
             return "NodeSilent"
         case "gpu":
             failed(
@@ -195,7 +179,7 @@ def strike(world: World, first: str, worker: int) -> str:
 def test_whatever_the_order_in_which_consequences_are_seen_the_cause_told_is_the_first_ones(
     first: str, worker: int, after: list[tuple[str, int]]
 ) -> None:
-    world = training()
+    world = watched()
     uid, node = world.member(worker), world.home(worker)
     for what, _ in after:
         world.ends_as = {"succeeded": "Succeeded"}.get(what, world.ends_as)
@@ -208,7 +192,7 @@ def test_whatever_the_order_in_which_consequences_are_seen_the_cause_told_is_the
             break  # what happens now happens to the next attempt
         match what:
             case "not ready" if cause != "NodeSilent":
-                world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
+                world.change_nodes(node, lost="node is not ready (NodeStatusUnknown)")
             case "echo":
                 for other in range(4):
                     world.crash(other)
@@ -216,8 +200,7 @@ def test_whatever_the_order_in_which_consequences_are_seen_the_cause_told_is_the
                 world.forget()
             case "gone" if uid in world.pods and world.pods[uid].deleting:
                 world._gone(uid)
-        for _ in range(wait if world.status.attempt == 1 else 0):
-            world.tick()
+        world.train(wait if world.status.attempt == 1 else 0)
     assert world.recovered()["cause"] == cause
     assert {"PodDeleted", "PodEvicted", "PodFailed", "NodeSilent", "NodeLost", "GPUFault"} & set(
         world.notices
@@ -225,7 +208,7 @@ def test_whatever_the_order_in_which_consequences_are_seen_the_cause_told_is_the
 
 
 def test_nodes_of_a_rack_that_fall_silent_one_after_the_other_are_told_as_the_rack() -> None:
-    world = training()
+    world = watched()
     for name in ("n10", "n11"):
         world.kill_node(name)
         world.train(1)
@@ -243,7 +226,7 @@ def test_nodes_of_a_rack_that_fall_silent_one_after_the_other_are_told_as_the_ra
     then=st.sampled_from(["all", "crash", "deleted", "node"]),
 )
 def test_whatever_old_pods_are_terminating_they_are_blamed_for_nothing(left: list[str], then: str) -> None:
-    world = training(remote=REMOTE)
+    world = watched(remote=REMOTE)
     world.grace = 1e6
     old = []
     for attempt, how in enumerate(left, start=2):
@@ -265,7 +248,7 @@ def test_whatever_old_pods_are_terminating_they_are_blamed_for_nothing(left: lis
         case "node":
             node = world.home(len(left) + 1)
             world.kill_node(node)
-            world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
+            world.change_nodes(node, lost="node is not ready (NodeStatusUnknown)")
     summary = world.recovered(world.status.attempt + 1)
     assert not [name for name in old if name in summary["message"]], summary["message"]
     assert summary["detectSeconds"] < 10
@@ -280,7 +263,7 @@ def test_whatever_old_pods_are_terminating_they_are_blamed_for_nothing(left: lis
 
 
 def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed_late() -> None:
-    world = training()
+    world = watched()
     world.end_gracefully(world.member(1))
     world.slow_trainers.add(1)
     world.train(40)
@@ -295,13 +278,12 @@ def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed
 
 
 def test_job_on_a_lost_node_is_down_since_its_sidecar_fell_silent() -> None:
-    world = training()
+    world = watched()
     node, struck = world.home(1), world.now
     world.kill_node(node)
-    for _ in range(3):
-        world.tick()
+    world.train(3)
     assert world.status.recovery is None, "silence alone is not enough yet"
-    world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
+    world.change_nodes(node, lost="node is not ready (NodeStatusUnknown)")
     summary = world.recovered()
     assert summary["cause"] == "NodeLost"
     assert 1 <= summary["detectSeconds"] <= world.now - struck
@@ -309,7 +291,7 @@ def test_job_on_a_lost_node_is_down_since_its_sidecar_fell_silent() -> None:
 
 
 def test_steps_that_a_job_made_beside_a_silent_sidecar_are_no_time_down() -> None:
-    world = training()
+    world = watched()
     node, uid = world.home(1), world.member(1)
     for _ in range(4):  # the kubelet holds it back for longer each time
         world.kill_sidecar(uid)
@@ -322,7 +304,7 @@ def test_steps_that_a_job_made_beside_a_silent_sidecar_are_no_time_down() -> Non
     assert world.status.attempt == 1
     world.kill_node(node)
     world.tick()
-    world.nodes[node] = replace(world.nodes[node], lost="node is not ready (NodeStatusUnknown)")
+    world.change_nodes(node, lost="node is not ready (NodeStatusUnknown)")
     assert world.recovered()["detectSeconds"] < 10
 
 
@@ -333,7 +315,7 @@ RESET = "RuntimeError: [gloo/tcp/pair.cc:589] Read error [10.0.0.7]:6301: Connec
 
 
 def test_rank_that_was_killed_is_blamed_before_the_peer_whose_connection_broke() -> None:
-    world = training()
+    world = watched()
     failed(world, 1, world.now, 1, "CollectiveFailed", RESET)
     failed(world, 0, world.now + 1, 137, "CollectiveFailed", RESET)
     summary = world.recovered()
@@ -343,7 +325,7 @@ def test_rank_that_was_killed_is_blamed_before_the_peer_whose_connection_broke()
 
 def test_killed_rank_is_blamed_even_if_its_report_comes_after_a_long_sentence_of_its_peer() -> None:
     """The operator was away, and hears of the sidecars one after the other."""
-    world = training()
+    world = watched()
     killed = world.member(0)
     failed(world, 0, world.now, 137)
     echoed(world, 0)
@@ -360,14 +342,14 @@ def test_killed_rank_is_blamed_even_if_its_report_comes_after_a_long_sentence_of
 
 def test_worker_of_which_no_rank_could_say_why_is_blamed_before_those_that_name_a_peer() -> None:
     """torchrun ends with 1 when a rank was killed, and that rank says nothing."""
-    world = training()
+    world = watched()
     echoed(world, 2)
     failed(world, 2, world.now + 2, 1)
     assert "worker 2" in world.recovered()["message"]
 
 
 def test_commands_that_were_stopped_are_blamed_last() -> None:
-    world = training()
+    world = watched()
     for worker in (0, 1, 2):
         failed(world, worker, world.now - 1, 143)
     failed(world, 3, world.now, 1, "CollectiveFailed", RESET)
@@ -400,7 +382,7 @@ ECHOES, STOPPED = ("connection", "watchdog"), ("stopped",)
 def test_origin_is_blamed_whatever_the_clocks_say_and_in_whatever_order_the_sidecars_answer(
     origin: str, worker: int, others: list[str], times: list[float], seen: list[int]
 ) -> None:
-    world = training()
+    world = watched()
     ends = dict(zip([w for w in range(4) if w != worker], others, strict=True)) | {worker: origin}
     for each, how in ends.items():
         code, said, reason = ENDS[how]

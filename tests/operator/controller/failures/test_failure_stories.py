@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol.report import RankFailure, TrainerState
 from tiercheck_operator.controller.failures.exits import first_match
 from tiercheck_operator.controller.failures.trigger import update_recovery
@@ -18,19 +19,6 @@ from tiercheck_operator.model.observed import ContainerView
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.model.spelling import read_as
 from tiercheck_operator.model.status import Facts, Recovery
-
-
-def running_world(**changes: object) -> World:
-    world = World(make_spec(**changes))
-    world.until("Running")
-    world.train(9)
-    return world
-
-
-def failure(world: World) -> tuple[str, str]:
-    found = world.status.condition("Failed")
-    assert found is not None
-    return found.reason, found.message
 
 
 def on_codes(name: str, action: str, *values: int, operator: str = "In") -> dict[str, Any]:
@@ -49,25 +37,18 @@ def rules(*raw: dict[str, Any]) -> tuple[FailureRule, ...]:
 
 
 def test_exit_code_that_a_rule_calls_final_fails_the_job_at_once_and_names_the_rule() -> None:
-    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world = trained(rules=rules(on_codes("bad-data", "Fail", 42)))
     world.crash(1, code=42)
     world.until("Failed")
-    reason, message = failure(world)
+    _, reason, message = world.told("Failed")
     assert reason == "FailurePolicyRule"
     assert "bad-data" in message
     assert "exit code 42" in message
     assert world.status.attempt == 1, "no attempt was spent on it"
 
 
-def test_rule_for_other_codes_leaves_a_crash_what_it_is() -> None:
-    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
-    world.crash(1, code=43)
-    assert world.recovered()["cause"] == "TrainerCrash"
-    assert (world.status.crashes, world.status.counted) == (1, 1)
-
-
 def test_restart_that_ignores_the_limit_is_not_counted_however_often_it_happens() -> None:
-    world = running_world(max_restarts=1, rules=rules(on_codes("flaky-disk", "RestartIgnoringLimit", 75)))
+    world = trained(max_restarts=1, rules=rules(on_codes("flaky-disk", "RestartIgnoringLimit", 75)))
     for attempt in (2, 3, 4):
         world.crash(0, code=75)
         summary = world.recovered(attempt)
@@ -78,39 +59,36 @@ def test_restart_that_ignores_the_limit_is_not_counted_however_often_it_happens(
 
 
 def test_first_rule_that_matches_decides() -> None:
-    world = running_world(
-        rules=rules(on_codes("first", "RestartIgnoringLimit", 7), on_codes("second", "Fail", 7))
-    )
+    world = trained(rules=rules(on_codes("first", "RestartIgnoringLimit", 7), on_codes("second", "Fail", 7)))
     world.crash(2, code=7)
     assert world.recovered()["rule"] == "first"
 
 
 def test_eviction_counts_if_a_rule_says_so() -> None:
-    world = running_world(max_restarts=1, rules=rules(on_reasons("evicted", "Restart", "PodEvicted")))
+    world = trained(max_restarts=1, rules=rules(on_reasons("evicted", "Restart", "PodEvicted")))
     world.evict(world.member(1))
     assert world.recovered()["rule"] == "evicted"
     assert (world.status.crashes, world.status.disruptions, world.status.counted) == (1, 0, 1)
     world.train(4)
     world.evict(world.member(1))
     world.until("Failed")
-    reason, message = failure(world)
+    _, reason, message = world.told("Failed")
     assert reason == "MaxRestartsExceeded"
     assert "evicted" in message
 
 
 def test_pods_own_reason_is_still_known_when_the_pod_is_gone() -> None:
-    world = running_world(rules=rules(on_reasons("preempted", "Fail", "EvictionByEvictionAPI")))
+    world = trained(rules=rules(on_reasons("preempted", "Fail", "EvictionByEvictionAPI")))
     world.evict(world.member(1))
     world.until("Failed")
-    assert failure(world)[0] == "FailurePolicyRule"
+    assert world.condition("Failed").reason == "FailurePolicyRule"
 
 
 def test_condition_of_the_node_makes_a_crash_the_hardwares_fault() -> None:
     rule = {"name": "gpu", "action": "RestartIgnoringLimit", "onNodeConditions": [{"type": "GpuEcc"}]}
-    world = running_world(rules=rules(rule))
-    node = world.pods[world.member(2)].node
-    assert node is not None
-    world.nodes[node] = replace(world.nodes[node], conditions={"GpuEcc": "True"})
+    world = trained(rules=rules(rule))
+    node = world.home(2)
+    world.change_nodes(node, conditions={"GpuEcc": "True"})
     world.crash(2, code=1)
     assert world.recovered()["rule"] == "gpu"
     assert world.status.counted == 0
@@ -119,24 +97,19 @@ def test_condition_of_the_node_makes_a_crash_the_hardwares_fault() -> None:
     assert "rule" not in world.recovered(3), "another node's condition says nothing about this one"
 
 
-def test_lost_node_behind_a_crash_is_not_judged_by_the_echos_exit_code() -> None:
-    world = running_world(rules=rules(on_codes("final", "Fail", 1)))
-    node = world.pods[world.member(3)].node
-    assert node is not None
-    world.nodes[node] = replace(world.nodes[node], lost="node is not ready")
-    world.sidecars[world.member(3)].reachable = False
-    world.crash(0, code=1)
-    assert world.recovered()["cause"] == "NodeLost"
-
-
-def test_rule_that_fails_the_job_waits_until_no_dead_node_can_explain_the_crash() -> None:
-    world = running_world(rules=rules(on_codes("final", "Fail", 1)))
-    node = world.pods[world.member(3)].node
-    assert node is not None
-    world.kill_node(node)
+@pytest.mark.parametrize("noticed", [True, False])
+def test_lost_node_behind_a_crash_is_waited_for_and_the_echos_exit_code_decides_nothing(
+    noticed: bool,
+) -> None:
+    world = trained(rules=rules(on_codes("final", "Fail", 1)))
+    if noticed:
+        world.change_nodes(world.home(3), lost="node is not ready")
+        world.sidecar(3).reachable = False
+    else:
+        world.kill_node(world.home(3))
     world.crash(0, code=1)
     summary = world.recovered()
-    assert summary["cause"] in ("NodeLost", "NodeSilent", "SidecarSilent")
+    assert summary["cause"] in (("NodeLost",) if noticed else ("NodeLost", "NodeSilent", "SidecarSilent"))
     assert "rule" not in summary
 
 
@@ -145,15 +118,14 @@ def test_failed_restore_is_no_matter_for_rules() -> None:
 
 
 def test_origin_of_a_crash_is_the_end_that_is_no_echo_even_if_clocks_differ() -> None:
-    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world = trained(rules=rules(on_codes("bad-data", "Fail", 42)))
     world.crash(0, code=1)
-    sidecar = world.live_sidecar(2)
-    assert sidecar is not None
+    sidecar = world.sidecar(2)
     sidecar.trainer = replace(
         sidecar.trainer, state=TrainerState.FAILED, exit_code=42, reason="Crashed", ended_at=world.now + 1
     )
     world.until("Failed")
-    assert "worker 2" in failure(world)[1]
+    assert "worker 2" in world.condition("Failed").message
 
 
 @given(
@@ -195,21 +167,32 @@ def test_shell_that_does_not_find_the_command_ends_the_job_before_it_spends_rest
     world.stillborn, world.stillborn_code = True, 127
     world.until("Failed")
     assert world.status.attempt == 1
-    assert failure(world)[0] == "CannotStart"
+    assert world.condition("Failed").reason == "CannotStart"
 
 
-def test_exit_code_of_a_shell_in_the_middle_of_training_is_a_crash() -> None:
-    world = running_world()
-    world.crash(0, code=127)
-    assert world.recovered()["cause"] == "TrainerCrash"
+@pytest.mark.parametrize(
+    ("code", "reason", "said"),
+    [
+        (127, "Crashed", "127"),
+        (137, "Signalled", "137 (Signalled)"),
+        (135, "Signalled", "/dev/shm"),
+        (43, "Crashed", "43"),
+    ],
+    ids=["a shell's", "a kill names its signal", "advice for a bus error", "a rule for other codes"],
+)
+def test_exit_in_the_middle_of_training_is_a_crash(code: int, reason: str, said: str) -> None:
+    world = trained(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world.crash(1, code, reason)
+    summary = world.recovered()
+    assert summary["cause"] == "TrainerCrash"
+    assert said in summary["message"]
+    assert (world.status.crashes, world.status.counted) == (1, 1)
 
 
 def test_process_that_the_kernel_killed_for_memory_is_told_from_other_kills_with_numbers() -> None:
-    world = running_world()
+    world = trained()
     uid = world.member(1)
-    world.pods[uid] = replace(world.pods[uid], trainer=ContainerView(memory_limit="64Gi"))
-    sidecar = world.live_sidecar(1)
-    assert sidecar is not None
+    world.change_pod(uid, trainer=ContainerView(memory_limit="64Gi"))
     world.crash(1, code=137, reason="OOMKilled")
     summary = world.recovered()
     assert summary["cause"] == "OOMKilled"
@@ -220,10 +203,10 @@ def test_process_that_the_kernel_killed_for_memory_is_told_from_other_kills_with
 
 
 def test_container_that_the_kernel_killed_for_memory_is_told_from_one_that_was_restarted() -> None:
-    world = running_world()
+    world = trained()
     uid = world.member(1)
     ended = ContainerView(1, "OOMKilled", world.now, 137, "64Gi")
-    world.pods[uid] = replace(world.pods[uid], trainer=ended)
+    world.change_pod(uid, trainer=ended)
     world.crash(1, code=137, reason="ContainerRestarted")
     assert world.recovered()["cause"] == "OOMKilled"
     world.train(5)
@@ -233,16 +216,8 @@ def test_container_that_the_kernel_killed_for_memory_is_told_from_one_that_was_r
     )
 
 
-def test_plain_kill_is_a_crash_that_names_the_signal() -> None:
-    world = running_world()
-    world.crash(1, code=137, reason="Signalled")
-    summary = world.recovered()
-    assert summary["cause"] == "TrainerCrash"
-    assert "137 (Signalled)" in summary["message"]
-
-
 def test_crash_is_told_once_with_the_commands_last_lines_and_where_its_log_is() -> None:
-    world = running_world()
+    world = trained()
     pod = world.pods[world.member(1)].name
     world.crash(1, code=3, reason="Crashed", message="CUDA error: out of memory")
     assert world.recovered()["message"] == (
@@ -252,7 +227,7 @@ def test_crash_is_told_once_with_the_commands_last_lines_and_where_its_log_is() 
 
 
 def test_where_the_log_is_stays_however_long_the_last_lines_are() -> None:
-    world = running_world()
+    world = trained()
     world.crash(1, code=3, reason="Crashed", message="x" * 5000)
     message = world.recovered()["message"]
     assert len(message) <= 1000
@@ -261,27 +236,25 @@ def test_where_the_log_is_stays_however_long_the_last_lines_are() -> None:
 
 def say(world: World, worker: int, reason: str, message: str, exit_code: int = 1) -> None:
     """What a rank of the worker says before it ends."""
-    sidecar = world.live_sidecar(worker)
-    assert sidecar is not None
+    sidecar = world.sidecar(worker)
     sidecar.trainer = replace(sidecar.trainer, failure=RankFailure(worker, reason, message, exit_code))
 
 
 def test_ranks_own_words_are_in_the_message_and_its_own_exit_code_goes_before_torchruns() -> None:
-    world = running_world(rules=rules(on_codes("bad-data", "Fail", 42)))
+    world = trained(rules=rules(on_codes("bad-data", "Fail", 42)))
     say(world, 2, "Exited", "SystemExit: 42", 42)
     world.crash(2, code=1)
     world.until("Failed")
-    reason, message = failure(world)
+    _, reason, message = world.told("Failed")
     assert reason == "FailurePolicyRule"
     assert "rank 2: SystemExit: 42 (exit code 42)" in message
 
 
 def test_broken_collective_is_an_echo_of_the_exception_elsewhere_even_if_it_ended_first() -> None:
-    world = running_world()
+    world = trained()
     say(world, 0, "CollectiveFailed", "RuntimeError: Connection closed by peer")
     world.crash(0)
-    sidecar = world.live_sidecar(3)
-    assert sidecar is not None
+    sidecar = world.sidecar(3)
     say(world, 3, "UncaughtException", "ValueError: bad sample")
     sidecar.trainer = replace(sidecar.trainer, state=TrainerState.FAILED, exit_code=1, ended_at=world.now + 2)
     summary = world.recovered()
@@ -289,16 +262,16 @@ def test_broken_collective_is_an_echo_of_the_exception_elsewhere_even_if_it_ende
 
 
 def test_rule_can_ask_for_the_ranks_reason() -> None:
-    world = running_world(rules=rules(on_reasons("too-big", "Fail", "OutOfGPUMemory")))
+    world = trained(rules=rules(on_reasons("too-big", "Fail", "OutOfGPUMemory")))
     say(world, 1, "OutOfGPUMemory", "OutOfMemoryError: CUDA out of memory")
     world.crash(1)
     world.until("Failed")
-    assert "too-big" in failure(world)[1]
+    assert "too-big" in world.condition("Failed").message
 
 
 def test_worker_with_a_broken_gpu_moves_and_nobody_is_blamed() -> None:
-    world = running_world(max_restarts=0)
-    node = world.pods[world.member(2)].node
+    world = trained(max_restarts=0)
+    node = world.home(2)
     survivors = {world.member(worker) for worker in (0, 1, 3)}
     say(world, 2, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error encountered")
     world.crash(2)
@@ -306,41 +279,31 @@ def test_worker_with_a_broken_gpu_moves_and_nobody_is_blamed() -> None:
     assert summary["cause"] == "GPUFault"
     assert "uncorrectable ECC" in summary["message"]
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
-    assert world.pods[world.member(2)].node != node
+    assert world.home(2) != node
     assert survivors <= set(world.pods)
     assert (world.status.crashes, world.status.disruptions) == (0, 1)
 
 
-def test_worker_whose_memory_nobody_shares_stays_where_it_is_whatever_its_gpu_says() -> None:
-    world = running_world(copies=0)
+@pytest.mark.parametrize(
+    ("copies", "ill"), [(0, [2]), (1, [0, 1, 2, 3])], ids=["nobody shares its memory", "all"]
+)
+def test_gpus_that_complain_move_nobody_whose_memory_would_be_lost_nor_all(
+    copies: int, ill: list[int]
+) -> None:
+    world = trained(copies=copies)
     pods = set(world.pods)
-    say(world, 2, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error encountered")
-    world.crash(2)
-    assert world.recovered()["cause"] == "TrainerCrash"
-    assert set(world.pods) == pods
-
-
-def test_gpus_that_all_complain_at_once_move_nobody() -> None:
-    world = running_world()
-    pods = set(world.pods)
-    for worker in range(4):
+    for worker in ill:
         say(world, worker, "GPUFault", "RuntimeError: CUDA error: hardware stack error")
         world.crash(worker)
     assert world.recovered()["cause"] == "TrainerCrash"
     assert set(world.pods) == pods
 
 
-def test_bus_error_comes_with_the_advice_that_usually_helps() -> None:
-    world = running_world()
-    world.crash(1, code=135, reason="Signalled")
-    assert "/dev/shm" in world.recovered()["message"]
-
-
 # How restarts are counted.
 
 
 def test_crashes_far_apart_do_not_end_a_long_run() -> None:
-    world = running_world(max_restarts=2, reset_seconds=50)
+    world = trained(max_restarts=2, reset_seconds=50)
     for attempt in range(2, 8):
         world.crash(attempt % 4, code=1)
         world.recovered(attempt)
@@ -350,20 +313,19 @@ def test_crashes_far_apart_do_not_end_a_long_run() -> None:
 
 
 def test_crashes_at_the_same_step_spend_the_restarts_however_long_each_takes() -> None:
-    world = running_world(max_restarts=2, reset_seconds=5, snapshot_every=1000)
+    world = trained(max_restarts=2, reset_seconds=5, snapshot_every=1000)
     for attempt in (2, 3):
         world.crash(0, code=1)
         world.recovered(attempt)
-        assert world.status.last_recovery is not None
         while world.newest_step() < 9:
             world.tick()
     world.crash(0, code=1)
     world.until("Failed")
-    assert failure(world)[0] == "MaxRestartsExceeded"
+    assert world.condition("Failed").reason == "MaxRestartsExceeded"
 
 
 def test_node_loss_neither_counts_nor_forgives() -> None:
-    world = running_world(max_restarts=2)
+    world = trained(max_restarts=2)
     world.crash(0, code=1)
     world.recovered()
     world.train(4)
@@ -385,7 +347,7 @@ def test_command_that_never_makes_a_step_is_held_back_even_if_no_limit_counts() 
 
 
 def hanging_world(worker: int | None, **changes: object) -> World:
-    world = running_world(hang=HangSpec(factor=2, least=20.0), **changes)
+    world = trained(hang=HangSpec(factor=2, least=20.0), **changes)
     world.hung = (1, worker)
     return world
 
@@ -415,7 +377,7 @@ def test_hang_without_a_laggard_sends_the_reader_to_the_stacks() -> None:
 
 def test_worker_that_holds_the_others_up_again_moves_to_another_node() -> None:
     world = hanging_world(2)
-    node = world.pods[world.member(2)].node
+    node = world.home(2)
     survivors = {world.member(worker) for worker in (0, 1, 3)}
     world.recovered()
     world.train(4)
@@ -423,7 +385,7 @@ def test_worker_that_holds_the_others_up_again_moves_to_another_node() -> None:
     summary = world.recovered(3)
     assert summary["cause"] == "Hung"
     assert "again" in summary["message"]
-    assert world.pods[world.member(2)].node != node
+    assert world.home(2) != node
     assert survivors <= set(world.pods)
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
 
@@ -449,7 +411,7 @@ def test_hang_can_be_ruled_no_fault_of_training() -> None:
 
 
 def test_job_whose_owner_wants_no_hang_detection_is_left_alone() -> None:
-    world = running_world(hang=None)
+    world = trained(hang=None)
     world.hung = (1, 2)
     world.train(500)
     assert world.status.attempt == 1
@@ -458,11 +420,8 @@ def test_job_whose_owner_wants_no_hang_detection_is_left_alone() -> None:
 def test_lost_node_explains_a_hang() -> None:
     world = hanging_world(2)
     world.train(18)
-    node = world.pods[world.member(3)].node
-    assert node is not None
-    world.kill_node(node)
-    summary = world.recovered()
-    assert summary["cause"] in ("NodeLost", "SidecarSilent")
+    world.kill_node(world.home(3))
+    assert world.recovered()["cause"] in ("NodeLost", "SidecarSilent")
 
 
 def test_hang_that_passes_before_anything_was_decided_is_forgotten() -> None:
@@ -483,48 +442,40 @@ def test_hang_that_passes_before_anything_was_decided_is_forgotten() -> None:
 # Sidecars.
 
 
-def protected(world: World) -> tuple[bool, str, str]:
-    found = world.status.condition("Protected")
-    assert found is not None
-    return found.status, found.reason, found.message
-
-
 def test_sidecar_that_ended_is_told_until_a_version_is_complete_again_and_training_goes_on() -> None:
-    world = running_world(snapshot_every=20)
+    world = trained(snapshot_every=20)
     while world.newest_step() < 22:
         world.tick()
     uid = world.member(1)
-    world.pods[uid] = replace(world.pods[uid], sidecar=ContainerView(1, "Error", world.now, 137))
+    world.change_pod(uid, sidecar=ContainerView(1, "Error", world.now, 137))
     world.train(3)
-    status, reason, message = protected(world)
+    status, reason, message = world.told("Protected")
     assert (status, reason) == (False, "SidecarRestarted")
     assert "worker 1 ended (Error, exit code 137)" in message
     assert "--previous" in message
     world.train(20)
-    assert protected(world)[:2] == (True, "CopiesComplete")
+    assert world.told("Protected")[:2] == (True, "CopiesComplete")
     assert world.status.attempt == 1
     assert world.notices.count("SidecarRestarted") == 1
 
 
 def test_sidecar_without_enough_memory_says_which_number_to_raise() -> None:
-    world = running_world(snapshot_every=20)
+    world = trained(snapshot_every=20)
     uid = world.member(1)
-    world.pods[uid] = replace(
-        world.pods[uid], sidecar=ContainerView(1, "OOMKilled", world.now, 137, "1342177280")
-    )
+    world.change_pod(uid, sidecar=ContainerView(1, "OOMKilled", world.now, 137, "1342177280"))
     world.tick()
-    assert "limit of 1342177280" in protected(world)[2]
-    assert "tiers.local.sizeLimit" in protected(world)[2]
+    assert "limit of 1342177280" in world.told("Protected")[2]
+    assert "tiers.local.sizeLimit" in world.told("Protected")[2]
 
 
 # Pods.
 
 
 def test_pod_that_fails_for_no_known_reason_is_replaced_alone() -> None:
-    world = running_world(rules=rules(on_reasons("odd", "RestartIgnoringLimit", "UnexpectedAdmissionError")))
+    world = trained(rules=rules(on_reasons("odd", "RestartIgnoringLimit", "UnexpectedAdmissionError")))
     survivors = {world.member(worker) for worker in (0, 2, 3)}
     uid = world.member(1)
-    world.pods[uid] = replace(world.pods[uid], phase="Failed", disruption="UnexpectedAdmissionError")
+    world.change_pod(uid, phase="Failed", disruption="UnexpectedAdmissionError")
     summary = world.recovered()
     assert summary["cause"] == "PodFailed"
     assert summary["rule"] == "odd"
@@ -537,39 +488,28 @@ def test_pod_that_fails_for_no_known_reason_is_replaced_alone() -> None:
 def lose(world: World, *names: str) -> None:
     for name in names:
         world.kill_node(name)
-        world.nodes[name] = replace(world.nodes[name], lost="node is not ready")
+        world.change_nodes(name, lost="node is not ready")
 
 
-def test_lost_rack_is_called_by_its_name() -> None:
-    world = running_world()
+@pytest.mark.parametrize("rule", [False, True])
+def test_lost_rack_is_called_by_its_name_and_a_rule_on_lost_nodes_means_it_as_well(rule: bool) -> None:
+    world = trained(rules=rules(*([on_reasons("nodes", "Restart", "NodeLost")] if rule else [])))
     lose(world, "n00", "n01")
     summary = world.recovered()
     workers = sorted(pod.worker for pod in world.pods.values() if pod.incarnation)
-    assert summary["cause"] == "DomainLost"
+    assert (summary["cause"], summary.get("rule")) == ("DomainLost", "nodes" if rule else None)
     assert summary["message"].startswith(f"rack r0 lost: workers {workers[0]}, {workers[1]}")
-    assert (world.status.crashes, world.status.disruptions) == (0, 1)
+    assert (world.status.crashes, world.status.disruptions) == ((1, 0) if rule else (0, 1))
 
 
-def test_rule_on_lost_nodes_means_those_of_a_lost_rack_as_well() -> None:
-    world = running_world(rules=rules(on_reasons("nodes", "Restart", "NodeLost")))
-    lose(world, "n00", "n01")
-    summary = world.recovered()
-    assert (summary["cause"], summary["rule"]) == ("DomainLost", "nodes")
-
-
-def test_one_lost_node_of_a_rack_is_a_lost_node() -> None:
-    world = running_world()
-    lose(world, "n00")
-    summary = world.recovered()
-    assert summary["cause"] == "NodeLost"
-    assert "rack" not in summary["message"]
-
-
-def test_two_nodes_of_different_racks_are_not_a_lost_rack() -> None:
-    world = World(make_spec(workers=6, copies=2), racks=3)
-    world.until("Running")
-    world.train(9)
-    lose(world, "n00", "n10")
+@pytest.mark.parametrize(
+    ("racks", "spec", "lost"), [(2, {}, ["n00"]), (3, {"workers": 6, "copies": 2}, ["n00", "n10"])]
+)
+def test_nodes_that_are_no_whole_rack_are_lost_nodes(
+    racks: int, spec: dict[str, Any], lost: list[str]
+) -> None:
+    world = trained(racks=racks, **spec)
+    lose(world, *lost)
     summary = world.recovered()
     assert summary["cause"] == "NodeLost"
     assert "rack" not in summary["message"]
@@ -577,10 +517,9 @@ def test_two_nodes_of_different_racks_are_not_a_lost_rack() -> None:
 
 def test_rack_of_which_a_node_is_well_is_said_to_have_lost_what_the_job_had_there() -> None:
     world = World(make_spec(), racks=2, nodes_per_rack=3)
-    world.nodes["n02"] = replace(world.nodes["n02"], schedulable=False)
-    world.nodes["n12"] = replace(world.nodes["n12"], schedulable=False)
-    world.until("Running")
-    world.train(9)
+    world.change_nodes("n02", schedulable=False)
+    world.change_nodes("n12", schedulable=False)
+    world.running()
     lose(world, "n00", "n01")
     summary = world.recovered()
     assert summary["cause"] == "NodeLost"
@@ -592,8 +531,7 @@ def test_zone_is_named_where_more_than_one_rack_of_it_is_gone() -> None:
     for name, node in world.nodes.items():
         zone = "east" if name[1] in "01" else "west"
         world.nodes[name] = replace(node, labels={**node.labels, "topology.kubernetes.io/zone": zone})
-    world.until("Running")
-    world.train(9)
+    world.running()
     lose(world, "n00", "n01", "n10", "n11")
     assert world.recovered()["message"].startswith("zone east lost: workers ")
 
@@ -602,9 +540,9 @@ def test_zone_is_named_where_more_than_one_rack_of_it_is_gone() -> None:
 
 
 def test_job_that_takes_longer_than_it_may_fails_and_its_pods_go() -> None:
-    world = running_world(active_deadline=40.0)
+    world = trained(active_deadline=40.0)
     world.until("Failed")
-    reason, message = failure(world)
+    _, reason, message = world.told("Failed")
     assert reason == "DeadlineExceeded"
     assert "40 s" in message
     world.train(60)
@@ -612,7 +550,7 @@ def test_job_that_takes_longer_than_it_may_fails_and_its_pods_go() -> None:
 
 
 def test_restarts_do_not_prolong_the_deadline() -> None:
-    world = running_world(active_deadline=60.0)
+    world = trained(active_deadline=60.0)
     began = world.now
     world.evict(world.member(1))
     world.recovered()
@@ -621,23 +559,22 @@ def test_restarts_do_not_prolong_the_deadline() -> None:
 
 
 def test_time_in_suspension_is_not_held_against_the_job() -> None:
-    world = running_world(active_deadline=60.0, remote=REMOTE)
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
-    world.until("Suspended")
+    world = trained(active_deadline=60.0, remote=REMOTE)
+    world.suspended()
     world.train(200)
     assert not world.status.holds("Failed")
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.change(suspend=False)
     world.until("Running", attempt=2)
     world.train(20)
     assert not world.status.holds("Failed")
     world.until("Failed")
-    assert failure(world)[0] == "DeadlineExceeded"
+    assert world.condition("Failed").reason == "DeadlineExceeded"
 
 
 def test_job_that_was_created_suspended_has_not_started() -> None:
     world = World(make_spec(suspend=True, active_deadline=30.0))
     world.train(100)
     assert world.status.started is None
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.change(suspend=False)
     world.until("Running")
     assert world.status.started is not None

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol.report import RestoreProgress, RestoreState
 from tiercheck_operator.controller.failures.standstill import restored_bytes
 from tiercheck_operator.model import conditions
@@ -22,16 +22,8 @@ from tiercheck_operator.model.status import parse_record, render_record
 STALL = 4.0
 
 
-def running_world(**changes: object) -> World:
-    world = World(make_spec(restore_stall=STALL, **changes))
-    world.until("Running")
-    world.train(6)
-    return world
-
-
 def restoring(world: World) -> tuple[str, str]:
-    found = world.status.condition(conditions.RESTORING)
-    assert found is not None
+    found = world.condition(conditions.RESTORING)
     return found.reason, found.message
 
 
@@ -44,7 +36,7 @@ def until_told(world: World) -> None:
 
 
 def test_worker_whose_restore_hangs_is_named_and_then_moves_to_another_node() -> None:
-    world = running_world(max_restarts=1)
+    world = trained(6, restore_stall=STALL, max_restarts=1)
     node, survivors = world.home(2), {world.member(worker) for worker in (0, 1, 3)}
     world.hanging = {node}
     world.crash(3)
@@ -56,9 +48,7 @@ def test_worker_whose_restore_hangs_is_named_and_then_moves_to_another_node() ->
         in message
     )
     assert conditions.RESTORE_STALLED in world.notices
-    world.until("Running", attempt=3)
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.recovered(3)
     assert summary["cause"] == "RestoreStalled"
     assert "it waits for the remote tier" in summary["message"]
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
@@ -71,7 +61,7 @@ def test_worker_whose_restore_hangs_is_named_and_then_moves_to_another_node() ->
 
 def test_what_is_said_of_it_does_not_change_from_second_to_second() -> None:
     """Each change of the status is a write."""
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     world.hanging = {0, 1, 2, 3}
     world.crash(3)
     until_told(world)
@@ -81,7 +71,7 @@ def test_what_is_said_of_it_does_not_change_from_second_to_second() -> None:
 
 
 def test_restore_to_which_bytes_come_is_waited_for_however_long_it_takes() -> None:
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     pods = set(world.pods)
     world.slow, world.slow_for = {2}, 10 * STALL
     world.crash(3)
@@ -94,7 +84,7 @@ def test_restore_to_which_bytes_come_is_waited_for_however_long_it_takes() -> No
 
 
 def test_nobody_moves_when_all_stand_still_and_it_goes_on_when_the_mount_is_back() -> None:
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     pods = set(world.pods)
     world.hanging = {0, 1, 2, 3}
     world.crash(3)
@@ -110,7 +100,7 @@ def test_nobody_moves_when_all_stand_still_and_it_goes_on_when_the_mount_is_back
 
 def test_worker_whose_restore_hangs_wherever_it_is_moves_once_and_is_told_of() -> None:
     """Each move may leave behind a pod that does not end, with its GPU."""
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     world.hanging = {2}
     world.crash(3)
     world.train(int(8 * STALL))
@@ -132,7 +122,7 @@ def test_worker_whose_restore_hangs_wherever_it_is_moves_once_and_is_told_of() -
 
 
 def test_mount_that_fails_a_restore_twice_is_gone_round_by_another_node() -> None:
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     node, pods = world.home(2), set(world.pods)
     world.dead_mounts = {node}
     world.crash(3)
@@ -141,14 +131,13 @@ def test_mount_that_fails_a_restore_twice_is_gone_round_by_another_node() -> Non
     assert world.status.disruptions == 2, "it was tried again where it was, and then elsewhere"
     assert world.home(2) != node
     assert len(pods - set(world.pods)) == 1
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.summary
     assert summary["cause"] == "RestoreStalled"
     assert "nothing came from the remote tier" in summary["message"]
 
 
 def test_mount_that_is_dead_everywhere_moves_nobody_for_good() -> None:
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     world.dead_mounts = {0, 1, 2, 3}
     world.crash(3)
     world.train(int(10 * STALL))
@@ -159,7 +148,7 @@ def test_mount_that_is_dead_everywhere_moves_nobody_for_good() -> None:
 
 @pytest.mark.parametrize("remote", [None, REMOTE])
 def test_worker_whose_memory_nobody_has_stays_where_it_is(remote: dict[str, object] | None) -> None:
-    world = running_world(copies=0, remote=remote)
+    world = trained(6, restore_stall=STALL, copies=0, remote=remote)
     pods = set(world.pods)
     world.hanging = {world.home(2)}
     world.crash(3)
@@ -170,7 +159,7 @@ def test_worker_whose_memory_nobody_has_stays_where_it_is(remote: dict[str, obje
 
 
 def test_others_are_waited_for_before_a_memory_is_given_up() -> None:
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     world.hanging, world.slow, world.slow_for = {2}, {1}, 5 * STALL
     world.crash(3)
     world.train(int(4 * STALL))
@@ -180,11 +169,10 @@ def test_others_are_waited_for_before_a_memory_is_given_up() -> None:
 
 
 def test_sidecar_of_an_older_release_which_tells_no_progress_is_left_alone() -> None:
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     world.crash(3)
     world.tick()
-    sidecar = world.live_sidecar(2)
-    assert sidecar is not None
+    sidecar = world.sidecar(2)
     world.hanging = {2}
     for _ in range(int(5 * STALL)):
         sidecar.restore = replace(sidecar.restore, progress=None)
@@ -195,12 +183,11 @@ def test_sidecar_of_an_older_release_which_tells_no_progress_is_left_alone() -> 
 
 
 def test_senseless_numbers_of_a_sidecar_fit_into_the_status() -> None:
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     world.hanging = {2}
     world.crash(3)
     world.train(3)
-    sidecar = world.live_sidecar(2)
-    assert sidecar is not None
+    sidecar = world.sidecar(2)
     assert sidecar.restore.state is RestoreState.RUNNING
     for number in (-(10**30), 10**30):
         told = replace(
@@ -221,14 +208,13 @@ def test_one_dead_mount_never_ends_a_job_nor_loses_more_than_a_step(
     node: str, fails: bool, kills: dict[int, int]
 ) -> None:
     """Whatever the operator's own fate meanwhile."""
-    world = running_world()
+    world = trained(6, restore_stall=STALL)
     world.hanging, world.dead_mounts = (set(), {node}) if fails else ({node}, set())
     world.crash(0)
     began = world.newest_step()
     world.until("Running", limit=400, attempt=2, kills=kills)
     assert world.status.phase == "Running"
-    assert world.status.last_recovery is not None
-    assert world.status.last_recovery["step"] >= began - 2
+    assert world.summary["step"] >= began - 2
     # One that dies after it made the new pod has forgotten how long the old one stood still. It goes on with
     # that for a second, and then a new one is made again.
     assert len({(action.worker, action.incarnation) for action in world.created}) <= 5 + len(kills)
@@ -241,8 +227,7 @@ def test_bound_is_read_from_the_failure_policy_and_told_to_every_sidecar() -> No
         return parse_job({"metadata": metadata, "spec": raw}).spec.restore_stall
 
     assert (spec(), spec(restoreStallSeconds=600)) == (180.0, 600.0)
-    world = running_world()
-    sidecar = world.live_sidecar(1)
-    assert sidecar is not None
+    world = trained(6, restore_stall=STALL)
+    sidecar = world.sidecar(1)
     assert sidecar.directive is not None
     assert sidecar.directive.policy.restore_stall == STALL

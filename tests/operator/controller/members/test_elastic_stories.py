@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.operator.world_in_memory import REMOTE, World, make_spec
-from tiercheck.protocol.directive import DeltaMode
+from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
+from tiercheck.protocol.directive import DeltaMode, Restore
 from tiercheck.protocol.report import Quarantined, TrainerState
 from tiercheck.protocol.version import Branch, Version
 from tiercheck_operator.controller.members import elastic as elastic_module
 from tiercheck_operator.model.actions import Promote
-from tiercheck_operator.model.status import Condition, SizeRecord, render_record
+from tiercheck_operator.model.status import SizeRecord, render_record
 
 TIMEOUT = 30.0
 RACK = "topology.kubernetes.io/rack"
@@ -28,26 +28,13 @@ def elastic(workers: int = 4, least: int = 2, nodes_per_rack: int = 4, **changes
     """Training, each worker on a node of its own."""
     spec = make_spec(workers=workers, min_workers=least, capacity_timeout=TIMEOUT, **changes)
     world = World(spec, racks=2, nodes_per_rack=nodes_per_rack)
-    world.until("Running")
-    world.train(9)
-    return world
-
-
-def close(world: World) -> None:
-    """No node takes pods any more."""
-    for name, view in world.nodes.items():
-        world.nodes[name] = replace(view, schedulable=False)
-
-
-def open_again(world: World) -> None:
-    for name, view in world.nodes.items():
-        world.nodes[name] = replace(view, schedulable=True)
+    return world.running()
 
 
 def lose(world: World, *workers: int) -> None:
     """Their nodes die, and there is no room elsewhere."""
     nodes = [world.pods[pod_of(world, worker)].node for worker in workers]
-    close(world)
+    world.change_nodes(schedulable=False)
     for node in nodes:
         assert node is not None
         world.kill_node(node)
@@ -76,15 +63,16 @@ def tick_until(world: World, condition: Callable[[], object]) -> None:
     raise AssertionError(f"in vain: {render_record(world.status)}")
 
 
+def shrunk_a_while(lost: int = 1, **changes: Any) -> World:
+    """It has made versions of its own."""
+    world = shrunk(elastic(**changes), lost)
+    world.train(8)
+    return world
+
+
 def promotes(world: World) -> list[Promote]:
     """Of the last decision."""
     return [action for action in world.last.before if isinstance(action, Promote)]
-
-
-def full_size(world: World) -> Condition:
-    condition = world.status.condition("FullSize")
-    assert condition is not None
-    return condition
 
 
 def begun(world: World) -> tuple[list[int], Version]:
@@ -109,8 +97,7 @@ def test_job_goes_on_with_the_workers_that_have_nodes_from_what_they_hold(lost: 
     assert world.status.history.branches[-1] == Branch(2, newest.step, ranks=3)
     assert {pod_of(world, worker) for worker in range(3)} == survivors, "nobody who has state is made anew"
     assert world.status.size == SizeRecord(3)
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.summary
     assert summary["cause"] == "NodeLost"
     assert "made by 4 ranks, from which 3 read their parts; with 3 of 4 workers" in summary["reason"]
     assert (world.status.crashes, world.status.disruptions) == (0, 1)
@@ -118,18 +105,20 @@ def test_job_goes_on_with_the_workers_that_have_nodes_from_what_they_hold(lost: 
 
 def test_owner_is_told_before_when_and_why() -> None:
     world = elastic()
-    assert (full_size(world).status, full_size(world).reason) == (True, "AllWorkers")
+    assert world.told("FullSize")[:2] == (True, "AllWorkers")
     lose(world, 1)
     world.train(15)
-    placed = world.status.condition("Placed")
-    assert placed is not None
+    placed = world.condition("Placed")
     assert "1 of 4 pods have no node" in placed.message
     assert "If that stays so, the job goes on with 3 workers at 2027-" in placed.message
     assert world.status.size is None, "not before time is up"
     world.until("Running", attempt=2)
     world.train(3)
-    assert (full_size(world).status, full_size(world).reason) == (False, "Shrunk")
-    assert "3 of 4 workers: no node takes j-spare-0. Unschedulable: 0 nodes fit" in full_size(world).message
+    assert world.told("FullSize")[:2] == (False, "Shrunk")
+    assert (
+        "3 of 4 workers: no node takes j-spare-0. Unschedulable: 0 nodes fit"
+        in world.condition("FullSize").message
+    )
     assert world.notices.count("Shrunk") == 1
     assert "NoCapacity" not in world.notices
 
@@ -153,29 +142,25 @@ def test_pods_that_found_no_node_are_given_up_and_the_missing_worker_is_asked_fo
 
 
 def test_smaller_job_is_protected_and_comes_back_to_what_it_made_itself() -> None:
-    world = shrunk(elastic(), 1)
-    world.train(8)
+    world = shrunk_a_while()
     version = world.committed
     assert version is not None
     assert version.attempt == 2
     assert world.made[version] == 3
     assert world.crash(1)
-    world.tick()
-    world.until("Running", attempt=3)
+    world.recovered(3)
     workers, back = begun(world)
     assert (workers, back.attempt) == ([0, 1, 2], 2)
-    assert world.status.last_recovery is not None
-    assert world.status.last_recovery["tiers"]["local"] == 3
+    assert world.summary["tiers"]["local"] == 3
 
 
 def test_failure_before_the_smaller_job_has_saved_anything_comes_back_to_the_larger_ones_version() -> None:
     world = elastic()
     newest = world.committed
-    world.job = replace(world.job, spec=replace(world.job.spec, snapshot_every=1000))
+    world.change(snapshot_every=1000)
     shrunk(world, 0)
     assert world.crash(2)
-    world.tick()
-    world.until("Running", attempt=3)
+    world.recovered(3)
     assert begun(world) == ([0, 1, 2], newest)
 
 
@@ -197,8 +182,7 @@ def test_further_loss_makes_it_smaller_again_but_not_below_the_least() -> None:
     lose(world, 1)
     world.train(80)
     assert world.status.attempt == attempt
-    placed = world.status.condition("Placed")
-    assert placed is not None
+    placed = world.condition("Placed")
     assert placed.reason == "NoCapacity"
     assert (
         "It cannot go on smaller: elastic.minWorkers is 2, and only 1 workers have a node" in placed.message
@@ -224,7 +208,7 @@ def test_node_that_comes_back_just_then_is_used_and_the_job_is_whole() -> None:
     lose(world, 1)
     tick_until(world, lambda: world.status.size)
     unschedulable = next(uid for uid, pod in world.pods.items() if pod.worker == 1 and pod.node is None)
-    world.pods[unschedulable] = replace(world.pods[unschedulable], node="n13", unschedulable_since=None)
+    world.change_pod(unschedulable, node="n13", unschedulable_since=None)
     world.reconcile()
     assert world.status.size is None
     world.until("Running", attempt=2)
@@ -246,8 +230,7 @@ def test_job_that_cannot_go_on_smaller_waits_and_says_why(changes: dict[str, Any
     world = elastic(**changes)
     lose(world, 1)
     world.train(80)
-    placed = world.status.condition("Placed")
-    assert placed is not None
+    placed = world.condition("Placed")
     assert placed.reason == "NoCapacity"
     assert f"It cannot go on smaller: {says}." in placed.message
     assert world.status.attempt == 1
@@ -269,21 +252,18 @@ def test_job_with_parity_goes_on_smaller_from_what_the_blocks_give() -> None:
     assert begun(world) == ([0, 1, 2, 3], newest)
     assert "5 ranks from a peer" in str(world.status.last_recovery)
     world.train(9)
-    assert world.placement is not None
-    assert world.placement.groups
+    assert world.saved.groups
 
 
 def test_job_with_parity_waits_where_more_is_lost_than_the_blocks_give() -> None:
     world = elastic(workers=6, least=3, copies=0, parity=(2, 1))
-    assert world.placement is not None
-    lose(world, *world.placement.groups[0].members)
+    lose(world, *world.saved.groups[0].members)
     world.train(80)
     assert world.status.attempt == 1
     assert "what the others hold leads back to no version without" in str(world.status.condition("Placed"))
     world = elastic(workers=6, least=3, copies=0, parity=(2, 1), remote=REMOTE)
     newest = max(world.remote)
-    assert world.placement is not None
-    lose(world, *world.placement.groups[0].members)
+    lose(world, *world.saved.groups[0].members)
     world.train(80)
     assert world.status.history.branches[-1].base_step == newest.step
 
@@ -294,8 +274,7 @@ def test_job_waits_for_a_worker_whose_state_nobody_else_has() -> None:
     lose(world, 1, *pairs[1])
     world.train(80)
     assert world.status.attempt == 1, "nothing is begun from scratch"
-    placed = world.status.condition("Placed")
-    assert placed is not None
+    placed = world.condition("Placed")
     assert (
         "It cannot go on smaller: what the others hold leads back to no version without them"
         in placed.message
@@ -305,8 +284,7 @@ def test_job_waits_for_a_worker_whose_state_nobody_else_has() -> None:
 def test_copies_are_at_most_as_many_as_there_are_other_workers() -> None:
     world = elastic(workers=3, least=2, copies=2)
     shrunk(world, 2)
-    assert world.placement is not None
-    assert world.placement.holders() == {0: (1,), 1: (0,)}
+    assert world.saved.holders() == {0: (1,), 1: (0,)}
 
 
 # The operator dies
@@ -331,9 +309,8 @@ def test_operator_killed_between_any_two_writes_shrinks_the_job_once_and_well(mo
 
 @pytest.mark.parametrize("moment", range(14))
 def test_operator_killed_between_any_two_writes_grows_the_job_once_and_well(moment: int) -> None:
-    world = shrunk(elastic(), 1)
-    world.train(8)
-    open_again(world)
+    world = shrunk_a_while()
+    world.change_nodes(schedulable=True)
     world.train(57)
     for tick in range(moment // 2, moment // 2 + 6):
         world.tick(killed_after=tick % 7)
@@ -356,9 +333,8 @@ def test_decision_made_from_an_old_view_gives_a_survivor_one_place_only() -> Non
 
 
 def test_pod_for_a_place_whose_first_pod_is_another_worker_now_has_a_name_of_its_own() -> None:
-    world = shrunk(elastic(), 1)
-    world.train(8)
-    open_again(world)
+    world = shrunk_a_while()
+    world.change_nodes(schedulable=True)
     world.until("Running", attempt=3)
     world.train(5)
     assert "j-3-0" in {pod.name for pod in world.pods.values() if pod.worker == 1}
@@ -372,27 +348,25 @@ def test_pod_for_a_place_whose_first_pod_is_another_worker_now_has_a_name_of_its
 
 
 def test_job_grows_back_by_itself_from_a_fresh_snapshot_of_its_own() -> None:
-    world = shrunk(elastic(), 1)
-    world.train(8)
+    world = shrunk_a_while()
     attempt_of_smaller = world.status.attempt
     trained = world.newest_step()
-    open_again(world)
+    world.change_nodes(schedulable=True)
     world.train(20)
     assert world.status.attempt == attempt_of_smaller, "room has to last"
-    assert (full_size(world).status, full_size(world).reason) == (False, "Growing")
+    assert world.told("FullSize")[:2] == (False, "Growing")
     world.until("Running", attempt=3)
     workers, version = begun(world)
     assert workers == [0, 1, 2, 3]
     assert version.attempt == attempt_of_smaller
     assert version.step > trained
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.summary
     assert summary["cause"] == "Grown"
     assert summary["lostSteps"] <= 4
     assert "made by 3 ranks, from which 4 read their parts" in summary["reason"]
     assert (world.status.crashes, world.status.disruptions) == (0, 1), "to grow is no failure"
     assert world.notices.count("Grown") == 1
-    assert (full_size(world).status, full_size(world).message) == (True, "the job has all 4 workers")
+    assert world.told("FullSize")[::2] == (True, "the job has all 4 workers")
     assert "size" not in render_record(world.status)
 
 
@@ -412,7 +386,7 @@ def test_job_with_deltas_waits_for_a_snapshot_of_its_own_before_it_grows(
     directive = world.sidecars[pod_of(world, 0)].directive
     assert directive is not None
     world.copied[directive.attempt, directive.placement] = Version(world.newest_step(), 2)
-    open_again(world)
+    world.change_nodes(schedulable=True)
     world.train(75)
     assert world.status.attempt == 2, "what the smaller job has done would be lost"
     assert world.status.tiers["peer"].step > base.step
@@ -421,60 +395,55 @@ def test_job_with_deltas_waits_for_a_snapshot_of_its_own_before_it_grows(
 
 
 def test_pods_that_trained_on_keep_their_places_and_the_spare_gets_the_missing_one() -> None:
-    world = shrunk(elastic(), 1)
-    world.train(8)
+    world = shrunk_a_while()
     before = [pod_of(world, worker) for worker in range(3)]
-    open_again(world)
+    world.change_nodes(schedulable=True)
     world.until("Running", attempt=3)
     assert [pod_of(world, worker) for worker in range(3)] == before
     assert world.pods[pod_of(world, 3)].name == "j-spare-0"
 
 
 def test_room_that_does_not_last_changes_nothing() -> None:
-    world = shrunk(elastic(), 1)
-    world.train(8)
-    open_again(world)
+    world = shrunk_a_while()
+    world.change_nodes(schedulable=True)
     world.train(30)
     (spare,) = (uid for uid, pod in world.pods.items() if pod.is_spare)
-    close(world)
+    world.change_nodes(schedulable=False)
     world.evict(spare)
     world.train(100)
     assert world.status.attempt == 2
     assert world.status.size == SizeRecord(3)
-    open_again(world)
+    world.change_nodes(schedulable=True)
     world.until("Running", attempt=3)
     assert begun(world)[0] == [0, 1, 2, 3]
 
 
 def test_job_does_not_grow_before_the_smaller_one_has_a_complete_version_of_its_own() -> None:
     world = elastic()
-    world.job = replace(world.job, spec=replace(world.job.spec, snapshot_every=1000))
+    world.change(snapshot_every=1000)
     shrunk(world, 1)
-    open_again(world)
+    world.change_nodes(schedulable=True)
     world.train(200)
     assert world.status.attempt == 2
-    world.job = replace(world.job, spec=replace(world.job.spec, snapshot_every=2))
+    world.change(snapshot_every=2)
     world.until("Running", attempt=3)
     assert begun(world)[1].attempt == 2
 
 
 def test_job_that_comes_back_from_a_loss_takes_the_room_that_there_is() -> None:
-    world = shrunk(elastic(), 1)
-    world.train(8)
-    open_again(world)
+    world = shrunk_a_while()
+    world.change_nodes(schedulable=True)
     world.train(10)
     assert world.crash(0)
-    world.tick()
-    world.until("Running", attempt=3)
+    world.recovered(3)
     assert begun(world)[0] == [0, 1, 2, 3]
 
 
 def test_growth_that_comes_to_nothing_lets_the_smaller_job_train_on() -> None:
-    world = shrunk(elastic(), 1)
-    world.train(8)
-    open_again(world)
+    world = shrunk_a_while()
+    world.change_nodes(schedulable=True)
     tick_until(world, lambda: world.status.size is None)
-    close(world)
+    world.change_nodes(schedulable=False)
     for uid in [uid for uid, pod in world.pods.items() if pod.is_spare or pod.worker == 3]:
         world._gone(uid)
     world.train(5)
@@ -483,15 +452,14 @@ def test_growth_that_comes_to_nothing_lets_the_smaller_job_train_on() -> None:
     step = world.newest_step()
     world.train(5)
     assert world.newest_step() == step + 5
-    open_again(world)
+    world.change_nodes(schedulable=True)
     world.until("Running", attempt=3)
 
 
 def test_growth_that_copies_do_not_allow_stops_nobody() -> None:
     """With three workers in one rack no copy of theirs is on another one, as the spec requires."""
     world = elastic(workers=4, least=2, nodes_per_rack=2, spread_level="rack", spread_required=True)
-    assert world.placement is not None
-    shrunk(world, 1, next(worker for worker in (2, 3) if worker not in world.placement.holders()[1]))
+    shrunk(world, 1, next(worker for worker in (2, 3) if worker not in world.saved.holders()[1]))
     world.train(8)
     for name, view in world.nodes.items():
         world.nodes[name] = replace(view, schedulable=view.labels[RACK] == "r0")
@@ -500,7 +468,7 @@ def test_growth_that_copies_do_not_allow_stops_nobody() -> None:
     step = world.newest_step()
     world.train(400)
     assert world.newest_step() == step + 400, "it trains on all the while"
-    open_again(world)
+    world.change_nodes(schedulable=True)
     world.train(200)
     world.until("Running", attempt=3, limit=600)
 
@@ -508,12 +476,12 @@ def test_growth_that_copies_do_not_allow_stops_nobody() -> None:
 def test_spares_that_the_spec_asks_for_are_there_again_afterwards() -> None:
     world = elastic(spares=1)
     world.until("Running")
-    close(world)
+    world.change_nodes(schedulable=False)
     for uid in [uid for uid, pod in world.pods.items() if pod.is_spare]:
         world._gone(uid)
     shrunk(world, 1)
     world.train(8)
-    open_again(world)
+    world.change_nodes(schedulable=True)
     world.until("Running", attempt=3)
     world.train(10)
     assert world.status.spares is not None
@@ -521,9 +489,8 @@ def test_spares_that_the_spec_asks_for_are_there_again_afterwards() -> None:
 
 
 def test_job_that_has_ended_does_not_grow() -> None:
-    world = shrunk(elastic(), 1)
-    world.train(8)
-    open_again(world)
+    world = shrunk_a_while()
+    world.change_nodes(schedulable=True)
     world.total_steps = world.newest_step() + 20
     world.until("Completed")
     assert world.status.attempt == 2
@@ -542,7 +509,7 @@ def test_job_that_finds_room_for_some_workers_only_begins_with_those() -> None:
                 pod, node=None, ip=None, unschedulable_since=world.now, message="no room"
             )
             world.sidecars.pop(pod.uid, None)
-    close(world)
+    world.change_nodes(schedulable=False)
     world.train(5)
     assert world.status.attempt == 0
     (beyond,) = (pod for pod in world.pods.values() if pod.worker == 2)
@@ -550,12 +517,12 @@ def test_job_that_finds_room_for_some_workers_only_begins_with_those() -> None:
     assert beyond.node is not None
     world.train(3)
     assert world.status.size == SizeRecord(2), "room that is about to be given back is not given up"
-    world.nodes[beyond.node] = replace(world.nodes[beyond.node], schedulable=True)
+    world.change_nodes(beyond.node, schedulable=True)
     world.until("Running", attempt=1)
     assert sorted(world.starts[1]) == [0, 1]
     assert world.status.size == SizeRecord(2)
     assert world.status.history.ranks == 2
-    open_again(world)
+    world.change_nodes(schedulable=True)
     world.train(10)
     world.until("Running", attempt=2)
     assert begun(world)[0] == [0, 1, 2, 3]
@@ -564,13 +531,11 @@ def test_job_that_finds_room_for_some_workers_only_begins_with_those() -> None:
 def test_suspended_job_forgets_its_size() -> None:
     world = shrunk(elastic(remote=REMOTE), 1)
     world.train(9)
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
-    world.until("Suspended")
+    world.suspended()
     assert world.status.size is None
-    open_again(world)
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
-    world.tick()
-    world.until("Running", attempt=3)
+    world.change_nodes(schedulable=True)
+    world.change(suspend=False)
+    world.recovered(3)
     workers, version = begun(world)
     assert (workers, version.attempt) == ([0, 1, 2, 3], 2)
 
@@ -581,7 +546,7 @@ def test_survivors_are_told_to_finish_as_who_they_know_themselves_to_be() -> Non
     lose(world, 1)
     tick_until(world, lambda: promotes(world))
     assert [pod.worker for pod in world.pods.values() if pod.name == "j-3-0"] == [1]
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
+    world.change(suspend=True)
     world.train(3)
     assert not any(sidecar.trainer.state is TrainerState.RUNNING for sidecar in world.sidecars.values())
     world.until("Suspended")
@@ -620,8 +585,7 @@ def test_smaller_job_goes_back_to_the_newest_snapshot_that_all_had_whatever_delt
     shrunk(world, lost)
     assert begun(world) == ([0, 1, 2], newest)
     assert world.status.history.branches[-1] == Branch(2, newest.step, ranks=3)
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.summary
     assert (summary["step"], summary["deltas"]) == (newest.step, 0)
     assert summary["lostSteps"] >= reached % 4
     assert "made by 4 ranks, from which 3 read their parts" in summary["reason"]
@@ -630,9 +594,108 @@ def test_smaller_job_goes_back_to_the_newest_snapshot_that_all_had_whatever_delt
 def test_failure_before_the_smaller_job_has_saved_anything_comes_back_to_the_same_step() -> None:
     world = with_deltas()
     newest = Version(world.newest_step() - world.newest_step() % 4, 1)
-    world.job = replace(world.job, spec=replace(world.job.spec, snapshot_every=100))
+    world.change(snapshot_every=100)
     shrunk(world, 3)
     assert begun(world) == ([0, 1, 2], newest)
     world.crash(1)
     world.until("Running", attempt=3)
     assert begun(world) == ([0, 1, 2], newest), "from the larger job once more"
+
+
+# Suspended, given another number of workers, and resumed from where it was.
+
+
+def a_job(workers: int) -> World:
+    world = trained(remote=REMOTE, workers=workers)
+    assert world.remote
+    return world
+
+
+def restart_with(world: World, workers: int) -> None:
+    world.change(suspend=True)
+    world.until("Suspended")
+    world.change(workers=workers)
+    before = world.status.attempt
+    world.change(suspend=False)
+    world.recovered(before + 1)
+    world.train(2)
+
+
+def begun_by(world: World, workers: int) -> set[Version | None]:
+    """What the workers of the newest attempt began from."""
+    starts = world.starts[max(world.starts)]
+    assert sorted(starts) == list(range(workers))
+    return set(starts.values())
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_job_of_another_size_goes_on_from_the_version_of_the_former_one(before: int, after: int) -> None:
+    world = a_job(before)
+    newest = max(world.remote)
+    restart_with(world, after)
+    assert begun_by(world, after) == {newest}
+    assert world.status.history.ranks == after
+    assert f"made by {before} ranks" in world.summary["reason"]
+    assert (world.status.crashes, world.status.disruptions) == (0, 0)
+    assert {pod.worker for pod in world.pods.values()} == {*range(after)}
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_failure_after_that_comes_back_to_versions_of_the_new_ranks_once_they_have_saved_any(
+    saved: bool,
+) -> None:
+    world = a_job(4)
+    newest = max(world.remote)
+    world.change(snapshot_every=2 if saved else 100)
+    restart_with(world, 2)
+    world.train(8)
+    attempt = world.status.attempt
+    world.evict(world.member(1))
+    world.recovered(attempt + 1)
+    (version,) = begun_by(world, 2)
+    assert version is not None
+    assert (world.made[version], version.attempt) == (2, attempt) if saved else version == newest
+
+
+def test_workers_may_change_while_the_job_is_still_being_suspended() -> None:
+    world = a_job(4)
+    world.change(suspend=True)
+    world.tick()
+    world.change(workers=2)
+    world.until("Suspended")
+    for sidecar in world.sidecars.values():
+        assert sidecar.directive is None or sidecar.directive.workers == 4
+    world.change(suspend=False)
+    world.recovered()
+    (version,) = begun_by(world, 2)
+    assert version is not None
+    assert world.made[version] == 4
+
+
+def test_another_job_of_that_name_may_have_another_size() -> None:
+    first = a_job(4)
+    newest = max(first.remote)
+    second = World(make_spec(remote=REMOTE, workers=2))
+    second.remote, second.made = set(first.remote), dict(first.made)
+    second.until("Running")
+    second.train(2)
+    assert begun_by(second, 2) == {newest}
+    assert second.status.history.branches[0] == Branch(newest.attempt, 0, ranks=4)
+
+
+def restores_of(workers: int) -> dict[int, Restore]:
+    """What each worker of a job that had four is told to restore, by the newest directive to hold."""
+    world = a_job(4)
+    restart_with(world, workers)
+    told = {worker: world.sidecars[world.member(worker)].directive for worker in range(workers)}
+    return {worker: each.restore for worker, each in told.items() if each is not None and each.restore}
+
+
+@pytest.mark.parametrize("workers", [2, 6])
+def test_all_sidecars_of_a_resized_job_are_told_the_same_sources_of_every_old_rank(workers: int) -> None:
+    restores = restores_of(workers)
+    assert len(restores) == workers
+    assert len({id(each.table) for each in restores.values()}) == 1, "one table, so that it is written once"
+    for restore in restores.values():
+        assert restore.world_size == 4
+        assert all(restore.table.of_rank(rank) for rank in range(4)), "complete for the new mesh"

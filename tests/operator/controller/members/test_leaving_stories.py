@@ -6,34 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from tests.operator.world_in_memory import World, make_spec
+from tests.operator.world_in_memory import World, trained
 from tiercheck_operator.model.parsing import LEAVING_TAINTS, NodeSigns, parse_node, parse_signs
 
 WHY = "it is tainted karpenter.sh/disrupted"
 
 
-def trained(racks: int = 2, nodes_per_rack: int = 3, **changes: object) -> World:
-    world = World(make_spec(**changes), racks=racks, nodes_per_rack=nodes_per_rack)
-    world.until("Running")
-    world.train(9)
-    return world
-
-
 def empty(world: World, *names: str, why: str = WHY) -> None:
     """Nodes are to be emptied (or, with no `why`, need not be any more)."""
     for name in names:
-        world.nodes[name] = replace(world.nodes[name], leaving=why, schedulable=not why)
+        world.change_nodes(name, leaving=why, schedulable=not why)
 
 
 def placed(world: World) -> tuple[str, str]:
-    condition = world.status.condition("Placed")
-    assert condition is not None
+    condition = world.condition("Placed")
     assert condition.status
     return condition.reason, condition.message
 
 
 def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_it() -> None:
-    world = trained()
+    world = trained(nodes_per_rack=3)
     node, old, before = world.home(3), world.member(3), world.newest_step()
     empty(world, node)
     world.tick()
@@ -45,8 +37,7 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
     world.until("Running", attempt=2)
     assert world.home(3) != node
     assert world.pods.get(old) is None or world.pods[old].deleting
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.summary
     assert summary["cause"] == "NodeLeaving"
     assert WHY in summary["message"]
     assert summary["lostSteps"] <= 2
@@ -62,12 +53,17 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
     assert sorted(pod.worker for pod in world.pods.values()) == [0, 1, 2, 3]
 
 
-def test_where_no_node_has_room_the_job_stays_and_says_so_until_there_is_one() -> None:
-    world = trained(nodes_per_rack=2)
+def with_nowhere_to_go() -> tuple[World, str, str]:
+    """Worker 3's node will be emptied, and no other one takes pods; the node, and the pod."""
+    world = trained()
     node, old = world.home(3), world.member(3)
-    for name in set(world.nodes) - {node}:
-        world.nodes[name] = replace(world.nodes[name], schedulable=False)
+    world.change_nodes(*set(world.nodes) - {node}, schedulable=False)
     empty(world, node)
+    return world, node, old
+
+
+def test_where_no_node_has_room_the_job_stays_and_says_so_until_there_is_one() -> None:
+    world, node, old = with_nowhere_to_go()
     world.train(90)
     assert world.status.attempt == 1
     assert world.member(3) != old, "a replacement waits for a node, which an autoscaler will see"
@@ -76,20 +72,14 @@ def test_where_no_node_has_room_the_job_stays_and_says_so_until_there_is_one() -
     assert reason == "NoRoomToMove"
     assert "0 nodes fit" in message
     assert world.notices.count("NoRoomToMove") == 1
-    empty_node = replace(
-        world.nodes[node], name="n9", labels={"kubernetes.io/hostname": "n9"}, leaving="", schedulable=True
-    )
-    world.nodes["n9"] = empty_node
+    fresh = {"name": "n9", "labels": {"kubernetes.io/hostname": "n9"}, "leaving": "", "schedulable": True}
+    world.nodes["n9"] = replace(world.nodes[node], **fresh)  # type: ignore[arg-type]
     world.until("Running", attempt=2)
     assert world.home(3) == "n9"
 
 
 def test_taint_that_is_taken_back_takes_the_replacement_back() -> None:
-    world = trained(nodes_per_rack=2)
-    node, old = world.home(3), world.member(3)
-    for name in set(world.nodes) - {node}:
-        world.nodes[name] = replace(world.nodes[name], schedulable=False)
-    empty(world, node)
+    world, node, old = with_nowhere_to_go()
     world.train(5)
     empty(world, node, why="")
     world.train(5)
@@ -99,7 +89,7 @@ def test_taint_that_is_taken_back_takes_the_replacement_back() -> None:
 
 
 def test_rack_that_is_drained_at_once_costs_one_restart() -> None:
-    world = trained()
+    world = trained(nodes_per_rack=3)
     rack = [name for name in world.nodes if name.startswith("n1")]
     empty(world, *rack)
     world.until("Running", attempt=2)
@@ -109,7 +99,7 @@ def test_rack_that_is_drained_at_once_costs_one_restart() -> None:
 
 
 def test_spare_takes_over_from_a_pod_that_has_to_leave() -> None:
-    world = trained(spares=1)
+    world = trained(nodes_per_rack=3, spares=1)
     node = world.home(3)
     (spare,) = [uid for uid, pod in world.pods.items() if pod.is_spare]
     empty(world, node)
@@ -119,7 +109,7 @@ def test_spare_takes_over_from_a_pod_that_has_to_leave() -> None:
 
 
 def test_eviction_that_comes_before_the_replacement_is_ready_changes_nothing_in_the_end() -> None:
-    world = trained()
+    world = trained(nodes_per_rack=3)
     node, old = world.home(3), world.member(3)
     empty(world, node)
     world.tick()
@@ -127,17 +117,16 @@ def test_eviction_that_comes_before_the_replacement_is_ready_changes_nothing_in_
     world.until("Running", attempt=2)
     assert world.home(3) != node
     assert world.status.attempt == 2
-    assert world.status.last_recovery is not None
-    assert world.status.last_recovery["cause"] == "PodEvicted"
+    assert world.summary["cause"] == "PodEvicted"
     assert len([action for action in world.created if action.worker == 3]) == 2, (
         "the replacement on its way is the one used"
     )
 
 
 def test_preemption_that_is_announced_starts_the_replacement_before_the_end() -> None:
-    world = trained()
+    world = trained(nodes_per_rack=3)
     old = world.member(2)
-    world.pods[old] = replace(world.pods[old], disruption="PreemptionByScheduler")
+    world.change_pod(old, disruption="PreemptionByScheduler")
     world.tick()
     assert [action.worker for action in world.created][-1] == 2
     assert old in world.pods
@@ -145,7 +134,7 @@ def test_preemption_that_is_announced_starts_the_replacement_before_the_end() ->
 
 @pytest.mark.parametrize("moment", range(1, 9))
 def test_operator_that_dies_during_a_move_finishes_it(moment: int) -> None:
-    world = trained()
+    world = trained(nodes_per_rack=3)
     node = world.home(3)
     empty(world, node)
     for tick in range(12):
@@ -208,7 +197,7 @@ def test_bad_conditions_are_those_of_the_settings() -> None:
 
 
 def test_next_attempt_waits_a_moment_for_an_evicted_pod_to_hand_over() -> None:
-    world = trained(spares=1)
+    world = trained(nodes_per_rack=3, spares=1)
     old = world.member(3)
     world.evict(old)
     world.dying[old] = world.now + 60
@@ -216,9 +205,7 @@ def test_next_attempt_waits_a_moment_for_an_evicted_pod_to_hand_over() -> None:
     sidecar.report = lambda: replace(said(), owes=True)  # type: ignore[method-assign]
     world.train(4)
     assert world.status.attempt == 1
-    restoring = world.status.condition("Restoring")
-    assert restoring is not None
-    assert restoring.reason == "HandingOver"
+    assert world.condition("Restoring").reason == "HandingOver"
     world.train(4)
     world.until("Running", attempt=2)
     assert world.status.attempt == 2, "but not for long"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.operator.kubelet_words import ended, held_back, node, not_made, sidecar_view, starting, up
-from tests.operator.world_in_memory import World, make_spec
+from tests.operator.world_in_memory import trained
 from tiercheck.protocol.report import Break, Unreachable
 from tiercheck_operator.controller.decide import decide
 from tiercheck_operator.model.actions import DeletePod
@@ -25,18 +25,14 @@ SOME = settings(max_examples=examples(300), deadline=None, suppress_health_check
 @functools.cache
 def trains() -> Observation:
     """Four workers on four nodes, in the middle of healthy training."""
-    world = World(make_spec())
-    world.until("Running")
-    world.train(9)
+    world = trained()
     return world.observe()
 
 
 @functools.cache
 def comes_back() -> Observation:
     """The same after a crash, before the next attempt."""
-    world = World(make_spec())
-    world.until("Running")
-    world.train(9)
+    world = trained()
     world.crash(2)
     world.tick()
     return world.observe()

@@ -8,31 +8,18 @@ import pytest
 
 from tests.operator.kubelet_words import ended as has_ended
 from tests.operator.kubelet_words import held_back, node, starting, trainer_view, up
-from tests.operator.world_in_memory import World, make_spec
+from tests.operator.world_in_memory import World, make_spec, watched
 from tiercheck_operator.controller.members.lost_nodes import why_lost
 from tiercheck_operator.model.observed import Observation, PodView
 
 
-def trained(**changes: object) -> World:
-    """Four workers on four nodes in two racks; Kubernetes calls a node unreachable after 40 s."""
-    world = World(make_spec(**changes))
-    world.heartbeats = True
-    world.node_grace = 40
-    world.until("Running")
-    world.train(9)
+def without_kubelets(seconds: int = 60) -> World:
+    """As long as the kubelets of all nodes say nothing."""
+    world = watched(node_grace=40)
+    for name in world.nodes:
+        world.stop_kubelet(name)
+    world.train(seconds)
     return world
-
-
-def protected(world: World) -> tuple[bool, str, str]:
-    found = world.status.condition("Protected")
-    assert found is not None
-    return found.status, found.reason, found.message
-
-
-def placed(world: World) -> tuple[bool, str, str]:
-    found = world.status.condition("Placed")
-    assert found is not None
-    return found.status, found.reason, found.message
 
 
 def assert_trains_on(world: World, seconds: int) -> None:
@@ -45,13 +32,21 @@ def assert_trains_on(world: World, seconds: int) -> None:
     assert world.newest_step() >= step + seconds - 1, "it trains"
 
 
+def die_often(world: World, uid: str, times: int) -> None:
+    """The pod's sidecar is killed so often, each time once its kubelet has started it again."""
+    for _ in range(times):
+        world.kill_sidecar(uid)
+        while not world.containers[uid].listening:
+            world.tick()
+
+
 # Sidecars that start.
 
 
 def test_replacement_whose_sidecar_still_starts_is_waited_for() -> None:
     """On a busy node python takes longer than the 10 s after which a silent sidecar is given up while
     training stands still."""
-    world = trained()
+    world = watched(node_grace=40)
     world.start_seconds = 25
     world.crash(0)  # the others' collectives broke, as they do when a pod is evicted
     world.evict(world.member(3))
@@ -69,7 +64,7 @@ def test_first_pods_that_start_slowly_are_waited_for() -> None:
 
 
 def test_sidecar_that_has_never_answered_although_its_startup_probe_ran_out_is_replaced() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     world.start_seconds = 1e9
     world.evict(world.member(3))
     world.train(100)
@@ -82,7 +77,7 @@ def test_sidecar_that_has_never_answered_although_its_startup_probe_ran_out_is_r
 
 
 def test_killed_sidecar_on_a_busy_node_is_waited_for_while_training_goes_on() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     uid = world.member(1)
     world.containers[uid].start_seconds = 30
     world.kill_sidecar(uid)
@@ -94,15 +89,10 @@ def test_killed_sidecar_on_a_busy_node_is_waited_for_while_training_goes_on() ->
 
 @pytest.mark.parametrize("deaths", [2, 3, 5, 8])
 def test_sidecar_that_the_kubelet_holds_back_costs_no_step_however_often_it_died(deaths: int) -> None:
-    world = trained()
+    world = watched(node_grace=40)
     uid = world.member(1)
     world.containers[uid].start_seconds = 3
-    for _ in range(deaths - 1):
-        world.kill_sidecar(uid)
-        for _ in range(400):
-            world.tick()
-            if world.containers[uid].listening:
-                break
+    die_often(world, uid, deaths - 1)
     world.kill_sidecar(uid)
     back_off = min(300, 10 * 2 ** (deaths - 2))
     assert_trains_on(world, back_off + 15)
@@ -110,17 +100,17 @@ def test_sidecar_that_the_kubelet_holds_back_costs_no_step_however_often_it_died
 
 
 def test_job_says_within_a_step_that_it_is_unprotected_and_how_long_the_kubelet_will_wait() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     uid = world.member(1)
     world.kill_sidecar(uid)
     world.train(5)
     world.kill_sidecar(uid)
     world.train(1)
-    assert protected(world)[:2] == (False, "SidecarRestarting"), (
+    assert world.told("Protected")[:2] == (False, "SidecarRestarting"), (
         "at once, before its kubelet has said for how long"
     )
     world.train(2)
-    holds, reason, message = protected(world)
+    holds, reason, message = world.told("Protected")
     assert (holds, reason) == (False, "SidecarRestarting")
     assert "worker 1" in message
     assert "10 s" in message
@@ -128,20 +118,20 @@ def test_job_says_within_a_step_that_it_is_unprotected_and_how_long_the_kubelet_
     assert "SidecarRestarting" in world.notices
     settled = message
     world.train(4)
-    assert protected(world)[2] == settled, "a status that changes every second would tell nothing more"
+    assert world.told("Protected")[2] == settled, "a status that changes every second would tell nothing more"
     world.train(15)
-    assert protected(world)[0], "made good"
+    assert world.told("Protected")[0], "made good"
 
 
 def test_first_end_of_a_sidecar_is_told_while_it_starts_again() -> None:
-    world = trained(snapshot_every=20)
+    world = watched(node_grace=40, snapshot_every=20)
     uid = world.member(2)
     world.containers[uid].start_seconds = 6
     world.kill_sidecar(uid)
     reasons = []
     for _ in range(12):
         world.train(1)
-        reasons.append(protected(world)[1])
+        reasons.append(world.told("Protected")[1])
     assert reasons[0] == "SidecarRestarting"
     assert "SidecarRestarted" in reasons, "what it missed is told until a version is complete"
 
@@ -150,12 +140,12 @@ def test_first_end_of_a_sidecar_is_told_while_it_starts_again() -> None:
 def test_sidecar_that_answers_nobody_is_told_and_left_alone_although_its_kubelet_calls_it_well(
     how: str,
 ) -> None:
-    world = trained()
+    world = watched(node_grace=40)
     setattr(world.sidecars[world.member(1)], how, True)
     assert_trains_on(world, 4)
-    assert not protected(world)[0]
+    assert not world.told("Protected")[0]
     assert_trains_on(world, 120)
-    holds, reason, message = protected(world)
+    holds, reason, message = world.told("Protected")
     assert (holds, reason) == (False, "SidecarNotAnswering")
     assert "worker 1" in message
 
@@ -163,15 +153,15 @@ def test_sidecar_that_answers_nobody_is_told_and_left_alone_although_its_kubelet
 def test_sidecar_that_nobody_reaches_is_left_alone_as_long_as_training_makes_steps() -> None:
     """Its kubelet says that it is well, and no call gets through: the network of the pods is away, that of
     the trainers is not."""
-    world = trained()
+    world = watched(node_grace=40)
     world.fabric = True
     node_3 = world.home(3)
-    world.cut |= {frozenset((node_3, other)) for other in (*world.nodes, "controller") if other != node_3}
+    world.cut_off(node_3)
     assert_trains_on(world, 120)
 
 
 def test_crash_while_a_sidecar_is_held_back_for_seconds_waits_for_it() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     uids = {world.member(worker) for worker in range(4)}
     world.kill_sidecar(world.member(1))
     world.train(5)
@@ -185,12 +175,7 @@ def test_crash_while_a_sidecar_is_held_back_for_seconds_waits_for_it() -> None:
 
 def long_held_back(world: World, uid: str) -> None:
     """The sidecar has died so often that its kubelet waits for minutes."""
-    for _ in range(6):
-        world.kill_sidecar(uid)
-        for _ in range(200):
-            world.tick()
-            if world.containers[uid].listening:
-                break
+    die_often(world, uid, 6)
     world.kill_sidecar(uid)
     world.train(5)
     assert world.pods[uid].sidecar.back_off >= 160
@@ -199,7 +184,7 @@ def long_held_back(world: World, uid: str) -> None:
 def test_crash_while_a_sidecar_is_held_back_for_minutes_replaces_its_pod_as_others_keep_what_it_held() -> (
     None
 ):
-    world = trained()
+    world = watched(node_grace=40)
     uid, where = world.member(1), world.home(1)
     long_held_back(world, uid)
     world.crash(2)
@@ -208,14 +193,13 @@ def test_crash_while_a_sidecar_is_held_back_for_minutes_replaces_its_pod_as_othe
     assert world.now - began < 30
     assert world.member(1) != uid
     assert where not in world.pods[world.member(1)].avoided, "its node is well"
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.summary
     assert summary["lostSteps"] <= 8
     assert "start" in summary["message"]
 
 
 def test_crash_while_the_only_copy_is_held_back_for_minutes_waits_for_it() -> None:
-    world = trained(copies=0)
+    world = watched(node_grace=40, copies=0)
     uid = world.member(1)
     long_held_back(world, uid)
     world.crash(2)
@@ -227,7 +211,7 @@ def test_crash_while_the_only_copy_is_held_back_for_minutes_waits_for_it() -> No
 def test_word_of_the_kubelet_that_comes_before_the_first_answer_is_no_reason_to_give_up() -> None:
     """`started` may be told before our next call gets through: the back-off before that is not held against
     it."""
-    world = trained()
+    world = watched(node_grace=40)
     uid = world.member(1)
     world.kill_sidecar(uid)
     world.train(5)
@@ -243,7 +227,7 @@ def test_word_of_the_kubelet_that_comes_before_the_first_answer_is_no_reason_to_
 
 
 def test_host_that_dies_while_its_sidecar_is_held_back_is_left_in_seconds() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     uid = world.member(1)
     long_held_back(world, uid)
     died = world.now
@@ -256,12 +240,12 @@ def test_host_that_dies_while_its_sidecar_is_held_back_is_left_in_seconds() -> N
 
 
 def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     for name in world.nodes:
         world.stop_kubelet(name)
     assert_trains_on(world, 115)
     assert all(each.lost for each in world.nodes.values())
-    holds, reason, message = placed(world)
+    holds, reason, message = world.told("Placed")
     assert (holds, reason) == (True, "NodeNotReady")
     assert "trains on" in message
     assert "node is not ready (NodeStatusUnknown), and so it is with those of" in message
@@ -269,32 +253,29 @@ def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None
     for name in world.nodes:
         world.start_kubelet(name)
     world.train(2)
-    assert placed(world)[1] == "AllPlaced"
+    assert world.told("Placed")[1] == "AllPlaced"
 
 
 def test_placement_that_was_worth_less_before_such_an_outage_is_so_afterwards() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     world.nodes = {
         name: replace(each, labels={"kubernetes.io/hostname": name}) for name, each in world.nodes.items()
     }
     world.train(20)
-    before = placed(world)
+    before = world.told("Placed")
     assert before[1] == "NodesUnlabelled"
     for name in world.nodes:
         world.stop_kubelet(name)
     world.train(60)
-    assert placed(world)[1] == "NodeNotReady"
+    assert world.told("Placed")[1] == "NodeNotReady"
     for name in world.nodes:
         world.start_kubelet(name)
     world.train(2)
-    assert placed(world) == before
+    assert world.told("Placed") == before
 
 
 def test_operator_that_restarts_in_such_an_outage_deletes_nobody() -> None:
-    world = trained()
-    for name in world.nodes:
-        world.stop_kubelet(name)
-    world.train(60)
+    world = without_kubelets()
     for _ in range(5):
         world.forget()
         world.reconcile()
@@ -304,21 +285,18 @@ def test_operator_that_restarts_in_such_an_outage_deletes_nobody() -> None:
 
 
 def test_crash_in_such_an_outage_restarts_in_place() -> None:
-    world = trained()
-    for name in world.nodes:
-        world.stop_kubelet(name)
-    world.train(60)
+    world = without_kubelets()
     world.crash(2)
-    world.until("Running", attempt=2)
+    world.recovered()
     assert world.deleted == []
 
 
 def test_node_whose_kubelet_has_stopped_for_good_is_told_avoided_and_left_when_kubernetes_evicts() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     node_3 = world.home(3)
     world.stop_kubelet(node_3)
     assert_trains_on(world, 300)
-    assert node_3 in placed(world)[2]
+    assert node_3 in world.told("Placed")[2]
     world.evict(world.member(0))
     world.until("Running", attempt=2)
     assert world.home(0) != node_3
@@ -344,7 +322,7 @@ def silent_without_a_kubelet(world: World, seconds: float) -> tuple[Observation,
 
 
 def test_sidecar_that_dies_where_a_kubelet_has_stopped_costs_nothing_however_long_a_step_takes() -> None:
-    seen, pod = silent_without_a_kubelet(trained(), 4.0)
+    seen, pod = silent_without_a_kubelet(watched(node_grace=40), 4.0)
     assert why_lost(seen, pod), "steps that took a second stopped four seconds ago"
     slow = replace(seen, job=replace(seen.job, status=replace(seen.job.status, step_seconds=3.0)))
     assert why_lost(slow, pod) == ""
@@ -353,7 +331,7 @@ def test_sidecar_that_dies_where_a_kubelet_has_stopped_costs_nothing_however_lon
 
 def test_sidecars_that_were_just_started_do_not_vouch_that_training_has_stopped() -> None:
     """All had died at once: those that are back first have not heard from their trainers yet."""
-    seen, pod = silent_without_a_kubelet(trained(), 6.0)
+    seen, pod = silent_without_a_kubelet(watched(node_grace=40), 6.0)
     others = [
         replace(each, sidecar=replace(each.sidecar, since=seen.now - 1.0)) if each.uid != pod.uid else each
         for each in seen.pods
@@ -365,18 +343,17 @@ def test_sidecars_that_were_just_started_do_not_vouch_that_training_has_stopped(
 
 
 def test_node_that_is_not_ready_and_silent_is_lost_without_waiting_for_an_eviction() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     world.heartbeats = False
     died = world.now
     world.kill_node(world.home(3))
     world.until("Running", attempt=2)
     assert world.now - died < 60
-    assert world.status.last_recovery is not None
-    assert world.status.last_recovery["cause"] == "NodeLost"
+    assert world.summary["cause"] == "NodeLost"
 
 
 def test_word_of_an_admin_that_a_node_is_out_of_service_is_decisive() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     name = world.home(3)
     labels = world.nodes[name].labels
     world.nodes[name] = node(name, labels, unready="Unknown", out_of_service=True)
@@ -386,7 +363,7 @@ def test_word_of_an_admin_that_a_node_is_out_of_service_is_decisive() -> None:
 
 
 def test_nodes_that_are_all_not_ready_and_all_silent_are_not_given_up_because_it_may_be_us() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     for name in world.nodes:
         world.stop_kubelet(name)
         world.cut.add(frozenset((name, "controller")))
@@ -397,8 +374,7 @@ def test_nodes_that_are_all_not_ready_and_all_silent_are_not_given_up_because_it
 def test_node_that_dies_before_the_first_attempt_holds_nobody_up() -> None:
     world = World(make_spec(workers=2))
     world.heartbeats, world.node_grace, world.start_seconds = True, 40, 5
-    for _ in range(3):
-        world.tick()
+    world.train(3)
     name = world.home(1)
     world.kill_node(name)
     world.until("Running")
@@ -406,7 +382,7 @@ def test_node_that_dies_before_the_first_attempt_holds_nobody_up() -> None:
 
 
 def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewhere() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     name = world.home(3)
     world.stop_kubelet(name)
     world.train(60)
@@ -424,7 +400,7 @@ def test_trainer_that_ended_on_a_node_without_a_kubelet_is_brought_back_elsewher
 
 
 def test_node_whose_processes_are_all_dead_is_recognised_and_avoided_although_its_kernel_answers() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     name, died = world.home(3), world.now
     world.kill_processes(name)
     world.until("Running", attempt=2)
@@ -432,13 +408,12 @@ def test_node_whose_processes_are_all_dead_is_recognised_and_avoided_although_it
     assert not world.nodes[name].lost
     assert world.home(3) != name
     assert name in world.pods[world.member(3)].avoided
-    assert world.status.last_recovery is not None
-    assert "kubelet" in world.status.last_recovery["message"]
+    assert "kubelet" in world.summary["message"]
 
 
 def test_sidecar_that_was_killed_with_training_is_not_taken_for_a_dead_node() -> None:
     """Its kubelet speaks, so it lives."""
-    world = trained()
+    world = watched(node_grace=40)
     uid = world.member(3)
     world.containers[uid].start_seconds = 40
     world.kill_sidecar(uid)
@@ -457,13 +432,13 @@ def test_container_that_its_kubelet_never_starts_again_is_noticed_and_its_pod_re
 ) -> None:
     """kubernetes/kubernetes#136969: after a restart of the kubelet, trainers that end stay ended beside a
     sidecar that runs."""
-    world = trained()
+    world = watched(node_grace=40)
     uid, name = world.member(1), world.home(1)
     world.nodes[name] = node(name, world.nodes[name].labels, kubelet=version)
     world.slow_trainers.add(1)
     world.crash(1, code=137, reason="ContainerRestarted")
     forgotten = replace(trainer_view(has_ended(world.now, "trainer")), since=world.now)
-    world.pods[uid] = replace(world.pods[uid], trainer=forgotten)
+    world.change_pod(uid, trainer=forgotten)
     world.train(50)
     assert world.member(1) == uid, "another kubelet takes so long, too"
     for _ in range(seconds):
@@ -478,7 +453,7 @@ def test_container_that_its_kubelet_never_starts_again_is_noticed_and_its_pod_re
 
 
 def test_trainer_that_ended_well_or_is_held_back_is_not_one_that_was_forgotten() -> None:
-    world = trained()
+    world = watched(node_grace=40)
     uid, name = world.member(1), world.home(1)
     world.nodes[name] = node(name, world.nodes[name].labels, kubelet="v1.35.1")
     for status in (
@@ -487,15 +462,15 @@ def test_trainer_that_ended_well_or_is_held_back_is_not_one_that_was_forgotten()
         starting(world.now, "trainer", restarts=1),
         up(world.now, "trainer"),
     ):
-        world.pods[uid] = replace(world.pods[uid], trainer=replace(trainer_view(status), since=world.now))
+        world.change_pod(uid, trainer=replace(trainer_view(status), since=world.now))
         assert_trains_on(world, 100)
     never = replace(trainer_view(has_ended(world.now, "trainer"), policy="Never"), since=world.now)
-    world.pods[uid] = replace(world.pods[uid], trainer=never)
+    world.change_pod(uid, trainer=never)
     assert_trains_on(world, 100)
 
 
 def test_spare_whose_sidecar_is_held_back_is_kept() -> None:
-    world = trained(spares=1)
+    world = watched(node_grace=40, spares=1)
     world.train(10)
     spare = next(uid for uid, pod in world.pods.items() if pod.is_spare)
     for _ in range(5):

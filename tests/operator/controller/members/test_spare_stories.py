@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck_operator.model.actions import CreatePod, Promote
-from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.status import SparesRecord
 
 
-def world_with_spares(spares: int = 1, racks: int = 2, nodes_per_rack: int = 3, **changes: object) -> World:
+def with_spares(spares: int = 1, nodes_per_rack: int = 3, **changes: object) -> World:
     """Training, and all spares ready."""
-    world = World(make_spec(spares=spares, **changes), racks, nodes_per_rack)
-    world.until("Running")
-    world.train(9)
+    world = trained(nodes_per_rack=nodes_per_rack, spares=spares, **changes)
     assert world.status.spares == SparesRecord(spares, spares)
     return world
-
-
-def spares(world: World) -> list[PodView]:
-    return [pod for pod in world.pods.values() if pod.is_spare]
-
-
-def reason(world: World, kind: str = "SparesReady") -> tuple[bool, str]:
-    condition = world.status.condition(kind)
-    assert condition is not None
-    return condition.status, condition.reason
 
 
 def test_spares_are_made_only_once_every_worker_has_a_node() -> None:
     world = World(make_spec(spares=1), racks=2, nodes_per_rack=1)
     world.tick()
-    assert spares(world) == []
-    assert reason(world) == (False, "SparesComing")
-    world.until("Running")
-    world.train(4)
-    assert [pod.name for pod in spares(world)] == ["j-spare-0"]
-    assert reason(world) == (True, "SparesWaiting")
+    assert world.spares() == []
+    assert world.told("SparesReady")[:2] == (False, "SparesComing")
+    world.running(4)
+    assert [pod.name for pod in world.spares()] == ["j-spare-0"]
+    assert world.told("SparesReady")[:2] == (True, "SparesWaiting")
     assert world.status.spares == SparesRecord(1, 1)
 
 
 def test_spare_holds_no_copies_and_is_told_nothing() -> None:
-    world = world_with_spares()
-    (spare,) = spares(world)
+    world = with_spares()
+    (spare,) = world.spares()
     sidecar = world.sidecars[spare.uid]
     assert sidecar.directive is None
     assert not sidecar.hosted
@@ -60,37 +44,27 @@ def test_spare_holds_no_copies_and_is_told_nothing() -> None:
 
 
 def test_lost_worker_is_replaced_by_the_spare_without_any_new_pod_before_training_goes_on() -> None:
-    world = world_with_spares()
-    (spare,) = spares(world)
+    world = with_spares()
+    (spare,) = world.spares()
     survivors = {world.member(worker) for worker in (0, 2, 3)}
     world.created.clear()
     world.evict(world.member(1))
-    world.tick()
-    world.until("Running", attempt=2)
+    summary = world.recovered()
     assert world.member(1) == spare.uid
     assert world.created == [], "nothing was scheduled for the worker"
     assert survivors <= set(world.pods)
-    summary = world.status.last_recovery
-    assert summary is not None
     assert summary["cause"] == "PodEvicted"
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
-
-
-def test_a_new_spare_is_made_behind_the_one_that_was_used() -> None:
-    world = world_with_spares()
-    world.evict(world.member(1))
-    world.train(20)
-    assert [pod.name for pod in spares(world)] == ["j-spare-1"]
+    world.train(17)
+    assert [pod.name for pod in world.spares()] == ["j-spare-1"], "a new one is made behind it"
     assert world.status.spares == SparesRecord(1, 1)
 
 
 @pytest.mark.parametrize("worker", range(4))
 def test_spare_may_become_any_worker_even_the_coordinator(worker: int) -> None:
-    world = world_with_spares()
-    (spare,) = spares(world)
-    node = world.pods[world.member(worker)].node
-    assert node is not None
-    world.kill_node(node)
+    world = with_spares()
+    (spare,) = world.spares()
+    world.kill_node(world.home(worker))
     world.train(12)
     world.until("Running", attempt=2)
     assert world.member(worker) == spare.uid
@@ -100,68 +74,52 @@ def test_spare_may_become_any_worker_even_the_coordinator(worker: int) -> None:
             assert sidecar.directive.coordinator.host == world.pods[world.member(0)].ip
 
 
-def test_two_losses_with_one_spare_use_it_for_one_and_make_a_pod_for_the_other() -> None:
-    world = world_with_spares(racks=3, copies=2)
-    (spare,) = spares(world)
+@pytest.mark.parametrize(("spares", "made"), [(1, [(2, 1)]), (2, [])])
+def test_two_losses_use_the_spares_that_there_are_and_make_a_pod_for_who_gets_none(
+    spares: int, made: list[tuple[int, int]]
+) -> None:
+    world = with_spares(spares=spares, racks=3, copies=2)
+    before = {pod.uid for pod in world.spares()}
     world.created.clear()
     for worker in (1, 2):
         world.evict(world.member(worker))
-    world.tick()
-    world.until("Running", attempt=2)
-    assert world.member(1) == spare.uid
-    assert [(action.worker, action.incarnation) for action in world.created] == [(2, 1)]
+    world.recovered()
+    assert {world.member(worker) for worker in (1, 2)[:spares]} == before
+    assert [(action.worker, action.incarnation) for action in world.created] == made
     world.train(10)
-    assert world.status.spares == SparesRecord(1, 1)
-
-
-def test_two_losses_with_two_spares_need_no_new_pod() -> None:
-    world = world_with_spares(spares=2, racks=3, copies=2)
-    before = {pod.uid for pod in spares(world)}
-    world.created.clear()
-    for worker in (0, 3):
-        world.evict(world.member(worker))
-    world.tick()
-    world.until("Running", attempt=2)
-    assert {world.member(0), world.member(3)} == before
-    assert world.created == []
+    assert world.status.spares == SparesRecord(spares, spares)
 
 
 def test_lost_spare_is_replaced_and_training_notices_nothing() -> None:
-    world = world_with_spares()
-    (spare,) = spares(world)
+    world = with_spares()
+    (spare,) = world.spares()
     assert spare.node is not None
     world.kill_node(spare.node)
     world.train(20)
     assert all(pod.node != spare.node for pod in world.pods.values())
-    assert [pod.name for pod in spares(world)] == ["j-spare-1"]
-    assert world.status.spares == SparesRecord(1, 1)
-
-
-def test_lost_spare_alone_costs_no_attempt() -> None:
-    world = world_with_spares()
-    (spare,) = spares(world)
-    world.evict(spare.uid)
+    assert [pod.name for pod in world.spares()] == ["j-spare-1"]
+    world.evict(world.spares()[0].uid)
     world.train(10)
     assert world.status.attempt == 1
     assert world.status.spares == SparesRecord(1, 1)
 
 
 def test_silent_spare_is_replaced_but_not_while_nobody_answers() -> None:
-    world = world_with_spares()
-    (spare,) = spares(world)
+    world = with_spares()
+    (spare,) = world.spares()
     for sidecar in world.sidecars.values():
         sidecar.reachable = False
     world.train(100)
-    assert [pod.uid for pod in spares(world)] == [spare.uid], "it is the operator that is cut off"
+    assert [pod.uid for pod in world.spares()] == [spare.uid], "it is the operator that is cut off"
     for uid, sidecar in world.sidecars.items():
         sidecar.reachable = uid != spare.uid
     world.train(70)
-    assert [pod.name for pod in spares(world)] == ["j-spare-1"]
+    assert [pod.name for pod in world.spares()] == ["j-spare-1"]
     assert world.status.attempt == 1
 
 
 def test_spare_on_the_rack_that_died_is_not_used() -> None:
-    world = world_with_spares(spares=2, racks=3, nodes_per_rack=3)
+    world = with_spares(spares=2, racks=3, nodes_per_rack=3)
     dead = {name for name in world.nodes if world.nodes[name].labels["topology.kubernetes.io/rack"] == "r0"}
     lost = {pod.uid for pod in world.pods.values() if pod.node in dead}
     for name in dead:
@@ -170,7 +128,7 @@ def test_spare_on_the_rack_that_died_is_not_used() -> None:
     world.until("Running", attempt=2)
     for worker in range(4):
         assert world.member(worker) not in lost
-        assert world.pods[world.member(worker)].node not in dead
+        assert world.home(worker) not in dead
     world.train(15)
     assert world.status.spares == SparesRecord(2, 2)
     assert not [pod for pod in world.pods.values() if pod.node in dead], "nothing lingers on the dead rack"
@@ -180,8 +138,8 @@ def test_spare_on_the_rack_that_died_is_not_used() -> None:
 def test_operator_restarted_in_the_middle_of_a_swap_gives_the_worker_to_one_pod_only(
     killed_after: int,
 ) -> None:
-    world = world_with_spares(spares=2)
-    before = {pod.uid for pod in spares(world)}
+    world = with_spares(spares=2)
+    before = {pod.uid for pod in world.spares()}
     world.evict(world.member(2))
     world.tick(killed_after)
     world.tick(killed_after + 1)
@@ -189,8 +147,7 @@ def test_operator_restarted_in_the_middle_of_a_swap_gives_the_worker_to_one_pod_
     world.until("Running", attempt=2)
     assert world.member(2) in before
     assert len([pod for pod in world.pods.values() if pod.worker == 2 and not pod.deleting]) == 1
-    assert world.status.last_recovery is not None
-    assert world.status.last_recovery["tiers"]["peer"] == 1
+    assert world.summary["tiers"]["peer"] == 1
     world.train(10)
     assert world.status.spares == SparesRecord(2, 2)
 
@@ -199,7 +156,7 @@ def test_decision_made_from_an_old_view_promotes_no_second_spare() -> None:
     """The watch lags behind the patch: what is decided again from the old view is refused, or says the
     same.
     """
-    world = world_with_spares(spares=2)
+    world = with_spares(spares=2)
     world.evict(world.member(2))
     stale = dict(world.pods)
     world.reconcile()
@@ -218,49 +175,43 @@ def test_spares_can_be_asked_for_and_given_back_while_the_job_runs() -> None:
     world = World(make_spec(), 2, 3)
     world.until("Running")
     assert world.status.spares is None
-    world.job = replace(world.job, spec=replace(world.job.spec, spares=2))
+    world.change(spares=2)
     world.train(6)
     assert world.status.spares == SparesRecord(2, 2)
-    world.job = replace(world.job, spec=replace(world.job.spec, spares=1))
+    world.change(spares=1)
     world.train(6)
-    assert [pod.name for pod in spares(world)] == ["j-spare-0"]
-    world.job = replace(world.job, spec=replace(world.job.spec, spares=0))
+    assert [pod.name for pod in world.spares()] == ["j-spare-0"]
+    world.change(spares=0)
     world.train(6)
-    assert spares(world) == []
+    assert world.spares() == []
     assert world.status.spares is None
-    assert reason(world) == (False, "NoSpares")
+    assert world.told("SparesReady")[:2] == (False, "NoSpares")
     assert world.status.attempt == 1
 
 
 def test_spare_without_a_node_is_told_and_takes_no_room_from_workers() -> None:
     world = World(make_spec(spares=1), 2, 3)
-    while not spares(world):
+    while not world.spares():
         world.tick()
-    for name, node in world.nodes.items():
-        world.nodes[name] = replace(node, schedulable=False)
-    world.until("Running")
-    world.train(6)
-    assert reason(world) == (False, "SparesUnschedulable")
-    condition = world.status.condition("SparesReady")
-    assert condition is not None
+    world.change_nodes(schedulable=False)
+    world.running(6)
+    assert world.told("SparesReady")[:2] == (False, "SparesUnschedulable")
+    condition = world.condition("SparesReady")
     assert "0 nodes fit" in condition.message
     assert world.status.attempt == 1
 
 
 def test_spare_takes_over_from_a_replacement_that_finds_no_node() -> None:
-    world = World(make_spec(), 2, 3)
-    world.until("Running")
-    world.train(9)
-    for name, node in world.nodes.items():
-        world.nodes[name] = replace(node, schedulable=False)
-    world.job = replace(world.job, spec=replace(world.job.spec, spares=1))
+    world = trained(racks=2, nodes_per_rack=3)
+    world.change_nodes(schedulable=False)
+    world.change(spares=1)
     world.evict(world.member(1))
     world.train(5)
-    assert reason(world, "Placed") == (False, "Unschedulable")
+    assert world.told("Placed")[:2] == (False, "Unschedulable")
     # A spare that was made before finds its node now: it is used for the worker.
     world._make("j-spare-7", SPARE, 0, (), 7)
     uid = next(uid for uid, pod in world.pods.items() if pod.spare == 7)
-    world.pods[uid] = replace(world.pods[uid], node="n00")
+    world.change_pod(uid, node="n00")
     world.train(6)
     world.until("Running", attempt=2)
     assert world.pods[uid].worker == 1
@@ -268,13 +219,13 @@ def test_spare_takes_over_from_a_replacement_that_finds_no_node() -> None:
 
 
 def test_suspended_job_gives_its_spares_back_and_gets_new_ones_when_it_goes_on() -> None:
-    world = world_with_spares(remote=REMOTE)
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
+    world = with_spares(remote=REMOTE)
+    world.change(suspend=True)
     world.train(60)
     assert world.pods == {}
     assert world.status.holds("Suspended")
     assert world.status.spares is None
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.change(suspend=False)
     world.train(3)
     world.until("Running", attempt=2)
     world.train(5)
@@ -285,19 +236,17 @@ def test_completed_job_gives_its_spares_back() -> None:
     world = World(make_spec(spares=2), 2, 3, steps=20)
     world.until("Completed")
     world.train(5)
-    assert spares(world) == []
+    assert world.spares() == []
     assert world.status.spares is None
 
 
 def test_spare_made_for_one_attempt_serves_in_a_later_one_and_older_words_are_refused() -> None:
-    world = world_with_spares()
-    (spare,) = spares(world)
+    world = with_spares()
+    (spare,) = world.spares()
     world.crash(0)
-    world.tick()
-    world.until("Running", attempt=2)
+    world.recovered()
     world.evict(world.member(3))
-    world.tick()
-    world.until("Running", attempt=3)
+    world.recovered(3)
     assert world.member(3) == spare.uid
     directive = world.sidecars[spare.uid].directive
     assert directive is not None
@@ -305,7 +254,7 @@ def test_spare_made_for_one_attempt_serves_in_a_later_one_and_older_words_are_re
 
 
 def test_no_pod_is_made_for_a_worker_that_gets_a_spare() -> None:
-    world = world_with_spares()
+    world = with_spares()
     world.evict(world.member(0))
     world.reconcile()
     actions = world.last.before

@@ -5,6 +5,7 @@ Processes do not end there, commands do not start, or checks fail.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,18 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.report import TrainerState
+from tiercheck_operator.controller.members.membership import Loss, note_places
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, RuleAction
-
-
-def running_world(**changes: object) -> World:
-    world = World(make_spec(**changes))
-    world.until("Running")
-    world.train(6)
-    return world
 
 
 def crash_beside_undying(world: World, *workers: int) -> None:
@@ -33,15 +30,14 @@ def crash_beside_undying(world: World, *workers: int) -> None:
 
 
 def test_worker_whose_processes_do_not_end_moves_to_another_node_and_nobody_starts_before() -> None:
-    world = running_world(max_restarts=1)
+    world = trained(6, max_restarts=1)
     old, node = world.member(2), world.home(2)
     survivors = {world.member(worker) for worker in (0, 1, 3)}
     world.grace = 1000.0  # what does not end keeps its pod
     crash_beside_undying(world, 2)
     world.until("Running", attempt=3)
     assert world.starts.keys() == {1, 3}, "nobody began attempt 2 beside the old rank"
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.summary
     assert summary["cause"] == "Stuck"
     assert "SIGKILL does not end process 7" in summary["message"]
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
@@ -58,14 +54,13 @@ def test_worker_whose_processes_do_not_end_moves_to_another_node_and_nobody_star
 
 
 def test_processes_that_end_after_a_while_cost_a_wait_and_no_pod() -> None:
-    world = running_world()
+    world = trained(6)
     pods = set(world.pods)
     crash_beside_undying(world, 2)
     world.train(10)
     assert world.status.attempt == 2
     assert 2 not in world.starts
-    restoring = world.status.condition(conditions.RESTORING)
-    assert restoring is not None
+    restoring = world.condition(conditions.RESTORING)
     assert "worker 2 (1 in all) ends the command of attempt 1" in restoring.message
     world.undying.clear()
     assert world.recovered()["cause"] == "TrainerCrash"
@@ -73,20 +68,17 @@ def test_processes_that_end_after_a_while_cost_a_wait_and_no_pod() -> None:
 
 
 def test_pods_that_all_have_processes_that_do_not_end_stay_because_no_node_is_to_blame() -> None:
-    world = running_world()
+    world = trained(6)
     pods = set(world.pods)
     crash_beside_undying(world, 0, 1, 2)
     while world.status.attempt == 1:
         world.tick()
-    sidecar = world.live_sidecar(3)
-    assert sidecar is not None
+    sidecar = world.sidecar(3)
     world.undying.add(sidecar.pod)
     sidecar.killed_at = world.now  # what is left of the command that crashed
     world.train(100)
     assert set(world.pods) == pods
-    restoring = world.status.condition(conditions.RESTORING)
-    assert restoring is not None
-    assert "SIGKILL does not end process 7" in restoring.message
+    assert "SIGKILL does not end process 7" in world.condition(conditions.RESTORING).message
     world.undying.clear()
     world.recovered()
     assert set(world.pods) == pods
@@ -96,7 +88,7 @@ def test_pods_that_all_have_processes_that_do_not_end_stay_because_no_node_is_to
 def test_worker_whose_memory_nobody_has_stays_until_its_processes_end(
     remote: dict[str, object] | None,
 ) -> None:
-    world = running_world(copies=0, remote=remote)
+    world = trained(6, copies=0, remote=remote)
     pods = set(world.pods)
     crash_beside_undying(world, 2)
     world.train(60)
@@ -110,25 +102,22 @@ def test_worker_whose_memory_nobody_has_stays_until_its_processes_end(
 
 def test_two_such_workers_move_one_after_the_other_and_nothing_is_lost() -> None:
     """Each may be the one that keeps the other's copy."""
-    world = running_world()
+    world = trained(6)
     crash_beside_undying(world, 0, 1)
     world.until("Running", attempt=4)
     assert world.status.attempt == 4
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.summary
     assert summary["lostSteps"] <= 1
     assert {pod.incarnation for pod in world.pods.values() if pod.worker < 2} == {1}
 
 
 def test_what_a_failed_command_left_behind_is_left_with_its_pod() -> None:
     """Its command counts as running, so that nothing else would ever notice."""
-    world = running_world()
-    sidecar = world.live_sidecar(2)
-    assert sidecar is not None
+    world = trained(6)
+    sidecar = world.sidecar(2)
     world.undying.add(sidecar.pod)
     sidecar.trainer = replace(sidecar.trainer, stuck="SIGKILL does not end process 7")
-    summary = world.recovered()
-    assert summary["cause"] == "Stuck"
+    assert world.recovered()["cause"] == "Stuck"
     assert sidecar.pod not in world.pods
 
 
@@ -139,14 +128,12 @@ def test_worker_whose_command_fails_twice_on_a_node_before_its_first_step_moves_
     None
 ):
     """As where a GPU cannot be initialised."""
-    world = running_world(max_restarts=2)
+    world = trained(6, max_restarts=2)
     node = world.home(2)
     survivors = {world.member(worker) for worker in (0, 1, 3)}
     world.bad_starts = {node}
     world.crash(2)
-    world.until("Running", attempt=4)
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.recovered(4)
     assert summary["cause"] == "StartFailed"
     assert "exit code 1" in summary["message"]
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
@@ -167,24 +154,21 @@ def test_first_start_of_a_job_is_treated_alike_although_nobody_keeps_copies() ->
     assert world.home(1) != node
 
 
-def test_worker_that_fails_wherever_it_is_moves_once_and_then_spends_its_restarts() -> None:
+@pytest.mark.parametrize(("bad", "made"), [({2}, 5), ({1, 2}, 4)])
+def test_worker_that_fails_wherever_it_is_moves_once_unless_several_fail_and_then_spends_its_restarts(
+    bad: set[str | int], made: int
+) -> None:
     """It is the script, which does something there that it does nowhere else."""
     world = World(make_spec(max_restarts=5))
-    world.bad_starts = {2}
+    world.bad_starts = bad
     world.until("Failed", limit=400)
-    assert [action.incarnation for action in world.created if action.worker == 2] == [0, 1]
+    assert len(world.created) == made
+    assert {action.worker for action in world.created if action.incarnation} == ({2} if made == 5 else set())
     assert world.status.counted == 5
 
 
-def test_worker_that_is_one_of_several_that_fail_stays() -> None:
-    world = World(make_spec(max_restarts=4))
-    world.bad_starts = {1, 2}
-    world.until("Failed", limit=400)
-    assert len(world.created) == 4
-
-
 def test_first_step_makes_forgotten_what_failed_before_it() -> None:
-    world = running_world()
+    world = trained(6)
     world.bad_starts = {2}
     world.crash(1)
     while world.status.failed_start is None:
@@ -238,22 +222,20 @@ CHECK = HealthCheck(("sh", "-c", "check"), 60.0)
 def told_while_all_stay(world: World, pods: set[str]) -> str:
     """What the job says of a failed check; nobody was moved for it."""
     assert set(world.pods) == pods
-    restoring = world.status.condition(conditions.RESTORING)
-    assert restoring is not None
+    restoring = world.condition(conditions.RESTORING)
     assert restoring.reason == "HealthCheckFailed"
     return restoring.message
 
 
 def test_worker_whose_node_fails_the_users_check_moves_before_anybody_has_started() -> None:
-    world = running_world(health_check=CHECK, max_restarts=0)
+    world = trained(6, health_check=CHECK, max_restarts=0)
     node = world.home(2)
     survivors = {world.member(worker) for worker in (0, 1, 3)}
     world.unhealthy = {node}
     world.evict(world.member(3))
     world.until("Running", attempt=3)
     assert world.starts.keys() == {1, 3}
-    summary = world.status.last_recovery
-    assert summary is not None
+    summary = world.summary
     assert summary["cause"] == "HealthCheckFailed"
     assert "ended with exit code 3: no GPU" in summary["message"]
     assert summary["tiers"]["remote"] == 0
@@ -272,20 +254,8 @@ def test_first_attempt_leaves_all_unhealthy_nodes_at_once_because_there_is_nothi
     assert not {world.home(worker) for worker in range(4)} & world.unhealthy
 
 
-def test_check_that_fails_everywhere_moves_nobody_and_is_told_until_it_passes() -> None:
-    world = running_world(health_check=CHECK)
-    pods = set(world.pods)
-    world.unhealthy = {0, 1, 2, 3}
-    world.crash(1)
-    world.train(60)
-    said = told_while_all_stay(world, pods)
-    assert "worker 0 (4 in all): failurePolicy.healthCheck (sh) ended with exit code 3" in said
-    world.unhealthy = set()
-    assert world.recovered()["cause"] == "TrainerCrash"
-
-
 def test_worker_whose_check_fails_on_every_node_does_not_rush_from_one_to_the_next() -> None:
-    world = running_world(health_check=CHECK)
+    world = trained(6, health_check=CHECK)
     world.unhealthy = {2}
     world.crash(1)
     world.train(120)
@@ -295,13 +265,20 @@ def test_worker_whose_check_fails_on_every_node_does_not_rush_from_one_to_the_ne
     world.until("Running", attempt=2)
 
 
-def test_worker_whose_memory_nobody_has_stays_however_its_check_ends() -> None:
-    world = running_world(health_check=CHECK, copies=0)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_check_that_fails_everywhere_or_where_the_only_memory_is_moves_nobody_and_is_told_until_it_passes(
+    everywhere: bool,
+) -> None:
+    world = trained(6, health_check=CHECK, copies=int(everywhere))
     pods = set(world.pods)
-    world.unhealthy = {world.home(2)}
+    world.unhealthy = {0, 1, 2, 3} if everywhere else {world.home(2)}
     world.crash(1)
     world.train(60)
-    told_while_all_stay(world, pods)
+    said = told_while_all_stay(world, pods)
+    who = "worker 0 (4 in all)" if everywhere else "worker 2 (1 in all)"
+    assert f"{who}: failurePolicy.healthCheck (sh) ended with exit code 3" in said
+    world.unhealthy = set()
+    assert world.recovered()["cause"] == "TrainerCrash"
 
 
 @settings(max_examples=examples(12), deadline=None)
@@ -313,11 +290,174 @@ def test_whichever_nodes_are_unhealthy_the_job_trains_on_the_others(
     nodes: set[str], kills: dict[int, int]
 ) -> None:
     """That nobody starts on one of them, `World.started` asserts."""
-    world = running_world(health_check=CHECK)
+    world = trained(6, health_check=CHECK)
     world.unhealthy = {*nodes}
     world.crash(0)
     began = world.newest_step()
     world.until("Running", limit=400, attempt=2, kills=kills)
     assert world.status.phase == "Running"
-    assert world.status.last_recovery is not None
-    assert world.status.last_recovery["step"] >= began - 4, "no memory was given up that nobody else had"
+    assert world.summary["step"] >= began - 4, "no memory was given up that nobody else had"
+
+
+# Nodes on which pods do not start.
+
+
+NO_DEVICE = "Allocate failed due to no healthy devices present for nvidia.com/gpu"
+REFUSED = ("Failed", "UnexpectedAdmissionError", NO_DEVICE)
+NO_IMAGE = ("Pending", "", "container trainer: ImagePullBackOff: Back-off pulling image")
+SILENT = ("Pending", "", "")
+
+
+def lose_on_bad_node(how: tuple[str, str, str], **changes: object) -> World:
+    """A job that trains; then worker 1's node, which the scheduler likes best, starts no pod any more."""
+    world = trained(nodes_per_rack=3, **changes)
+    world.liked = world.home(1)
+    world.not_starting[world.liked] = how
+    world.end_gracefully(world.member(1))
+    return world
+
+
+def tried(world: World) -> Counter[str]:
+    """How many pods of worker 1 were made for each list of nodes that they avoid."""
+    return Counter(",".join(action.avoid) for action in world.created if action.worker == 1)
+
+
+@pytest.mark.parametrize("how", [REFUSED, NO_IMAGE, SILENT])
+def test_node_that_starts_no_pod_is_tried_twice_at_most(how: tuple[str, str, str]) -> None:
+    world = lose_on_bad_node(how)
+    world.train(3)
+    world.until("Running", attempt=2, limit=400)
+    assert world.home(1) != world.liked
+    assert tried(world) == {"": 3, world.liked: 1}
+    assert world.notices.count("NodeAvoided") == 1
+
+
+def test_what_the_kubelet_said_stands_in_the_condition_with_the_node() -> None:
+    world = lose_on_bad_node(REFUSED)
+    world.train(5)
+    placed = world.condition("Placed")
+    assert (
+        f"node {world.liked} is avoided: the pod failed (UnexpectedAdmissionError) {NO_DEVICE}"
+        in placed.message
+    )
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_scheduler_that_heeds_a_preference_needs_no_second_try_nor_does_an_operator_that_died(
+    heeds: bool,
+) -> None:
+    world = lose_on_bad_node(REFUSED)
+    if heeds:
+        world.train(3)
+        world.liked = ""
+    else:
+        while not world.status.places:
+            world.tick()
+        for _ in range(40):
+            world.forget()
+            world.tick()
+    world.until("Running", attempt=2)
+    assert tried(world) == {"": 3} if heeds else tried(world)[""] <= 3
+
+
+def test_two_nodes_that_refuse_in_turn_are_both_left() -> None:
+    world = trained(nodes_per_rack=2, workers=2)
+    for name in sorted(world.nodes):
+        if name not in (world.home(0), "n11"):
+            world.not_starting[name] = REFUSED
+    world.liked = world.home(1)
+    world.end_gracefully(world.member(1))
+    world.train(3)
+    world.until("Running", attempt=2, limit=400)
+    assert len(tried(world)) >= 2
+
+
+def test_only_node_that_is_left_is_tried_again_and_used_when_it_is_well() -> None:
+    world = trained()
+    bad = world.home(1)
+    world.not_starting[bad] = REFUSED
+    for name in world.nodes:
+        world.change_nodes(name, schedulable=name == bad)
+    world.end_gracefully(world.member(1))
+    world.train(120)
+    placed = world.condition("Placed")
+    made = len(world.created)
+    said = set()
+    for _ in range(120):
+        world.tick()
+        placed = world.condition("Placed")
+        said.add((placed.reason, f"It avoids {bad} until" in placed.message))
+    assert (conditions.UNSCHEDULABLE, True) in said
+    assert 2 <= len(world.created) - made <= 6
+    world.not_starting.clear()
+    world.train(60)
+    world.until("Running", attempt=2)
+    assert world.home(1) == bad
+
+
+def test_image_that_no_node_can_pull_moves_no_pod() -> None:
+    world = World(make_spec())
+    world.not_starting = dict.fromkeys(world.nodes, NO_IMAGE)
+    world.train(300)
+    assert len(world.created) == 4
+    assert not world.status.places
+
+
+def test_pod_that_waits_for_a_node_is_made_again_only_if_it_would_avoid_fewer() -> None:
+    """As after a quick reboot of the only node that fits: its old pod is still ending there."""
+    world = trained()
+    node = world.home(1)
+    for name in world.nodes:
+        world.change_nodes(name, schedulable=name == node)
+    world.grace = 100.0
+    uid = world.member(1)
+    world.undying.add(uid)
+    world.crash(3)
+    world.train(90)
+    assert [action.avoid for action in world.created if action.worker == 1][1:] == [(node,)]
+    world._gone(uid)
+    world.train(40)
+    world.until("Running", attempt=3)
+    assert [action.avoid for action in world.created if action.worker == 1][1:] == [(node,), ()]
+
+
+def test_device_that_is_ill_is_told_once_and_a_worker_that_fails_there_moves() -> None:
+    world = trained(nodes_per_rack=3)
+    uid, node = world.member(1), world.home(1)
+    world.change_pod(uid, ill="device gpu-7 (nvidia.com/gpu) is Unhealthy")
+    world.train(5)
+    assert world.told("Placed")[:2] == (True, conditions.DEVICE_UNHEALTHY)
+    assert world.notices.count("DeviceUnhealthy") == 1
+    world.crash(1)
+    summary = world.recovered(2)
+    assert (summary["cause"], world.home(1) != node) == ("GPUFault", True)
+    assert [place.node for place in world.status.places] == [node]
+    world.train(620)
+    assert not world.status.places
+
+
+def test_spare_that_is_refused_at_its_node_is_made_elsewhere() -> None:
+    world = World(make_spec(spares=1), nodes_per_rack=4)
+    world.liked = "n03"
+    world.not_starting["n03"] = REFUSED
+    world.running(60)
+    assert world.condition("SparesReady").status
+
+
+def test_node_is_remembered_longer_each_time_and_once_for_all_pods_that_it_lost_together() -> None:
+    def lost(created: float, node: str = "n1") -> Loss:
+        pod = PodView("j-1-0", f"u{created}", "job-uid", 1, 0, node, None, "Failed", created)
+        return Loss(1, Cause.POD_FAILED, "m", pod, None, None, "it did not start", of_place=True)
+
+    places = note_places((), [lost(7.0), lost(5.0), lost(6.0)], 10.0, 300.0)
+    assert [(place.times, place.created) for place in places] == [(1, 7.0)]
+    assert note_places(places, [lost(7.0), lost(5.0)], 20.0, 300.0) == places, "the same pods, seen again"
+    assert note_places(places, [], 309.0, 300.0) == places
+    assert note_places(places, [], 310.0, 300.0) == ()
+    for times in range(2, 9):
+        places = note_places(places, [lost(10.0 * times)], 10.0 * times, 300.0)
+        assert places[0].times == times
+    assert note_places(places, [], 80.0 + 3599.0, 300.0) == places
+    assert note_places(places, [], 80.0 + 3600.0, 300.0) == ()
+    many = [lost(1.0, f"n{number}") for number in range(99)]
+    assert len(note_places((), many, 0.0, 300.0)) == 8

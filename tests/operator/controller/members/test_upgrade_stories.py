@@ -31,8 +31,7 @@ def test_new_operator_spends_no_attempt_and_touches_no_pod() -> None:
     world.until("Running")
     attempt, pods, created = world.status.attempt, set(world.pods), len(world.created)
     upgraded(world)
-    for _ in range(20):
-        world.tick()
+    world.train(20)
     assert world.status.attempt == attempt
     assert (set(world.pods), len(world.created)) == (pods, created)
 
@@ -53,10 +52,9 @@ def test_suspended_and_resumed_job_gets_the_new_sidecar() -> None:
     world = World(make_spec(workers=2))
     world.until("Running")
     upgraded(world)
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
-    world.until("Suspended")
+    world.suspended()
     assert world.status.sidecar_image == ""
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=False))
+    world.change(suspend=False)
     world.until("Running")
     assert images(world) == {"sidecar:2"}
 

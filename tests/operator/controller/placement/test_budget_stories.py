@@ -8,27 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.operator.world_in_memory import REMOTE, World, make_spec
+from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
 from tiercheck_operator.controller.placement.placing import wanted_budget
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.status import Condition, JobRecord, Recovery
 
 
-def trained(**changes: object) -> World:
-    world = World(make_spec(**changes), racks=2, nodes_per_rack=3)
-    world.until("Running")
-    world.train(9)
-    return world
-
-
 def evictable(world: World) -> tuple[bool, str]:
-    condition = world.status.condition(conditions.EVICTABLE)
-    assert condition is not None
+    condition = world.condition(conditions.EVICTABLE)
     return condition.status, condition.reason
 
 
 def test_job_that_trains_may_lose_one_worker_and_none_while_that_one_comes_back() -> None:
-    world = trained()
+    world = trained(nodes_per_rack=3)
     assert (world.budget, evictable(world)) == (3, (True, "OneAtATime"))
     world.evict(world.member(2))
     world.tick()
@@ -39,7 +31,7 @@ def test_job_that_trains_may_lose_one_worker_and_none_while_that_one_comes_back(
 
 
 def test_restored_job_is_left_alone_until_its_copies_are_complete_again() -> None:
-    world = trained()
+    world = trained(nodes_per_rack=3)
     ended = "2027-01-15T08:00:00Z"
     lacking = Condition(conditions.PROTECTED, False, conditions.WAITING_FOR_FIRST_VERSION, "m", ended)
     record = JobRecord(attempt=2, last_recovery={"time": ended}, conditions=(lacking,))
@@ -51,65 +43,47 @@ def test_restored_job_is_left_alone_until_its_copies_are_complete_again() -> Non
     )
 
 
-def test_job_that_starts_has_nothing_to_lose() -> None:
+def test_job_that_starts_has_nothing_to_lose_and_one_of_one_worker_can_be_drained() -> None:
     world = World(make_spec())
-    world.tick()
-    world.tick()
+    world.train(2)
     assert world.status.attempt == 0 or world.status.phase == "Starting"
     assert world.budget == 3
+    assert trained(0, racks=1, workers=1, copies=0, remote=REMOTE).budget == 0
 
 
 def test_restore_that_does_not_end_does_not_hold_nodes_for_ever() -> None:
-    world = trained(eviction_hold=60.0)
-    for name in world.nodes:
-        world.nodes[name] = replace(world.nodes[name], schedulable=False)
+    world = trained(nodes_per_rack=3, eviction_hold=60.0)
+    world.change_nodes(schedulable=False)
     world.evict(world.member(2))
     world.tick()
     assert world.budget == 4
-    for _ in range(60):
-        world.tick()
+    assert world.last.wake_after is not None
+    assert world.last.wake_after <= 60.0, "it looks again when the hold ends even if nothing happens"
+    world.train(60)
     assert world.status.phase == "Restoring"
     assert (world.budget, evictable(world)) == (3, (True, "OneAtATime"))
 
 
-def test_operator_looks_again_when_the_hold_ends_even_if_nothing_happens() -> None:
-    world = trained(eviction_hold=5.0)
-    for name in world.nodes:
-        world.nodes[name] = replace(world.nodes[name], schedulable=False)
-    world.evict(world.member(2))
+@pytest.mark.parametrize("room", [True, False])
+def test_pod_that_has_to_leave_is_not_evicted_before_its_replacement_is_ready_unless_it_has_nowhere_to_go(
+    room: bool,
+) -> None:
+    world = trained(nodes_per_rack=3)
+    world.change_nodes(*([world.home(3)] if room else []), schedulable=False)
+    world.change_nodes(world.home(3), leaving="it is tainted by a test")
     world.tick()
-    assert world.last.wake_after is not None
-    assert world.last.wake_after <= 5.0
-
-
-def test_pod_that_has_to_leave_is_not_evicted_before_its_replacement_is_ready() -> None:
-    world = trained()
-    node = world.pods[world.member(3)].node
-    assert node is not None
-    world.nodes[node] = replace(world.nodes[node], leaving="it is tainted by a test", schedulable=False)
-    world.tick()
-    assert (world.budget, evictable(world)) == (4, (False, "MoveUnderWay"))
-
-
-def test_pod_that_has_nowhere_to_go_does_not_block_its_node() -> None:
-    world = trained()
-    node = world.pods[world.member(3)].node
-    for name in world.nodes:
-        leaving = "it is tainted by a test" if name == node else ""
-        world.nodes[name] = replace(world.nodes[name], leaving=leaving, schedulable=False)
-    for _ in range(3):
-        world.tick()
-    placed = world.status.condition("Placed")
-    assert placed is not None
-    assert placed.reason == "NoRoomToMove"
-    assert world.budget == 3
+    assert not room or (world.budget, evictable(world)) == (4, (False, "MoveUnderWay"))
+    if not room:
+        world.train(2)
+        assert world.condition("Placed").reason == "NoRoomToMove"
+        assert world.budget == 3
 
 
 @pytest.mark.parametrize("changes", [{"suspend": True}, {"eviction_hold": None}])
 def test_budget_goes_when_nothing_is_to_be_protected(changes: dict[str, object]) -> None:
-    world = trained(remote=REMOTE)
+    world = trained(nodes_per_rack=3, remote=REMOTE)
     assert world.budget == 3
-    world.job = replace(world.job, spec=replace(world.job.spec, **changes))  # type: ignore[arg-type]
+    world.change(**changes)
     world.tick()
     world.tick()
     assert world.budget is None
@@ -128,12 +102,6 @@ def test_budget_that_is_refused_is_told_and_stops_nothing() -> None:
     world.budget_problem = "the PodDisruptionBudget j cannot be written: forbidden"
     world.until("Running")
     assert evictable(world) == (False, "BudgetRefused")
-
-
-def test_job_of_one_worker_can_be_drained() -> None:
-    world = World(make_spec(workers=1, copies=0, remote=REMOTE), racks=1, nodes_per_rack=2)
-    world.until("Running")
-    assert world.budget == 0
 
 
 @given(
@@ -166,13 +134,11 @@ def test_whatever_the_job_does_its_nodes_can_be_drained_in_time(
 
 
 def test_history_of_recoveries_is_short_and_newest_first() -> None:
-    world = trained()
+    world = trained(nodes_per_rack=3)
     for turn in range(12):
         world.evict(world.member(turn % 4))
-        world.tick()
-        world.until("Running", attempt=turn + 2)
+        world.recovered(turn + 2)
         world.train(3)
     attempts = [entry["attempt"] for entry in world.status.recoveries]
     assert attempts == list(range(13, 3, -1))
-    assert world.status.last_recovery is not None
     assert {**world.status.recoveries[0]} == {**world.status.last_recovery}

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from tests.operator.sidecar_model import SidecarModel
-from tests.operator.world_in_memory import World, make_spec
-from tiercheck.protocol.report import MemoryReport, Report
+from tests.operator.world_in_memory import World, trained
+from tiercheck.protocol.report import MemoryReport
 from tiercheck_operator.model import conditions
 from tiercheck_operator.planning.topology import HOSTNAME_LABEL
 
 RACK = "topology.kubernetes.io/rack"
-
-
-def training(racks: int = 2, nodes_per_rack: int = 2, **changes: object) -> World:
-    world = World(make_spec(**changes), racks, nodes_per_rack)
-    world.until("Running")
-    world.train(12)
-    return world
 
 
 def on(world: World, node: str) -> list[int]:
@@ -30,7 +21,7 @@ def on(world: World, node: str) -> list[int]:
 
 
 def cordon(world: World, node: str, on_: bool = True) -> None:
-    world.nodes[node] = replace(world.nodes[node], cordoned=on_, schedulable=not on_)
+    world.change_nodes(node, cordoned=on_, schedulable=not on_)
 
 
 def held(world: World, worker: int) -> list[int]:
@@ -39,7 +30,7 @@ def held(world: World, worker: int) -> list[int]:
     return [
         sidecar.worker
         for sidecar in world.sidecars.values()
-        if any(version.step >= world.committed.step for version in sidecar.hosted.get(worker, ()))
+        if any(each.rank == worker and each.version.step >= world.committed.step for each in sidecar.hosted)
     ]
 
 
@@ -54,16 +45,14 @@ def trained_through(world: World, ticks: int, copies: int = 1) -> list[dict[int,
         assert max(world.position.values()) == step + 1, "training goes on"
         for worker in range(world.job.spec.workers):
             assert len(held(world, worker)) >= copies, f"worker {worker} has fewer copies than promised"
-        assert world.placement is not None
-        if not seen or seen[-1] != world.placement.holders():
-            seen.append(world.placement.holders())
+        if not seen or seen[-1] != world.saved.holders():
+            seen.append(world.saved.holders())
     return seen
 
 
 def holders(world: World) -> dict[int, tuple[int, ...]]:
-    assert world.placement is not None
-    assert not world.placement.leaving
-    return world.placement.holders()
+    assert not world.saved.leaving
+    return world.saved.holders()
 
 
 def sent(world: World) -> dict[int, tuple[int, ...]]:
@@ -76,7 +65,7 @@ def sent(world: World) -> dict[int, tuple[int, ...]]:
 
 
 def test_copies_leave_a_cordoned_node_in_the_same_attempt() -> None:
-    world = training()
+    world = trained(12)
     before = holders(world)
     (there,) = on(world, "n10")
     cordon(world, "n10")
@@ -92,13 +81,12 @@ def test_copies_leave_a_cordoned_node_in_the_same_attempt() -> None:
 
 
 def test_status_says_who_moves_and_why() -> None:
-    world = training()
+    world = trained(12)
     cordon(world, "n10")
     messages = []
     for _ in range(20):
         world.tick()
-        condition = world.status.condition(conditions.PLACED)
-        assert condition is not None
+        condition = world.condition(conditions.PLACED)
         assert condition.status
         messages.append((condition.reason, condition.message))
     (moving,) = {message for reason, message in messages if reason == conditions.COPIES_MOVING}
@@ -107,7 +95,7 @@ def test_status_says_who_moves_and_why() -> None:
 
 
 def test_a_node_that_comes_back_gets_its_share_after_a_while() -> None:
-    world = training()
+    world = trained(12)
     before = Counter(holder for kept in holders(world).values() for holder in kept)
     cordon(world, "n10")
     trained_through(world, 20)
@@ -121,7 +109,7 @@ def test_a_node_that_comes_back_gets_its_share_after_a_while() -> None:
 
 
 def test_a_cordon_that_flaps_moves_nothing() -> None:
-    world = training()
+    world = trained(12)
     before = holders(world)
     for turn in range(10):
         cordon(world, "n10", turn % 2 == 0)
@@ -129,13 +117,13 @@ def test_a_cordon_that_flaps_moves_nothing() -> None:
 
 
 def test_a_relabelled_node_is_told_apart_again() -> None:
-    world = training(racks=3, workers=6)
+    world = trained(12, racks=3, workers=6)
     (there,) = on(world, "n00")
     partner = holders(world)[there][0]
     rack = next(
         world.nodes[str(pod.node)].labels[RACK] for pod in world.pods.values() if pod.worker == partner
     )
-    world.nodes["n00"] = replace(world.nodes["n00"], labels={HOSTNAME_LABEL: "n00", RACK: rack})
+    world.change_nodes("n00", labels={HOSTNAME_LABEL: "n00", RACK: rack})
     trained_through(world, 60)
     racks = {pod.worker: world.nodes[str(pod.node)].labels[RACK] for pod in world.pods.values()}
     assert all(racks[worker] != racks[h] for worker, kept in holders(world).items() for h in kept)
@@ -144,13 +132,12 @@ def test_a_relabelled_node_is_told_apart_again() -> None:
 
 
 def test_a_label_that_is_taken_away_is_reported_although_nothing_moves() -> None:
-    world = training()
+    world = trained(12)
     before = holders(world)
-    world.nodes["n10"] = replace(world.nodes["n10"], labels={HOSTNAME_LABEL: "n10"})
+    world.change_nodes("n10", labels={HOSTNAME_LABEL: "n10"})
     trained_through(world, 20)
     assert holders(world) == before
-    condition = world.status.condition(conditions.PLACED)
-    assert condition is not None
+    condition = world.condition(conditions.PLACED)
     assert condition.reason == conditions.NODES_UNLABELLED
     assert "n10" in condition.message
     assert world.status.placement is not None
@@ -158,30 +145,26 @@ def test_a_label_that_is_taken_away_is_reported_although_nothing_moves() -> None
 
 
 def test_more_copies_are_made_while_training_goes_on_and_fewer_are_dropped() -> None:
-    world = training(racks=3)
-    world.job = replace(world.job, spec=replace(world.job.spec, copies=2))
+    world = trained(12, racks=3)
+    world.change(copies=2)
     trained_through(world, 40)
     assert all(len(kept) == 2 for kept in holders(world).values())
     world.train(4)
     trained_through(world, 4, copies=2)
-    world.job = replace(world.job, spec=replace(world.job.spec, copies=1))
+    world.change(copies=1)
     trained_through(world, 80)
     assert all(len(kept) == 1 for kept in holders(world).values())
-
-
-def test_copies_can_be_turned_off_and_on() -> None:
-    world = training()
-    world.job = replace(world.job, spec=replace(world.job.spec, copies=0))
+    world.change(copies=0)
     world.train(90)
     assert set(holders(world).values()) == {()}
-    world.job = replace(world.job, spec=replace(world.job.spec, copies=1))
+    world.change(copies=1)
     world.train(40)
     assert all(len(kept) == 1 for kept in holders(world).values())
     assert world.status.attempt == 1
 
 
 def test_where_every_node_is_cordoned_copies_stay() -> None:
-    world = training()
+    world = trained(12)
     before = holders(world)
     for node in world.nodes:
         cordon(world, node)
@@ -189,35 +172,52 @@ def test_where_every_node_is_cordoned_copies_stay() -> None:
 
 
 def test_a_spread_that_cannot_be_had_any_more_is_told_and_nothing_is_dropped() -> None:
-    world = training(spread_required=True)
+    world = trained(12, spread_required=True)
     before = holders(world)
     for node in world.nodes:
-        world.nodes[node] = replace(world.nodes[node], labels={HOSTNAME_LABEL: node, RACK: "r0"})
+        world.change_nodes(node, labels={HOSTNAME_LABEL: node, RACK: "r0"})
     trained_through(world, 30)
     assert holders(world) == before
-    condition = world.status.condition(conditions.PLACED)
-    assert condition is not None
+    condition = world.condition(conditions.PLACED)
     assert condition.reason == conditions.DEGRADED_SPREAD
 
 
-def test_an_operator_that_restarts_in_the_middle_goes_on() -> None:
-    world = training()
+def in_a_move() -> tuple[World, int]:
+    """Copies leave the cordoned node n10, and are at both ends now; the worker there."""
+    world = trained(12)
     (there,) = on(world, "n10")
     cordon(world, "n10")
-    for _ in range(10):
+    while not (world.placement and world.placement.leaving):
         trained_through(world, 1)
-        if world.placement is not None and world.placement.leaving:
-            break
-    assert world.placement is not None
-    assert world.placement.leaving
+    return world, there
+
+
+def test_an_operator_that_restarts_in_the_middle_goes_on() -> None:
+    world, there = in_a_move()
     world.forget()
     trained_through(world, 10)
     assert all(there not in kept for kept in holders(world).values())
 
 
+def test_a_crash_in_the_middle_of_a_move_restores_and_places_as_wanted() -> None:
+    world, there = in_a_move()
+    world.crash(1)
+    assert world.recovered()["tiers"]["local"] == 4
+    world.train(10)
+    assert all(there not in kept for kept in holders(world).values())
+
+
+def test_the_loss_of_the_old_holder_in_the_middle_of_a_move_is_like_any_other() -> None:
+    world, _ = in_a_move()
+    world.kill_node("n10")
+    summary = world.recovered()
+    assert summary["lostSteps"] <= 3
+    assert summary["tiers"]["remote"] == 0
+
+
 @pytest.mark.parametrize("killed_after", [0, 1, 2])
 def test_an_operator_killed_at_any_point_of_a_move_does_no_harm(killed_after: int) -> None:
-    world = training()
+    world = trained(12)
     (there,) = on(world, "n10")
     cordon(world, "n10")
     for _ in range(30):
@@ -228,63 +228,29 @@ def test_an_operator_killed_at_any_point_of_a_move_does_no_harm(killed_after: in
     assert all(there not in kept for kept in holders(world).values())
 
 
-def test_a_crash_in_the_middle_of_a_move_restores_and_places_as_wanted() -> None:
-    world = training()
-    (there,) = on(world, "n10")
-    cordon(world, "n10")
-    while not (world.placement and world.placement.leaving):
-        trained_through(world, 1)
-    world.crash(1)
-    world.until("Running", attempt=2)
-    assert world.status.last_recovery is not None
-    assert world.status.last_recovery["tiers"]["local"] == 4
-    world.train(10)
-    assert all(there not in kept for kept in holders(world).values())
-
-
-def test_the_loss_of_the_old_holder_in_the_middle_of_a_move_is_like_any_other() -> None:
-    world = training()
-    cordon(world, "n10")
-    while not (world.placement and world.placement.leaving):
-        trained_through(world, 1)
-    world.kill_node("n10")
-    world.train(6)
-    world.until("Running", attempt=2)
-    assert world.status.last_recovery is not None
-    assert world.status.last_recovery["lostSteps"] <= 3
-    assert world.status.last_recovery["tiers"]["remote"] == 0
-
-
 def with_memory(world: World, worker: int, copies: int) -> None:
     """The worker's sidecar reports that its memory holds its own snapshots and those of so many others, and
     no more."""
-    for sidecar in world.sidecars.values():
-        if sidecar.worker == worker:
-            memory = MemoryReport(
-                limit=(2 + 2 * copies) * 2**30 + 2**26, used=0, needed=2**32, snapshot=2**30
-            )
-            sidecar.report = _remembering(sidecar, memory)  # type: ignore[method-assign]
-
-
-def _remembering(sidecar: SidecarModel, memory: MemoryReport) -> Callable[[], Report]:
-    return lambda: replace(SidecarModel.report(sidecar), memory=memory)
+    sidecar = world.sidecar(worker)
+    memory = MemoryReport(limit=(2 + 2 * copies) * 2**30 + 2**26, used=0, needed=2**32, snapshot=2**30)
+    report = sidecar.report
+    sidecar.report = lambda: replace(report(), memory=memory)  # type: ignore[method-assign]
 
 
 def test_a_move_waits_where_no_other_holder_has_room_and_says_so() -> None:
-    world = training()
+    world = trained(12)
     before = holders(world)
     for worker in range(4):
         with_memory(world, worker, copies=1)
     cordon(world, "n10")
     assert trained_through(world, 30) == [before]
-    condition = world.status.condition(conditions.PLACED)
-    assert condition is not None
+    condition = world.condition(conditions.PLACED)
     assert condition.reason == conditions.MOVE_DELAYED
     assert "stay on node n10: no other worker is as far away from them and has room" in condition.message
 
 
 def test_copies_move_to_the_holder_that_has_room() -> None:
-    world = training(nodes_per_rack=3, workers=6)
+    world = trained(12, nodes_per_rack=3, workers=6)
     before = holders(world)
     (there,) = on(world, "n10")
     (owner,) = [worker for worker, kept in before.items() if there in kept]
@@ -298,46 +264,42 @@ def test_copies_move_to_the_holder_that_has_room() -> None:
 
 
 def test_a_parity_block_leaves_a_cordoned_node() -> None:
-    world = training(racks=4, copies=0, parity=(2, 1))
-    assert world.placement is not None
-    group = world.placement.groups[0]
+    world = trained(12, racks=4, copies=0, parity=(2, 1))
+    group = world.saved.groups[0]
     node = next(str(pod.node) for pod in world.pods.values() if pod.worker == group.holders[0])
     cordon(world, node)
     world.train(30)
     assert world.status.attempt == 1
-    assert all(group.holders[0] not in each.holders for each in world.placement.groups)
+    assert all(group.holders[0] not in each.holders for each in world.saved.groups)
 
 
 def test_copies_become_parity_while_training_goes_on() -> None:
-    world = training(racks=3)
+    world = trained(12, racks=3)
     world.job = replace(world.job, spec=replace(world.job.spec, copies=0, parity=(2, 1)))
     world.train(30)
     assert world.status.attempt == 1
-    assert world.placement is not None
-    assert len(world.placement.groups) == 2
+    assert len(world.saved.groups) == 2
     assert set(holders(world).values()) == {()}
     assert any(sidecar.blocks for sidecar in world.sidecars.values())
 
 
 def test_another_encoding_waits_for_the_next_restart_where_memory_has_no_room_for_both() -> None:
-    world = training(racks=3)
+    world = trained(12, racks=3)
     before = holders(world)
     for worker in range(4):
         with_memory(world, worker, copies=1)
     world.job = replace(world.job, spec=replace(world.job.spec, copies=0, parity=(2, 1)))
     assert trained_through(world, 30) == [before]
-    condition = world.status.condition(conditions.PLACED)
-    assert condition is not None
+    condition = world.condition(conditions.PLACED)
     assert condition.reason == conditions.MOVE_DELAYED
     assert "changes at the next restart" in condition.message
     world.crash(0)
     world.until("Running", attempt=2)
-    assert world.placement is not None
-    assert world.placement.groups
+    assert world.saved.groups
 
 
 def test_a_job_that_is_right_writes_no_placement_again_and_again() -> None:
-    world = training()
+    world = trained(12)
     world.train(20)
     known = world.placement
     for _ in range(30):
@@ -346,14 +308,11 @@ def test_a_job_that_is_right_writes_no_placement_again_and_again() -> None:
 
 
 def test_unprotected_workers_are_named_with_the_reason() -> None:
-    world = World(make_spec(), racks=1, nodes_per_rack=1)
-    world.until("Running")
-    world.train(6)
+    world = trained(steps=6, racks=1, nodes_per_rack=1)
     placement = world.status.placement
     assert placement is not None
     assert placement.unprotected_workers == 4
     assert placement.unprotected_reason.startswith("workers 0, 1, 2 and 3: ")
     assert "host" in placement.unprotected_reason
-    condition = world.status.condition(conditions.PROTECTED)
-    assert condition is not None
+    condition = world.condition(conditions.PROTECTED)
     assert placement.unprotected_reason in condition.message

@@ -67,8 +67,7 @@ def test_ordinary_status_is_written_as_it_is() -> None:
     world.until("Running")
     for fail in (lambda: world.crash(0), lambda: world.evict(world.member(1)), lambda: world.kill_node("n0")):
         fail()
-        for _ in range(30):
-            world.tick()
+        world.train(30)
         status = render_record(world.status)
         assert status["conditions"]
         assert without_credentials(status) == status

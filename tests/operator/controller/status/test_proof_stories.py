@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 
 from tests.operator.test_metrics import value
-from tests.operator.world_in_memory import REMOTE, START, World, make_spec
+from tests.operator.world_in_memory import REMOTE, START, World, trained
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Problem, Proof
 from tiercheck.protocol.version import Version
@@ -25,18 +25,10 @@ BAD = (
 )
 
 
-def training(**changes: object) -> World:
-    world = World(make_spec(**changes))
-    world.until("Running")
-    world.train(9)
-    return world
-
-
-def prove(world: World, worker: int, tier: Tier, step: int, at: float) -> None:
-    sidecar = world.live_sidecar(worker)
-    assert sidecar is not None
-    others = tuple(proof for proof in sidecar.proofs if proof.tier is not tier)
-    sidecar.proofs = (*others, Proof(tier, Version(step, 1), at, 1.0, 1000))
+def prove(world: World, workers: Iterable[int], tier: Tier, step: int, at: float) -> None:
+    for sidecar in map(world.sidecar, workers):
+        others = tuple(proof for proof in sidecar.proofs if proof.tier is not tier)
+        sidecar.proofs = (*others, Proof(tier, Version(step, 1), at, 1.0, 1000))
 
 
 def last_proof(world: World) -> dict[str, object]:
@@ -45,14 +37,13 @@ def last_proof(world: World) -> dict[str, object]:
 
 
 def test_proof_of_a_tier_is_as_old_as_that_of_the_rank_whose_newest_is_the_oldest() -> None:
-    world = training()
+    world = trained()
     for worker in range(4):
-        prove(world, worker, Tier.PEER, 6 if worker == 2 else 8, START + 100 + worker)
-    for worker in range(3):
-        prove(world, worker, Tier.LOCAL, 8, START + 100)
+        prove(world, [worker], Tier.PEER, 6 if worker == 2 else 8, START + 100 + worker)
+    prove(world, range(3), Tier.LOCAL, 8, START + 100)
     world.tick()
     assert set(world.status.proofs) == {"peer"}, "of the local tier one worker has no proof yet"
-    prove(world, 3, Tier.LOCAL, 8, START + 170)
+    prove(world, [3], Tier.LOCAL, 8, START + 170)
     world.tick()
     proofs = world.status.proofs
     assert (proofs["peer"].step, parse_time(proofs["peer"].time)) == (6, START + 100)
@@ -62,63 +53,48 @@ def test_proof_of_a_tier_is_as_old_as_that_of_the_rank_whose_newest_is_the_oldes
 
 
 def test_sidecar_that_was_started_again_forgets_its_proof_and_the_status_does_not() -> None:
-    world = training()
-    for worker in range(4):
-        prove(world, worker, Tier.PEER, 6, START + 100)
+    world = trained()
+    prove(world, range(4), Tier.PEER, 6, START + 100)
     world.tick()
     before = last_proof(world)
     assert before
-    sidecar = world.live_sidecar(1)
-    assert sidecar is not None
+    sidecar = world.sidecar(1)
     sidecar.proofs = ()
     world.tick()
     assert last_proof(world) == before
-    prove(world, 1, Tier.PEER, 8, START + 300)
+    prove(world, [1], Tier.PEER, 8, START + 300)
     world.tick()
     assert last_proof(world) == before, "the others' are older"
 
 
 def test_what_memory_held_is_proved_no_more_once_the_pods_are_gone() -> None:
-    world = training(remote=REMOTE)
-    for worker in range(4):
-        for tier in Tier:
-            prove(world, worker, tier, 4, START + 100)
+    world = trained(remote=REMOTE)
+    for tier in Tier:
+        prove(world, range(4), tier, 4, START + 100)
     world.tick()
     assert set(world.status.proofs) == {"local", "peer", "remote"}
-    world.job = replace(world.job, spec=replace(world.job.spec, suspend=True))
-    for _ in range(80):
-        world.tick()
+    world.change(suspend=True)
+    world.train(80)
     assert set(world.status.proofs) == {"remote"}
 
 
-def test_tier_that_would_not_come_back_takes_the_protection_away_and_is_told_with_all_that_is_known() -> None:
-    world = training()
+def test_tier_that_would_not_come_back_takes_the_protection_away_and_is_told_unless_other_trouble_is() -> (
+    None
+):
+    world = trained()
     assert world.status.holds(conditions.PROTECTED)
-    sidecar = world.live_sidecar(2)
-    assert sidecar is not None
+    sidecar, other = world.sidecar(2), world.sidecar(3)
     sidecar.problems = (Problem(conditions.REHEARSAL_FAILED, BAD),)
     world.tick()
-    protected = world.status.condition(conditions.PROTECTED)
-    assert protected is not None
-    assert (protected.status, protected.reason) == (False, "RehearsalFailed")
-    assert protected.message == f"worker 2: {BAD}"
+    assert world.told(conditions.PROTECTED) == (False, "RehearsalFailed", f"worker 2: {BAD}")
     assert "RehearsalFailed" in world.notices
     assert world.status.attempt == 1, "training goes on"
-    sidecar.problems = ()
+    other.problems = (Problem(conditions.CANNOT_SAVE, "m"),)
+    world.tick()
+    assert world.told(conditions.PROTECTED) == (False, conditions.CANNOT_SAVE, "worker 3: m")
+    sidecar.problems = other.problems = ()
     world.tick()
     assert world.status.holds(conditions.PROTECTED)
-
-
-def test_what_was_rehearsed_hides_no_other_trouble() -> None:
-    world = training()
-    for worker, reason in ((0, conditions.REHEARSAL_FAILED), (3, conditions.CANNOT_SAVE)):
-        sidecar = world.live_sidecar(worker)
-        assert sidecar is not None
-        sidecar.problems = (Problem(reason, "m"),)
-    world.tick()
-    protected = world.status.condition(conditions.PROTECTED)
-    assert protected is not None
-    assert (protected.reason, protected.message) == (conditions.CANNOT_SAVE, "worker 3: m")
 
 
 def test_sidecars_are_told_how_often_unless_it_is_turned_off() -> None:
@@ -132,17 +108,15 @@ def test_sidecars_are_told_how_often_unless_it_is_turned_off() -> None:
     assert every(rehearseEvery="1h30m") == 5400
     assert every(rehearseEvery="Off") is every(rehearseEvery="0") is None
     for wanted in (5400.0, None):
-        world = training(rehearse_every=wanted)
-        sidecar = world.live_sidecar(1)
-        assert sidecar is not None
+        world = trained(rehearse_every=wanted)
+        sidecar = world.sidecar(1)
         assert sidecar.directive is not None
         assert sidecar.directive.policy.rehearse_every == wanted
 
 
 def test_without_rehearsals_nothing_is_said_of_proofs() -> None:
-    world, metrics = training(rehearse_every=None), Metrics()
-    for worker in range(4):
-        prove(world, worker, Tier.PEER, 6, START + 100)
+    world, metrics = trained(rehearse_every=None), Metrics()
+    prove(world, range(4), Tier.PEER, 6, START + 100)
     world.tick()
     assert last_proof(world) == {}
     metrics.job_seen(world.job)
@@ -154,9 +128,8 @@ def test_age_of_a_proof_grows_between_two_looks_and_counts_from_the_start_where_
 ) -> None:
     now = [START + 700.0]
     monkeypatch.setattr(metrics_module, "time", SimpleNamespace(time=lambda: now[0]))
-    world, metrics = training(), Metrics()
-    for worker in range(4):
-        prove(world, worker, Tier.PEER, 6, START + 100)
+    world, metrics = trained(), Metrics()
+    prove(world, range(4), Tier.PEER, 6, START + 100)
     world.tick()
     metrics.job_seen(world.job)
     for passed in (0.0, 50.0):
@@ -166,6 +139,6 @@ def test_age_of_a_proof_grows_between_two_looks_and_counts_from_the_start_where_
         assert started is not None
         assert value(metrics, "tiercheck_restore_proof_age_seconds", tier="local") == now[0] - started
     assert value(metrics, "tiercheck_restore_proof_age_seconds", tier="remote") is None, "it holds nothing"
-    world.job = replace(world.job, spec=replace(world.job.spec, rehearse_every=None))
+    world.change(rehearse_every=None)
     metrics.job_seen(world.job)
     assert value(metrics, "tiercheck_restore_proof_age_seconds", tier="peer") is None

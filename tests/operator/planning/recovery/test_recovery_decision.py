@@ -61,6 +61,12 @@ def situation(*inventories: JobInventory, ranks: int, **more: object) -> Recover
     return replace(base, **more)  # type: ignore[arg-type]
 
 
+def coded(*inventories: JobInventory, ranks: int, **more: object) -> Recover:
+    found = decide_recovery(situation(*inventories, ranks=ranks, **more))
+    assert isinstance(found, Recover)
+    return found
+
+
 versions = st.builds(Version, st.integers(1, 8), st.integers(1, 3))
 held = st.frozensets(versions, max_size=5)
 artifacts = st.builds(Artifacts, held, held)
@@ -287,22 +293,18 @@ def test_restarted_operator_finds_the_same_sources_for_the_decided_version(job: 
 
 
 def test_minimum_of_the_newest_is_not_taken_when_nobody_can_rebuild_it() -> None:
-    job = situation(JobInventory(0, {0: steps(8, 10)}), JobInventory(1, {1: steps(8, 9)}), ranks=2)
-    decision = decide_recovery(job)
-    assert isinstance(decision, Recover)
+    decision = coded(JobInventory(0, {0: steps(8, 10)}), JobInventory(1, {1: steps(8, 9)}), ranks=2)
     assert decision.version == Version(8, 1)
 
 
 def test_lost_workers_rank_comes_from_its_peer_and_the_reason_says_so() -> None:
-    job = situation(
+    decision = coded(
         JobInventory(0, {0: steps(40, 50)}),
         JobInventory(1, {1: steps(40, 50)}, {2: steps(40)}),
         JobInventory(2, {2: steps()}),
         ranks=3,
         last_step=52,
     )
-    decision = decide_recovery(job)
-    assert isinstance(decision, Recover)
     assert decision.sources == {0: (LOCAL,), 1: (LOCAL,), 2: (peer(1),)}
     assert decision.lost_steps == 12
     assert decision.reason == (
@@ -314,29 +316,24 @@ def test_lost_workers_rank_comes_from_its_peer_and_the_reason_says_so() -> None:
 def test_holder_in_the_same_rack_is_asked_before_one_further_away() -> None:
     cluster = racks(2, 2)
     node = [site.node for site in cluster.sites]
-    job = situation(
+    decision = coded(
         *(JobInventory(worker, {}, {3: steps(5)}) for worker in (0, 1, 2)),
         JobInventory(3, {}, {0: steps(5), 1: steps(5), 2: steps(5)}),
         ranks=4,
         distance=lambda a, b: cluster.topology.distance(node[a], node[b]),
     )
-    decision = decide_recovery(job)
-    assert isinstance(decision, Recover)
     assert decision.sources[3] == (peer(2), peer(0), peer(1))
 
 
 def test_abandoned_history_is_not_restored_even_if_it_is_newer() -> None:
     history = History().after(1, 0).after(2, 40)
-    job = situation(JobInventory(0, {0: steps(40, 50)}), ranks=1, history=history)
-    decision = decide_recovery(job)
-    assert isinstance(decision, Recover)
+    decision = coded(JobInventory(0, {0: steps(40, 50)}), ranks=1, history=history)
     assert decision.version == Version(40, 1)
 
 
 def test_memory_is_used_while_the_remote_tier_is_unreachable() -> None:
     remote = RemoteInventory(True, False, versions_of(60))
-    decision = decide_recovery(situation(JobInventory(0, {0: steps(50)}), ranks=1, remote=remote))
-    assert isinstance(decision, Recover)
+    decision = coded(JobInventory(0, {0: steps(50)}), ranks=1, remote=remote)
     assert decision.sources == {0: (LOCAL,)}
 
 
@@ -370,10 +367,7 @@ def test_first_attempt_starts_at_once_without_asking_the_remote_tier() -> None:
 
 def test_loss_of_all_memory_comes_back_from_the_remote_tier() -> None:
     remote = RemoteInventory(True, True, versions_of(20, 40))
-    decision = decide_recovery(
-        situation(JobInventory(0), JobInventory(1), ranks=2, remote=remote, last_step=45)
-    )
-    assert isinstance(decision, Recover)
+    decision = coded(JobInventory(0), JobInventory(1), ranks=2, remote=remote, last_step=45)
     assert decision.version == Version(40, 1)
     assert decision.tier_counts == {Tier.REMOTE: 2}
     assert decision.lost_steps == 5
@@ -381,30 +375,23 @@ def test_loss_of_all_memory_comes_back_from_the_remote_tier() -> None:
 
 def test_rank_without_copy_is_mixed_in_from_the_remote_tier() -> None:
     remote = RemoteInventory(True, True, versions_of(40))
-    decision = decide_recovery(
-        situation(JobInventory(0, {0: steps(40)}), JobInventory(1), ranks=2, remote=remote)
-    )
-    assert isinstance(decision, Recover)
+    decision = coded(JobInventory(0, {0: steps(40)}), JobInventory(1), ranks=2, remote=remote)
     assert decision.sources == {0: (LOCAL, REMOTE), 1: (REMOTE,)}
 
 
 def test_older_version_in_memory_wins_when_the_newer_one_takes_longer_to_fetch_than_to_train() -> None:
-    remote = RemoteInventory(True, True, versions_of(41))
     job = situation(
         JobInventory(0, {0: steps(40)}),
         ranks=1,
-        remote=remote,
-        step_seconds=1.0,
+        remote=RemoteInventory(True, True, versions_of(41)),
         restore_seconds=RestoreSeconds(local=1, peer=5, remote=100),
     )
-    decision = decide_recovery(job)
-    assert isinstance(decision, Recover)
-    assert decision.version == Version(40, 1)
-    assert "back sooner than from step 41" in decision.reason
-    for step_seconds in (99.0, 1000.0):  # at 99 both cost the same: then the newer one
-        slow = decide_recovery(replace(job, step_seconds=step_seconds))
-        assert isinstance(slow, Recover)
-        assert slow.version == Version(41, 1)
+    # At 99 both cost the same: then the newer one.
+    for step_seconds, step in ((1.0, 40), (99.0, 41), (1000.0, 41)):
+        decision = decide_recovery(replace(job, step_seconds=step_seconds))
+        assert isinstance(decision, Recover)
+        assert decision.version == Version(step, 1)
+        assert ("back sooner than from step 41" in decision.reason) is (step == 40)
 
 
 def test_asked_for_step_is_taken_refused_or_waited_for() -> None:
@@ -422,12 +409,6 @@ def test_asked_for_step_is_taken_refused_or_waited_for() -> None:
 def test_ranks_that_do_not_fill_the_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple"):
         decide_recovery(situation(ranks=3, ranks_per_worker=2))
-
-
-def coded(*inventories: JobInventory, ranks: int, **more: object) -> Recover:
-    decision = decide_recovery(situation(*inventories, ranks=ranks, **more))
-    assert isinstance(decision, Recover)
-    return decision
 
 
 def test_snapshot_of_one_place_and_deltas_of_another_make_a_chain() -> None:
@@ -556,9 +537,7 @@ def test_steps_are_given_up_for_the_proof_only_where_none_would_be_trained_again
 
 def test_version_that_leaves_steps_to_compare_is_as_old_as_asked_and_never_farther_away() -> None:
     def back_at(*inventories: JobInventory, last: int = 43, **more: object) -> int:
-        job = situation(*inventories, ranks=1, last_step=last, prove_steps=1, **more)
-        decision = decide_recovery(job)
-        assert isinstance(decision, Recover)
+        decision = coded(*inventories, ranks=1, last_step=last, prove_steps=1, **more)
         return decision.version.step
 
     chain = JobInventory(0, {0: steps(40, deltas=(41, 42, 43))})
@@ -568,8 +547,89 @@ def test_version_that_leaves_steps_to_compare_is_as_old_as_asked_and_never_farth
     assert back_at(JobInventory(0, {0: steps(43)})) == 43, "no chain ends earlier"
     stored = RemoteInventory(True, True, versions_of(42))
     assert back_at(JobInventory(0, {0: steps(43)}), remote=stored) == 43, "a proof is not worth a download"
-    decision = decide_recovery(situation(chain, ranks=1, prove_steps=1))
-    assert isinstance(decision, Recover)
+    decision = coded(chain, ranks=1, prove_steps=1)
     assert decision.reason.startswith(
         "step 42: older than step 43, as restore.proveSteps needs steps to compare"
     )
+
+
+# Whatever a worker that was given up still writes.
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[History, int]:
+    """Any line of attempts with rollbacks, and the newest attempt."""
+    history, attempt = History(), 0
+    for base in draw(st.lists(st.integers(0, 30), min_size=1, max_size=6)):
+        attempt += draw(st.integers(1, 2))
+        history = history.after(attempt, base if attempt > 1 else 0)
+    return history, attempt
+
+
+@st.composite
+def fates(draw: st.DrawFn) -> tuple[RecoveryProblem, RecoveryProblem]:
+    """What the accepted line left in memory and in the store; and the same with what stale workers have put
+    there as well."""
+    history, newest = draw(histories())
+    versions = st.builds(Version, st.integers(1, 40), st.integers(1, newest))
+    sets = st.sets(versions, max_size=12)
+    ranks = 2
+    drawn = {
+        (place, kind): draw(sets)
+        for place in ("own0", "own1", "at0", "at1")
+        for kind in ("snapshots", "deltas")
+    }
+    remote = draw(sets)
+
+    def situation(keep: bool) -> RecoveryProblem:
+        def kept(found: set[Version]) -> frozenset[Version]:
+            return frozenset(v for v in found if keep or history.accepts(v))
+
+        def artifacts(place: str) -> Artifacts:
+            return Artifacts(kept(drawn[place, "snapshots"]), kept(drawn[place, "deltas"]))
+
+        inventories = (
+            JobInventory(0, own={0: artifacts("own0")}, hosted={1: artifacts("at0")}),
+            JobInventory(1, own={1: artifacts("own1")}, hosted={0: artifacts("at1")}),
+        )
+        return RecoveryProblem(
+            ranks, 1, history, inventories, RemoteInventory(True, True, kept(remote)), last_step=40
+        )
+
+    return situation(keep=False), situation(keep=True)
+
+
+@given(fates())
+def test_versions_that_no_history_accepts_change_no_decision(
+    fate: tuple[RecoveryProblem, RecoveryProblem],
+) -> None:
+    clean, soiled = fate
+    expected, decided = decide_recovery(clean), decide_recovery(soiled)
+    assert type(decided) is type(expected)
+    if isinstance(decided, Recover):
+        assert isinstance(expected, Recover)
+        assert soiled.history.accepts(decided.version)
+        assert (decided.version, decided.sources) == (expected.version, expected.sources)
+
+
+@given(fates(), st.integers(1, 40), st.integers(1, 5))
+def test_version_completed_by_an_attempt_after_it_was_over_is_never_chosen(
+    fate: tuple[RecoveryProblem, RecoveryProblem], base: int, late: int
+) -> None:
+    """The next attempt begins from `base`; only then the last one completes a later step everywhere."""
+    before, _ = fate
+    over = before.history.attempt
+    history = before.history.after(over + 1, base)
+    stale = Version(base + late, over)
+    everywhere = {rank: Artifacts((stale,)) for rank in range(2)}
+    after = replace(
+        before,
+        history=history,
+        inventories=(
+            JobInventory(0, own=everywhere, hosted=everywhere),
+            JobInventory(1, own=everywhere, hosted=everywhere),
+        ),
+        remote=RemoteInventory(True, True, (*before.remote.versions, stale)),
+    )
+    decided = decide_recovery(after)
+    assert not isinstance(decided, Recover) or decided.version != stale
