@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
     """One process that imports what training scripts need, for all tests that ask for lives of such
     scripts.
     """
-    started = Lives(tmp_path_factory.mktemp("lives"))
+    folder = tmp_path_factory.getbasetemp()
+    started = Lives(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
     yield started
     started.stop()
 

@@ -39,23 +39,9 @@ pytestmark = pytest.mark.timeout(3600)
 
 def live(lives: Lives, case: Case, folder: Path, kill_at: int | None = None) -> Said:
     framework, data, workers, epochs, _, accumulation = case
-    modules = [
-        "torch",
-        "torchdata.stateful_dataloader",
-        "tiercheck.trainer.checkpointer",
-        *MODULES[framework],
-    ]
-    argv = [
-        SCRIPT,
-        framework,
-        data,
-        workers,
-        epochs,
-        accumulation,
-        folder,
-        *([] if kill_at is None else [str(kill_at)]),
-    ]
-    (said,) = lives.run(modules, argv, kill_at=kill_at)
+    stop = [] if kill_at is None else [kill_at]
+    argv = [SCRIPT, framework, data, workers, epochs, accumulation, folder, *stop]
+    (said,) = lives.run(MODULES[framework], argv, kill_at=kill_at)
     return said
 
 

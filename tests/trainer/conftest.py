@@ -6,11 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Welcome
 from tiercheck.trainer.backends import sidecar_backend
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Models are small here: another thread of torch's would only wait, and compute while it does."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tiercheck import Checkpointer
 from tiercheck.trainer.proof.state_hash import fingerprints
@@ -45,7 +48,6 @@ def make_model() -> nn.Sequential:
 
 
 def shard(model: nn.Sequential, mesh: Any) -> nn.Sequential:
-    from torch.distributed.fsdp import fully_shard
 
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -55,7 +57,6 @@ def shard(model: nn.Sequential, mesh: Any) -> nn.Sequential:
 
 
 def split(model: nn.Sequential, mesh: Any) -> nn.Sequential:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
     return parallelize_module(model, mesh, plan)  # type: ignore[return-value]
@@ -80,8 +81,6 @@ def wrap(kind: str, model: nn.Sequential) -> nn.Module:
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     if kind == "zero":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
         return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,12 +21,22 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
-from tests.trainer.deltas.replaying import EQUAL, REFUSED, TOLD, Script, outcome, started, train
+from tests.trainer.deltas.replaying import (
+    EQUAL,
+    REFUSED,
+    TOLD,
+    WIDTH,
+    Script,
+    adam,
+    loop,
+    outcome,
+    simple,
+    started,
+    survives_from_a_snapshot,
+    train,
+)
 from tiercheck.trainer.restore.load import DifferentState
 from tiercheck.trainer.tensors.leaves import NotCapturable
-
-WIDTH = 24
-After = Callable[[nn.Module, Optimizer, int], None]
 
 
 class Net(nn.Module):
@@ -45,49 +56,6 @@ class Net(nn.Module):
         return done
 
 
-def adam(parameters: Iterable[Tensor]) -> Optimizer:
-    return AdamW([each for each in parameters if each.requires_grad], lr=1e-2)
-
-
-def run(
-    model: nn.Module,
-    optimizer: Optimizer,
-    after: After = lambda *_: None,
-    state: dict[str, Any] | None = None,
-) -> Script:
-    """The plain loop. `after`: called with the number of the step that was made."""
-    count = {"step": 0}
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.randn(4, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        count["step"] += 1
-        after(model, optimizer, count["step"])
-        return loss
-
-    return Script(model, [optimizer], update, {"count": count, **(state or {})})
-
-
-def of(
-    kind: Callable[[], nn.Module], make: Callable[[Iterable[Tensor]], Optimizer] = adam
-) -> Callable[[], Script]:
-    def build() -> Script:
-        model = kind()
-        return run(model, make(model.parameters()))
-
-    return build
-
-
-def then(after: After, make: Callable[[Iterable[Tensor]], Optimizer] = adam) -> Callable[[], Script]:
-    def build() -> Script:
-        model = Net()
-        return run(model, make(model.parameters()), after)
-
-    return build
-
-
 # Values that are no plain ones.
 
 
@@ -99,28 +67,25 @@ def numpys_rate(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 def best_so_far(value: Callable[[], Any]) -> Callable[[], Script]:
     def build() -> Script:
         model, best = Net(), dict[str, Any]()
-
-        def after(*_: object) -> None:
-            best["loss"] = value()
-
-        return run(model, adam(model.parameters()), after, {"best": best})
+        return loop(model, adam(model.parameters()), after=lambda _: best.update(loss=value()), best=best)
 
     return build
 
 
 def pythons_generator() -> Script:
     model, own = Net(), random.Random(torch.initial_seed())
+    optimizer = adam(model.parameters())
 
-    def after(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    def after(step: int) -> None:
         optimizer.param_groups[0]["lr"] = own.random() / 100
 
-    return run(model, adam(model.parameters()), after, {"own": own})
+    return loop(model, optimizer, after=after, own=own)
 
 
 def handed_over(what: Callable[[], Any]) -> Callable[[], Script]:
     def build() -> Script:
         model = Net()
-        return run(model, adam(model.parameters()), state={"odd": what()})
+        return loop(model, adam(model.parameters()), odd=what())
 
     return build
 
@@ -144,9 +109,9 @@ class Counts(Net):
 # What no tensor tells.
 
 
-def frozen(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+def frozen(model: Any, optimizer: Optimizer, step: int) -> None:
     if step == 6:
-        model.body[0].requires_grad_(False)  # type: ignore[index, union-attr]
+        model.body[0].requires_grad_(False)
 
 
 def thawed() -> Script:
@@ -154,17 +119,17 @@ def thawed() -> Script:
     optimizer = AdamW(model.parameters(), lr=1e-2)
     model.body[0].requires_grad_(False)
 
-    def after(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    def after(step: int) -> None:
         if step == 6:
-            model.body[0].requires_grad_(True)  # type: ignore[index, union-attr]
+            model.body[0].requires_grad_(True)
 
-    return run(model, optimizer, after)
+    return loop(model, optimizer, after=after)
 
 
-def statistics_frozen(at: int) -> After:
-    def after(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+def statistics_frozen(at: int) -> Callable[[Any, Optimizer, int], None]:
+    def after(model: Any, optimizer: Optimizer, step: int) -> None:
         if step == at:
-            model.body[1].eval()  # type: ignore[index, union-attr]
+            model.body[1].eval()
 
     return after
 
@@ -382,14 +347,15 @@ def lists_written_in_place() -> Script:
     model = Net()
     optimizer = AdamW([{"params": list(model.parameters()), "betas": [0.9, 0.99]}], lr=1e-2)
 
-    def after(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    def after(step: int) -> None:
         optimizer.param_groups[0]["betas"][0] *= 0.99
 
-    return run(model, optimizer, after)
+    return loop(model, optimizer, after=after)
 
 
+odd = partial(simple, model=Net)
 SCRIPTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
-    "rate of numpy's": (then(numpys_rate), {EQUAL}),
+    "rate of numpy's": (odd(after=numpys_rate), {EQUAL}),
     "number of numpy's": (best_so_far(lambda: numpy.float32(0.1)), {EQUAL}),
     "array of numpy's": (best_so_far(lambda: [numpy.arange(6).reshape(2, 3), numpy.array([])]), {EQUAL}),
     "path that comes later": (best_so_far(lambda: PurePath("best.pt")), {EQUAL}),
@@ -399,26 +365,26 @@ SCRIPTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "list handed over": (handed_over(list), {REFUSED}),
     "tensor handed over": (handed_over(lambda: torch.zeros(2)), {REFUSED}),
     "iterator handed over": (handed_over(lambda: iter([])), {REFUSED}),
-    "number of numpy's as extra state": (of(Counts), {EQUAL}),
-    "frozen on the way": (then(frozen), {EQUAL}),
+    "number of numpy's as extra state": (simple(model=Counts), {EQUAL}),
+    "frozen on the way": (odd(after=frozen), {EQUAL}),
     "thawed on the way, known to the optimizer": (thawed, {EQUAL}),
-    "statistics frozen before the snapshot": (then(statistics_frozen(2)), {EQUAL}),
-    "statistics frozen after the snapshot": (then(statistics_frozen(6)), {EQUAL}),
+    "statistics frozen before the snapshot": (odd(after=statistics_frozen(2)), {EQUAL}),
+    "statistics frozen after the snapshot": (odd(after=statistics_frozen(6)), {EQUAL}),
     "gradients in memory set aside": (gradients_in_memory_set_aside, {EQUAL}),
     "a part of a parameter in the model": (part_of_a_parameter_in_the_model, {EQUAL}),
-    "buffer that is not persistent": (of(Passing), {EQUAL}),
-    "buffer that is not persistent, replaced": (of(Replaced), {EQUAL}),
-    "expanded buffer": (of(Expanded), {EQUAL}),
-    "buffer without memory": (of(Unready), {REFUSED}),
-    "large buffer written by data": (of(Queue), {EQUAL}),
-    "parameter with gaps": (of(Strided), {EQUAL}),
-    "conjugated parameter": (of(Conjugated, lambda p: SGD(p, lr=1e-3)), {EQUAL}),
-    "lazy layers": (of(lazy, lambda p: SGD(p, lr=1e-2)), {REFUSED}),
-    "count under a text": (of(Net, CountsForAll), {EQUAL, TOLD}),
-    "count under a text, from the start": (of(Net, CountsFromTheStart), {EQUAL, TOLD}),
-    "one count for each parameter": (of(Net, OneCountForEach), {EQUAL, TOLD}),
-    "state that is the parameter": (of(Net, KeepsTheParameter), {EQUAL, TOLD}),
-    "plain counts set back": (then(counts_begin_anew, PlainCounts), {EQUAL}),
+    "buffer that is not persistent": (simple(model=Passing), {EQUAL}),
+    "buffer that is not persistent, replaced": (simple(model=Replaced), {EQUAL}),
+    "expanded buffer": (simple(model=Expanded), {EQUAL}),
+    "buffer without memory": (simple(model=Unready), {REFUSED}),
+    "large buffer written by data": (simple(model=Queue), {EQUAL}),
+    "parameter with gaps": (simple(model=Strided), {EQUAL}),
+    "conjugated parameter": (simple(lambda p: SGD(p, lr=1e-3), model=Conjugated), {EQUAL}),
+    "lazy layers": (simple(lambda p: SGD(p, lr=1e-2), model=lazy), {REFUSED}),
+    "count under a text": (odd(CountsForAll), {EQUAL, TOLD}),
+    "count under a text, from the start": (odd(CountsFromTheStart), {EQUAL, TOLD}),
+    "one count for each parameter": (odd(OneCountForEach), {EQUAL, TOLD}),
+    "state that is the parameter": (odd(KeepsTheParameter), {EQUAL, TOLD}),
+    "plain counts set back": (odd(PlainCounts, counts_begin_anew), {EQUAL}),
     "lists written in place": (lists_written_in_place, {EQUAL}),
 }
 
@@ -434,17 +400,7 @@ def test_script_comes_back_equal_from_deltas_or_is_refused_or_told(
 @pytest.mark.parametrize("name", [name for name, (_, allowed) in SCRIPTS.items() if EQUAL in allowed])
 def test_script_comes_back_equal_from_a_snapshot(tmp_path: Path, name: str) -> None:
     build, _ = SCRIPTS[name]
-    whole, checkpointer = started(build, folder=tmp_path, every=5)
-    with checkpointer:
-        checkpointer.restore()
-        losses = train(whole, checkpointer, 5)
-        assert checkpointer.wait(DEADLINE)
-        assert (checkpointer.captured, checkpointer.skipped) == (1, 0)
-        losses += train(whole, checkpointer, 4)
-    again, checkpointer = started(build, seed=77, folder=tmp_path, every=100)
-    with checkpointer:
-        assert checkpointer.restore() == 5
-        assert train(again, checkpointer, 4) == losses[5:]
+    survives_from_a_snapshot(build, tmp_path)
 
 
 def test_state_dict_that_shows_a_part_of_a_parameter_is_refused(tmp_path: Path) -> None:
@@ -455,7 +411,7 @@ def test_state_dict_that_shows_a_part_of_a_parameter_is_refused(tmp_path: Path) 
             state["body.0.weight"] = state["body.0.weight"][: WIDTH // 2]
 
         model._register_state_dict_hook(half)
-        return run(model, adam(model.parameters()))
+        return loop(model, adam(model.parameters()))
 
     with pytest.raises(NotCapturable, match=r"body\.0\.weight"):
         started(build, folder=tmp_path)
@@ -469,7 +425,7 @@ def test_what_the_model_has_no_place_for_is_never_left_out(tmp_path: Path) -> No
         model = Net()
         if extra:
             model.register_buffer("extra", torch.ones(3))
-        return run(model, adam(model.parameters()))
+        return loop(model, adam(model.parameters()))
 
     script, checkpointer = started(lambda: build(True), folder=tmp_path, every=1)
     with checkpointer:
@@ -482,10 +438,7 @@ def test_what_the_model_has_no_place_for_is_never_left_out(tmp_path: Path) -> No
 
 
 def test_lazy_layers_may_get_their_shape_before_the_restore(tmp_path: Path) -> None:
-    def build() -> Script:
-        model = lazy()
-        return run(model, SGD(model.parameters(), lr=1e-2))
-
+    build = simple(lambda p: SGD(p, lr=1e-2), model=lazy)
     script, checkpointer = started(build, folder=tmp_path, every=1)
     with checkpointer:
         script.model(torch.randn(4, WIDTH))
@@ -499,7 +452,7 @@ def test_memory_for_copies_of_gradients_is_given_back_once_they_are_fresh(
     delta_sidecar: ScriptedSidecar,
 ) -> None:
     """At first nobody knows whether a gradient's memory is used again."""
-    script, checkpointer = started(of(Net), every=4)
+    script, checkpointer = started(odd(), every=4)
     checkpointer.restore()
     train(script, checkpointer, 8)
     held = sum(tensor.nbytes for tensor in checkpointer._deltas._recorder._staging.values())
@@ -524,7 +477,7 @@ def test_loss_may_be_whatever_the_script_has(
     delta_sidecar: ScriptedSidecar, loss: Any, told: set[float | None]
 ) -> None:
     """It is for people to look at: nothing about it ends a training."""
-    script, checkpointer = started(of(Net), every=4)
+    script, checkpointer = started(odd(), every=4)
     with checkpointer:
         checkpointer.restore()
         for _ in range(4):

@@ -23,14 +23,6 @@ from tiercheck.trainer.tensors.leaves import NotCapturable
 WIDTH = 512
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def build(seed: int = 0, layers: int = 2, width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])

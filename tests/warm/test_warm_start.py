@@ -68,14 +68,25 @@ sys.stdout.write(json.dumps(said) + "\\n")
 """
 
 
+WITHOUT_TORCH = """
+tiercheck_warm = True
+from tiercheck.warm import becoming
+becoming._PREIMPORTED, becoming._LATER = (), "json"
+"""
+"""A `sitecustomize` for tests of which processes there are: what these import says nothing there."""
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     running: list[Launched] = []
+    (tmp_path / "light").mkdir()
+    (tmp_path / "light" / "sitecustomize.py").write_text(WITHOUT_TORCH)
 
-    def start(command: Sequence[str], *, warm: bool = True, **options: Any) -> Launched:
+    def start(command: Sequence[str], *, warm: bool = True, light: bool = False, **options: Any) -> Launched:
         folder = tmp_path / f"run-{len(running)}"
         folder.mkdir()
-        options = {"PYTHONPATH": str(ROOT), "TIERCHECK_WARM": str(int(warm)), **options}
+        path = f"{ROOT}:{tmp_path / 'light'}" if light else str(ROOT)
+        options = {"PYTHONPATH": path, "TIERCHECK_WARM": str(int(warm)), **options}
         running.append(Launched(folder, command, **options))
         return running[-1]
 
@@ -85,31 +96,25 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def waiting(launched: Launched) -> int:
-    """The interpreter that is ready beside this launcher: it has read torch, and sleeps."""
-
+    """The interpreter that is ready beside this launcher: it sleeps until it is told what to become."""
+    tasks = Path(f"/proc/{launched.process.pid}/task")
     found: list[int] = []
 
     def ready() -> bool:
-        found[:] = [
-            int(entry.name)
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdigit() and _waits(entry, launched.process.pid)
-        ]
+        children = " ".join(each.read_text() for each in tasks.glob("*/children"))
+        found[:] = [int(child) for child in children.split() if _waits(Path("/proc", child))]
         return bool(found)
 
     until(ready, "an interpreter is ready")
     return found[0]
 
 
-def _waits(entry: Path, parent: int) -> bool:
+def _waits(process: Path) -> bool:
     try:
-        state, of = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
         return (
-            int(of) == parent
-            and state == "S"
-            and b"warm/entry.py" in (entry / "cmdline").read_bytes()
-            and "libtorch_cpu" in (entry / "maps").read_text()
-            and "unix_stream" in (entry / "wchan").read_text()
+            (process / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+            and b"warm/entry.py" in (process / "cmdline").read_bytes()
+            and "unix_stream" in (process / "wchan").read_text()
         )
     except OSError:
         return False
@@ -206,7 +211,7 @@ def test_end_of_a_script_is_the_same_warm_and_cold(
 def test_signals_reach_a_warm_command_and_end_it(launch: Launch, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("import time; print('up', flush=True); time.sleep(600)")
-    launched = launch([sys.executable, str(path)])
+    launched = launch([sys.executable, str(path)], light=True)
     pid = waiting(launched)
     launched.sidecar.say(order(1, Phase.RELEASE))
     assert launched.line() == "up"
@@ -220,7 +225,7 @@ def test_warm_command_dies_with_a_killed_launcher_as_does_the_one_that_waits(
 ) -> None:
     path = tmp_path / "train.py"
     path.write_text("import time; print('up', flush=True); time.sleep(600)")
-    launched = launch([sys.executable, str(path)], TIERCHECK_WARM_AFTER_SECONDS="0")
+    launched = launch([sys.executable, str(path)], light=True, TIERCHECK_WARM_AFTER_SECONDS="0")
     first = waiting(launched)
     launched.sidecar.say(order(1, Phase.RELEASE))
     assert launched.line() == "up"
@@ -237,7 +242,7 @@ def test_next_attempt_runs_in_the_interpreter_that_was_made_ready_beside_the_fir
     path.write_text(
         "import os, time; print(os.getpid(), os.environ['TIERCHECK_ATTEMPT'], flush=True); time.sleep(600)"
     )
-    launched = launch([sys.executable, str(path)], TIERCHECK_WARM_AFTER_SECONDS="0")
+    launched = launch([sys.executable, str(path)], light=True, TIERCHECK_WARM_AFTER_SECONDS="0")
     first = waiting(launched)
     launched.sidecar.say(order(1, Phase.RELEASE))
     assert launched.line() == f"{first} 1"
@@ -284,7 +289,7 @@ def test_it_is_no_batch_work_any_more_when_it_is_told_to_become_the_command(
 def test_killed_warm_interpreter_is_replaced_and_costs_nothing(launch: Launch, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("print('ran')")
-    launched = launch([sys.executable, str(path)])
+    launched = launch([sys.executable, str(path)], light=True)
     first = waiting(launched)
     os.kill(first, signal.SIGKILL)
     until(lambda: not alive(first), "it is dead")
@@ -298,7 +303,7 @@ def test_warm_interpreter_that_dies_after_release_is_followed_by_a_cold_start(
 ) -> None:
     path = tmp_path / "train.py"
     path.write_text("print('ran')")
-    launched = launch([sys.executable, str(path)])
+    launched = launch([sys.executable, str(path)], light=True)
     pid = waiting(launched)
     os.kill(pid, signal.SIGSTOP)
     launched.sidecar.say(order(1, Phase.RELEASE))

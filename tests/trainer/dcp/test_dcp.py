@@ -30,7 +30,6 @@ from tiercheck.trainer.tensors.leaves import NotCapturable
 
 SCRIPT = Path(__file__).parent / "dcp_script.py"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_dcp.py"
-MODULES = ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "tiercheck.dcp"]
 
 Launch = Callable[..., list[dict[str, Any]]]
 
@@ -42,7 +41,7 @@ def launch(lives: Lives, tmp_path: Path) -> Launch:
         pytest.skip("FSDP2 of this torch needs an accelerator")
 
     def launch(world: int, *actions: str) -> list[dict[str, Any]]:
-        return [said[-1] for said in lives.run(MODULES, [SCRIPT, tmp_path, *actions], ranks=world)]
+        return [said[-1] for said in lives.run([], [SCRIPT, tmp_path, *actions], ranks=world)]
 
     return launch
 
@@ -97,16 +96,12 @@ class Malicious:
         return open, (str(self.path), "w")
 
 
-def alone(folder: Path) -> Storage:
-    return Storage(folder)
-
-
 def test_what_would_run_code_is_not_saved(tmp_path: Path) -> None:
-    with alone(tmp_path / "checkpoints") as storage:
+    with Storage(tmp_path / "checkpoints") as storage:
         assert not storage.save({"weight": torch.ones(3), "bad": Malicious(tmp_path / "hacked")}, 1)
         assert storage.failed == 1
         assert storage.save({"weight": torch.ones(3), "good": [1, 2.5, "x", None, {"a": torch.ones(1)}]}, 2)
-    assert alone(tmp_path / "checkpoints").start == 2
+    assert Storage(tmp_path / "checkpoints").start == 2
     assert not (tmp_path / "hacked").exists()
 
 
@@ -115,11 +110,11 @@ def test_what_would_run_code_never_reaches_the_planner(
 ) -> None:
     with monkeypatch.context() as careless:  # somebody else wrote the slot
         careless.setattr(writer, "readable", lambda fqn, content, value: content)
-        with alone(tmp_path / "checkpoints") as storage:
+        with Storage(tmp_path / "checkpoints") as storage:
             assert storage.save({"weight": torch.ones(3), "bad": Malicious(tmp_path / "hacked")}, 1)
     state = {"weight": torch.zeros(3), "bad": None}
     with (
-        alone(tmp_path / "checkpoints") as storage,
+        Storage(tmp_path / "checkpoints") as storage,
         pytest.raises(CheckpointException, match="could run code"),
     ):
         storage.load(state)
@@ -127,9 +122,9 @@ def test_what_would_run_code_never_reaches_the_planner(
 
 
 def test_only_the_bytes_that_a_rank_needs_are_asked_for(tmp_path: Path) -> None:
-    with alone(tmp_path / "checkpoints") as storage:
+    with Storage(tmp_path / "checkpoints") as storage:
         assert storage.save({"big": torch.arange(1_000_000.0), "small": torch.arange(10.0)}, 1)
-    with alone(tmp_path / "checkpoints") as storage:
+    with Storage(tmp_path / "checkpoints") as storage:
         offer = storage._offer
         assert offer is not None
         assert offer.borrow is not None
@@ -154,7 +149,7 @@ def test_one_checkpoint_id_in_three_spellings_names_a_step() -> None:
 
 
 def test_without_a_step_nothing_is_saved(tmp_path: Path) -> None:
-    with alone(tmp_path / "checkpoints") as storage:
+    with Storage(tmp_path / "checkpoints") as storage:
         with pytest.raises(CheckpointException, match="which step"):
             dcp.save({"weight": torch.ones(3)}, storage_writer=storage.writer())
         with pytest.raises(RestoreError, match="fresh start"):
@@ -162,17 +157,17 @@ def test_without_a_step_nothing_is_saved(tmp_path: Path) -> None:
 
 
 def test_complete_version_is_not_touched_by_a_second_save_of_its_step(tmp_path: Path) -> None:
-    with alone(tmp_path / "checkpoints") as storage:
+    with Storage(tmp_path / "checkpoints") as storage:
         assert storage.save({"weight": torch.ones(3)}, 1)
         assert not storage.save({"weight": torch.zeros(3)}, 1)
     state = {"weight": torch.zeros(3)}
-    with alone(tmp_path / "checkpoints") as storage:
+    with Storage(tmp_path / "checkpoints") as storage:
         assert storage.load(state) == 1
     assert state["weight"].equal(torch.ones(3))
 
 
 def test_a_checkpointer_says_that_such_a_version_is_not_its_own(tmp_path: Path) -> None:
-    with alone(tmp_path / "checkpoints") as storage:
+    with Storage(tmp_path / "checkpoints") as storage:
         assert storage.save({"weight": torch.ones(3)}, 1)
     model = torch.nn.Linear(2, 2)
     with (
@@ -185,51 +180,40 @@ def test_a_checkpointer_says_that_such_a_version_is_not_its_own(tmp_path: Path) 
 
 
 def test_in_a_cluster_saves_go_to_the_sidecars_slots_and_loads_are_borrowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    delta_sidecar: ScriptedSidecar,
 ) -> None:
-    monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("TIERCHECK_ATTEMPT", "1")
-    sidecar = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=5))
-    try:
-        state = {"weight": torch.arange(6.0), "position": 5}
-        with Storage() as storage:
-            assert (storage.start, storage.every) == (0, 5)
-            storage.end_step(4, 0.5)
-            assert storage.save(state, 5)
-            storage.async_save(state, 10)
-        assert sorted(sidecar.completed(Kind.SNAPSHOT)) == [5, 10]
-        assert [request.step for request in sidecar.asked("restored")] == [0]
-        assert sidecar.asked("progress")[0].loss == 0.5
-        assert sidecar.asked("no-deltas")
-        sidecar.welcome = dataclasses.replace(
-            sidecar.welcome, restore_version=Version(10, 1), restore_world_size=1
-        )
-        path = sidecar.completed(Kind.SNAPSHOT)[10]
-        sidecar.answer = lambda request: (
-            Reply(True, path) if request.op == "borrow" else sidecar.behave(request)
-        )
-        loaded = {"weight": torch.zeros(6), "position": 0}
-        with Storage() as storage:
-            assert storage.load(loaded) == 10
-            assert len(sidecar.asked("restored")) == 1  # what is lent stays until training goes on
-            storage.end_step(11)
-            assert [request.step for request in sidecar.asked("restored")] == [0, 10]
-        assert loaded["weight"].equal(torch.arange(6.0))
-        assert loaded["position"] == 5
-        assert sidecar.asked("borrow")
-    finally:
-        sidecar.stop()
+    sidecar = delta_sidecar
+    sidecar.welcome = Welcome(attempt=1, snapshot_every=5)
+    state = {"weight": torch.arange(6.0), "position": 5}
+    with Storage() as storage:
+        assert (storage.start, storage.every) == (0, 5)
+        storage.end_step(4, 0.5)
+        assert storage.save(state, 5)
+        storage.async_save(state, 10)
+    assert sorted(sidecar.completed(Kind.SNAPSHOT)) == [5, 10]
+    assert [request.step for request in sidecar.asked("restored")] == [0]
+    assert sidecar.asked("progress")[0].loss == 0.5
+    assert sidecar.asked("no-deltas")
+    sidecar.welcome = dataclasses.replace(
+        sidecar.welcome, restore_version=Version(10, 1), restore_world_size=1
+    )
+    path = sidecar.completed(Kind.SNAPSHOT)[10]
+    sidecar.answer = lambda request: Reply(True, path) if request.op == "borrow" else sidecar.behave(request)
+    loaded = {"weight": torch.zeros(6), "position": 0}
+    with Storage() as storage:
+        assert storage.load(loaded) == 10
+        assert len(sidecar.asked("restored")) == 1  # what is lent stays until training goes on
+        storage.end_step(11)
+        assert [request.step for request in sidecar.asked("restored")] == [0, 10]
+    assert loaded["weight"].equal(torch.arange(6.0))
+    assert loaded["position"] == 5
+    assert sidecar.asked("borrow")
 
 
-def test_without_a_sidecar_a_save_fails_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("TIERCHECK_ATTEMPT", "1")
-    sidecar = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=5))
+def test_without_a_sidecar_a_save_fails_and_training_goes_on(delta_sidecar: ScriptedSidecar) -> None:
     with Storage() as storage:
         assert storage.save({"weight": torch.ones(3)}, 5)
-        sidecar.stop()
+        delta_sidecar.stop()
         assert not storage.save({"weight": torch.ones(3)}, 10)
         assert (storage.saved, storage.failed) == (1, 1)
 
@@ -246,7 +230,8 @@ def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(
 ) -> None:
     def losses(folder: Path, kill_at: int | None = None) -> dict[int, float]:
         words = [EXAMPLE, "--folder", tmp_path / folder, "--steps", "16", "--every", "4"]
-        (said,) = lives.run(MODULES, words, kill_at=kill_at)
+        modules = ["torch.distributed.checkpoint.state_dict", "tiercheck.dcp"]
+        (said,) = lives.run(modules, words, kill_at=kill_at)
         return {told["step"]: told["loss"] for told in said}
 
     wanted = losses(tmp_path / "whole")
@@ -257,10 +242,8 @@ def test_the_example_goes_on_after_it_was_killed_as_if_nothing_had_happened(
 
 
 def test_progress_is_told_again_after_what_nobody_thought_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TIERCHECK_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv("TIERCHECK_ATTEMPT", "1")
     real, left = SidecarBackend.flush, iter(range(2))
 
     def flush(backend: SidecarBackend) -> bool:
@@ -271,10 +254,8 @@ def test_progress_is_told_again_after_what_nobody_thought_of(
 
     monkeypatch.setattr(SidecarBackend, "flush", flush)
     monkeypatch.setattr(sidecar_backend, "_PROGRESS_LATE", float("inf"))
-    sidecar = ScriptedSidecar(tmp_path, Welcome(attempt=1, snapshot_every=5))
     with Storage() as storage:
         storage.end_step(1)
         storage.end_step(2)
-        until(lambda: [each.step for each in sidecar.asked("progress")][-1:] == [2], "told after all")
+        until(lambda: [each.step for each in delta_sidecar.asked("progress")][-1:] == [2], "told after all")
     assert next(left, None) is None
-    sidecar.stop()

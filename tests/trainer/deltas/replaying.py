@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, AdamW, Optimizer
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
 from tests.trainer.small_runs import same_bits
@@ -57,6 +58,76 @@ class Script:
 
 
 Build = Callable[[], Script]
+At = Callable[[int], object]
+"""Called with the number of the step."""
+WIDTH = 24
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return mse_loss(model(torch.randn(4, WIDTH)), torch.randn(4, WIDTH))
+
+
+def adam(parameters: Iterable[Tensor]) -> Optimizer:
+    return AdamW([each for each in parameters if each.requires_grad], lr=1e-2)
+
+
+def momentum(parameters: Iterable[Tensor]) -> Optimizer:
+    return SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def loop(
+    model: nn.Module,
+    *optimizers: Optimizer,
+    before: At = id,
+    between: At = id,
+    after: At = id,
+    loss_of: Callable[[Any], Tensor] = loss_of,
+    **state: Any,
+) -> Script:
+    """The plain loop, with something before each step, between its gradients and its updates, and after
+    these. What is called with the number of the step has it from the state.
+    """
+    count = {"step": 0}
+    if {before, between, after} != {id}:
+        state["count"] = count
+
+    def update() -> Tensor:
+        count["step"] += 1
+        before(count["step"])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        between(count["step"])
+        for optimizer in optimizers:
+            optimizer.step()
+        after(count["step"])
+        return loss
+
+    return Script(model, list(optimizers), update, state)
+
+
+def mean_square(rows: int, width: int) -> Callable[[Any], Tensor]:
+    return lambda model: model(torch.randn(rows, width)).square().mean()
+
+
+def simple(
+    make: Callable[[Iterable[Tensor]], Optimizer] = adam,
+    after: Callable[[Any, Optimizer, int], object] = lambda *_: None,
+    model: Callable[[], nn.Module] = net,
+) -> Build:
+    """The plain loop of one model and its optimizer."""
+
+    def build() -> Script:
+        made = model()
+        optimizer = make(made.parameters())
+        return loop(made, optimizer, after=lambda step: after(made, optimizer, step))
+
+    return build
 
 
 def master_weights(width: int) -> tuple[nn.Module, Optimizer, Callable[[], Tensor]]:
@@ -99,12 +170,23 @@ def train(script: Script, checkpointer: Checkpointer, steps: int) -> list[str]:
     return losses
 
 
+def trained(build: Build, steps: int, **options: Any) -> tuple[Script, Checkpointer]:
+    """As `started`, after its first steps."""
+    script, checkpointer = started(build, **options)
+    checkpointer.restore()
+    train(script, checkpointer, steps)
+    return script, checkpointer
+
+
 def survives_from_a_snapshot(build: Build, folder: Path) -> None:
     """Restores step 5 of nine from its snapshot alone."""
     whole, checkpointer = started(build, folder=folder, every=5)
     with checkpointer:
         checkpointer.restore()
-        losses = train(whole, checkpointer, STEP)
+        losses = train(whole, checkpointer, 5)
+        assert checkpointer.wait(DEADLINE)
+        assert (checkpointer.captured, checkpointer.skipped) == (1, 0)
+        losses += train(whole, checkpointer, STEP - 5)
     again, checkpointer = started(build, seed=77, folder=folder, every=100)
     with checkpointer:
         assert checkpointer.restore() == 5

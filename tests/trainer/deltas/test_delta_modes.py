@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
-from tests.trainer.deltas.replaying import Build, Script, started, survives, train
+from tests.trainer.deltas.replaying import Build, Script, loop, started, survives, train, trained
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Kind
 
@@ -119,9 +119,7 @@ def test_optimizer_that_cannot_be_replayed_is_refused_and_reported_once(
     delta_sidecar: ScriptedSidecar, make: type[Optimizer], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    running, checkpointer = started(script(make, closure=make is Closed))
-    checkpointer.restore()
-    train(running, checkpointer, 6)
+    _, checkpointer = trained(script(make, closure=make is Closed), 6)
     checkpointer.close()
     (said,) = delta_sidecar.asked("no-deltas")
     assert reason in said.message
@@ -153,9 +151,7 @@ def test_rank_whose_optimizer_is_still_probed_does_not_say_that_it_takes_no_delt
     delta_sidecar: ScriptedSidecar,
 ) -> None:
     """The job would stop asking all ranks for them, and name a cadence without."""
-    running, checkpointer = started(script(Lion), every=1)
-    checkpointer.restore()
-    train(running, checkpointer, 6)
+    _, checkpointer = trained(script(Lion), 6, every=1)
     checkpointer.close()
     told = [request.delta_bytes for request in delta_sidecar.asked("reserve")]
     assert told[0] is None
@@ -164,9 +160,7 @@ def test_rank_whose_optimizer_is_still_probed_does_not_say_that_it_takes_no_delt
 
 
 def test_rank_that_takes_no_deltas_says_so_when_it_reserves(delta_sidecar: ScriptedSidecar) -> None:
-    running, checkpointer = started(script(Dithering), every=1)
-    checkpointer.restore()
-    train(running, checkpointer, 6)
+    _, checkpointer = trained(script(Dithering), 6, every=1)
     checkpointer.close()
     assert delta_sidecar.asked("reserve")[-1].delta_bytes == 0
 
@@ -186,9 +180,7 @@ def test_user_may_vouch_for_an_optimizer(delta_sidecar: ScriptedSidecar) -> None
     delta_sidecar.welcome = dataclasses.replace(
         delta_sidecar.welcome, delta=DeltaMode.REPLAY, snapshot_every=1
     )
-    running, checkpointer = started(script(Dithering))
-    checkpointer.restore()
-    train(running, checkpointer, 3)
+    _, checkpointer = trained(script(Dithering), 3)
     checkpointer.close()
     assert sorted(delta_sidecar.completed(Kind.DELTA)) == [2, 3]
     assert not delta_sidecar.asked("no-deltas")
@@ -196,9 +188,7 @@ def test_user_may_vouch_for_an_optimizer(delta_sidecar: ScriptedSidecar) -> None
 
 def test_job_that_wants_none_gets_none(delta_sidecar: ScriptedSidecar) -> None:
     delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, delta=DeltaMode.NONE, snapshot_every=2)
-    running, checkpointer = started(script(torch.optim.SGD))
-    checkpointer.restore()
-    train(running, checkpointer, 5)
+    _, checkpointer = trained(script(torch.optim.SGD), 5)
     checkpointer.close()
     assert delta_sidecar.completed(Kind.DELTA) == {}
     assert sorted(delta_sidecar.completed(Kind.SNAPSHOT)) == [2, 4]
@@ -221,9 +211,7 @@ def test_no_failure_of_ours_ends_an_update(
 ) -> None:
     """As when a device's memory is full."""
     delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=2)
-    running, checkpointer = started(script(torch.optim.SGD))
-    checkpointer.restore()
-    train(running, checkpointer, 3)
+    running, checkpointer = trained(script(torch.optim.SGD), 3)
 
     def full(*_: object, **__: object) -> Any:
         raise torch.OutOfMemoryError("no memory for a copy")
@@ -265,29 +253,22 @@ def test_frozen_average_kept_in_the_model_is_seen_too(delta_sidecar: ScriptedSid
         model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)])
         optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
 
-        def update() -> Tensor:
-            optimizer.zero_grad()
-            loss = model[0](torch.ones(1, 3)).square().sum()
-            loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                model[1].weight.lerp_(model[0].weight, 0.1)
-            return loss
+        @torch.no_grad()
+        def after(step: int) -> None:
+            model[1].weight.lerp_(model[0].weight, 0.1)
 
-        return Script(model, [optimizer], update)
+        return loop(
+            model, optimizer, after=after, loss_of=lambda model: model[0](torch.ones(1, 3)).square().sum()
+        )
 
-    running, checkpointer = started(build, every=1)
-    checkpointer.restore()
-    train(running, checkpointer, 5)
+    _, checkpointer = trained(build, 5, every=1)
     checkpointer.close()
     assert delta_sidecar.completed(Kind.DELTA) == {}
     assert len(delta_sidecar.asked("no-deltas")) == 1
 
 
 def test_what_cannot_be_saved_is_told_when_it_was_due_and_taken_back(delta_sidecar: ScriptedSidecar) -> None:
-    running, checkpointer = started(script(torch.optim.SGD))
-    checkpointer.restore()
-    train(running, checkpointer, 2)
+    running, checkpointer = trained(script(torch.optim.SGD), 2)
     running.model.register_buffer("odd", torch.ones(3).to_sparse())
     train(running, checkpointer, checkpointer.every)
     checkpointer.wait(DEADLINE)

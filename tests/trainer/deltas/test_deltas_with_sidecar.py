@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.lives import Lives
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
-from tests.trainer.deltas.replaying import Script, started, survives, train
+from tests.trainer.deltas.replaying import Script, loop, mean_square, started, survives, train, trained
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.local import Reply, Welcome
@@ -30,15 +26,7 @@ from tiercheck.trainer.save import staging
 def simple() -> Script:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.randn(4, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, loss_of=mean_square(4, 8))
 
 
 def low_rank() -> Script:
@@ -49,15 +37,12 @@ def low_rank() -> Script:
     model["base"].requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 
-    def update() -> Tensor:
-        optimizer.zero_grad()
+    def adapted(model: nn.ModuleDict) -> Tensor:
         x = torch.randn(2, 1536)
-        loss = (model["base"](x) + model["up"](model["down"](x))).square().mean()
-        loss.backward()
-        optimizer.step()
+        loss: Tensor = (model["base"](x) + model["up"](model["down"](x))).square().mean()
         return loss
 
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, loss_of=adapted)
 
 
 def sizes(sidecar: ScriptedSidecar, kind: Kind) -> dict[int, int]:
@@ -65,9 +50,7 @@ def sizes(sidecar: ScriptedSidecar, kind: Kind) -> dict[int, int]:
 
 
 def test_delta_is_a_readable_file_that_says_what_it_is(delta_sidecar: ScriptedSidecar) -> None:
-    running, checkpointer = started(simple)
-    checkpointer.restore()
-    train(running, checkpointer, 5)
+    running, checkpointer = trained(simple, 5)
     gradients = {name: p.grad.clone() for name, p in running.model.named_parameters() if p.grad is not None}
     checkpointer.close()
     path = delta_sidecar.completed(Kind.DELTA)[5]
@@ -88,9 +71,7 @@ def test_low_rank_training_has_small_deltas(delta_sidecar: ScriptedSidecar) -> N
 
 
 def test_slots_are_reserved_for_what_deltas_need(delta_sidecar: ScriptedSidecar) -> None:
-    running, checkpointer = started(low_rank)
-    checkpointer.restore()
-    train(running, checkpointer, 1)
+    _, checkpointer = trained(low_rank, 1)
     checkpointer.close()
     (reserved,) = delta_sidecar.asked("reserve")
     assert reserved.bytes > 1536 * 1536 * 4
@@ -107,19 +88,9 @@ def test_delta_that_outgrows_its_slot_is_skipped_and_the_next_chain_fits(
     def build() -> Script:
         table = nn.Embedding(20_000, 16)
         optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        return loop(table, optimizer, loss_of=lambda table: table(torch.arange(used[0])).square().sum())
 
-        def update() -> Tensor:
-            optimizer.zero_grad()
-            loss = table(torch.arange(used[0])).square().sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return Script(table, [optimizer], update)
-
-    running, checkpointer = started(build)
-    checkpointer.restore()
-    train(running, checkpointer, 3)
+    running, checkpointer = trained(build, 3)
     checkpointer.wait(DEADLINE)
     used[0] = 19_000
     train(running, checkpointer, 1)
@@ -135,9 +106,7 @@ def test_first_delta_after_a_restore_from_a_snapshot_alone_has_its_slot_in_time(
     delta_sidecar: ScriptedSidecar,
 ) -> None:
     """How large it will be lies in the snapshot: a sidecar in a new pod knows nothing of it."""
-    running, checkpointer = started(simple)
-    checkpointer.restore()
-    train(running, checkpointer, 5)
+    running, checkpointer = trained(simple, 5)
     checkpointer.close()
     delta_sidecar.offer(base=4, step=4)
     delta_sidecar.requests.clear()
@@ -151,9 +120,7 @@ def test_first_delta_after_a_restore_from_a_snapshot_alone_has_its_slot_in_time(
 
 
 def test_without_a_free_slot_deltas_wait_for_the_next_snapshot(delta_sidecar: ScriptedSidecar) -> None:
-    running, checkpointer = started(simple)
-    checkpointer.restore()
-    train(running, checkpointer, 5)
+    running, checkpointer = trained(simple, 5)
     checkpointer.wait(DEADLINE)
 
     def full(request: Request) -> Reply | None:
@@ -177,9 +144,7 @@ def test_without_a_free_slot_deltas_wait_for_the_next_snapshot(delta_sidecar: Sc
 def test_silent_sidecar_costs_a_bounded_wait_and_nothing_is_queued(
     delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running, checkpointer = started(simple)
-    checkpointer.restore()
-    train(running, checkpointer, 5)
+    running, checkpointer = trained(simple, 5)
     checkpointer.wait(DEADLINE)
     monkeypatch.setattr(sidecar_backend.SidecarBackend, "patience", 0.05)
     monkeypatch.setattr(sidecar_backend, "ANSWER_SECONDS", 0.5)
@@ -195,9 +160,7 @@ def test_silent_sidecar_costs_a_bounded_wait_and_nothing_is_queued(
 def test_gradient_overwritten_while_it_is_copied_never_becomes_a_delta(
     delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running, checkpointer = started(simple, every=1)
-    checkpointer.restore()
-    train(running, checkpointer, 3)
+    running, checkpointer = trained(simple, 3, every=1)
     checkpointer.wait(DEADLINE)
     copy = staging.copy_tensor
 
@@ -216,9 +179,7 @@ def test_gradient_overwritten_while_it_is_copied_never_becomes_a_delta(
 
 
 def test_replay_that_goes_wrong_is_told_and_training_does_not_begin(delta_sidecar: ScriptedSidecar) -> None:
-    running, checkpointer = started(simple)
-    checkpointer.restore()
-    train(running, checkpointer, 7)
+    _, checkpointer = trained(simple, 7)
     checkpointer.close()
     delta_sidecar.offer(base=4, step=7)
     path = Path(delta_sidecar.completed(Kind.DELTA)[6])
@@ -237,9 +198,7 @@ def test_replay_that_goes_wrong_is_told_and_training_does_not_begin(delta_sideca
 
 
 def test_chain_with_a_hole_is_refused(delta_sidecar: ScriptedSidecar) -> None:
-    running, checkpointer = started(simple)
-    checkpointer.restore()
-    train(running, checkpointer, 7)
+    _, checkpointer = trained(simple, 7)
     checkpointer.close()
     delta_sidecar.offer(base=4, step=7)
     whole = delta_sidecar.welcome.restore_deltas
@@ -271,9 +230,7 @@ def test_cadence_follows_the_replies_unless_the_script_has_its_own(delta_sidecar
 def test_steps_that_are_not_finite_are_refused_counted_in_a_row_and_reported(
     delta_sidecar: ScriptedSidecar, poison: str
 ) -> None:
-    running, checkpointer = started(simple, every=1)
-    checkpointer.restore()
-    train(running, checkpointer, 3)
+    running, checkpointer = trained(simple, 3, every=1)
     for step in (4, 5):
         loss = float(running.update().detach())
         if poison == "gradient":
@@ -320,35 +277,29 @@ def test_gate_is_as_the_job_says_unless_the_script_does(
     assert sorted(delta_sidecar.completed(Kind.SNAPSHOT)) == kept
 
 
-KILLED = textwrap.dedent("""
-    import os, signal, sys
-    sys.path.insert(0, sys.argv[1])
-    from tests.trainer.deltas.replaying import started, train
-    from tests.trainer.deltas.test_deltas_with_sidecar import simple
-    from tiercheck.trainer.save import delta
-    running, checkpointer = started(simple)
-    checkpointer.restore()
-    train(running, checkpointer, 7)
-    checkpointer.wait()
-    copy = delta.DeltaJob._copy_items
-    def die(self, items):
-        copy(self, items[:1])
-        os.kill(os.getpid(), signal.SIGKILL)
-    delta.DeltaJob._copy_items = die
-    train(running, checkpointer, 9)
-""")
+KILLED = """
+import os, signal
+from tests.trainer.deltas.replaying import train, trained
+from tests.trainer.deltas.test_deltas_with_sidecar import simple
+from tiercheck.trainer.save import delta
+running, checkpointer = trained(simple, 7)
+checkpointer.wait()
+copy = delta.DeltaJob._copy_items
+def die(self, items):
+    copy(self, items[:1])
+    os.kill(os.getpid(), signal.SIGKILL)
+delta.DeltaJob._copy_items = die
+train(running, checkpointer, 9)
+"""
 
 
 def test_trainer_killed_in_mid_copy_leaves_a_torn_slot_and_everything_before_it(
-    delta_sidecar: ScriptedSidecar,
+    delta_sidecar: ScriptedSidecar, lives: Lives, tmp_path: Path
 ) -> None:
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(Path(__file__).parent)],
-        env=dict(os.environ),
-        timeout=120,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    env = {"TIERCHECK_RUN_DIR": str(tmp_path), "TIERCHECK_ATTEMPT": "1"}
+    lives.run(["tiercheck"], [script], kill_at=0, env=env)
     assert sorted(delta_sidecar.completed(Kind.DELTA)) == [5, 6, 7]
     (torn,) = (p for p in Path(delta_sidecar.completed(Kind.DELTA)[7]).parent.glob("delta-8-*"))
     assert torn.read_bytes()[:8] == bytes(8)
@@ -382,9 +333,7 @@ def test_sidecar_that_was_away_is_told_again_that_there_are_no_deltas(delta_side
 def test_rank_restored_without_a_chain_does_not_say_that_it_takes_no_deltas(
     delta_sidecar: ScriptedSidecar,
 ) -> None:
-    running, checkpointer = started(simple)
-    checkpointer.restore()
-    train(running, checkpointer, 4)
+    running, checkpointer = trained(simple, 4)
     checkpointer.close()
     delta_sidecar.offer(base=4, step=4)
     before = len(delta_sidecar.asked("reserve"))

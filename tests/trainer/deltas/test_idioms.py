@@ -14,61 +14,35 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss, normalize
+from torch.nn.functional import normalize
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from tests.scripted_sidecar import ScriptedSidecar
-from tests.trainer.deltas.replaying import EQUAL, REFUSED, TOLD, Script, master_weights, outcome
+from tests.trainer.deltas.replaying import (
+    EQUAL,
+    REFUSED,
+    TOLD,
+    WIDTH,
+    Script,
+    adam,
+    loop,
+    loss_of,
+    master_weights,
+    momentum,
+    net,
+    outcome,
+    simple,
+)
 
-WIDTH = 24
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    return mse_loss(model(torch.randn(4, WIDTH)), torch.randn(4, WIDTH))
-
-
-def simple(
-    make: Callable[[Iterable[Tensor]], Optimizer],
-    after: Callable[[nn.Module, Optimizer], None] = lambda model, optimizer: None,
-    model: Callable[[], nn.Module] = net,
-) -> Callable[[], Script]:
-    """The plain loop, with something after each update."""
-
-    def build() -> Script:
-        made = model()
-        optimizer = make(made.parameters())
-
-        def update() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(made)
-            loss.backward()
-            optimizer.step()
-            after(made, optimizer)
-            return loss
-
-        return Script(made, [optimizer], update)
-
-    return build
-
-
-def adam(parameters: Iterable[Tensor]) -> AdamW:
-    return AdamW(parameters, lr=1e-2)
-
-
-def momentum(parameters: Iterable[Tensor]) -> SGD:
-    return SGD(parameters, lr=1e-2, momentum=0.9)
+After = Callable[[Any, Optimizer, int], object]
 
 
 # Averaged weights.
 
 
-def swap(data: bool) -> Callable[[nn.Module, Optimizer], None]:
-    def after(model: nn.Module, optimizer: Optimizer) -> None:
+def swap(data: bool) -> After:
+    def after(model: nn.Module, *_: object) -> None:
         kept = [parameter.detach().clone() for parameter in model.parameters()]
         with torch.no_grad():
             for parameter in model.parameters():
@@ -80,7 +54,7 @@ def swap(data: bool) -> Callable[[nn.Module, Optimizer], None]:
     return after
 
 
-def swap_pointers(model: nn.Module, optimizer: Optimizer) -> None:
+def swap_pointers(model: nn.Module, *_: object) -> None:
     kept = [parameter.data for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.5
@@ -122,20 +96,15 @@ def stochastic_weight_average() -> Script:
     optimizer = momentum(model.parameters())
     average, schedule = AveragedModel(model), SWALR(optimizer, swa_lr=5e-3, anneal_epochs=3)
 
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
+    def after(step: int) -> None:
         schedule.step()
         average.update_parameters(model)
         update_bn([torch.ones(4, WIDTH)], average)
-        return loss
 
-    return Script(model, [optimizer], update, {"average": average, "schedule": schedule})
+    return loop(model, optimizer, after=after, average=average, schedule=schedule)
 
 
-def lookahead(model: nn.Module, optimizer: Optimizer) -> None:
+def lookahead(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     """Slow weights that are written back by `.data`, in the optimizer's own state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -148,8 +117,8 @@ def lookahead(model: nn.Module, optimizer: Optimizer) -> None:
 # Updates of one's own.
 
 
-def decay(data: bool) -> Callable[[nn.Module, Optimizer], None]:
-    def after(model: nn.Module, optimizer: Optimizer) -> None:
+def decay(data: bool) -> After:
+    def after(model: nn.Module, *_: object) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 (parameter.data if data else parameter).mul_(0.999)
@@ -157,11 +126,11 @@ def decay(data: bool) -> Callable[[nn.Module, Optimizer], None]:
     return after
 
 
-def renormalised(model: nn.Module, optimizer: Optimizer) -> None:
-    model[0].weight.data = normalize(model[0].weight.data, dim=1)  # type: ignore[index, union-attr]
+def renormalised(model: Any, *_: object) -> None:
+    model[0].weight.data = normalize(model[0].weight.data, dim=1)
 
 
-def clipped_weights(model: nn.Module, optimizer: Optimizer) -> None:
+def clipped_weights(model: nn.Module, *_: object) -> None:
     for parameter in model.parameters():
         parameter.data.clamp_(-0.2, 0.2)
 
@@ -228,7 +197,7 @@ def sharpness_aware(base: bool) -> Callable[[], Script]:
     return build
 
 
-def noisy(model: nn.Module, optimizer: Optimizer) -> None:
+def noisy(model: nn.Module, *_: object) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=1e-4)
@@ -265,19 +234,13 @@ class Remembers(SGD):
 def two_optimizers_at_different_steps() -> Script:
     model = net()
     fast, slow = adam(model[0].parameters()), momentum([*model[1].parameters(), *model[3].parameters()])
-    at = {"step": 0}
 
-    def update() -> Tensor:
-        model.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        fast.step()
-        at["step"] += 1
-        if at["step"] % 3 == 0:
+    def after(step: int) -> None:
+        if step % 3 == 0:
             slow.step()
-        return loss
 
-    return Script(model, [fast, slow], update, {"at": at})
+    script = loop(model, fast, before=lambda _: model.zero_grad(), after=after)
+    return Script(model, [fast, slow], script.update, script.state)
 
 
 def adversaries() -> Script:
@@ -358,20 +321,13 @@ def thawed() -> Script:
     model = net()
     model[0].requires_grad_(False)
     optimizer = adam([*model[1].parameters(), *model[3].parameters()])
-    at = {"step": 0}
 
-    def update() -> Tensor:
-        at["step"] += 1
-        if at["step"] == 6:
+    def before(step: int) -> None:
+        if step == 6:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        return loss
 
-    return Script(model, [optimizer], update, {"at": at})
+    return loop(model, optimizer, before=before)
 
 
 def made_anew() -> Script:
@@ -591,16 +547,7 @@ def forgotten() -> Script:
     """Two optimizers, of which the Checkpointer is given one."""
     model = net()
     given, other = momentum(model[0].parameters()), adam(model[3].parameters())
-
-    def update() -> Tensor:
-        model.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        given.step()
-        other.step()
-        return loss
-
-    return Script(model, [given], update)
+    return Script(model, [given], loop(model, given, other).update)
 
 
 class Masked(SGD):
@@ -619,15 +566,9 @@ def mask_of_both() -> Script:
     model.register_buffer("mask", torch.rand(WIDTH, WIDTH))
     optimizer = Masked(model.parameters(), lr=1e-2, momentum=0.9)
     optimizer.state[model[0].weight]["mask"] = model.mask
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model) + (model[0].weight * model.mask).square().sum()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Script(model, [optimizer], update)
+    return loop(
+        model, optimizer, loss_of=lambda made: loss_of(made) + (made[0].weight * made.mask).square().sum()
+    )
 
 
 # Models that become others on their way.
@@ -637,16 +578,14 @@ def at_step_six(
     model: Callable[[], nn.Module], change: Callable[[Any, Optimizer], None]
 ) -> Callable[[], Script]:
     def build() -> Script:
-        script, at = simple(adam, model=model)(), {"step": 0}
-        inner = script.update
+        made = model()
+        optimizer = adam(made.parameters())
 
-        def update() -> Tensor:
-            at["step"] += 1
-            if at["step"] == 6:
-                change(script.model, script.optimizers[0])
-            return inner()
+        def before(step: int) -> None:
+            if step == 6:
+                change(made, optimizer)
 
-        return Script(script.model, script.optimizers, update, {"at": at})
+        return loop(made, optimizer, before=before)
 
     return build
 
@@ -685,15 +624,7 @@ def centred_anew(model: Any, optimizer: Optimizer) -> None:
 def sparse_gradients() -> Script:
     model = nn.Embedding(50, WIDTH, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-2)
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.randint(50, (6,))).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, loss_of=lambda made: made(torch.randint(50, (6,))).square().mean())
 
 
 def python_random() -> Script:
@@ -767,7 +698,7 @@ IDIOMS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "spectral and weight norm": (simple(adam, model=normed), {EQUAL, TOLD}),
     "pruned": (simple(adam, model=pruned), {EQUAL}),
     "adapter on frozen layers": (
-        simple(lambda p: AdamW([q for q in p if q.requires_grad]), model=adapted),
+        simple(adam, model=adapted),
         {EQUAL},
     ),
     "sparse gradients": (sparse_gradients, {EQUAL}),

@@ -27,49 +27,22 @@ from tests.trainer.deltas.replaying import (
     BASE,
     EQUAL,
     TOLD,
+    WIDTH,
     Script,
+    adam,
+    loop,
+    loss_of,
+    momentum,
+    net,
     outcome,
     started,
     survives_from_a_snapshot,
     train,
+    trained,
 )
-from tests.trainer.deltas.test_idioms import WIDTH, adam, loss_of, momentum, net
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.proof import state_hash
 from tiercheck.trainer.restore.load import DifferentState
-
-At = Callable[[int], object]
-"""Called with the number of the step."""
-
-
-def loop(
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    before: At = id,
-    between: At = id,
-    after: At = id,
-    loss_of: Callable[[Any], Tensor] = loss_of,
-    **state: Any,
-) -> Script:
-    """The plain loop, with something before each step, between its gradients and its update, and after
-    that.
-    """
-    count = {"step": 0}
-
-    def update() -> Tensor:
-        count["step"] += 1
-        before(count["step"])
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        between(count["step"])
-        optimizer.step()
-        after(count["step"])
-        return loss
-
-    return Script(model, [optimizer], update, {"count": count, **state})
-
 
 # Networks that follow another one.
 
@@ -366,20 +339,17 @@ def inner_and_outer() -> Script:
     model = net()
     outer = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     optimizers: list[Optimizer] = [adam(model.parameters()), SGD(outer, lr=0.7, momentum=0.9, nesterov=True)]
-    script = loop(model, optimizers[0])
-    inner = script.update
 
-    def update() -> Tensor:
-        loss = inner()
-        if script.state["count"]["step"] % 3 == 0:
+    def after(step: int) -> None:
+        if step % 3 == 0:
             for parameter, own in zip(model.parameters(), outer, strict=True):
                 own.grad = own.data - parameter.data
             optimizers[1].step()
             for parameter, own in zip(model.parameters(), outer, strict=True):
                 parameter.data.copy_(own.data)
-        return loss
 
-    return Script(model, optimizers, update, script.state)
+    script = loop(model, optimizers[0], after=after)
+    return Script(model, optimizers, script.update, script.state)
 
 
 class Experts(nn.Module):
@@ -541,10 +511,8 @@ def test_model_that_is_another_one_after_each_step_is_told_before_it_is_refused(
         model = Codebook()
         return loop(model, adam(model.parameters()))
 
-    script, checkpointer = started(build, every=BASE)
+    _, checkpointer = trained(build, BASE + 1, every=BASE)
     with checkpointer:
-        checkpointer.restore()
-        train(script, checkpointer, BASE + 1)
         assert checkpointer.wait(DEADLINE)
     assert [request.message for request in delta_sidecar.asked("no-deltas")] == [
         "the model, or what its optimizers train, is another one after each step"

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.scripted_sidecar import ScriptedSidecar
-from tests.trainer.deltas.replaying import Script, survives
+from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
+from tests.trainer.deltas.replaying import Script, loop, mean_square, survives
+from tests.trainer.restore.test_bitwise_restore import OPTIMIZERS
+from tests.trainer.small_runs import MakeOptimizer, Run, same_bits
+from tiercheck.protocol.version import Kind
 
 
 def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
 
 
-def loss_of(model: nn.Module) -> Tensor:
-    return model(torch.randn(12, 8)).square().mean()
+loss_of = mean_square(12, 8)
 
 
 def clipping_and_accumulation() -> Script:
@@ -25,17 +28,19 @@ def clipping_and_accumulation() -> Script:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-1, total_steps=40)
 
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        for _ in range(3):
-            loss = loss_of(model)
-            (loss / 3).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        scheduler.step()
-        return loss
+    def accumulated(model: nn.Module) -> Tensor:
+        for _ in range(2):
+            (loss_of(model) / 3).backward()
+        return loss_of(model) / 3
 
-    return Script(model, [optimizer], update, {"scheduler": scheduler})
+    return loop(
+        model,
+        optimizer,
+        between=lambda _: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        after=lambda _: scheduler.step(),
+        loss_of=accumulated,
+        scheduler=scheduler,
+    )
 
 
 def gradients_zeroed_in_place() -> Script:
@@ -61,16 +66,7 @@ def groups_frozen_and_tensor_rate() -> Script:
     ]
     optimizer = torch.optim.AdamW(groups, foreach=False)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        return loss
-
-    return Script(model, [optimizer], update, {"scheduler": scheduler})
+    return loop(model, optimizer, after=lambda _: scheduler.step(), loss_of=loss_of, scheduler=scheduler)
 
 
 def several_optimizers_some_of_them_twice() -> Script:
@@ -93,15 +89,11 @@ def several_optimizers_some_of_them_twice() -> Script:
 def bf16_parameters_and_gradients() -> Script:
     model = small_model().to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.randn(12, 8, dtype=torch.bfloat16)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Script(model, [optimizer], update)
+    return loop(
+        model,
+        optimizer,
+        loss_of=lambda model: model(torch.randn(12, 8, dtype=torch.bfloat16)).square().mean(),
+    )
 
 
 def channels_last() -> Script:
@@ -110,14 +102,11 @@ def channels_last() -> Script:
     )
     optimizer = torch.optim.Adafactor(model.parameters())
 
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.randn(2, 4, 9, 9).to(memory_format=torch.channels_last)).square().mean()
-        loss.backward()
-        optimizer.step()
+    def of_images(model: nn.Module) -> Tensor:
+        loss: Tensor = model(torch.randn(2, 4, 9, 9).to(memory_format=torch.channels_last)).square().mean()
         return loss
 
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, loss_of=of_images)
 
 
 def closure() -> Script:
@@ -139,31 +128,22 @@ def sparse_gradients() -> Script:
     model = nn.ModuleDict({"embedding": embedding, "head": head})
     optimizers = [torch.optim.SparseAdam(embedding.parameters()), torch.optim.Adagrad(head.parameters())]
 
-    def update() -> Tensor:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = head(embedding(torch.randint(0, 4000, (6, 5)))).square().mean()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    def of_words(model: nn.Module) -> Tensor:
+        loss: Tensor = head(embedding(torch.randint(0, 4000, (6, 5)))).square().mean()
         return loss
 
-    return Script(model, optimizers, update)
+    return loop(model, *optimizers, loss_of=of_words)
 
 
 def rows_and_unused_experts() -> Script:
     model = nn.ParameterDict({"words": torch.randn(3000, 16), "experts": torch.randn(8, 64, 64)})
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-    def update() -> Tensor:
-        optimizer.zero_grad()
+    def of_a_few(model: nn.ParameterDict) -> Tensor:
         words = model["words"][torch.randint(0, 3000, (20,))]
-        loss = (words.sum() + model["experts"][int(torch.randint(0, 8, ()))].square().mean()) * 0.1
-        loss.backward()
-        optimizer.step()
-        return loss
+        return (words.sum() + model["experts"][int(torch.randint(0, 8, ()))].square().mean()) * 0.1
 
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, loss_of=of_a_few)
 
 
 @pytest.mark.parametrize(
@@ -214,3 +194,52 @@ def test_updates_skipped_by_the_gradient_scaler_are_replayed_as_such(
 
     survives(delta_sidecar, build)
     assert skipped.count(True) == 2
+
+
+MORE: dict[str, MakeOptimizer] = {
+    "sgd-momentum-plain": lambda model: torch.optim.SGD(
+        model.parameters(), lr=1e-2, momentum=0.9, dampening=0.1
+    ),
+    "sgd-fused": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True),
+    "sgd-weight-decay-maximize": lambda model: torch.optim.SGD(
+        model.parameters(), lr=1e-3, weight_decay=0.1, maximize=True, foreach=True
+    ),
+    "adam-fused": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, fused=True),
+    "adamw-loop": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
+    "adamw-amsgrad-foreach": lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True, foreach=True),
+    "adagrad-fused": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2, fused=True),
+    "adamax": lambda model: torch.optim.Adamax(model.parameters()),
+    "radam": lambda model: torch.optim.RAdam(model.parameters()),
+    "rprop": lambda model: torch.optim.Rprop(model.parameters()),
+    "adadelta": lambda model: torch.optim.Adadelta(model.parameters()),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters()),
+    "adafactor-foreach": lambda model: torch.optim.Adafactor(model.parameters(), foreach=True),
+}
+if hasattr(torch.optim, "Muon"):
+    MORE["muon"] = lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+ALL = OPTIMIZERS | MORE
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_replayed_run_continues_with_the_same_bits(
+    delta_sidecar: ScriptedSidecar, tmp_path: Path, optimizer: str
+) -> None:
+    whole = Run(ALL[optimizer], tmp_path, every=None)
+    whole.checkpointer.restore()
+    assert whole.checkpointer.every == 4
+    whole.train(11)
+    whole.checkpointer.wait(DEADLINE)
+    assert whole.checkpointer.deltas == 7  # of steps 5 to 11; those before lead nowhere
+    state = whole.state()
+    expected = whole.train(4)
+    whole.checkpointer.close()
+    assert whole.checkpointer.deltas_skipped == 0
+
+    delta_sidecar.offer(base=4, step=11)
+    again = Run(ALL[optimizer], tmp_path, seed=99, every=None)
+    assert again.checkpointer.restore() == 11
+    same_bits(again.state(), state)
+    assert again.train(4) == expected
+    same_bits(again.state(), whole.state())
+    again.checkpointer.close()
+    assert not delta_sidecar.asked("mismatch", Kind.DELTA)

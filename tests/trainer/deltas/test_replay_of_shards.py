@@ -69,9 +69,7 @@ def run(
 ) -> dict[str, list[dict[str, Any]]]:
     """What each rank said, by kind."""
     env = {"TIERCHECK_RUN_DIR": str(folder), "TIERCHECK_ATTEMPT": "1"}
-    said = lives.run(
-        ["torch.distributed.fsdp", "tiercheck"], [SCRIPT, str(steps), *kinds], ranks=ranks, env=env
-    )
+    said = lives.run([], [SCRIPT, steps, *kinds], ranks=ranks, env=env)
     return {kind: [lines[number] for lines in said] for number, kind in enumerate(kinds)}
 
 

@@ -18,8 +18,17 @@ from torch import Tensor
 from torch.optim import SGD
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar, until
-from tests.trainer.deltas.replaying import Script, started, survives_from_a_snapshot, train
-from tests.trainer.deltas.test_idioms import IDIOMS, Bound, Multiplies, Slow, adam, net, simple
+from tests.trainer.deltas.replaying import (
+    Script,
+    adam,
+    net,
+    simple,
+    started,
+    survives_from_a_snapshot,
+    train,
+    trained,
+)
+from tests.trainer.deltas.test_idioms import IDIOMS, Bound, Multiplies, Slow
 from tiercheck import ResumableSampler
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.tensors.leaves import NotCapturable
@@ -103,10 +112,8 @@ def test_restore_gives_the_same_bits_wherever_it_is_called(
     delta_sidecar: ScriptedSidecar, inside: Callable[[], AbstractContextManager[None]]
 ) -> None:
     build = simple(Multiplies)
-    whole, checkpointer = started(build, every=4)
+    whole, checkpointer = trained(build, 7, every=4)
     with checkpointer:
-        checkpointer.restore()
-        train(whole, checkpointer, 7)
         assert checkpointer.wait(DEADLINE)
         assert sorted(delta_sidecar.completed(Kind.DELTA)) == [5, 6, 7]
         delta_sidecar.offer(4, 7)

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.optim import Optimizer
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
-from tests.trainer.deltas.replaying import Build, Script, started, train
+from tests.trainer.deltas.replaying import Build, Script, started, train, trained
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas import clones, probe
+from tiercheck.trainer.deltas.clones import ParameterPlace, ProbeCandidate, ProbePart, choose
 from tiercheck.trainer.deltas.gradients import Recorder
 from tiercheck.trainer.deltas.probe import Probe, ProbeRefused
 
@@ -102,9 +105,7 @@ def test_known_class_whose_updates_cannot_be_made_again_is_found_out_before_a_de
     closure: bool,
 ) -> None:
     tamper(monkeypatch, scale)
-    running, checkpointer = started(script(closure=closure))
-    checkpointer.restore()
-    train(running, checkpointer, 6)
+    _, checkpointer = trained(script(closure=closure), 6)
     checkpointer.close()
     (said,) = delta_sidecar.asked("no-deltas")
     assert "SGD" in said.message
@@ -116,9 +117,7 @@ def test_known_class_whose_updates_cannot_be_made_again_is_found_out_before_a_de
 def test_what_turns_bad_later_is_found_by_the_next_probe_and_protected_by_a_snapshot_at_once(
     delta_sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running, checkpointer = started(script())
-    checkpointer.restore()
-    train(running, checkpointer, 9)
+    running, checkpointer = trained(script(), 9)
     tamper(monkeypatch, by_address)
     train(running, checkpointer, 8)
     checkpointer.close()
@@ -134,9 +133,7 @@ def test_what_turns_bad_later_is_found_by_the_next_probe_and_protected_by_a_snap
 
 def test_deltas_are_taken_at_once_while_a_known_class_is_probed(delta_sidecar: ScriptedSidecar) -> None:
     delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, snapshot_every=1)
-    running, checkpointer = started(script())
-    checkpointer.restore()
-    train(running, checkpointer, 4)
+    _, checkpointer = trained(script(), 4)
     checkpointer.close()
     assert sorted(delta_sidecar.completed(Kind.DELTA)) == [2, 3, 4]
 
@@ -192,9 +189,7 @@ def test_probing_is_rare_and_leaves_every_bit_of_training_alone(
 
 
 def test_updates_with_a_closure_are_probed_too(delta_sidecar: ScriptedSidecar, looked: list[int]) -> None:
-    running, checkpointer = started(script(closure=True))
-    checkpointer.restore()
-    train(running, checkpointer, 9)
+    _, checkpointer = trained(script(closure=True), 9)
     checkpointer.close()
     assert looked == [2, 3, 8]
     assert not delta_sidecar.asked("no-deltas")
@@ -202,9 +197,7 @@ def test_updates_with_a_closure_are_probed_too(delta_sidecar: ScriptedSidecar, l
 
 def test_whom_the_user_vouches_for_is_not_probed(delta_sidecar: ScriptedSidecar, looked: list[int]) -> None:
     delta_sidecar.welcome = dataclasses.replace(delta_sidecar.welcome, delta=DeltaMode.REPLAY)
-    running, checkpointer = started(script())
-    checkpointer.restore()
-    train(running, checkpointer, 4)
+    _, checkpointer = trained(script(), 4)
     checkpointer.close()
     assert looked == []
 
@@ -309,11 +302,59 @@ def test_memory_that_a_probe_lacks_ends_nothing(
         raise torch.OutOfMemoryError("no memory for a copy")
 
     monkeypatch.setattr(clones.Cloner, "clone", full)
-    running, checkpointer = started(script())
-    checkpointer.restore()
-    train(running, checkpointer, 9)
+    _, checkpointer = trained(script(), 9)
     checkpointer.wait(DEADLINE)
     checkpointer.close()
     assert len(tries) == 2, "at updates 2 and 7"
     assert not delta_sidecar.asked("no-deltas")
     assert {5, 6, 7, 8, 9} <= set(delta_sidecar.completed(Kind.DELTA))
+
+
+ROOM = 100_000
+
+
+@st.composite
+def candidate_lists(draw: st.DrawFn) -> list[ProbeCandidate]:
+    found = []
+    for number in sorted(draw(st.sets(st.integers(0, 60), max_size=12))):
+        elements = draw(st.integers(1, 60_000))
+        size = elements * draw(st.sampled_from([4, 8, 16])) + draw(st.integers(0, 64))
+        found.append(ProbeCandidate(number, size, elements if draw(st.booleans()) else 0))
+    return found
+
+
+def spent(part: ProbePart, candidates: list[ProbeCandidate]) -> float:
+    (each,) = [each for each in candidates if each.number == part.number]
+    return each.size if part.is_whole else each.size * (part.end - part.begin) / each.elements
+
+
+@given(candidate_lists(), st.integers(1, 5), st.integers(0, 60), st.integers(0, 60_000))
+def test_everything_has_its_turn_within_the_room(
+    candidates: list[ProbeCandidate], most: int, number: int, element: int
+) -> None:
+    place = ParameterPlace(number, element)
+    seen: dict[int, set[int]] = {each.number: set() for each in candidates}
+    for _ in range(400):
+        parts, place = choose(candidates, place, ROOM, most)
+        assert len(parts) <= most
+        assert sum(spent(part, candidates) for part in parts) <= ROOM
+        assert len({part.number for part in parts}) == len(parts)
+        for part in parts:
+            seen[part.number].update(
+                [0] if part.is_whole else range(part.begin // 1024, -(-part.end // 1024))
+            )
+    for each in candidates:
+        wanted = range(1) if each.size <= ROOM else range(-(-each.elements // 1024))
+        assert seen[each.number] == set(wanted)
+
+
+def test_what_fits_is_never_cut_and_comes_next_time() -> None:
+    candidates = [ProbeCandidate(0, 60, 60), ProbeCandidate(1, 60, 60)]
+    parts, place = choose(candidates, ParameterPlace(), 100, 10)
+    assert parts == [ProbePart(0)]
+    assert choose(candidates, place, 100, 10) == ([ProbePart(1)], ParameterPlace(0))
+
+
+def test_nothing_to_choose_from_is_no_trouble() -> None:
+    assert choose([], ParameterPlace(3, 4), ROOM, 1) == ([], ParameterPlace())
+    assert choose([ProbeCandidate(0, ROOM + 1)], ParameterPlace(3, 4), ROOM, 1) == ([], ParameterPlace())

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from tests.lives import Lives
-from tests.trainer.proof import buckets_script
 from tiercheck import Checkpointer
 from tiercheck.protocol.report import Exact
 from tiercheck.trainer.restore import restoring
@@ -271,8 +270,7 @@ def test_loader_that_was_asked_before_its_first_batch_is_found(
 def test_layout_of_gradient_buckets_that_is_forgotten_is_found(
     how: list[str], verdict: str, lives: Lives, tmp_path: Path
 ) -> None:
-    script, modules = Path(buckets_script.__file__), ["torch", "tiercheck.trainer.checkpointer"]
-    argv = [script, tmp_path / "saved", "12"]
-    lives.run(modules, argv, ranks=4, kill_at=KILLED)
-    said = lives.run(modules, [*argv, *how], ranks=4)
+    argv = [Path(__file__).with_name("buckets_script.py"), tmp_path / "saved", "12"]
+    lives.run([], argv, ranks=4, kill_at=KILLED)
+    said = lives.run([], [*argv, *how], ranks=4)
     assert {line["resumed"] for rank in said for line in rank if "resumed" in line} == {verdict}

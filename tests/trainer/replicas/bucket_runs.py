@@ -1,7 +1,7 @@
 """Trains DDP in many ways, whole and begun again, and prints where the two differ.
 
-`python bucket_runs.py NUMBER FOLDER WAY:RANKS...`, NUMBER the rank. "Begun again" is with a new model,
-wrapper, optimizer and Checkpointer.
+`torchrun bucket_runs.py FOLDER WAY:RANKS...`. "Begun again" is with a new model, wrapper, optimizer and
+Checkpointer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +103,7 @@ class Training:
             ZeroRedundancyOptimizer(trained, make, lr=1e-2) if way == "ZeRO" else make(trained, lr=1e-2)
         )
         self.model = model
-        self.checkpointer = Checkpointer(model, self.optimizer, folder=folder, every=every)
+        self.checkpointer = Checkpointer(model, self.optimizer, folder=folder, every=every, keep=STEPS)
         if way == "frozen before restore":
             self._freeze()
         self.first = self.checkpointer.restore()
@@ -133,6 +135,7 @@ class Training:
                         (part(words) - torch.randn(WIDTH, generator=chance)).square().mean().backward()
             self.optimizer.step()
             self.checkpointer.step()
+            self.checkpointer.wait()
             found.append("".join(fingerprints([each.detach() for each in self.model.parameters()])))
         self.checkpointer.close()
         return found
@@ -140,10 +143,16 @@ class Training:
 
 def differing(way: str, folder: Path) -> dict[int, list[int]]:
     """By the step that a run was stopped after: the steps in which it then differed from a whole one."""
-    whole = Training(way, folder / "whole", STEPS).train(STEPS)
+    whole = Training(way, folder / "whole", 1).train(STEPS)
+    own = f"rank-{dist.get_rank()}-of-{dist.get_world_size()}"
     found = {}
     for stop in STOPS:
-        Training(way, folder / str(stop), stop).train(stop)
+
+        def made_later(_: str, names: list[str], stop: int = stop) -> list[str]:
+            return [name for name in names if int(name[:12]) > stop]
+
+        shutil.copytree(folder / "whole" / own, folder / str(stop) / own, ignore=made_later)
+        dist.barrier()
         again = Training(way, folder / str(stop), STEPS)
         assert again.first == stop
         states = again.train(STEPS)
@@ -173,4 +182,4 @@ def main(number: int, folder: Path, runs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(int(os.environ["RANK"]), Path(sys.argv[1]), sys.argv[2:])

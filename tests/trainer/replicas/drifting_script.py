@@ -1,6 +1,6 @@
 """Runs replicas that drift apart on purpose, one run after the other.
 
-`python drifting_script.py NUMBER FOLDER RUN...`
+`torchrun drifting_script.py FOLDER RUN...`
 
 RUN is NAME:STEPS:DRIFTS_AFTER:HOW:RANKS, NAME that of its folder. HOW: "local" (no averaging of gradients any
 more, as in local SGD), "element" (one rank changes some elements of one parameter), "hidden" (as local, and
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -73,18 +74,16 @@ def drift(folder: Path, steps: int, drifts_after: int, how: str) -> dict[str, ob
 
 
 def main(number: int, folder: Path, runs: list[str]) -> None:
-    found = []
     for index, text in enumerate(runs):
         name, steps, drifts_after, how, ranks = text.split(":")
         if number >= int(ranks):
-            found.append(None)
             continue
         store = f"file://{folder}/store-{index}"
         dist.init_process_group("gloo", init_method=store, rank=number, world_size=int(ranks))
-        found.append(drift(folder / name, int(steps), int(drifts_after), how))
+        said = drift(folder / name, int(steps), int(drifts_after), how)
+        print(json.dumps({"run": index, **said}), flush=True)
         dist.destroy_process_group()
-    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(int(os.environ["RANK"]), Path(sys.argv[1]), sys.argv[2:])

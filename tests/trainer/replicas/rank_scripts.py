@@ -1,6 +1,6 @@
 """Runs one rank of a script whose ranks are not alike, or whose optimizer is spread over them.
 
-`python rank_scripts.py NUMBER RANKS FOLDER KIND STEPS` prints what it ends with.
+`torchrun rank_scripts.py FOLDER KIND STEPS` prints what it ends with.
 """
 
 from __future__ import annotations
@@ -76,10 +76,9 @@ def zero(number: int) -> tuple[nn.Module, Optimizer, Callable[[int], Tensor]]:
     return model, optimizer, update
 
 
-def main(number: int, ranks: int, folder: Path, kind: str, steps: int) -> None:
-    folder.mkdir(exist_ok=True)
-    store = f"file://{folder}/store-{kind}-{ranks}-{steps}"
-    dist.init_process_group("gloo", init_method=store, rank=number, world_size=ranks)
+def main(folder: Path, kind: str, steps: int) -> None:
+    dist.init_process_group("gloo")
+    number = dist.get_rank()
     model, optimizer, update = {"experts": experts, "alike": alike, "zero": zero}[kind](number)
     losses = {}
     with Checkpointer(model, optimizer, folder=folder / "checkpoints", every=1) as checkpointer:
@@ -103,4 +102,4 @@ def main(number: int, ranks: int, folder: Path, kind: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

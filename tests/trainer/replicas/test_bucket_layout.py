@@ -5,16 +5,14 @@ Each run has several buckets, and is stopped after its first, second and fourth 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "bucket_runs.py"
+from tests.lives import Lives
+
+SCRIPT = Path(__file__).with_name("bucket_runs.py")
 RUNS = (
     "plain:4", "plain:3", "plain:5", "static_graph:4", "gradient_as_bucket_view:4",
     "find_unused_parameters:4",
@@ -26,28 +24,10 @@ pytestmark = pytest.mark.timeout(600)  # whichever test comes first trains for a
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def said(lives: Lives, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("buckets")
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(SCRIPT),
-                str(number),
-                str(folder),
-                *RUNS,
-                *TOLD,
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(5)
-    ]
-    lines = [rank.communicate(timeout=600)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * 5
-    return [json.loads(line.splitlines()[-1]) for line in lines]
+    argv = [SCRIPT, tmp_path_factory.mktemp("buckets"), *RUNS, *TOLD]
+    return [line for (line,) in lives.run([], argv, ranks=5)]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -5,10 +5,6 @@ A restore brings equal replicas, or each its own.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lives import Lives
 from tiercheck.trainer.replicas.equality import Looked, are_unequal, were_saved_whole
 
-SCRIPT = Path(__file__).parent / "drifting_script.py"
-
-
+SCRIPT = Path(__file__).with_name("drifting_script.py")
 RUNS = {
     "drifting": "drift:8:2:local:2",
     "drifted, again": "drift:8:2:local:2",
@@ -40,21 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Runs:
+def runs(lives: Lives, folder: Path) -> Runs:
     """What each rank of each run said."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(number), str(folder), *RUNS.values()],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    by_rank = [json.loads(text.splitlines()[-1]) for text in said]
-    return {name: [rank[index] for rank in by_rank if rank[index]] for index, name in enumerate(RUNS)}
+    argv = [SCRIPT, folder, *RUNS.values()]
+    lines = [line for rank in lives.run([], argv, ranks=2) for line in rank]
+    return {name: [line for line in lines if line["run"] == number] for number, name in enumerate(RUNS)}
 
 
 def complete(folder: Path, world: int = 2) -> list[int]:

@@ -1,28 +1,21 @@
-"""Runs loops with everything that a script draws from, averages or schedules by.
+"""Runs one life of a loop with everything that a script draws from, averages or schedules by.
 
-`python exact_lives.py FOLDER` prints losses, as bits.
-
-Each loop is trained whole in one process, and again in three, of which two are killed in the middle of an
-update. Each process begins with other seeds and other weights than the one before it. All are forks of one
-that has imported torch.
+`python exact_lives.py NAME FOLDER SEED KILLED` prints losses, as bits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-import torch._dynamo  # what an optimizer imports at its first step
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -228,15 +221,17 @@ LIVES: dict[str, Callable[[Path], Life]] = {
 NEED_TORCHDATA = {"stateful_data_loader", "stateful_data_loader_with_workers"}
 
 
-def live(
-    build: Callable[[Path], Life], folder: Path, seed: int, killed: int | None = None
-) -> Iterator[dict[str, Any]]:
+def say(**line: object) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def main(name: str, folder: Path, seed: int, killed: int) -> None:
     """First what step it begins after; then each step and its loss. `killed`: the step in whose middle it
     ends by SIGKILL."""
     seed_all(seed)
-    update, checkpointer = build(folder)
+    update, checkpointer = LIVES[name](folder)
     first = checkpointer.restore()
-    yield {"first": first}
+    say(first=first)
     for step in range(first + 1, STEPS + 1):
 
         def between(step: int = step) -> None:
@@ -246,49 +241,9 @@ def live(
 
         loss = update(between)
         checkpointer.step(loss)
-        yield {"step": step, "loss": loss.hex()}
+        say(step=step, loss=loss.hex())
     checkpointer.close()
 
 
-def in_a_process_of_its_own(
-    build: Callable[[Path], Life], folder: Path, seed: int, killed: int | None
-) -> dict[str, Any]:
-    reads, writes = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.setpgid(0, 0)
-            torch.set_num_threads(1)
-            for line in live(build, folder, seed, killed):
-                os.write(writes, json.dumps(line).encode() + b"\n")  # far less than a pipe holds, altogether
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(0)
-    os.close(writes)
-    _, status = os.waitpid(pid, 0)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(
-            pid, signal.SIGKILL
-        )  # a loader's workers, which notice after some seconds that nobody needs them
-    with open(reads) as lines:
-        said = [json.loads(line) for line in lines]
-    losses = {line["step"]: line["loss"] for line in said[1:]}
-    return {"first": said[0]["first"], "losses": losses, "killed": os.WIFSIGNALED(status)}
-
-
-def main(folder: Path) -> None:
-    found = {}
-    for name, build in LIVES.items():
-        if name in NEED_TORCHDATA and StatefulDataLoader is None:
-            continue
-        planned = [("whole", 1, None), ("cut", 1, KILLED[0]), ("cut", 2, KILLED[1]), ("cut", 3, None)]
-        found[name] = [
-            in_a_process_of_its_own(build, folder / name / place, seed, end) for place, seed, end in planned
-        ]
-    print(json.dumps(found), flush=True)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -2,10 +2,9 @@
 
 `python matrix_runs.py FOLDER RUNS`, RUNS a file of JSON.
 
-One process imports torch and forks the ranks of each run, so that a rank costs milliseconds and can really be
-killed. It has no thread of its own when it forks (with a TCPStore's server in it, ranks now and then hung). A
-run starts when the one that it comes `after` has ended, beside others while no more than `TOGETHER` ranks
-live.
+Its process forks the ranks of each run, so that a rank costs milliseconds and can really be killed. It has no
+thread of its own when it forks (with a TCPStore's server in it, ranks now and then hung). A run starts when
+the one that it comes `after` has ended, beside others while no more than `TOGETHER` ranks live.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what an optimizer imports at its first step, and each forked rank would import again
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -385,7 +383,7 @@ def main(folder: Path, runs: Path) -> None:
     gc.freeze()  # or each rank's first collection would copy what all of them share
     resharding._BUFFER = 64 * 1024  # so that so small a model is read in several pieces, too
     logging.getLogger("torch").setLevel(logging.ERROR)  # which way of many small collectives would be faster
-    print(json.dumps(Runs(json.loads(runs.read_text()), folder).all()), flush=True)
+    print(json.dumps({"said": Runs(json.loads(runs.read_text()), folder).all()}), flush=True)
 
 
 if __name__ == "__main__":

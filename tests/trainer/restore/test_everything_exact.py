@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.lives import Lives
 from tests.trainer.restore.exact_lives import (
     KILLED,
     LIVES,
@@ -28,31 +24,24 @@ from tiercheck import Checkpointer
 SCRIPT = Path(__file__).parent / "exact_lives.py"
 
 
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("lives"))],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=150,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("name", LIVES)
 def test_run_that_was_killed_twice_in_the_middle_of_an_update_has_the_same_losses(
-    lives: dict[str, list[dict[str, Any]]], name: str
+    lives: Lives, tmp_path: Path, name: str
 ) -> None:
+    """Each life begins with other seeds and other weights than the one before it."""
     if name in NEED_TORCHDATA and importlib.util.find_spec("torchdata") is None:
         pytest.skip("torchdata is not installed")
-    whole, *cut = lives[name]
-    assert [*whole["losses"]] == [str(step) for step in range(1, STEPS + 1)]
-    assert [life["killed"] for life in cut] == [True, True, False]
-    assert [life["first"] for life in cut] == [0, *(step - 1 for step in KILLED)]
-    together = {step: loss for life in cut for step, loss in life["losses"].items()}
-    assert together == whole["losses"]
+
+    def live(place: str, seed: int, killed: int | None) -> tuple[int, dict[int, str]]:
+        argv = [SCRIPT, name, tmp_path / place, seed, killed or 0]
+        ((begun, *steps),) = lives.run([], argv, kill_at=killed)
+        return begun["first"], {line["step"]: line["loss"] for line in steps}
+
+    _, whole = live("whole", 1, None)
+    assert [*whole] == list(range(1, STEPS + 1))
+    cut = [live("cut", seed, killed) for seed, killed in enumerate((*KILLED, None), 1)]
+    assert [first for first, _ in cut] == [0, *(step - 1 for step in KILLED)]
+    assert {step: loss for _, losses in cut for step, loss in losses.items()} == whole
 
 
 def test_averaged_weights_lie_in_the_slot_as_tensors_of_their_own(tmp_path: Path) -> None:

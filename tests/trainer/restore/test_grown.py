@@ -14,7 +14,16 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim import AdamW, Optimizer
 
 from tests.scripted_sidecar import ScriptedSidecar
-from tests.trainer.deltas.replaying import EQUAL, Script, outcome, started, survives_from_a_snapshot, train
+from tests.trainer.deltas.replaying import (
+    EQUAL,
+    Script,
+    loop,
+    mean_square,
+    outcome,
+    started,
+    survives_from_a_snapshot,
+    trained,
+)
 from tests.trainer.small_runs import same_bits
 from tiercheck.trainer.checkpointer import Checkpointer
 from tiercheck.trainer.restore.load import DifferentState
@@ -27,20 +36,14 @@ def script(
     change: Changed = lambda *_: None, make: Callable[[], nn.Module] = lambda: nn.Sequential(*layers())
 ) -> Script:
     """The plain loop; `change` is called at the beginning of each step."""
-    model = make()
+    model: Any = make()
     optimizer = AdamW(next(iter(model.children())).parameters(), lr=1e-2)
-    count = {"step": 0}
-
-    def update() -> Tensor:
-        change(model, optimizer, count["step"])  # type: ignore[arg-type]
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.randn(4, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        count["step"] += 1
-        return loss
-
-    return Script(model, [optimizer], update, {"count": count})
+    return loop(
+        model,
+        optimizer,
+        before=lambda step: change(model, optimizer, step - 1),
+        loss_of=mean_square(4, WIDTH),
+    )
 
 
 def layers() -> list[nn.Module]:
@@ -118,10 +121,8 @@ def test_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 
 def saved(build: Callable[[], Script], folder: Path, steps: int = 7) -> Script:
-    whole, checkpointer = started(build, folder=folder, every=1)
+    whole, checkpointer = trained(build, steps, folder=folder, every=1)
     with checkpointer:
-        checkpointer.restore()
-        train(whole, checkpointer, steps)
         checkpointer.wait()
     return whole
 

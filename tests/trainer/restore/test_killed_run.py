@@ -9,20 +9,7 @@ from tests.trainer.torch_limits import needs_fsdp2_on_cpus
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_gpt.py"
 STEPS, EVERY = 40, 4
-SMALL = [
-    "--steps",
-    str(STEPS),
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--batch",
-    "2",
-    "--context",
-    "16",
-    "--every",
-    str(EVERY),
-]
+SMALL = f"--steps {STEPS} --layers 1 --width 32 --batch 2 --context 16 --every {EVERY}".split()
 
 
 def run(lives: Lives, folder: Path, kill_at: int | None = None) -> Said:

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from tests.scripted_sidecar import ScriptedSidecar
-from tests.trainer.deltas.replaying import EQUAL, Script, outcome, started, survives_from_a_snapshot, train
+from tests.trainer.deltas.replaying import (
+    EQUAL,
+    Script,
+    loop,
+    mean_square,
+    outcome,
+    started,
+    survives_from_a_snapshot,
+    trained,
+)
 from tests.trainer.small_runs import same_bits
 from tiercheck.trainer.backends.backend import RestoreError
 from tiercheck.trainer.restore.load_hooks import has_load_hooks
@@ -136,15 +145,7 @@ def script(
 ) -> Script:
     model = wrap(kind())
     optimizer = AdamW(model.parameters(), lr=1e-2)
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.randn(4, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, loss_of=mean_square(4, WIDTH))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -169,10 +170,8 @@ def test_what_a_module_derives_is_there_after_deltas_were_replayed(
 
 
 def saved(build: Callable[[], Script], folder: Path) -> None:
-    whole, checkpointer = started(build, folder=folder, every=1)
+    _, checkpointer = trained(build, 2, folder=folder, every=1)
     with checkpointer:
-        checkpointer.restore()
-        train(whole, checkpointer, 2)
         checkpointer.wait()
 
 
@@ -250,10 +249,8 @@ def test_what_an_optimizer_derives_when_it_is_loaded_is_there_after_a_restore(
 
         return Script(found.model, [optimizer], update)
 
-    whole, checkpointer = started(build, folder=tmp_path, every=1)
+    whole, checkpointer = trained(build, 2, folder=tmp_path, every=1)
     with checkpointer:
-        checkpointer.restore()
-        train(whole, checkpointer, 2)
         checkpointer.wait()
     again, checkpointer = started(build, seed=1, folder=tmp_path)
     with checkpointer:

@@ -9,10 +9,7 @@ parallelism and optimizer with every failure, at every moment.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.lives import Lives
 from tests.trainer.restore.covering import covering, pairs
 from tests.trainer.torch_limits import (
     FSDP2_ON_CPUS,
@@ -29,7 +27,7 @@ from tests.trainer.torch_limits import (
     shards_by_fsdp2,
 )
 
-SCRIPT = Path(__file__).parent / "matrix_runs.py"
+SCRIPT = Path(__file__).with_name("matrix_runs.py")
 STEPS, EVERY = 8, 2
 LAST = 6
 """Newest version where nobody is killed: the run ended in step 7."""
@@ -198,23 +196,19 @@ class Plan:
         self.runs[whole]["watched"] += [*compared, *([STEPS] if then == case.begin else [])]
         return then, whole, self.add(resumed), killed
 
-    def carry_out(self, folder: Path) -> list[list[Any]]:
+    def carry_out(self, lives: Lives, folder: Path) -> list[list[Any]]:
         """What each rank of each run said."""
         file = folder / "runs.json"
         file.write_text(json.dumps(self.runs))
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(folder), str(file)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        return json.loads(done.stdout.splitlines()[-1])
+        ((line,),) = lives.run([], [SCRIPT, folder, file])
+        return line["said"]
 
 
-def carried_out(cases: Sequence[Case], plan: Plan, folder: Path) -> tuple[dict[Case, Found], list[list[Any]]]:
+def carried_out(
+    cases: Sequence[Case], plan: Plan, lives: Lives, folder: Path
+) -> tuple[dict[Case, Found], list[list[Any]]]:
     planned = {case: plan.case(case) for case in cases}
-    said = plan.carry_out(folder)
+    said = plan.carry_out(lives, folder)
     found = {
         case: Found(then, said[whole], said[resumed], None if killed is None else said[killed])
         for case, (then, whole, resumed, killed) in planned.items()
@@ -223,7 +217,9 @@ def carried_out(cases: Sequence[Case], plan: Plan, folder: Path) -> tuple[dict[C
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Case, Found], list[list[Any]]]:
+def found(
+    lives: Lives, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[Case, Found], list[list[Any]]]:
     """Every case, and the stages of the run that changes its mesh as NAMED."""
     plan = Plan()
     for number, mesh in enumerate(NAMED if all(map(runs_here, NAMED)) else ()):
@@ -237,7 +233,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Case, Found], 
         }
         run |= {"steps": steps, "watched": [steps]}
         plan.add({**run, "after": number - 1, "reseeded": True} if number else run)
-    return carried_out(CASES, plan, tmp_path_factory.mktemp("matrix"))
+    return carried_out(CASES, plan, lives, tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.mark.timeout(900)  # whichever test comes first runs all of them
@@ -265,11 +261,11 @@ def test_fsdp_on_4_ranks_goes_on_with_2_then_with_tensor_parallelism_and_back(
 
 @pytest.mark.extended
 @pytest.mark.timeout(3000)
-def test_every_bit_comes_back_from_every_mesh_to_every_other(tmp_path: Path) -> None:
+def test_every_bit_comes_back_from_every_mesh_to_every_other(lives: Lives, tmp_path: Path) -> None:
     """And each parallelism and optimizer with each failure, at each moment."""
     together = [*pairs(5), (0, 1, 3)]
     cases = [Case(*values) for values in covering(MORE_AXES, possible, together)]
-    found, _ = carried_out(cases, Plan(), tmp_path)
+    found, _ = carried_out(cases, Plan(), lives, tmp_path)
     wrong = {}
     for case, one in found.items():
         try:

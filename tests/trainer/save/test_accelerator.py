@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
-from tests.trainer.deltas.replaying import EQUAL, TOLD, Script, outcome, started, survives, train
+from tests.trainer.deltas.replaying import (
+    EQUAL,
+    TOLD,
+    Script,
+    loop,
+    mean_square,
+    outcome,
+    started,
+    survives,
+    train,
+    trained,
+)
 from tests.trainer.lazy_device import LazyDevice
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.deltas import watch
@@ -43,15 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LazyDevice:
 def build() -> Script:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.randn(8, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, loss_of=mean_square(8, WIDTH))
 
 
 def test_snapshots_and_deltas_come_back_exactly(delta_sidecar: ScriptedSidecar, device: LazyDevice) -> None:
@@ -81,10 +84,8 @@ def test_training_waits_for_no_copy_and_its_updates_come_after_them(
 def test_every_update_waits_for_a_copy_that_is_still_on_its_way_because_each_may_be_in_a_stream_of_its_own(
     delta_sidecar: ScriptedSidecar, device: LazyDevice
 ) -> None:
-    script, checkpointer = started(build)
+    script, checkpointer = trained(build, 11)
     with checkpointer:
-        checkpointer.restore()
-        train(script, checkpointer, 11)
         assert checkpointer.wait(DEADLINE)
         device.streams = 2
         device.running.clear()
@@ -191,10 +192,8 @@ def test_poisoned_state_never_becomes_a_snapshot(tmp_path: Path, where: str, val
 
 
 def test_poisoned_gradient_never_becomes_a_delta(delta_sidecar: ScriptedSidecar) -> None:
-    script, checkpointer = started(build)
+    script, checkpointer = trained(build, 5)
     with checkpointer:
-        checkpointer.restore()
-        train(script, checkpointer, 5)
         assert checkpointer.wait(DEADLINE)
         hook = script.model[0].weight.register_hook(lambda gradient: gradient.clone().fill_(float("nan")))
         script.update()
@@ -230,15 +229,7 @@ def test_restore_brings_every_byte_through_windows_of_any_size(
     def small() -> Script:
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width).bfloat16())
         optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
-
-        def update() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model[0](torch.randn(4, width)).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return Script(model, [optimizer], update)
+        return loop(model, optimizer, loss_of=lambda model: mean_square(4, width)(model[0]))
 
     script, checkpointer = started(small, folder=tmp_path, every=1)
     with checkpointer:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from tests.trainer.small_runs import Run, adamw, same_bits
 from tiercheck import Checkpointer
+from tiercheck.trainer.backends.folder_backend import FolderBackend
 from tiercheck.trainer.save import staging
+from tiercheck.trainer.save.snapshot import SnapshotJob
+from tiercheck.trainer.save.staging import Crew, copy_tensor
 
 DEADLINE = 30.0
 
@@ -158,3 +163,117 @@ def test_minus_infinity_in_a_mask_buffer_is_no_poison(tmp_path: Path) -> None:
         optimizer.step()
         checkpointer.step()
     assert checkpointer.captured == 1
+
+
+def pairs(count: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.zeros(1000), torch.randn(1000)) for _ in range(count)]
+
+
+def test_thread_that_waits_takes_over_what_the_other_has_not_begun() -> None:
+    work = pairs(10)
+    held, begun = threading.Event(), threading.Event()
+    done_by: list[str] = []
+
+    def copy(target: Tensor, source: Tensor) -> None:
+        me = threading.current_thread().name
+        if me == "saver":
+            begun.set()
+            held.wait(DEADLINE)
+        copy_tensor(target, source)
+        done_by.append(me)
+
+    crew = Crew(work, copy)
+    saver = threading.Thread(target=crew.join, name="saver")
+    saver.start()
+    assert begun.wait(DEADLINE)
+    crew.help()
+    assert len(done_by) == 9, "all but the piece that the saver is at"
+    held.set()
+    saver.join(DEADLINE)
+    assert done_by.count("saver") == 1
+    assert all(torch.equal(target, source) for target, source in work)
+
+
+def test_join_waits_for_the_piece_that_a_helper_is_at() -> None:
+    work = pairs(2)
+    held, begun = threading.Event(), threading.Event()
+
+    def copy(target: Tensor, source: Tensor) -> None:
+        if threading.current_thread().name == "helper":
+            begun.set()
+            held.wait(DEADLINE)
+        copy_tensor(target, source)
+
+    crew = Crew(work, copy)
+    helper = threading.Thread(target=crew.help, name="helper")
+    helper.start()
+    assert begun.wait(DEADLINE)
+    joined = threading.Thread(target=crew.join)
+    joined.start()
+    assert not torch.equal(*work[0])
+    held.set()
+    joined.join(DEADLINE)
+    assert not joined.is_alive()
+    assert all(torch.equal(target, source) for target, source in work)
+    helper.join(DEADLINE)
+
+
+def test_failure_of_a_helper_is_told_to_the_one_that_joins() -> None:
+    def copy(target: Tensor, source: Tensor) -> None:
+        raise RuntimeError("no such memory")
+
+    crew = Crew(pairs(3), copy)
+    crew.help()
+    with pytest.raises(RuntimeError, match="no such memory"):
+        crew.join()
+
+
+STEPS = 6
+
+
+def failing(times: int, real: Callable[..., Any]) -> tuple[Callable[..., Any], threading.Event]:
+    """`real`, of which the first calls fail in a way that nobody thought of; and whether all of these are
+    over."""
+    left, over = iter(range(times)), threading.Event()
+
+    def sometimes(*given: Any, **more: Any) -> Any:
+        for _ in left:
+            raise RuntimeError("nobody thought of it")
+        over.set()
+        return real(*given, **more)
+
+    return sometimes, over
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "skipped"),
+    [
+        (FolderBackend, "flush", 0),
+        (SnapshotJob, "__init__", 3),
+        (SnapshotJob, "finish", 3),
+        (FolderBackend, "begin", 3),
+    ],
+)
+def test_saving_goes_on_after_what_nobody_thought_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, skipped: int
+) -> None:
+    body, over = failing(3, getattr(owner, name))
+    monkeypatch.setattr(owner, name, body)
+    run = Run(adamw, tmp_path)
+    if name == "flush":
+        assert over.wait(DEADLINE), "the idle thread has died three times, and lives"
+    for _ in range(STEPS):
+        train_a_step(run)
+    assert run.checkpointer.captured >= STEPS - skipped
+    run.checkpointer.close()
+    offer = FolderBackend(tmp_path, 0, 1, keep=2).find()
+    assert offer is not None
+    assert offer.version.step == STEPS
+
+
+def train_a_step(run: Run) -> None:
+    """Never waits for more than the deadline."""
+    done = threading.Thread(target=lambda: (run.train(1), run.checkpointer.wait(DEADLINE)), daemon=True)
+    done.start()
+    done.join(DEADLINE)
+    assert not done.is_alive(), "training waits for ever"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.scripted_sidecar import ScriptedSidecar
-from tests.trainer.deltas.replaying import Script
+from tests.trainer.deltas.replaying import Script, loop, mean_square
 from tests.trainer.small_runs import same_bits
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
@@ -64,15 +64,7 @@ def script(base: nn.Module) -> Script:
     model = Adapted(base)
     trained = [*model.down.parameters(), *model.up.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-
-    def update() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.randn(4, WIDTH)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Script(model, [optimizer], update)
+    return loop(model, optimizer, loss_of=lambda model: mean_square(4, WIDTH)(model).float())
 
 
 def started(
