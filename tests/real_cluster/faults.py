@@ -143,6 +143,8 @@ def mend_nodes(testbed: Testbed) -> bool:
             testbed.power_on(node)
         if testbed.processes.pid(f"{node.name}-containerd") is None:
             node.start_containerd()
+        if not testbed.kubectl("get", "node", node.name, "--ignore-not-found"):
+            node.kill_kubelet()  # it registers its node when it starts, and never again
         if testbed.processes.pid(f"{node.name}-kubelet") is None:
             node.start_kubelet()
         wait_for(lambda node=node: testbed.is_ready(node), 120, f"{node.name} to be Ready")

@@ -84,7 +84,9 @@ def _silent_too(obs: Observation, pod: PodView) -> bool:
     """For long enough, without a step of training, while others answer: else it is we who are cut off."""
     known, patience = obs.reports.get(pod.uid), obs.patience
     if known is None:
-        return True  # it never had an address
+        # It never had an address. After an outage of the API server nodes turn not ready one after the other,
+        # and are ready again with their kubelets' next word.
+        return obs.now - (pod.housed_since or obs.now) > patience.silent
     if known.silent_since is None:
         return False  # not asked yet
     seconds = obs.now - known.silent_since

@@ -371,6 +371,21 @@ def test_nodes_that_are_all_not_ready_and_all_silent_are_not_given_up_because_it
     assert world.deleted == []
 
 
+def test_new_pod_on_the_first_node_to_turn_not_ready_after_an_outage_of_the_api_server_is_left() -> None:
+    """Kubernetes marks all nodes in the same second, and watches tell of one after the other."""
+    world = watched(node_grace=40)
+    for name in world.nodes:
+        world.stop_kubelet(name)
+    world.evict(world.member(3))
+    world.train(17)
+    new = world.pods[world.member(3)]
+    assert new.node is not None
+    assert new.ip is None
+    world.nodes[new.node] = replace(world.nodes[new.node], lost="node is not ready (NodeStatusUnknown)")
+    assert why_lost(world.observe(), new) == ""
+    assert why_lost(replace(world.observe(), now=world.now + 60.0), new), "it lasts"
+
+
 def test_node_that_dies_before_the_first_attempt_holds_nobody_up() -> None:
     world = World(make_spec(workers=2))
     world.heartbeats, world.node_grace, world.start_seconds = True, 40, 5
