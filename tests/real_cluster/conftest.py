@@ -94,11 +94,12 @@ def unhurt(stage: Stage, losses: LossReader) -> UnhurtRun:
 def healed(stage: Stage) -> Iterator[Testbed]:
     """Whatever a test broke is well again before the next one."""
     import faults
-    from stage import SYSTEM
+    from stage import SYSTEM, label_nodes
 
     yield stage.testbed
     stage.s3.go_on()
     if faults.mend_nodes(stage.testbed):
+        label_nodes(stage.testbed)
         # Elsewhere nodes do not fail every minute. The operator prefers others for a while, and has forgotten
         # that anew.
         stage.testbed.kubectl("-n", SYSTEM, "rollout", "restart", "deployment/tiercheck-operator")
