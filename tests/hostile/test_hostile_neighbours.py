@@ -1,11 +1,7 @@
-"""Neighbours who mean harm change nothing of mine, and the real operator stays well.
-
-Nothing of mine changes, and the operator stays well.
-"""
+"""Neighbours who mean harm change nothing of mine, and the real operator stays well."""
 
 from __future__ import annotations
 
-import copy
 import sys
 import urllib.error
 import urllib.request
@@ -152,28 +148,27 @@ def compared(cluster: LocalCluster) -> int:
     return int(sum(float(line.rpartition(" ")[2]) for line in wanted)) // 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "path", "suffix"), [("Service", "services", ""), ("Secret", "secrets", "-credentials")]
-)
-def test_namesake_of_what_a_job_owns_is_left_as_it_is_and_the_job_says_so(
-    cluster: LocalCluster, kind: str, path: str, suffix: str
-) -> None:
-    name = f"named-{kind.lower()}"
-    theirs: Object = {
-        "apiVersion": "v1",
-        "kind": kind,
-        "metadata": {"name": name + suffix, "namespace": "default"},
-    }
-    theirs |= {"spec": {"ports": [{"port": 80}]}} if kind == "Service" else {"data": {}}
-    cluster.apply(copy.deepcopy(theirs))
-    where = f"{CORE.format('default')}/{path}/{name}{suffix}"
-    version = cluster.api.request("GET", where)["metadata"]["resourceVersion"]
+def test_namesake_of_what_a_job_owns_is_left_as_it_is_and_the_job_says_so(cluster: LocalCluster) -> None:
+    mine = [("Service", "services", "", "spec", {"ports": [{"port": 80}]})]
+    mine.append(("Secret", "secrets", "-credentials", "data", {}))
+    versions: dict[str, str] = {}
+    for kind, path, suffix, key, content in mine:
+        name = f"named-{kind.lower()}{suffix}"
+        metadata = {"name": name, "namespace": "default"}
+        cluster.apply({"apiVersion": "v1", "kind": kind, "metadata": metadata, key: content})
+        where = f"{CORE.format('default')}/{path}/{name}"
+        versions[where] = cluster.api.request("GET", where)["metadata"]["resourceVersion"]
     operator = cluster.start_operator(QUICK)
     try:
-        cluster.apply(job(name))
-        cluster.wait_for(lambda: "not this job's" in refused(cluster, name), DEADLINE, "the job to say so")
-        assert f"{kind} {name}{suffix}" in refused(cluster, name)
-        assert cluster.api.request("GET", where)["metadata"]["resourceVersion"] == version
+        for kind, _, suffix, *_ in mine:
+            name = f"named-{kind.lower()}"
+            cluster.apply(job(name))
+            cluster.wait_for(
+                lambda name=name: "not this job's" in refused(cluster, name), DEADLINE, "the job to say so"
+            )
+            assert f"{kind} {name}{suffix}" in refused(cluster, name)
+        for where, version in versions.items():
+            assert cluster.api.request("GET", where)["metadata"]["resourceVersion"] == version
     finally:
         operator.terminate()
         operator.wait()

@@ -36,10 +36,6 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
         yield started
 
 
-def resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-
-
 def bomb(number: int, junk: str) -> bytes:
     raw = job(f"bomb{number}", "hostile", suspend=True)
     raw["metadata"] |= {"uid": raw["metadata"]["name"], "resourceVersion": "2", "generation": 1}
@@ -69,7 +65,7 @@ def test_operator_stays_small_and_serves_the_others_beside_fifty_jobs_of_any_sha
         def served() -> bool:
             nonlocal largest
             assert operator.poll() is None
-            largest = max(largest, resident(operator.pid))
+            largest = max(largest, int(Path(f"/proc/{operator.pid}/statm").read_text().split()[1]) * 4096)
             owners = len(told) >= MANY
             return len(pods(cluster, uid["metadata"]["uid"])) == 2 and (owners or not every_owner_is_told)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import xxhash
 
+from tests.sidecar.remote.remote_places import sealed
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
 from tiercheck.protocol.version import Version
@@ -56,11 +56,10 @@ class Shared:
     """A directory with one version of one rank, and a folder outside it that a link may lead to."""
 
     def __init__(self, path: Path) -> None:
-        self.root, self.outside, self.slot = path / "shared", path / "outside", path / "slot"
+        self.root, self.outside = path / "shared", path / "outside"
         self.root.mkdir()
         self.folder = self.root / JOB
-        self.slot.write_bytes(b"state")
-        self.digests = Digests(5, 5, (xxhash.xxh3_128_hexdigest(b"state"),))
+        self.slot, self.digests = sealed(path)
         settings = json.dumps({"directory": {"path": str(self.root)}})
         self.store: RemoteStore = open_store(settings, JOB, Claimant("cluster", "uid"))
         self.artifact = self.store.put_artifact(0, VERSION, self.slot, self.digests, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import kopf
 import pytest
@@ -16,10 +16,12 @@ from tiercheck_operator.app import Operator
 from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.attach.owners import Owner, Unattachable
 from tiercheck_operator.config import Config
-from tiercheck_operator.kubernetes.client import fill
+from tiercheck_operator.kubernetes.client import ApiFailure, Kube, fill
 from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.watches import ClusterView, Strange
 from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod
+from tiercheck_operator.model.saved_placement import SavedPlacement
 
 Object = dict[str, Any]
 MINE = pod(up(0))
@@ -259,3 +261,47 @@ def test_owner_is_looked_up_where_workloads_are_and_nowhere_else(owner: Owner) -
     assert path.startswith("/apis/batch/")
     assert path.split("/")[4:7] == ["namespaces", "mine", "jobs"]
     assert ".." not in path.split("/")
+
+
+# Namesakes of a placement's ConfigMap
+
+
+JOB = parse_job(
+    {
+        "metadata": {"name": "j", "namespace": "default", "uid": "u"},
+        "spec": {"workers": 1, "template": {"spec": {}}},
+    }
+)
+
+
+class Server:
+    """Has one ConfigMap."""
+
+    def __init__(self, owners: list[dict[str, Any]]) -> None:
+        self.found = {"metadata": {"name": "j-placement", "ownerReferences": owners}, "data": {"mine": "yes"}}
+        self.replaced = 0
+
+    async def create(self, path: str, body: dict[str, Any], **names: str) -> dict[str, Any]:
+        raise ApiFailure(409, "exists")
+
+    async def get(self, path: str, **names: str) -> dict[str, Any]:
+        return self.found
+
+    async def replace(self, path: str, body: dict[str, Any], **names: str) -> dict[str, Any]:
+        self.replaced += 1
+        return body
+
+
+async def test_placement_of_somebody_else_is_left_as_it_is() -> None:
+    server = Server([{"uid": "another"}])
+    belongings = Belongings(cast(Kube, server))
+    with pytest.raises(ApiFailure, match="j-placement is not this job's") as refused:
+        await belongings.save_placement(JOB, SavedPlacement(1, ()))
+    assert refused.value.refused, "said in the job's status"
+    assert (server.replaced, belongings.placement) == (0, None)
+
+
+async def test_placement_of_the_job_itself_is_written_anew() -> None:
+    server = Server([{"uid": "u"}])
+    await Belongings(cast(Kube, server)).save_placement(JOB, SavedPlacement(1, ()))
+    assert server.replaced == 1

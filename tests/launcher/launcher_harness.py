@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.scripted_sidecar import DEADLINE, ScriptedSidecar
@@ -31,6 +31,21 @@ def order(attempt: int, phase: Phase, **changes: object) -> Order:
         "master_port": 29400,
     }
     return Order(attempt, phase, **{**values, **changes})  # type: ignore[arg-type]
+
+
+Launch = Callable[..., "Launched"]
+SLEEP = 'echo $$ "attempt $TIERCHECK_ATTEMPT"; exec sleep 600'
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+def released(launch: Launch, script: str, attempt: int = 1, **options: object) -> Launched:
+    """A launcher that was told at once to run this script."""
+    launched = launch(shell(script), **options)
+    launched.sidecar.say(order(attempt, Phase.RELEASE))
+    return launched
 
 
 class Launched:

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.launcher.launcher_harness import Launched, alive, order
+from tests.launcher.launcher_harness import Launch, Launched, alive, order
 from tests.scripted_sidecar import until
 from tiercheck.protocol.directive import HealthCheck, Phase
 from tiercheck.protocol.local import Order
 
-Launch = Callable[..., Launched]
-
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    running: list[Launched] = []
-
-    def start(command: Sequence[str], **options: object) -> Launched:
-        running.append(Launched(tmp_path, command, merge_errors=True, **options))  # type: ignore[arg-type]
-        return running[-1]
-
-    yield start
-    for launched in running:
-        launched.end()
+def launch(launch: Launch) -> Launch:
+    return partial(launch, merge_errors=True)
 
 
 def checked(attempt: int, script: str, phase: Phase = Phase.HOLD, seconds: float = 600.0) -> Order:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
-from tests.launcher.launcher_harness import Launched, order
+from tests.launcher.launcher_harness import Launch, order, released
 from tiercheck.launcher import output as output_module
 from tiercheck.launcher.output import RelayedOutput
 from tiercheck.protocol.directive import Phase
-
-Launch = Callable[[str], Launched]
 
 TORCHRUN = """\
 Traceback (most recent call last):
@@ -28,18 +24,8 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    running: list[Launched] = []
-
-    def start(script: str) -> Launched:
-        command: Sequence[str] = ["sh", "-c", script]
-        running.append(Launched(tmp_path, command, merge_errors=True, cleared="TIERCHECK_WARM"))
-        running[-1].sidecar.say(order(1, Phase.RELEASE))
-        return running[-1]
-
-    yield start
-    for launched in running:
-        launched.end()
+def launch(launch: Launch) -> Launch:
+    return lambda script: released(launch, script, merge_errors=True, cleared="TIERCHECK_WARM")
 
 
 def test_last_lines_of_stderr_come_with_the_exit_code_and_reach_the_log(launch: Launch) -> None:

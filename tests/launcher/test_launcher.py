@@ -6,39 +6,19 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launcher.launcher_harness import Launched, alive, order
+from tests.launcher.launcher_harness import SLEEP, Launch, Launched, alive, order, released, shell
 from tests.scripted_sidecar import until
 from tiercheck.launcher import app
 from tiercheck.launcher.environment import command_environment
 from tiercheck.protocol.directive import Phase
 from tiercheck_sidecar.install_library import install
 
-Launch = Callable[..., Launched]
-
-SLEEP = 'echo $$ "attempt $TIERCHECK_ATTEMPT"; exec sleep 600'
 STUBBORN = 'trap "" TERM; echo $$; while :; do sleep 600; done'
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    running: list[Launched] = []
-
-    def start(command: Sequence[str], **options: object) -> Launched:
-        running.append(Launched(tmp_path, command, **options))  # type: ignore[arg-type]
-        return running[-1]
-
-    yield start
-    for launched in running:
-        launched.end()
-
-
-def shell(script: str) -> list[str]:
-    return ["sh", "-c", script]
 
 
 def test_command_waits_for_release(launch: Launch) -> None:
@@ -62,8 +42,7 @@ def test_released_twice_is_started_once(launch: Launch) -> None:
 
 
 def test_newer_attempt_stops_the_command_and_starts_it_again_in_place(launch: Launch) -> None:
-    launched = launch(shell(SLEEP))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, SLEEP)
     first = int(launched.line().split()[0])
     launched.sidecar.say(order(2, Phase.HOLD))
     launched.sidecar.hears("idle", 2)
@@ -114,8 +93,7 @@ def test_command_sees_the_variables_of_its_container_with_the_library_in_front(
 
 
 def test_order_of_an_older_attempt_is_ignored(launch: Launch) -> None:
-    launched = launch(shell(SLEEP))
-    launched.sidecar.say(order(2, Phase.RELEASE))
+    launched = released(launch, SLEEP, 2)
     pid = int(launched.line().split()[0])
     launched.sidecar.say(order(1, Phase.FINISH))
     launched.sidecar.say(order(3, Phase.HOLD))
@@ -124,8 +102,7 @@ def test_order_of_an_older_attempt_is_ignored(launch: Launch) -> None:
 
 
 def test_command_that_ignores_the_signal_is_killed(launch: Launch) -> None:
-    launched = launch(shell(STUBBORN), TIERCHECK_STOP_SECONDS="0.2")
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, STUBBORN, TIERCHECK_STOP_SECONDS="0.2")
     pid = int(launched.line())
     launched.sidecar.say(order(1, Phase.FINISH))
     assert launched.exit_code() == 0
@@ -138,8 +115,7 @@ def test_restart_costs_no_second_to_a_command_that_would_save_at_sigterm(
     """Where the next attempt begins is decided by then, so nothing that it could still save would be used."""
     saved = tmp_path / "saved"
     script = f'trap "touch {saved}; sleep 600" TERM; echo $$; while :; do sleep 0.05; done'
-    launched = launch(shell(script), TIERCHECK_STOP_SECONDS="600")
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, script, TIERCHECK_STOP_SECONDS="600")
     pid = int(launched.line())
     launched.sidecar.say(order(2, Phase.HOLD))
     launched.sidecar.hears("idle", 2)
@@ -167,24 +143,21 @@ def test_command_that_saves_at_the_end_of_the_pod_or_the_job_has_its_time(
 
 
 def test_everything_the_command_started_ends_with_it_even_in_another_session(launch: Launch) -> None:
-    launched = launch(shell("setsid sleep 600 & echo $!; exit 3"))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, "setsid sleep 600 & echo $!; exit 3")
     left = int(launched.line())
     assert launched.sidecar.hears("exited", 1).exit_code == 3
     assert not alive(left)
 
 
 def test_killed_launcher_takes_the_command_with_it(launch: Launch) -> None:
-    launched = launch(shell(SLEEP))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, SLEEP)
     pid = int(launched.line().split()[0])
     launched.signal(signal.SIGKILL)
     until(lambda: not alive(pid), "the command dies with its launcher")
 
 
 def test_orphans_are_reaped_so_that_no_zombie_stays(launch: Launch) -> None:
-    launched = launch(shell("(sh -c 'exit 0' & echo $!); exec sleep 600"))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, "(sh -c 'exit 0' & echo $!); exec sleep 600")
     orphan = int(launched.line())
     until(lambda: not Path(f"/proc/{orphan}").exists(), "the orphan is reaped")
 
@@ -201,8 +174,7 @@ def test_orphans_are_reaped_so_that_no_zombie_stays(launch: Launch) -> None:
 def test_end_of_the_command_is_told_and_the_launcher_waits_for_orders(
     launch: Launch, script: str, code: int, reason: str
 ) -> None:
-    launched = launch(shell(script))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, script)
     ended = launched.sidecar.hears("exited", 1)
     assert (ended.exit_code, ended.reason) == (code, reason)
     assert launched.process.poll() is None
@@ -213,8 +185,7 @@ def test_end_of_the_command_is_told_and_the_launcher_waits_for_orders(
 
 
 def test_finish_stops_a_running_command_and_the_container_succeeds(launch: Launch) -> None:
-    launched = launch(shell(SLEEP))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, SLEEP)
     pid = int(launched.line().split()[0])
     launched.sidecar.say(order(1, Phase.FINISH))
     assert launched.exit_code() == 0
@@ -225,8 +196,7 @@ def test_finish_stops_a_running_command_and_the_container_succeeds(launch: Launc
 def test_signal_reaches_the_command_and_its_exit_code_is_the_containers(
     launch: Launch, number: signal.Signals
 ) -> None:
-    launched = launch(shell('trap "exit 23" TERM INT; echo ready; while :; do sleep 0.05; done'))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, 'trap "exit 23" TERM INT; echo ready; while :; do sleep 0.05; done')
     assert launched.line() == "ready"
     launched.signal(number)
     assert launched.exit_code() == 23
@@ -268,8 +238,7 @@ def test_launcher_waits_for_a_sidecar_that_comes_late(launch: Launch, tmp_path: 
 
 
 def test_sidecar_restarts_and_the_command_runs_on_and_is_told_again(launch: Launch) -> None:
-    launched = launch(shell(SLEEP))
-    launched.sidecar.say(order(4, Phase.RELEASE))
+    launched = released(launch, SLEEP, 4)
     pid = int(launched.line().split()[0])
     launched.sidecar.hears("started", 4)
     launched.sidecar.restart()
@@ -323,8 +292,7 @@ sys.exit(app.main(sys.argv[1:]))
 
 
 def test_fault_of_its_own_ends_no_running_command(launch: Launch) -> None:
-    launched = launch(shell(SLEEP), program=("-c", FAILS_ITSELF), merge_errors=True)
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, SLEEP, program=("-c", FAILS_ITSELF), merge_errors=True)
     pid = int(launched.line().split()[0])
     launched.sidecar.hears("started", 1)
     launched.sidecar.say(order(1, Phase.RELEASE))
@@ -345,8 +313,7 @@ def test_fault_of_its_own_ends_no_running_command(launch: Launch) -> None:
 def test_command_that_ends_while_the_sidecar_is_away_is_told_afterwards(
     launch: Launch, tmp_path: Path
 ) -> None:
-    launched = launch(shell(f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.02; done; exit 5'))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, f'while [ ! -e "{tmp_path}/go" ]; do sleep 0.02; done; exit 5')
     launched.sidecar.hears("started", 1)
     launched.sidecar.stop()
     (tmp_path / "go").touch()
@@ -355,8 +322,7 @@ def test_command_that_ends_while_the_sidecar_is_away_is_told_afterwards(
 
 
 def test_restarted_container_does_not_run_the_same_attempt_twice(launch: Launch) -> None:
-    launched = launch(shell(SLEEP))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, SLEEP)
     launched.sidecar.hears("started", 1)
     launched.signal(signal.SIGKILL)
     launched.exit_code()
@@ -461,10 +427,9 @@ def test_kill_for_want_of_memory_is_told_from_others_with_numbers(
     launch: Launch, tmp_path: Path, script: str
 ) -> None:
     seen = cgroup(tmp_path / "cgroup", kills=2, memory_max="68719476736\n", memory_peak="68719476000\n")
-    launched = launch(
-        shell(f"echo oom_kill 3 > {seen}/memory.events; {script}"), TIERCHECK_CGROUP_DIR=str(seen)
+    launched = released(
+        launch, f"echo oom_kill 3 > {seen}/memory.events; {script}", TIERCHECK_CGROUP_DIR=str(seen)
     )
-    launched.sidecar.say(order(1, Phase.RELEASE))
     event = launched.sidecar.hears("exited", 1)
     assert event.reason == "OOMKilled"
     assert "ended 1 of its processes" in event.message
@@ -473,11 +438,11 @@ def test_kill_for_want_of_memory_is_told_from_others_with_numbers(
 
 def test_kill_of_an_earlier_command_is_not_that_of_the_next(launch: Launch, tmp_path: Path) -> None:
     seen = cgroup(tmp_path / "cgroup", kills=0, memory_max="max\n")
-    launched = launch(
-        shell(f"[ $TIERCHECK_ATTEMPT = 1 ] && echo oom_kill 1 > {seen}/memory.events; kill -9 $$"),
+    launched = released(
+        launch,
+        f"[ $TIERCHECK_ATTEMPT = 1 ] && echo oom_kill 1 > {seen}/memory.events; kill -9 $$",
         TIERCHECK_CGROUP_DIR=str(seen),
     )
-    launched.sidecar.say(order(1, Phase.RELEASE))
     assert launched.sidecar.hears("exited", 1).reason == "OOMKilled"
     launched.sidecar.say(order(2, Phase.RELEASE))
     assert launched.sidecar.hears("exited", 2).reason == "Signalled"
@@ -497,8 +462,7 @@ stuck_in_a_collective()
 def test_hung_command_is_asked_for_its_stacks_once_and_lives_on(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "hang.py").write_text(HANGING.replace("\\\\n", "\\n"))
     log = tmp_path / "stderr"
-    launched = launch(shell(f"{sys.executable} {tmp_path}/hang.py 2> {log}"))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, f"{sys.executable} {tmp_path}/hang.py 2> {log}")
     assert launched.line() == "ready"
     for _ in range(2):
         launched.sidecar.say(order(1, Phase.RELEASE, dump_stacks=True))
@@ -510,8 +474,7 @@ def test_hung_command_is_asked_for_its_stacks_once_and_lives_on(launch: Launch, 
 
 
 def test_process_that_does_not_know_the_question_is_not_asked(launch: Launch) -> None:
-    launched = launch(shell("echo here; exec sleep 600"))
-    launched.sidecar.say(order(1, Phase.RELEASE))
+    launched = released(launch, "echo here; exec sleep 600")
     launched.line()
     launched.sidecar.say(order(1, Phase.RELEASE, dump_stacks=True))
     launched.sidecar.say(order(2, Phase.HOLD))

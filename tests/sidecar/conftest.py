@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.sidecar.stations import Stations
-from tests.sidecar.world import World
+from tests.sidecar.parity.group import Group, MakeJob
+from tests.sidecar.stations import MakeStations, Stations
+from tests.sidecar.world import MakeWorld, World
 
 
 @pytest.fixture
@@ -24,15 +26,13 @@ def memory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def make_world(memory: Path) -> Iterator[Callable[..., World]]:
+def make_world(memory: Path) -> Iterator[MakeWorld]:
     """Builds worlds whose processes end with the test. Socket paths must be short, so not under tmp_path."""
     worlds: list[World] = []
 
-    def build(**options: Any) -> World:
-        root = Path(tempfile.mkdtemp(prefix="tc-"))
-        world = World(root, memory / str(len(worlds)), **options)
-        worlds.append(world)
-        return world
+    def build(kind: Callable[..., World] = World, **options: Any) -> World:
+        worlds.append(kind(Path(tempfile.mkdtemp(prefix="tc-")), memory / str(len(worlds)), **options))
+        return worlds[-1]
 
     yield build
     for world in worlds:
@@ -41,14 +41,20 @@ def make_world(memory: Path) -> Iterator[Callable[..., World]]:
 
 
 @pytest.fixture
-def stations(memory: Path) -> Iterator[Callable[..., Stations]]:
-    """Builds the exchange's ends of several sidecars, in this process; they end with the test."""
+def make_job(memory: Path) -> Iterator[MakeJob]:
+    """Builds groups of parity in this process, whose sidecars end with the test."""
     built: list[Stations] = []
 
-    def build(**options: int) -> Stations:
-        built.append(Stations(memory / str(len(built)), **options))
+    def build(kind: Callable[..., Stations] = Group, **options: int) -> Any:
+        built.append(kind(memory / str(len(built)), **options))
         return built[-1]
 
     yield build
     for job in built:
         job.close()
+
+
+@pytest.fixture
+def stations(make_job: MakeJob) -> MakeStations:
+    """Builds the exchange's ends of several sidecars, in this process; they end with the test."""
+    return partial(make_job, Stations)

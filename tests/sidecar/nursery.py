@@ -74,7 +74,7 @@ class Nursery:
         self,
         environment: Mapping[str, str],
         log: Path,
-        patience: Mapping[str, float] | None = None,
+        patience: Mapping[str, float | tuple[float, float]] | None = None,
         network: str = "",
     ) -> Process:
         """`patience`: seconds that its constants have in place of their own, by `module:name`. `network`: the

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tests import operator_key
+from tests.sidecar.values import config_of, directive_of
 from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
-from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
+from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
 from tiercheck_sidecar.app import Sidecar
@@ -25,13 +26,13 @@ from tiercheck_sidecar.exchange.network.interfaces import OwnAddress
 from tiercheck_sidecar.exchange.network.transport import TcpChannel
 from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.exchange.streams import Line
-from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity.rebuild import rebuild
+from tiercheck_sidecar.replicate.sender import Pushed, push
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import NOTHING
 
-TOKEN = "token"
+MakeStations = Callable[..., "Stations"]
 _NETWORKS = itertools.count(1)
 
 
@@ -90,21 +91,17 @@ class Stations:
     def directive(self, worker: int, policy: Policy) -> Directive:
         """Restored and released in the job's attempt."""
         after, before = (worker + 1) % self.workers, (worker - 1) % self.workers
-        return Directive(
-            job_uid=JOB_UID,
+        return directive_of(
             worker=worker,
             workers=self.workers,
             procs_per_worker=self.procs,
             attempt=self.attempt,
-            phase=Phase.RELEASE,
             history=self.history,
             policy=policy,
-            restore=None,
             holders=(self.peer(after),) if self.workers > 1 else (),
             hosted=(self.peer(before),) if self.workers > 1 else (),
             coordinator=self.peer(0),
             master_host=self.host(0),
-            master_port=29500,
             pod_uid=f"pod-{worker}",
             signature=operator_key.sign_attempt(JOB_UID, self.attempt).signature,
         )
@@ -126,20 +123,13 @@ class Station:
         self.job, self.worker = job, worker
         self.directory = job.memory / f"worker-{worker}-{job.lives[worker]}"
         self.sidecar = Sidecar(
-            SidecarConfig(
-                job="default/gpt",
-                job_uid=JOB_UID,
+            config_of(
+                self.directory,
                 worker=worker,
                 procs_per_worker=job.procs,
                 pod_uid=f"pod-{worker}",
                 pod_ip=job.host(worker),
-                memory_dir=self.directory,
                 memory_limit=job.limit,
-                run_dir=self.directory,
-                credentials_dir=self.directory,
-                remote=None,
-                token=TOKEN,
-                operator_public=operator_key.PUBLIC,
             ),
             lambda: job.own(worker),
         )
@@ -176,9 +166,11 @@ class Station:
             self.state.restore = RestoreReport(RestoreState.READY, None)
         self.state.bump()
 
-    def replicate(self) -> None:
-        """Begin to bring what is sealed here to the holder."""
+    def replicate(self, version: Version | None = None) -> None:
+        """Begin to bring what is sealed here to the holder, and name the snapshot to copy."""
         self.run("replicate")
+        if version is not None:
+            self.name(version)
 
     def name(self, version: Version | None, **more: Any) -> None:
         """The coordinator names the snapshot to copy."""
@@ -215,6 +207,11 @@ class Station:
 
     def line(self, worker: int) -> Line:
         return Line(lambda: self.connect(worker))
+
+    def push(self, seal: Seal, worker: int) -> Pushed:
+        """Bring the worker a copy, on a line of its own."""
+        with self.line(worker) as line:
+            return push(self.vault, seal, line)
 
     def dials(self, *workers: int) -> list[Dial]:
         return [Dial(worker, lambda worker=worker: self.connect(worker)) for worker in workers]  # type: ignore[misc]

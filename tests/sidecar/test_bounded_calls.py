@@ -1,7 +1,4 @@
-"""A call that brings nothing is left behind; one that brings something is waited for.
-
-Neither costs more than it holds.
-"""
+"""A call that brings nothing is left behind, and one that brings something is waited for."""
 
 from __future__ import annotations
 

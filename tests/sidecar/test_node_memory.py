@@ -11,15 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.sidecar.restore.test_restore import train, training
-from tests.sidecar.trainer.test_save_local import flip
-from tests.sidecar.world import World, until
+from tests.sidecar.restore.test_restore import training
+from tests.sidecar.world import MakeWorld, World, flip, until
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.node_memory import OWNER, FolderClaim, prepare, sweep, sweep_job
 from tiercheck_sidecar.vault import Vault
-
-MakeWorld = Callable[..., World]
 
 
 def slot(folder: Path, name: str) -> None:
@@ -148,7 +145,7 @@ def node_memory_world(make_world: MakeWorld) -> World:
 
 def test_recreated_pod_restores_from_its_nodes_memory(make_world: MakeWorld) -> None:
     world = node_memory_world(make_world)
-    train(world, 4)
+    world.train(4)
     world.kill(1)
     world.pods[1] = "pod-1-again"
     world.start(1)
@@ -157,12 +154,12 @@ def test_recreated_pod_restores_from_its_nodes_memory(make_world: MakeWorld) -> 
     world.begin(version, {0: (world.from_peer(1),), 1: (world.from_peer(0),)})
     (restored,) = world.report(1).restore.ranks
     assert restored.tier is Tier.LOCAL
-    train(world, 6, first=5)
+    world.train(6, first=5)
 
 
 def test_damaged_slot_in_node_memory_is_not_trusted(make_world: MakeWorld) -> None:
     world = node_memory_world(make_world)
-    train(world, 4)
+    world.train(4)
     world.kill(1)
     for path in (world.memory_dir(1) / "pod-1").glob("own-*.safetensors"):
         if path.with_name(path.name + ".seal").exists():
@@ -177,7 +174,7 @@ def test_damaged_slot_in_node_memory_is_not_trusted(make_world: MakeWorld) -> No
 
 def test_job_that_is_over_leaves_nothing_and_one_that_only_lost_a_pod_does(make_world: MakeWorld) -> None:
     world = node_memory_world(make_world)
-    train(world, 4)
+    world.train(4)
     world.terminate(1)
     assert names_in(world.memory_dir(1) / "pod-1"), "the pod may come back"
     world.direct(Phase.FINISH)

@@ -1,7 +1,4 @@
-"""Loops that die are begun again, or end the process when nothing else helps.
-
-Connections only end themselves.
-"""
+"""Loops that die are begun again, or end the process; connections only end themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from tests.sidecar.exchange.test_exchange_fetch import copied
-from tests.sidecar.stations import Stations
+from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import DEADLINE, FakeLauncher, until
 from tiercheck import supervised
 from tiercheck.protocol.directive import NO_SOURCES, Phase, Restore, Source, Tier
@@ -36,7 +33,6 @@ from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.supervision import INTERNAL_ERROR, MOST_DEATHS, Threads, incoming
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 
-MakeStations = Callable[..., Stations]
 SECRET = "hvs.the-token-itself"
 
 
@@ -284,8 +280,7 @@ def test_lanes_that_got_no_thread_at_first_are_begun_later(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     seal = job[0].save(Version(5, 1), 100_000)
-    job[0].name(seal.version)
-    job[0].replicate()
+    job[0].replicate(seal.version)
     until(lambda: job[1].vault.find(Artifact(0, seal.version)), "copied")
     assert refused == {"snapshots-to-worker-1", "deltas-to-worker-1"}
     until(lambda: sorted(lanes()) == sorted(refused), "one each")

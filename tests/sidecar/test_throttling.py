@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.sidecar.world import World, until
+from tests.sidecar.world import MakeWorld, until
 from tiercheck_sidecar.throttling import CpuStat, ThrottleWatch, read_cpu_stat, spare_hands
-
-MakeWorld = Callable[..., World]
 
 V2 = (
     "usage_usec 5012\nuser_usec 4000\nsystem_usec 1012\nnr_periods {}\nnr_throttled {}\nthrottled_usec "

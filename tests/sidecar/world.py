@@ -14,10 +14,11 @@ import socket
 import ssl
 import struct
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from tests import operator_key
 from tests.sidecar.exchange.pod_networks import PodNetworks
@@ -35,6 +36,7 @@ from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.decoding import decode
 
 T = TypeVar("T")
+MakeWorld = Callable[..., "World"]
 DEADLINE = 40.0
 _HOSTS = itertools.count(1)
 JOB_UID = "uid-of-the-job"
@@ -44,13 +46,15 @@ COME_BACK = "tiercheck_sidecar.model.trainer_watch:COME_BACK_SECONDS"
 
 def until(condition: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
     """Wait for a condition. Fails with `what` at the deadline."""
-    end = time.monotonic() + deadline
+    end, pause = time.monotonic() + deadline, 0.01
     while True:
         value = condition()
         if value:
             return value
         assert time.monotonic() < end, f"in vain: {what}"
-        time.sleep(0.02)
+        time.sleep(pause)
+        # What is waited for shares the machine's few cores with whoever asks for it.
+        pause = min(0.1, 1.2 * pause)
 
 
 def write_credentials(folder: Path) -> str:
@@ -86,7 +90,7 @@ class World:
         """In place of the sidecars' own cgroup."""
         self.grace: int | None = None
         """Seconds between SIGTERM and SIGKILL that the sidecars are told."""
-        self.patience = {LAST_WORD: 0.1}
+        self.patience: dict[str, float | tuple[float, float]] = {LAST_WORD: 0.1}
         """Seconds that constants of the sidecars have in place of their own, by `module:name`."""
         self.on_one_host = False
         """Whether all are in the network of one node: then they have one address, and ports of their own."""
@@ -102,6 +106,7 @@ class World:
         self.attempt = 0
         self.policy = Policy(snapshot_every=1, remote_every=1_000_000, remote_keep=5)
         self._processes: dict[int, Process] = {}
+        self._kept: dict[int, http.client.HTTPConnection] = {}
         self._life = 0
 
     # Processes
@@ -163,6 +168,12 @@ class World:
         for worker in workers or range(self.workers):
             until(lambda worker=worker: self.is_ready(worker), f"sidecar {worker} is ready")
 
+    def launch(self) -> Self:
+        """Start every sidecar and begin the first attempt from scratch. Returns itself."""
+        self.start()
+        self.begin()
+        return self
+
     def is_ready(self, worker: int) -> bool:
         assert self._processes[worker].poll() is None, self.logs(worker)
         connection = http.client.HTTPConnection(self.host(worker), self.first_port(worker) + 2, timeout=5)
@@ -216,6 +227,8 @@ class World:
         return self._processes.pop(worker).wait(DEADLINE)
 
     def close(self) -> None:
+        for connection in self._kept.values():
+            connection.close()
         for process in self._processes.values():
             process.send_signal(signal.SIGCONT)
             process.kill()
@@ -234,31 +247,55 @@ class World:
         *,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """One call of the control API, as the operator makes it."""
-        context = ssl.create_default_context(cafile=str(self.root / "credentials" / "ca.crt"))
-        raw = socket.create_connection((self.host(worker), self.first_port(worker)), timeout=DEADLINE)
-        connection = http.client.HTTPConnection(self.host(worker), names.CONTROL_PORT)
+        """One call of the control API, as the operator makes it, on a connection of its own."""
+        connection = self._connect(worker)
         try:
-            connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
-            connection.request(
-                method,
-                path,
-                body,
-                {
-                    "Authorization": f"Bearer {self.token if token is None else token}",
-                    **operator_key.sign_pod(self.pods[worker]),
-                    **(headers or {}),
-                },
-            )
-            response = connection.getresponse()
-            return response.status, response.read()
+            return self._ask(connection, worker, method, path, body=body, token=token, headers=headers)
         finally:
             connection.close()
 
     def report(self, worker: int) -> Report:
-        status, body = self.call(worker, "GET", "/v1/report")
-        assert status == 200, body
-        return decode(body, Report)
+        """On a connection that is kept while it works: handshakes were most of what waiting cost."""
+        while True:
+            kept = self._kept.pop(worker, None)
+            connection = kept or self._connect(worker)
+            try:
+                status, body = self._ask(connection, worker, "GET", "/v1/report")
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                if kept is None:
+                    raise
+                continue  # the process at its other end is another by now
+            self._kept[worker] = connection
+            assert status == 200, body
+            return decode(body, Report)
+
+    def _connect(self, worker: int) -> http.client.HTTPConnection:
+        context = ssl.create_default_context(cafile=str(self.root / "credentials" / "ca.crt"))
+        raw = socket.create_connection((self.host(worker), self.first_port(worker)), timeout=DEADLINE)
+        connection = http.client.HTTPConnection(self.host(worker), names.CONTROL_PORT)
+        connection.sock = context.wrap_socket(raw, server_hostname=names.TLS_SERVER_NAME)
+        connection.auto_open = 0
+        return connection
+
+    def _ask(
+        self,
+        connection: http.client.HTTPConnection,
+        worker: int,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        token: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        shown = {
+            "Authorization": f"Bearer {self.token if token is None else token}",
+            **operator_key.sign_pod(self.pods[worker]),
+        }
+        connection.request(method, path, body, {**shown, **(headers or {})})
+        response = connection.getresponse()
+        return response.status, response.read()
 
     def new_attempt(self, version: Version | None = None) -> None:
         """Begin the next attempt, from `version` or from scratch."""
@@ -336,6 +373,47 @@ class World:
 
     def from_peer(self, worker: int) -> Source:
         return Source(Tier.PEER, self.peer(worker))
+
+    def reach(self, tier: str, version: Version, worker: int = 0) -> None:
+        """Wait until the worker knows that this version is complete in this tier."""
+        until(
+            lambda: getattr(self.report(worker).watermarks, tier) == version,
+            f"{version} is complete in tier {tier}, as worker {worker} knows",
+        )
+
+    def save_everywhere(self, *steps: int) -> None:
+        """Every rank captures each step, and all copies are made."""
+        with self.ranks() as ranks:
+            for step in steps:
+                for rank in ranks:
+                    until(lambda rank=rank, step=step: rank.save(step), f"a free slot for step {step}")
+                self.reach("peer", Version(step, self.attempt))
+
+    def train(self, last: int, first: int = 1, size: int = 300_000, delta: int = 40_000) -> None:
+        """Every rank saves a snapshot of the first step and a delta of each later one, and all of it is
+        copied.
+        """
+        with self.ranks(size, delta) as ranks:
+            for rank in ranks:
+                until(lambda rank=rank: rank.save(first), "a free slot")
+            for step in range(first + 1, last + 1):
+                for rank in ranks:
+                    until(lambda rank=rank, step=step: rank.save_delta(step, delta), f"a slot for {step}")
+            self.reach("local" if self.workers == 1 else "peer", Version(last, self.attempt))
+
+    def use_directory(self, every: int = 10, keep: int = 5) -> Path:
+        """Makes a shared directory the job's remote tier. Returns its path."""
+        store = self.root / "store"
+        store.mkdir()
+        self.remote = json.dumps({"directory": {"path": str(store)}})
+        self.policy = replace(self.policy, remote_every=every, remote_keep=keep)
+        return store
+
+    def metrics(self, worker: int = 0) -> str:
+        with urllib.request.urlopen(
+            f"http://{self.host(worker)}:{names.METRICS_PORT}/metrics", timeout=10
+        ) as answer:
+            return str(answer.read().decode())
 
     # Trainers
 
@@ -493,6 +571,15 @@ def content(rank: int, step: int, size: int) -> bytes:
     """Bytes that tell rank and step apart in every piece."""
     pattern = struct.pack("<QQ", rank + 1, step + 1) * 16 + os.urandom(0)
     return (pattern * (size // len(pattern) + 1))[:size]
+
+
+def flip(path: Path, offset: int) -> None:
+    """One bit of a file is not what it was."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        (octet,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([octet ^ 1]))
 
 
 def error_of(body: bytes) -> str:

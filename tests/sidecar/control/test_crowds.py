@@ -7,7 +7,7 @@ import http.client
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.operator_key import sign_pod
-from tests.sidecar.stations import Stations
-from tests.sidecar.world import World, write_credentials
+from tests.sidecar.stations import MakeStations, Stations
+from tests.sidecar.world import MakeWorld, write_credentials
 from tiercheck import connections
 from tiercheck.connections import Guest, Strangers, who_gives_way
 from tiercheck.protocol import names
@@ -31,7 +31,6 @@ from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.exchange import server
 from tiercheck_sidecar.model.peer_watch import named_addresses
 
-MakeStations = Callable[..., Stations]
 ROOM = 16
 
 
@@ -281,7 +280,7 @@ async def test_port_that_could_not_accept_for_a_while_accepts_again(
     assert failures == 0
 
 
-def test_strangers_on_the_metrics_port_keep_no_probe_out(make_world: Callable[..., World]) -> None:
+def test_strangers_on_the_metrics_port_keep_no_probe_out(make_world: MakeWorld) -> None:
     world = make_world()
     world.start()
     with ExitStack() as stack:

@@ -6,14 +6,13 @@ import dataclasses
 import gzip
 import socket
 import struct
-from collections.abc import Callable
 
 import pytest
 
 from tests.operator_key import sign_attempt
-from tests.sidecar.stations import Stations
+from tests.sidecar.stations import MakeStations
 from tests.sidecar.versions.reports import RankTiers, TierReport, tell
-from tests.sidecar.world import JOB_UID, World, error_of
+from tests.sidecar.world import JOB_UID, MakeWorld, error_of
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
@@ -24,8 +23,6 @@ from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 
-MakeWorld = Callable[..., World]
-MakeStations = Callable[..., Stations]
 SENSELESS = (
     b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"worker":1,"nonce":"\xff","proof":""}', b'{"x":' + b"[" * 6000,
         b'{"worker":' + b"9" * 5000 + b"}",

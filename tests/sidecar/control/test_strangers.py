@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from tests.operator_key import sign_pod
-from tests.sidecar.journeys.test_cluster import save_everywhere
-from tests.sidecar.stations import Stations, send_bytes
-from tests.sidecar.world import JOB_UID, World, content, error_of, layout, until
+from tests.sidecar.stations import MakeStations, send_bytes
+from tests.sidecar.values import image
+from tests.sidecar.world import JOB_UID, MakeWorld, World, error_of, layout, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.encoding import to_json
@@ -32,8 +31,6 @@ from tiercheck_sidecar.exchange.handshake import (
 )
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.tier_line import PATH
-
-MakeWorld = Callable[..., World]
 
 
 def identity(world: World, worker: int, token: str | None = None, job_uid: str = JOB_UID) -> Identity:
@@ -79,17 +76,13 @@ def test_certificate_is_of_the_jobs_own_authority(make_world: MakeWorld) -> None
 
 
 def test_exchange_refuses_a_caller_without_the_token(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
+    world = make_world(workers=2).launch()
     with pytest.raises(PeerRefused, match="does not know this job's token"):
         reach(world, identity(world, 1, token="guessed"), 1, 0)
 
 
 def test_exchange_refuses_a_caller_that_ignores_the_servers_proof(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
+    world = make_world(workers=2).launch()
     wire = Wire(socket.create_connection((world.host(0), names.EXCHANGE_PORT)))
     wire.send(CallerClaim(JOB_UID, 1, 1, "nonce"))
     challenge = wire.receive(Challenge)
@@ -118,20 +111,16 @@ def test_caller_recognises_a_server_without_the_token(make_world: MakeWorld) -> 
 
 
 def test_exchange_refuses_another_jobs_sidecar(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
+    world = make_world(workers=2).launch()
     with pytest.raises(PeerRefused, match="belongs to job"):
         reach(world, identity(world, 1, job_uid="recreated"), 1, 0)
 
 
 def test_partitioned_old_worker_is_refused_and_nothing_it_sends_is_readable(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
-    save_everywhere(world, 10)
+    world = make_world(workers=2).launch()
+    world.save_everywhere(10)
     early = reach(world, identity(world, 1), 1, 0)  # a connection from before the partition healed
-    artifact = image(1, Version(20, 1), 2)
+    artifact = image(1, Version(20, 1), layout(300_000), world_size=2)
     early.send(Ask("offer", 1, Version(20, 1), 2, digest(memoryview(artifact))))
     offered = early.receive(Say)
     assert offered.state == "send"
@@ -152,9 +141,7 @@ def test_partitioned_old_worker_is_refused_and_nothing_it_sends_is_readable(make
 
 
 def test_older_directive_is_refused(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     old = world.directive(0, Phase.HOLD)
     world.begin()
     status, body = world.send(0, old)
@@ -165,7 +152,7 @@ def test_older_directive_is_refused(make_world: MakeWorld) -> None:
     assert world.report(0).counters.refused_stale >= 1
 
 
-def test_verdict_of_an_older_attempt_is_not_followed(stations: Callable[..., Stations]) -> None:
+def test_verdict_of_an_older_attempt_is_not_followed(stations: MakeStations) -> None:
     job = stations(workers=2)
     job.next_attempt()
     state = job[1].state
@@ -182,9 +169,7 @@ def meant_for(report: Report, directive: Directive) -> bytes:
 def test_directive_that_arrives_after_a_later_one_of_its_attempt_is_refused_and_may_be_repeated(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     early = replace(world.directive(0, Phase.RELEASE), placement="one", revision="early")
     later = replace(early, placement="other", revision="later")
     known = world.report(0)
@@ -215,9 +200,7 @@ def test_directive_that_arrives_after_a_later_one_of_its_attempt_is_refused_and_
 
 
 def test_directive_for_the_process_that_was_there_before_is_refused(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     known, wanted = world.report(0), world.directive(0, Phase.RELEASE)
     world.kill(0)
     world.start(0)
@@ -230,10 +213,8 @@ def test_directive_for_the_process_that_was_there_before_is_refused(make_world: 
 
 
 def test_worker_pushing_someone_elses_rank_or_to_a_stranger_is_refused(make_world: MakeWorld) -> None:
-    world = make_world(workers=3)
-    world.start()
-    world.begin()
-    artifact = digest(memoryview(image(1, Version(5, 1), 3)))
+    world = make_world(workers=3).launch()
+    artifact = digest(memoryview(image(1, Version(5, 1), layout(300_000), world_size=3)))
     for sender, rank, wrong in ((2, 1, "not of worker 2"), (1, 1, "does not keep copies for worker 1")):
         wire = reach(world, identity(world, sender), 1, 0)
         wire.send(Ask("offer", rank, Version(5, 1), 3, artifact))
@@ -244,10 +225,8 @@ def test_worker_pushing_someone_elses_rank_or_to_a_stranger_is_refused(make_worl
 
 
 def test_bytes_that_are_not_the_artifact_they_claim_to_be_are_not_kept(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
-    lie = image(1, Version(6, 1), 2)
+    world = make_world(workers=2).launch()
+    lie = image(1, Version(6, 1), layout(300_000), world_size=2)
     wire = reach(world, identity(world, 1), 1, 0)
     wire.send(Ask("offer", 1, Version(5, 1), 2, digest(memoryview(lie))))
     said = wire.receive(Say)
@@ -262,10 +241,8 @@ def test_bytes_that_are_not_the_artifact_they_claim_to_be_are_not_kept(make_worl
 
 
 def test_damaged_chunk_is_named_and_not_acknowledged_until_it_is_good(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
-    good = image(1, Version(5, 1), 2)
+    world = make_world(workers=2).launch()
+    good = image(1, Version(5, 1), layout(300_000), world_size=2)
     bad = good[:100_000] + bytes([good[100_000] ^ 4]) + good[100_001:]
     wire = reach(world, identity(world, 1), 1, 0)
     wire.send(Ask("offer", 1, Version(5, 1), 2, digest(memoryview(good))))
@@ -282,21 +259,9 @@ def test_damaged_chunk_is_named_and_not_acknowledged_until_it_is_good(make_world
 
 
 def test_socket_refuses_ranks_of_other_workers(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
+    world = make_world(workers=2).launch()
     with world.rank(0) as rank:
         assert not rank.welcome.error
     stranger = world.rank(0, world_size=7)
     assert "the job has 2 ranks" in stranger.welcome.error
     stranger.close()
-
-
-def image(rank: int, version: Version, world_size: int, size: int = 300_000) -> bytes:
-    """A whole artifact as a trainer would have written it."""
-    plan = layout(size)
-    return (
-        plan.state_word
-        + plan.header(rank, version, world_size, {})
-        + content(rank, version.step, plan.size - plan.data_begin)
-    )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from tests.sidecar.stations import MeddledChannel, Station, Stations
+from tests.sidecar.stations import MakeStations, MeddledChannel, Station, Stations
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.exchange.fetch import FetchFailed, fetch, holdings
@@ -19,7 +18,6 @@ from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
 MIB = 1 << 20
 LARGE = 41 * MIB
-MakeStations = Callable[..., Stations]
 
 
 def copied(job: Stations, size: int = LARGE, kind: Kind = Kind.SNAPSHOT) -> tuple[Seal, Artifact, bytes]:

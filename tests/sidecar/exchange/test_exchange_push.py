@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.stations import Stations, send_bytes
+from tests.sidecar.stations import MakeStations, send_bytes
 from tests.sidecar.world import until
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
@@ -57,7 +57,7 @@ def offer(seal: Seal) -> Ask:
     return Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
 
 
-def test_copy_is_byte_for_byte_what_was_saved(stations: Callable[..., Stations]) -> None:
+def test_copy_is_byte_for_byte_what_was_saved(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     with job[0].line(1) as line:
@@ -68,7 +68,7 @@ def test_copy_is_byte_for_byte_what_was_saved(stations: Callable[..., Stations])
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
 
 
-def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: Callable[..., Stations]) -> None:
+def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: MakeStations) -> None:
     job = stations()
     job[0].save(Version(5, 1), 8 * MIB)
     seal = job[0].save(Version(6, 1), 5000, Kind.DELTA)
@@ -81,7 +81,7 @@ def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: Callable[
     assert not job[1].holds(Artifact(0, Version(6, 1), Kind.SNAPSHOT))
 
 
-def test_broken_stream_is_taken_up_where_it_stopped(stations: Callable[..., Stations]) -> None:
+def test_broken_stream_is_taken_up_where_it_stopped(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
 
@@ -96,7 +96,7 @@ def test_broken_stream_is_taken_up_where_it_stopped(stations: Callable[..., Stat
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
 
 
-def test_sender_that_comes_back_is_told_what_is_there(stations: Callable[..., Stations]) -> None:
+def test_sender_that_comes_back_is_told_what_is_there(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     content = job[0].content(seal, Tier.LOCAL)
@@ -117,7 +117,7 @@ def test_sender_that_comes_back_is_told_what_is_there(stations: Callable[..., St
         assert line.sent == sum(length_of(seal.digests, index) for index in (1, 2, 4))
 
 
-def test_stream_of_an_earlier_offer_that_joins_late_is_hung_up(stations: Callable[..., Stations]) -> None:
+def test_stream_of_an_earlier_offer_that_joins_late_is_hung_up(stations: MakeStations) -> None:
     """It might be at a chunk that its sender, which has given it up, sends anew."""
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
@@ -132,7 +132,7 @@ def test_stream_of_an_earlier_offer_that_joins_late_is_hung_up(stations: Callabl
         assert send_by_hand(second, seal, content, said.transfer, 0).state == "ok"
 
 
-def test_other_content_under_the_same_name_starts_over(stations: Callable[..., Stations]) -> None:
+def test_other_content_under_the_same_name_starts_over(stations: MakeStations) -> None:
     """A restarted worker may save the same version again; not one chunk of the two may be mixed."""
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
@@ -151,7 +151,7 @@ def test_other_content_under_the_same_name_starts_over(stations: Callable[..., S
     wire.close()
 
 
-def test_stream_of_before_cannot_write_once_its_sender_began_again(stations: Callable[..., Stations]) -> None:
+def test_stream_of_before_cannot_write_once_its_sender_began_again(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     old = job[0].connect(1)
@@ -161,14 +161,13 @@ def test_stream_of_before_cannot_write_once_its_sender_began_again(stations: Cal
     inbox = job[1].server.inbox
     transfer = until(lambda: inbox.find(said.transfer, 0), "offered")
     until(lambda: transfer.idle() == 0, "the stream is open")
-    with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+    assert job[0].push(seal, 1) is Pushed.KEPT
     with pytest.raises(WireBroken):
         old.receive(Say)
     old.close()
 
 
-def test_chunk_that_arrives_damaged_is_sent_again(stations: Callable[..., Stations]) -> None:
+def test_chunk_that_arrives_damaged_is_sent_again(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     content = job[0].content(seal, Tier.LOCAL)
@@ -190,7 +189,7 @@ def test_chunk_that_arrives_damaged_is_sent_again(stations: Callable[..., Statio
     assert job[1].content(seal, Tier.PEER) == content
 
 
-def test_copy_that_rotted_at_its_owner_is_never_acknowledged(stations: Callable[..., Stations]) -> None:
+def test_copy_that_rotted_at_its_owner_is_never_acknowledged(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     job[0].flip(seal, Tier.LOCAL, 3)
@@ -199,7 +198,7 @@ def test_copy_that_rotted_at_its_owner_is_never_acknowledged(stations: Callable[
     assert not job[1].holds(Artifact(0, seal.version))
 
 
-def test_idle_connection_that_the_holder_closed_costs_nothing(stations: Callable[..., Stations]) -> None:
+def test_idle_connection_that_the_holder_closed_costs_nothing(stations: MakeStations) -> None:
     job = stations()
     first, second = job[0].save(Version(5, 1), MIB), job[0].save(Version(6, 1), MIB)
     with job[0].line(1) as line:
@@ -209,7 +208,7 @@ def test_idle_connection_that_the_holder_closed_costs_nothing(stations: Callable
         assert push(job[0].vault, second, line) is Pushed.KEPT
 
 
-def test_one_connection_carries_many_deltas(stations: Callable[..., Stations]) -> None:
+def test_one_connection_carries_many_deltas(stations: MakeStations) -> None:
     job = stations()
     made = 0
 
@@ -225,7 +224,7 @@ def test_one_connection_carries_many_deltas(stations: Callable[..., Stations]) -
     assert made == 1
 
 
-def test_holder_without_room_says_so_and_takes_it_later(stations: Callable[..., Stations]) -> None:
+def test_holder_without_room_says_so_and_takes_it_later(stations: MakeStations) -> None:
     job = stations()
     seals = [job[0].save(Version(step, 1), MIB) for step in (1, 2, 3)]
     with job[0].line(1) as line:
@@ -236,21 +235,19 @@ def test_holder_without_room_says_so_and_takes_it_later(stations: Callable[..., 
 
 
 def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(
-    stations: Callable[..., Stations],
+    stations: MakeStations,
 ) -> None:
     job = stations()
     old, kept, new = (job[0].save(Version(step, 1), MIB) for step in (1, 2, 3))
-    with job[0].line(1) as line:
-        push(job[0].vault, kept, line)
+    job[0].push(kept, 1)
     abandoned = job[0].connect(1)
     abandoned.send(offer(old))
     assert abandoned.receive(Say).state == "send"
     abandoned.close()
-    with job[0].line(1) as line:
-        assert push(job[0].vault, new, line) is Pushed.KEPT
+    assert job[0].push(new, 1) is Pushed.KEPT
 
 
-def test_transfer_that_nobody_comes_back_for_is_given_up(stations: Callable[..., Stations]) -> None:
+def test_transfer_that_nobody_comes_back_for_is_given_up(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     now = 100.0
@@ -269,7 +266,7 @@ def test_transfer_that_nobody_comes_back_for_is_given_up(stations: Callable[...,
         job[1].vault.draft(Seal(0, Version(8, 1), 2, Tier.PEER, seal.digests))
 
 
-def test_sender_of_an_older_attempt_is_refused_in_mid_transfer(stations: Callable[..., Stations]) -> None:
+def test_sender_of_an_older_attempt_is_refused_in_mid_transfer(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     wire = job[0].connect(1)
@@ -283,7 +280,7 @@ def test_sender_of_an_older_attempt_is_refused_in_mid_transfer(stations: Callabl
     assert not job[1].holds(Artifact(0, seal.version))
 
 
-def test_rank_that_is_not_the_senders_is_refused(stations: Callable[..., Stations]) -> None:
+def test_rank_that_is_not_the_senders_is_refused(stations: MakeStations) -> None:
     job = stations(workers=3)
     seal = job[0].save(Version(5, 1), MIB)
     with job[0].line(2) as line, pytest.raises(PushRefused, match="does not keep copies for worker 0"):
@@ -292,7 +289,7 @@ def test_rank_that_is_not_the_senders_is_refused(stations: Callable[..., Station
 
 @pytest.mark.parametrize("name", [0, 2])
 def test_one_worker_cannot_take_all_connections_in_whoevers_name(
-    stations: Callable[..., Stations], monkeypatch: pytest.MonkeyPatch, name: int
+    stations: MakeStations, monkeypatch: pytest.MonkeyPatch, name: int
 ) -> None:
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", 4)
     job = stations(workers=3)
@@ -300,13 +297,12 @@ def test_one_worker_cannot_take_all_connections_in_whoevers_name(
     wires = [dial(thief, 1, job.peer(1), job.port) for _ in range(8)]
     seal = job[0].save(Version(5, 1), MIB)
     for _ in range(3):
-        with job[0].line(1) as line:
-            assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert job[0].push(seal, 1) is Pushed.KEPT
     for wire in wires:
         wire.close()
 
 
-def test_worker_that_the_job_does_not_have_is_refused(stations: Callable[..., Stations]) -> None:
+def test_worker_that_the_job_does_not_have_is_refused(stations: MakeStations) -> None:
     job = stations(workers=3)
     with pytest.raises(PeerRefused, match="the job has no worker 1000"):
         dial(replace(job[2].identity, worker=1000), 1, job.peer(1), job.port)

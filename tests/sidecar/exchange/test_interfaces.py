@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sidecar.stations import Stations
+from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import until
 from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
@@ -30,7 +29,6 @@ from tiercheck_sidecar.exchange.network.interfaces import (
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.replicate.sender import Pushed, push
 
-MakeStations = Callable[..., Stations]
 MIB = 1 << 20
 LARGE = 21 * MIB
 POD = "10.1.0.7"
@@ -146,8 +144,7 @@ def test_one_copy_goes_over_all_named_interfaces_at_once(stations: MakeStations)
 def test_restore_reads_over_all_named_interfaces_at_once(stations: MakeStations) -> None:
     job = with_rails(stations, "net1", "net2")
     seal = job[0].save(Version(5, 2), LARGE)
-    with job[0].line(1) as line:
-        push(job[0].vault, seal, line)
+    job[0].push(seal, 1)
     content = job[0].content(seal, Tier.LOCAL)
     job[0].vault.evict(lambda _: True)
     called: Counter[str] = Counter()
@@ -221,8 +218,7 @@ def test_missing_interface_is_told_with_those_that_there_are_and_copies_are_made
     assert "no interface net7 or 10.99.0.0/16" in problem.message
     assert f"eth0 ({job.host(0)}), net1 ({job.rail(1, 0)})" in problem.message
     seal = job[0].save(Version(5, 2), MIB)
-    with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+    assert job[0].push(seal, 1) is Pushed.KEPT
     assert job[1].holds(Artifact(0, seal.version))
     job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_interfaces=("net1",)))
     until(lambda: not job[0].state.problems, "all is well")

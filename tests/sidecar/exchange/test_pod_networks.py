@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.sidecar.exchange.pod_networks import PodNetworks, why_not
-from tests.sidecar.journeys.test_cluster import save_everywhere
 from tests.sidecar.nursery import nursery
-from tests.sidecar.world import World, until
+from tests.sidecar.world import MakeWorld, World, until
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Version
 
@@ -20,7 +19,7 @@ SIZE = 16 * MIB
 
 
 @pytest.fixture
-def world(make_world: Callable[..., World]) -> Iterator[World]:
+def world(make_world: MakeWorld) -> Iterator[World]:
     """Two workers; each pod has net1, and net2 for IPv6 only."""
     reason = why_not()
     if reason:
@@ -39,8 +38,7 @@ def world(make_world: Callable[..., World]) -> Iterator[World]:
 
 def begin(world: World, *entries: str, bandwidth: int | None = None) -> None:
     world.policy = replace(world.policy, peer_interfaces=entries, peer_bandwidth=bandwidth)
-    world.start()
-    world.begin()
+    world.launch()
     until(
         lambda: all(len(listens_at(world, worker)) == len(entries) for worker in (0, 1)), "they listen there"
     )
@@ -67,7 +65,7 @@ def test_copies_and_restores_go_over_the_named_interfaces_and_not_over_the_pods(
     with world.ranks(SIZE) as ranks:
         for rank in ranks:
             assert rank.save(5)
-        until(lambda: world.report(0).watermarks.peer == Version(5, 1), "copied")
+        world.reach("peer", Version(5, 1))
     assert sent(world, "net1") > SIZE / 8
     assert sent(world, "net2") > SIZE / 8
     assert sent(world, "net1") + sent(world, "net2") > SIZE
@@ -102,11 +100,10 @@ def test_copies_go_over_the_pods_address_when_all_others_are_silent_and_a_missin
     world: World,
 ) -> None:
     world.policy = replace(world.policy, peer_interfaces=("net1", "net7"))
-    world.start()
-    world.begin()
+    world.launch()
     (problem,) = until(lambda: world.report(0).problems, "net7 is missing")
     assert problem.reason == "InterfaceMissing"
     assert "no interface net7" in problem.message
     assert "net2 (fd00:89::1)" in problem.message, "what there is"
     networks_of(world).cut(1, "net1")
-    save_everywhere(world, 5)
+    world.save_everywhere(5)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from tests.sidecar.world import DEADLINE, FakeLauncher, World, until
+from tests.sidecar.world import DEADLINE, FakeLauncher, MakeWorld, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Break, Report, Unreachable
 from tiercheck_sidecar.decoding import decode
-
-MakeWorld = Callable[..., World]
 
 
 def lost(world: World, worker: int) -> dict[int, Unreachable]:
@@ -26,9 +23,7 @@ def news(world: World, worker: int, after: int) -> Report:
 
 
 def test_killed_neighbour_is_told_to_the_controller_in_its_open_call(make_world: MakeWorld) -> None:
-    world = make_world(workers=3)
-    world.start()
-    world.begin()
+    world = make_world(workers=3).launch()
     until(lambda: world.report(0).trainer.state is not None, "worker 0 to settle")
     before = world.report(0)
     assert before.unreachable == ()
@@ -44,9 +39,7 @@ def test_killed_neighbour_is_told_to_the_controller_in_its_open_call(make_world:
 def test_silent_neighbour_is_told_apart_from_a_closed_one_and_well_again_when_it_answers(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
+    world = make_world(workers=2).launch()
     world.pause(1)  # its kernel goes on to accept connections, and nobody answers
     until(lambda: lost(world, 0), "worker 0 misses worker 1")
     assert lost(world, 0)[1].how is Break.SILENT
@@ -57,9 +50,7 @@ def test_silent_neighbour_is_told_apart_from_a_closed_one_and_well_again_when_it
 def test_worker_that_was_cut_off_stops_its_trainer_when_it_hears_of_the_next_attempt(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
+    world = make_world(workers=2).launch()
     launcher = FakeLauncher(world.run_dir(1) / names.SOCKET_NAME)
     order = launcher.order()
     while order.phase is not Phase.RELEASE:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
-from tests.sidecar.stations import Stations
-from tests.sidecar.world import World, until
+from tests.sidecar.stations import MakeStations, Stations
+from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.directive import Phase, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.exchange.fetch import fetch
@@ -21,7 +20,6 @@ from tiercheck_sidecar.exchange.network import ucx
 from tiercheck_sidecar.exchange.network.transport import TcpChannel
 from tiercheck_sidecar.replicate.sender import Pushed, push
 
-MakeStations = Callable[..., Stations]
 MIB = 1 << 20
 LARGE = 21 * MIB
 needs_ucx = pytest.mark.skipif(bool(ucx.why_no_ucx()), reason=ucx.why_no_ucx() or "it is there")
@@ -86,11 +84,10 @@ def test_peer_that_does_not_want_ucx_and_heartbeats_stay_with_tcp(stations: Make
 
 
 @needs_ucx
-def test_process_that_dies_in_mid_copy_takes_nobody_with_it(make_world: Callable[..., World]) -> None:
+def test_process_that_dies_in_mid_copy_takes_nobody_with_it(make_world: MakeWorld) -> None:
     world = make_world(workers=2)
     world.policy = replace(world.policy, peer_ucx=True, peer_bandwidth=2 * MIB)
-    world.start()
-    world.begin()
+    world.launch()
     with world.ranks(8 * MIB) as ranks:
         for rank in ranks:
             assert rank.save(5)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.operator_key import sign_attempt
-from tests.sidecar.stations import TOKEN, Stations, send_bytes
+from tests.sidecar.stations import MakeStations, Stations, send_bytes
+from tests.sidecar.values import TOKEN
 from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Artifact, Version
@@ -38,7 +39,6 @@ from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.replicate.sender import Pushed, push
 from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags
 
-MakeStations = Callable[..., Stations]
 MIB = 1 << 20
 
 

@@ -1,29 +1,27 @@
-"""A pod's sidecar keeps what it made when a job of another size gives it another number."""
+"""A pod's sidecar is the worker that it is told to be, and keeps what it made under another number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.sidecar.restore.test_restore import training
-from tests.sidecar.world import FakeLauncher, World, layout, until
+from tests.sidecar.restore.test_restore import DELTA, SIZE, training
+from tests.sidecar.values import image
+from tests.sidecar.world import FakeLauncher, MakeWorld, World, layout, until
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Phase
-from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck.protocol.directive import Phase, Tier
+from tiercheck.protocol.report import SPARE, TrainerState
+from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.vault import Vault
 
-MakeWorld = Callable[..., World]
 OLD = Version(1, 1)
 
 
 def shrunk(make_world: MakeWorld, lost: int = 1) -> World:
     """Of three workers one is lost, and the last one takes its place. Copies lie at the next worker."""
-    world = make_world(workers=3)
-    world.start()
-    world.begin()
+    world = make_world(workers=3).launch()
     with world.ranks() as ranks:
         for rank in ranks:
             assert rank.save(1)
@@ -46,7 +44,7 @@ def save(world: World, first: int, last: int) -> None:
             for rank in ranks:
                 until(lambda rank=rank, step=step: rank.save(step), f"a slot for step {step}")
             version = Version(step, world.attempt)
-            until(lambda version=version: world.report(0).watermarks.peer == version, f"{version} is copied")
+            world.reach("peer", version)
 
 
 def test_survivor_is_another_worker_and_keeps_what_it_made_until_the_smaller_job_has_its_own(
@@ -140,10 +138,7 @@ def test_what_an_earlier_pod_made_as_another_worker_gets_no_new_slots(memory: Pa
     before.open()
     before.reserve(2, layout(9000).size)
     path = before.begin(2, OLD)
-    plan = layout(9000)
-    path.write_bytes(
-        plan.state_word + plan.header(2, OLD, 3, {}, Kind.SNAPSHOT) + bytes(plan.size - plan.data_begin)
-    )
+    path.write_bytes(image(2, OLD, layout(9000), world_size=3))
     before.complete(path, 3)
     assert before.seal(path)
     vault = Vault(memory, 10**7, (1,))
@@ -166,3 +161,68 @@ def test_memory_of_the_node_is_for_the_next_pod_of_who_it_is_now(make_world: Mak
     assert world.send(1, other)[0] == 200
     owner = world.memory_dir(1) / "pod-1" / ".owner"
     assert b'"worker":0' in owner.read_bytes().replace(b" ", b"")
+
+
+# Spares
+
+
+def test_spare_waits_as_nobody_with_its_launcher(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.spares = {0}
+    world.start()
+    assert world.report(0).worker == SPARE
+    assert world.report(0).trainer.state is TrainerState.ABSENT
+    launcher = FakeLauncher(world.run_dir(0) / names.SOCKET_NAME)
+    until(lambda: world.report(0).trainer.state is TrainerState.WAITING, "the launcher waits")
+    with world.rank(0, attempt=1) as rank:
+        assert "has not told" in rank.welcome.error
+    launcher.close()
+
+
+def test_spare_becomes_the_lost_worker_and_restores_it_from_its_peer(make_world: MakeWorld) -> None:
+    world = training(make_world(workers=2))
+    world.train(4)
+    version = Version(4, world.attempt)
+    world.lose(1)
+    world.spares = {1}
+    world.start(1)
+    launcher = FakeLauncher(world.run_dir(1) / names.SOCKET_NAME)
+    world.begin(version, {0: (world.from_peer(1),), 1: (world.from_peer(0),)})
+    report = world.report(1)
+    assert report.worker == 1
+    (restored,) = report.restore.ranks
+    assert (restored.rank, restored.tier, restored.worker) == (1, Tier.PEER, 0)
+    order = until(lambda: (found := launcher.order()).phase is Phase.RELEASE and found, "the release")
+    assert (order.worker, order.attempt) == (1, 2)
+    world.train(6, first=5)
+    launcher.close()
+
+
+def test_spare_that_is_a_worker_will_be_no_other(make_world: MakeWorld) -> None:
+    world = make_world(workers=3)
+    world.spares = {2}
+    world.start(2)
+    world.new_attempt()
+    wanted = world.directive(2, Phase.HOLD)
+    other = replace(world.directive(0, Phase.HOLD), job_uid="other")
+    assert world.send(2, other)[0] == 403
+    assert world.report(2).worker == SPARE, "a stranger's word changes nothing"
+    assert world.send(2, wanted)[0] == 200
+    assert world.report(2).worker == 2
+    world.attempt += 1
+    assert world.send(2, world.directive(1, Phase.HOLD))[0] == 403
+
+
+def test_restarted_sidecar_of_a_former_spare_is_told_again_who_it_is(make_world: MakeWorld) -> None:
+    world = training(make_world(workers=2))
+    world.train(4)
+    world.spares = {1}
+    world.kill(1)
+    world.start(1)
+    assert world.report(1).worker == SPARE
+    assert world.holds(1, 1, Version(1, 1), Tier.LOCAL), "its memory outlived the process"
+    world.direct(Phase.RELEASE)
+    assert world.report(1).worker == 1
+    with world.rank(1) as rank:
+        assert not rank.welcome.error
+        assert rank.reserve(SIZE, DELTA).ok

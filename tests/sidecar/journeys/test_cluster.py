@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.sidecar.trainer.test_save_local import flip
-from tests.sidecar.world import World, until
+import pytest
+
+from tests.sidecar.world import MakeWorld, World, content, flip, until
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.version import Version
-
-MakeWorld = Callable[..., World]
-
-
-def save_everywhere(world: World, *steps: int) -> None:
-    """Every rank captures each step, and all copies are made."""
-    with world.ranks() as ranks:
-        for step in steps:
-            for rank in ranks:
-                until(lambda rank=rank, step=step: rank.save(step), f"a free slot for step {step}")
-            version = Version(step, world.attempt)
-            until(
-                lambda version=version: world.report(0).watermarks.peer == version, f"{version} is protected"
-            )
 
 
 def copies(world: World, worker: int, rank: int) -> list[Path]:
@@ -30,12 +16,10 @@ def copies(world: World, worker: int, rank: int) -> list[Path]:
 
 
 def test_snapshot_is_sealed_copied_and_both_watermarks_rise(make_world: MakeWorld) -> None:
-    world = make_world(workers=2, procs=2)
-    world.start()
-    world.begin()
-    save_everywhere(world, 1, 2, 3, 4, 5, 6)
+    world = make_world(workers=2, procs=2).launch()
+    world.save_everywhere(1, 2, 3, 4, 5, 6)
     for worker in range(2):
-        until(lambda worker=worker: world.report(worker).watermarks.local == Version(6, 1), "watermark")
+        world.reach("local", Version(6, 1), worker)
         for rank in range(4):
             tier = Tier.LOCAL if rank // 2 == worker else Tier.PEER
             assert world.holds(worker, rank, Version(6, 1), tier)
@@ -44,10 +28,8 @@ def test_snapshot_is_sealed_copied_and_both_watermarks_rise(make_world: MakeWorl
 
 
 def test_four_workers_lose_two_and_all_ranks_come_back(make_world: MakeWorld) -> None:
-    world = make_world(workers=4, procs=2)
-    world.start()
-    world.begin()
-    save_everywhere(world, 10, 20)
+    world = make_world(workers=4, procs=2).launch()
+    world.save_everywhere(10, 20)
     world.lose(1, 3)
     world.start(1, 3)
     lost = {rank: (world.from_peer((rank // 2 + 1) % 4),) for rank in (2, 3, 6, 7)}
@@ -56,8 +38,8 @@ def test_four_workers_lose_two_and_all_ranks_come_back(make_world: MakeWorld) ->
         for rank in world.report(worker).restore.ranks:
             expected = (Tier.PEER, (worker + 1) % 4) if worker in (1, 3) else (Tier.LOCAL, None)
             assert (rank.tier, rank.worker) == expected, rank
-    until(lambda: world.report(0).watermarks.peer == Version(20, 1), "protected again without a new snapshot")
-    save_everywhere(world, 30)
+    world.reach("peer", Version(20, 1))
+    world.save_everywhere(30)
 
 
 def test_flipped_bit_in_a_peers_copy_is_noticed_and_the_next_source_is_used(make_world: MakeWorld) -> None:
@@ -66,7 +48,7 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_the_next_source_is_used(make
     world.new_attempt()
     world.direct(Phase.HOLD, holders=(1, 2))
     world.direct(Phase.RELEASE, holders=(1, 2))
-    save_everywhere(world, 10)
+    world.save_everywhere(10)
     (copy,) = copies(world, 1, 0)
     flip(copy, 150_000)
     world.lose(0)
@@ -85,10 +67,8 @@ def test_flipped_bit_in_a_peers_copy_is_noticed_and_the_next_source_is_used(make
 
 
 def test_restore_without_any_good_source_fails_and_says_why(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
-    save_everywhere(world, 10)
+    world = make_world(workers=2).launch()
+    world.save_everywhere(10)
     (copy,) = copies(world, 1, 0)
     flip(copy, 150_000)
     world.lose(0)
@@ -101,23 +81,19 @@ def test_restore_without_any_good_source_fails_and_says_why(make_world: MakeWorl
 
 
 def test_sidecar_killed_while_training_comes_back_with_what_it_held(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
-    save_everywhere(world, 10)
+    world = make_world(workers=2).launch()
+    world.save_everywhere(10)
     world.kill(1)
     world.start(1)
     assert world.holds(1, 1, Version(10, 1), Tier.LOCAL)
     assert world.holds(1, 0, Version(10, 1), Tier.PEER)
     world.direct(Phase.RELEASE)
-    save_everywhere(world, 20)
+    world.save_everywhere(20)
 
 
 def test_unreachable_holder_never_delays_a_capture(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
-    save_everywhere(world, 10)
+    world = make_world(workers=2).launch()
+    world.save_everywhere(10)
     world.pause(1)
     with world.rank(0) as rank:
         rank.socket.settimeout(2.0)  # what a trainer would wait; far less than any exchange timeout
@@ -130,31 +106,88 @@ def test_unreachable_holder_never_delays_a_capture(make_world: MakeWorld) -> Non
 
 
 def test_ranks_that_skip_independently_agree_in_the_end(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
+    world = make_world(workers=2).launch()
     with world.ranks() as (one, other):
         assert one.save(1)
         assert other.save(2)
         assert one.save(3)
         assert other.save(3)
-        until(lambda: world.report(1).watermarks.peer == Version(3, 1), "step 3 is complete")
+        world.reach("peer", Version(3, 1), 1)
         until(
             lambda: [each.version.step for each in world.report(0).holdings] == [3, 3], "the others are freed"
         )
 
 
 def test_versions_cut_off_by_the_history_are_dropped_after_release(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
+    world = make_world(workers=2).launch()
     with world.ranks() as (one, other):
         for rank in (one, other):
             assert rank.save(10)
-        until(lambda: world.report(1).watermarks.peer == Version(10, 1), "complete")
+        world.reach("peer", Version(10, 1), 1)
         assert one.save(20)
         until(lambda: world.holds(0, 0, Version(20, 1)), "sealed")
     world.begin(Version(10, 1))
     until(lambda: not world.holds(0, 0, Version(20, 1)), "dropped")
     until(lambda: not world.holds(1, 0, Version(20, 1)), "its copy too")
     assert world.holds(0, 0, Version(10, 1))
+
+
+SIZE = 37 * 1024 * 1024 + 12_345
+
+
+def test_many_chunks_are_pushed_and_pulled_over_several_streams(make_world: MakeWorld) -> None:
+    world = make_world(workers=2, limit=400 << 20).launch()
+    with world.ranks(SIZE) as ranks:
+        for rank in ranks:
+            assert rank.save(10)
+        world.reach("peer", Version(10, 1))
+    world.lose(0)
+    world.start(0)
+    world.begin(Version(10, 1), {0: (world.from_peer(1),)})
+    assert world.report(0).restore.ranks[0].tier is Tier.PEER
+    with world.rank(0) as rank:
+        data = Path(rank.welcome.restore_path).read_bytes()
+    assert content(0, 10, 1_000_000) in data
+    assert len(data) > SIZE
+
+
+# In their nodes' network
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> World:
+    world = make_world(workers=3)
+    world.on_one_host = True
+    return world
+
+
+def test_copies_are_made_and_restored_between_pods_of_one_address(world: World) -> None:
+    world.launch()
+    world.save_everywhere(10, 20)
+    for worker in range(3):
+        assert world.holds((worker + 1) % 3, worker, Version(20, 1), Tier.PEER)
+    world.lose(1)
+    world.start(1)
+    world.begin(Version(20, 1), {1: (world.from_peer(2),)})
+    (rank,) = world.report(1).restore.ranks
+    assert (rank.tier, rank.worker) == (Tier.PEER, 2)
+    until(lambda: not world.report(0).unreachable, "and nobody misses it any more")
+
+
+def test_peer_of_the_same_address_that_is_gone_is_the_one_that_is_named(world: World) -> None:
+    world.launch()
+    world.save_everywhere(10)
+    world.kill(2)
+    until(lambda: world.report(1).unreachable, "worker 1 notices")
+    (lost,) = world.report(1).unreachable
+    assert (lost.worker, lost.host) == (2, world.peer(2).host)
+
+
+def test_job_on_one_address_ends_with_its_last_version_in_the_remote_tier(world: World) -> None:
+    store = world.use_directory(every=1000)
+    world.launch()
+    world.save_everywhere(7)
+    world.direct(Phase.FINISH, holders=())
+    for worker in (0, 1, 2):
+        assert world.terminate(worker) == 0, world.logs(worker)
+    assert [path.name for path in store.rglob("manifests/*.json")] == ["000000000007-1.json"]

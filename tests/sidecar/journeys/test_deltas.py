@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from tests.sidecar.world import FakeLauncher, FakeRank, World, layout, until
+from tests.sidecar.world import FakeLauncher, FakeRank, MakeWorld, World, layout, until
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.sizing import auto_cadence
 from tiercheck.protocol.directive import DeltaMode, Phase, Tier
 from tiercheck.protocol.version import Kind, Version
 
-MakeWorld = Callable[..., World]
 SIZE, DELTA = 300_000, 40_000
 CHAIN = auto_cadence(layout(SIZE).size, layout(DELTA).size)
 """Deltas that cost what a snapshot costs."""
@@ -39,13 +37,11 @@ def save_until(world: World, rank: FakeRank, last: int) -> None:
     keep_delta(rank, 2)
     for step in range(3, last + 1):
         keep_delta(rank, step)
-    until(lambda: world.report(0).watermarks.local == Version(last, 1), f"step {last} is sealed")
+    world.reach("local", Version(last, 1))
 
 
 def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(make_world: MakeWorld) -> None:
-    world = auto(make_world())
-    world.start()
-    world.begin()
+    world = auto(make_world()).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.welcome.delta is DeltaMode.AUTO
         assert decided(world, rank) == CHAIN
@@ -53,10 +49,7 @@ def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(make_world: M
         keep_delta(rank, 2)
         for step in range(3, 7):
             keep_delta(rank, step, 1000 * step)
-        until(
-            lambda: world.report(0).watermarks.local == Version(6, 1),
-            "a step is complete as soon as its delta is",
-        )
+        world.reach("local", Version(6, 1))
         marks = world.report(0).watermarks
         assert marks.snapshot == Version(1, 1)
         assert rank.ask("abandon", path="nothing").snapshot_every == CHAIN, "replies tell the cadence"
@@ -67,24 +60,20 @@ def test_snapshot_and_every_delta_after_it_lead_to_the_newest_step(make_world: M
         assert len(again.welcome.restore_deltas) == 5
         assert again.reserve(SIZE, DELTA).ok
         keep_delta(again, 7)  # the chain goes on in the next attempt
-        until(lambda: world.report(0).watermarks.local == Version(7, 2), "across attempts")
+        world.reach("local", Version(7, 2))
     assert world.report(0).counters.deltas == 6
     assert world.report(0).counters.deltas_skipped == 0
 
 
 def test_deltas_before_any_snapshot_are_refused_and_not_counted(make_world: MakeWorld) -> None:
-    world = auto(make_world())
-    world.start()
-    world.begin()
+    world = auto(make_world()).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert "no snapshot yet" in rank.begin(1, Kind.DELTA).skip
     assert world.report(0).counters.deltas_skipped == 0
 
 
 def test_skipped_delta_breaks_the_chain_until_the_next_snapshot(make_world: MakeWorld) -> None:
-    world = auto(make_world())
-    world.start()
-    world.begin()
+    world = auto(make_world()).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
         keep_delta(rank, 2)
@@ -92,16 +81,14 @@ def test_skipped_delta_breaks_the_chain_until_the_next_snapshot(make_world: Make
         assert "an earlier delta is missing" in rank.begin(4, Kind.DELTA).skip
         assert rank.save(5)
         keep_delta(rank, 6)
-        until(lambda: world.report(0).watermarks.local == Version(6, 1), "a new chain")
+        world.reach("local", Version(6, 1))
     report = world.report(0)
     assert report.counters.deltas_skipped == before + 1
     assert report.counters.skipped == 0
 
 
 def test_delta_is_skipped_when_no_slot_is_free_and_snapshots_are_not_touched(make_world: MakeWorld) -> None:
-    world = auto(make_world(workers=2))
-    world.start()
-    world.begin()
+    world = auto(make_world(workers=2)).launch()
     with world.ranks(SIZE, DELTA) as (rank, _):
         decided(world, rank)
         world.pause(1)  # nothing can become complete, so nothing may be freed
@@ -118,14 +105,12 @@ def test_delta_is_skipped_when_no_slot_is_free_and_snapshots_are_not_touched(mak
 
 
 def test_restarted_sidecar_keeps_verified_snapshots_and_deltas_of_every_size(make_world: MakeWorld) -> None:
-    world = auto(make_world())
-    world.start()
-    world.begin()
+    world = auto(make_world()).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
         keep_delta(rank, 2, 100)
         keep_delta(rank, 3, DELTA)
-        until(lambda: world.report(0).watermarks.local == Version(3, 1), "sealed")
+        world.reach("local", Version(3, 1))
         torn = until(lambda: rank.begin(4, Kind.DELTA).path, "a slot for the delta of step 4")
         rank.write(torn, 4, finish=False, kind=Kind.DELTA, plan=layout(500))
         world.kill(0)
@@ -138,16 +123,14 @@ def test_restarted_sidecar_keeps_verified_snapshots_and_deltas_of_every_size(mak
 
 
 def test_what_a_newer_snapshot_makes_superfluous_is_freed(make_world: MakeWorld) -> None:
-    world = auto(make_world())
-    world.start()
-    world.begin()
+    world = auto(make_world()).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
         keep_delta(rank, 2)
         assert rank.save(3)
         keep_delta(rank, 3)
         keep_delta(rank, 4)
-        until(lambda: world.report(0).watermarks.local == Version(4, 1), "complete")
+        world.reach("local", Version(4, 1))
         until(lambda: not world.holds(0, 0, Version(1, 1)), "the older snapshot goes")
         until(
             lambda: not world.holds(0, 0, Version(3, 1), kind=Kind.DELTA),
@@ -160,9 +143,7 @@ def test_what_a_newer_snapshot_makes_superfluous_is_freed(make_world: MakeWorld)
 def test_too_little_memory_for_deltas_means_snapshots_only_and_says_so_with_numbers(
     make_world: MakeWorld,
 ) -> None:
-    world = auto(make_world(limit=1_100_000))
-    world.start()
-    world.begin()
+    world = auto(make_world(limit=1_100_000)).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.save(1)
         until(lambda: world.report(0).snapshot_every == 50, "the cadence of a job without deltas")
@@ -177,9 +158,7 @@ def test_too_little_memory_for_deltas_means_snapshots_only_and_says_so_with_numb
 
 
 def test_rank_that_cannot_take_deltas_switches_them_off_for_the_job(make_world: MakeWorld) -> None:
-    world = auto(make_world(workers=2))
-    world.start()
-    world.begin()
+    world = auto(make_world(workers=2)).launch()
     with world.ranks(SIZE, DELTA) as (one, other):
         until(lambda: world.report(0).snapshot_every == CHAIN, "with deltas")
         assert other.ask("no-deltas", message="its optimizer needs a closure").ok
@@ -194,8 +173,7 @@ def test_rank_that_cannot_take_deltas_switches_them_off_for_the_job(make_world: 
 def test_job_that_wants_no_deltas_gets_none(make_world: MakeWorld) -> None:
     world = auto(make_world())
     world.policy = replace(world.policy, delta=DeltaMode.NONE)
-    world.start()
-    world.begin()
+    world.launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.welcome.delta is DeltaMode.NONE
         assert rank.begin(2, Kind.DELTA).skip == "the job takes no deltas"
@@ -206,16 +184,13 @@ def test_job_that_wants_no_deltas_gets_none(make_world: MakeWorld) -> None:
 def test_users_cadence_counts_before_the_sizes(make_world: MakeWorld) -> None:
     world = make_world()
     world.policy = replace(world.policy, snapshot_every=9)
-    world.start()
-    world.begin()
+    world.launch()
     with world.rank(0) as rank:
         assert rank.welcome.snapshot_every == 9
 
 
 def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(make_world: MakeWorld) -> None:
-    world = auto(make_world())
-    world.start()
-    world.begin()
+    world = auto(make_world()).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         save_until(world, rank, 4)
     world.begin(Version(3, 1))
@@ -246,9 +221,7 @@ def test_mismatch_quarantines_the_chain_everywhere_and_ends_deltas_here(make_wor
 def test_deltas_that_a_rank_found_worthless_while_it_trains_are_replayed_nowhere(
     make_world: MakeWorld,
 ) -> None:
-    world = auto(make_world())
-    world.start()
-    world.begin()
+    world = auto(make_world()).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         save_until(world, rank, 2)
     world.begin(Version(2, 1))
@@ -267,9 +240,7 @@ def test_deltas_that_a_rank_found_worthless_while_it_trains_are_replayed_nowhere
 
 
 def test_rank_may_take_deltas_again(make_world: MakeWorld) -> None:
-    world = auto(make_world(workers=2))
-    world.start()
-    world.begin()
+    world = auto(make_world(workers=2)).launch()
     with world.ranks(SIZE, DELTA) as (one, other):
         assert other.ask("no-deltas", message="they take longer than a step").ok
         until(lambda: world.report(0).snapshot_every == 50, "without")
@@ -281,9 +252,7 @@ def test_rank_may_take_deltas_again(make_world: MakeWorld) -> None:
 
 
 def test_steps_that_the_sanity_gate_refused_are_told_to_the_controller(make_world: MakeWorld) -> None:
-    world = make_world(procs=2)
-    world.start()
-    world.begin()
+    world = make_world(procs=2).launch()
     serial = world.report(0).serial
     with world.ranks() as (one, other):
         one.send_progress(5, not_finite=2)
@@ -299,16 +268,14 @@ def test_steps_that_the_sanity_gate_refused_are_told_to_the_controller(make_worl
 
 def test_holdings_and_steps_wake_nobody(make_world: MakeWorld) -> None:
     """Thousands of workers with news at every step would leave the controller no time for what matters."""
-    world = auto(make_world(workers=2))
-    world.start()
-    world.begin()
+    world = auto(make_world(workers=2)).launch()
     launchers = [FakeLauncher(world.run_dir(worker) / names.SOCKET_NAME) for worker in range(world.workers)]
     for launcher in launchers:  # of a trainer that does not run, what is not yet with its holders is news
         launcher.tell("started", 1)
     with world.ranks(SIZE, DELTA) as ranks:
         for rank in ranks:
             assert rank.save(1)
-        until(lambda: world.report(1).watermarks.peer == Version(1, 1), "protected")
+        world.reach("peer", Version(1, 1), 1)
         for rank in ranks:
             keep_delta(rank, 2)
         until(
@@ -324,22 +291,20 @@ def test_holdings_and_steps_wake_nobody(make_world: MakeWorld) -> None:
             for rank in ranks:
                 keep_delta(rank, step)
         until(lambda: world.holds(1, 1, Version(5, 1), kind=Kind.DELTA), "held")
-        until(lambda: world.report(1).watermarks.local == Version(5, 1), "complete")
+        world.reach("local", Version(5, 1), 1)
         assert world.report(1).serial == serial
     for launcher in launchers:
         launcher.close()
 
 
 def test_slow_directive_of_an_old_attempt_is_no_base_for_a_delta(make_world: MakeWorld) -> None:
-    world = auto(make_world())
-    world.start()
-    world.begin()
+    world = auto(make_world()).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         save_until(world, rank, 3)
     world.begin(Version(2, 1))
     with world.ranks(SIZE, DELTA) as (rank,):
         keep_delta(rank, 3)  # the same step again, in another attempt
-        until(lambda: world.report(0).watermarks.local == Version(3, 2), "one history")
+        world.reach("local", Version(3, 2))
         until(lambda: not world.holds(0, 0, Version(3, 1), kind=Kind.DELTA), "what was cut off is dropped")
 
 
@@ -347,8 +312,7 @@ def test_job_that_ends_offers_its_newest_whole_snapshot_for_upload(make_world: M
     world = auto(make_world())
     (world.root / "store").mkdir()
     world.remote = '{"directory": {"path": "%s"}}' % (world.root / "store")
-    world.start()
-    world.begin()
+    world.launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         save_until(world, rank, 2)
     world.direct(Phase.FINISH)
@@ -357,24 +321,20 @@ def test_job_that_ends_offers_its_newest_whole_snapshot_for_upload(make_world: M
 
 
 def test_deltas_reach_the_holder_and_count_for_the_peer_watermark(make_world: MakeWorld) -> None:
-    world = auto(make_world(workers=2))
-    world.start()
-    world.begin()
+    world = auto(make_world(workers=2)).launch()
     with world.ranks(SIZE, DELTA) as ranks:
         for rank in ranks:
             assert rank.save(1)
         for step in range(2, 5):
             for rank in ranks:
                 keep_delta(rank, step, 1000 * step)
-        until(lambda: world.report(0).watermarks.peer == Version(4, 1), "the holder can rebuild every step")
+        world.reach("peer", Version(4, 1))
         assert world.holds(1, 0, Version(4, 1), Tier.PEER, Kind.DELTA)
         assert world.report(0).watermarks.snapshot == Version(1, 1)
 
 
 def test_rank_that_cannot_save_is_a_problem_of_its_worker_until_it_can_again(make_world: MakeWorld) -> None:
-    world = auto(make_world())
-    world.start()
-    world.begin()
+    world = auto(make_world()).launch()
     with world.ranks(SIZE, DELTA) as (rank,):
         assert rank.ask(
             "cannot-save", message="model/w: tensors of layout torch.sparse_coo cannot be stored"

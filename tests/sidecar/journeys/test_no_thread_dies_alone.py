@@ -3,22 +3,75 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import shutil
-import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.sidecar.in_process import Indoors
 from tests.sidecar.journeys.strikes import Strikes
-from tests.sidecar.offload.test_offload import with_directory
-from tests.sidecar.world import FakeRank, content, until
+from tests.sidecar.world import DEADLINE, FakeRank, MakeWorld, World, content, until
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import Source, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar import app
+from tiercheck_sidecar.app import Sidecar
+from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.supervision import INTERNAL_ERROR
+
+
+class Resident:
+    """One sidecar, with what `World` uses of a process."""
+
+    def __init__(self, config: SidecarConfig) -> None:
+        self.sidecar = Sidecar(config)
+        self._loop = asyncio.new_event_loop()
+        self._ends: list[Callable[[], None]] = []
+        self._thread = threading.Thread(target=self._live, name=f"sidecar-{config.worker}")
+        self._thread.start()
+
+    def _live(self) -> None:
+        # Signals reach the main thread only.
+        self._loop.add_signal_handler = lambda _, end: self._ends.append(end)  # type: ignore[method-assign, assignment, misc]
+        self._loop.run_until_complete(self.sidecar.run())
+        self._loop.close()
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def send_signal(self, number: int) -> None:
+        """None is heard."""
+
+    def kill(self) -> None:
+        self._loop.call_soon_threadsafe(self._ends[0])
+
+    def wait(self, timeout: float = DEADLINE) -> int:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive()
+        return 0
+
+
+class Indoors(World):
+    """`kill` ends a sidecar in good order."""
+
+    def start(self, *workers: int) -> None:
+        for worker in workers or range(self.workers):
+            self._life += 1
+            resident: Any = Resident(SidecarConfig.from_env(self.env(worker)))
+            self._processes[worker] = resident
+            until(lambda worker=worker: self.is_ready(worker), f"sidecar {worker} is ready")
+
+    def logs(self, worker: int) -> str:
+        return "in this process"
+
+    def resident(self, worker: int) -> Resident:
+        found: Any = self._processes[worker]
+        assert isinstance(found, Resident)
+        return found
+
 
 ROOT = Path(__file__).parents[3]
 ONLY_PLACE = ROOT / "tiercheck" / "supervised.py"
@@ -63,22 +116,18 @@ def strikes(monkeypatch: pytest.MonkeyPatch) -> Strikes:
 
 
 @pytest.fixture
-def world(memory: Path, strikes: Strikes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Indoors]:
+def world(make_world: MakeWorld, strikes: Strikes, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(app, "_HAND_OVER", 0.0)  # all end at once: nobody is there to be handed anything
-    root = Path(tempfile.mkdtemp(prefix="tc-"))
-    made = Indoors(root, memory, workers=2)
+    made = make_world(Indoors, workers=2)
     made.node_memory = True
-    with_directory(made)
-    yield made
-    made.close()
-    shutil.rmtree(root, ignore_errors=True)
+    made.use_directory()
+    return made
 
 
 def test_what_is_kept_goes_on_being_kept_although_every_wait_fails_once(
     world: Indoors, strikes: Strikes
 ) -> None:
-    world.start()
-    world.begin()
+    world.launch()
     with world.ranks() as ranks:
         steps = iter(range(10, 1_000_000, 10))
 

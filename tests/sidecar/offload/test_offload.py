@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.operator_key import sign_attempt
-from tests.sidecar.journeys.test_cluster import save_everywhere
-from tests.sidecar.stations import Stations
-from tests.sidecar.world import JOB_UID, FakeLauncher, World, until
+from tests.sidecar.stations import MakeStations
+from tests.sidecar.world import JOB_UID, FakeLauncher, MakeWorld, until
 from tiercheck.protocol import names
-from tiercheck.protocol.directive import Phase, Policy, Source, Tier
+from tiercheck.protocol.directive import Phase, Source, Tier
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import JobStore
@@ -21,28 +19,17 @@ from tiercheck_sidecar.offload.upload import Uploader
 from tiercheck_sidecar.remote import RemoteCorrupt, open_store
 from tiercheck_sidecar.versions.coordinator import Coordinator
 
-MakeWorld = Callable[..., World]
-
-
-def with_directory(world: World, every: int = 10, keep: int = 5) -> Path:
-    store = world.root / "store"
-    store.mkdir()
-    world.remote = json.dumps({"directory": {"path": str(store)}})
-    world.policy = Policy(snapshot_every=1, remote_every=every, remote_keep=keep)
-    return store
-
 
 def test_every_tenth_step_is_uploaded_and_all_can_be_lost(make_world: MakeWorld) -> None:
     world = make_world(workers=2, procs=2)
-    with_directory(world)
-    world.start()
-    world.begin()
-    save_everywhere(world, 4)
+    world.use_directory()
+    world.launch()
+    world.save_everywhere(4)
     assert world.report(0).watermarks.remote is None
-    save_everywhere(world, 12)
-    until(lambda: world.report(1).watermarks.remote == Version(12, 1), "uploaded")
+    world.save_everywhere(12)
+    world.reach("remote", Version(12, 1), 1)
     until(lambda: world.report(1).remote.versions == (Version(12, 1),), "listed")
-    save_everywhere(world, 15)
+    world.save_everywhere(15)
     world.lose(0, 1)
     world.start()
     until(lambda: world.report(0).remote.versions == (Version(12, 1),), "found again")
@@ -50,17 +37,16 @@ def test_every_tenth_step_is_uploaded_and_all_can_be_lost(make_world: MakeWorld)
     world.begin(Version(12, 1), dict.fromkeys(range(4), remote))
     for worker in range(2):
         assert [each.tier for each in world.report(worker).restore.ranks] == [Tier.REMOTE] * 2
-    until(lambda: world.report(0).watermarks.peer == Version(12, 1), "protected again")
-    save_everywhere(world, 20)
-    until(lambda: world.report(0).watermarks.remote == Version(20, 2), "the next one follows")
+    world.reach("peer", Version(12, 1))
+    world.save_everywhere(20)
+    world.reach("remote", Version(20, 2))
 
 
 def test_finished_job_leaves_its_last_version_in_the_remote_tier(make_world: MakeWorld) -> None:
     world = make_world(workers=2)
-    with_directory(world, every=1000)
-    world.start()
-    world.begin()
-    save_everywhere(world, 7)
+    world.use_directory(every=1000)
+    world.launch()
+    world.save_everywhere(7)
     assert world.report(0).remote.versions == ()
     world.direct(Phase.FINISH)
     world.ask_to_end(1)
@@ -71,16 +57,15 @@ def test_finished_job_leaves_its_last_version_in_the_remote_tier(make_world: Mak
 
 def test_broken_remote_tier_is_a_problem_and_not_a_stop(make_world: MakeWorld) -> None:
     world = make_world(workers=2)
-    store = with_directory(world)
+    store = world.use_directory()
     store.rmdir()
-    world.start()
-    world.begin()
+    world.launch()
     until(lambda: world.report(0).problems, "a problem is reported")
     report = world.report(0)
     assert report.problems[0].reason.startswith("Remote")
     assert report.remote.reachable is False
     assert report.remote.message
-    save_everywhere(world, 10, 20, 30, 40)
+    world.save_everywhere(10, 20, 30, 40)
     store.mkdir()
     until(
         lambda: world.report(0).watermarks.remote is not None, "it is made up for once the directory is there"
@@ -97,12 +82,11 @@ def test_misconfigured_remote_tier_says_so(make_world: MakeWorld) -> None:
 
 def test_remote_copy_that_rotted_is_refused(make_world: MakeWorld) -> None:
     world = make_world()
-    store = with_directory(world)
-    world.start()
-    world.begin()
+    store = world.use_directory()
+    world.launch()
     with world.ranks() as (rank,):
         rank.save(10)
-        until(lambda: world.report(0).watermarks.remote == Version(10, 1), "uploaded")
+        world.reach("remote", Version(10, 1))
     (stored,) = store.rglob("rank-0.safetensors")
     data = bytearray(stored.read_bytes())
     data[200_000] ^= 1
@@ -123,20 +107,19 @@ def test_workers_that_nobody_can_reach_learn_from_the_store_that_the_job_went_on
     """All of them cut off from the controller, with each other and the store in reach: only the store can
     tell them."""
     world = make_world(workers=2)
-    store = with_directory(world, every=10, keep=1)
-    world.start()
-    world.begin()
-    save_everywhere(world, 10)
-    until(lambda: world.report(0).watermarks.remote == Version(10, 1), "uploaded")
+    store = world.use_directory(every=10, keep=1)
+    world.launch()
+    world.save_everywhere(10)
+    world.reach("remote", Version(10, 1))
     launcher = FakeLauncher(world.run_dir(1) / names.SOCKET_NAME)
     while launcher.order().phase is not Phase.RELEASE:
         pass
     elsewhere = open_store(world.remote, "default/gpt")
     elsewhere.begin_attempt(JOB_UID, *sign_attempt(JOB_UID, 2))
-    save_everywhere(world, 20, 30, 40)
+    world.save_everywhere(20, 30, 40)
     order = launcher.order()
     assert (order.attempt, order.phase) == (2, Phase.HOLD), "worker 0 read it, worker 1 heard its heartbeat"
-    until(lambda: world.report(0).watermarks.local == Version(40, 1), "local copies go on")
+    world.reach("local", Version(40, 1))
     assert elsewhere.versions() == [Version(10, 1)], (
         "attempt 2 began there: it is not pushed out by what nobody will read"
     )
@@ -147,14 +130,13 @@ def test_workers_that_nobody_can_reach_learn_from_the_store_that_the_job_went_on
 
 def test_attempts_of_a_job_of_the_same_name_before_ours_stop_nobody(make_world: MakeWorld) -> None:
     world = make_world()
-    with_directory(world)
+    world.use_directory()
     earlier = open_store(world.remote, "default/gpt")
     earlier.begin_attempt("uid-of-a-deleted-job", 99)
-    world.start()
-    world.begin()
+    world.launch()
     with world.ranks() as (rank,):
         rank.save(10)
-        until(lambda: world.report(0).watermarks.remote == Version(10, 1), "uploaded")
+        world.reach("remote", Version(10, 1))
     assert earlier.newest_attempts("uid-of-a-deleted-job") == [], "forgotten when the new job began"
     assert [each.attempt for each in earlier.newest_attempts(JOB_UID)] == [1]
     earlier.close()
@@ -164,12 +146,11 @@ def test_job_of_the_same_name_in_another_cluster_is_told_whose_the_store_is_and_
     make_world: MakeWorld,
 ) -> None:
     dev, prod = make_world(workers=2), make_world()
-    store = with_directory(dev)
+    store = dev.use_directory()
     dev.cluster, prod.cluster = "uid-of-dev", "uid-of-prod"
-    dev.start()
-    dev.begin()
-    save_everywhere(dev, 10)
-    until(lambda: dev.report(0).watermarks.remote == Version(10, 1), "uploaded")
+    dev.launch()
+    dev.save_everywhere(10)
+    dev.reach("remote", Version(10, 1))
     until(lambda: dev.report(1).remote.versions == (Version(10, 1),), "worker 1 hears of it from worker 0")
     before = sorted(path for path in store.rglob("*") if path.is_file())
 
@@ -185,24 +166,21 @@ def test_job_of_the_same_name_in_another_cluster_is_told_whose_the_store_is_and_
     with prod.ranks() as (rank,):
         rank.save(10)
         rank.save(20)
-        until(lambda: prod.report(0).watermarks.local == Version(20, 1), "its own copies are made")
+        prod.reach("local", Version(20, 1))
     assert sorted(path for path in store.rglob("*") if path.is_file()) == before
 
     tool = open_store(dev.remote or "", "default/gpt")
     tool.ownership.give_to(JOB_UID, "uid-of-prod")
-    until(
-        lambda: prod.report(0).watermarks.remote == Version(20, 1),
-        "it goes on by itself once it owns the folder",
-    )
+    prod.reach("remote", Version(20, 1))
     until(lambda: not prod.report(0).problems, "the problem is withdrawn")
-    save_everywhere(dev, 20)
+    dev.save_everywhere(20)
     until(lambda: "RemoteOwned" in {each.reason for each in dev.report(0).problems}, "the other one is told")
     assert dev.report(0).watermarks.peer == Version(20, 1), "and goes on training"
     tool.close()
 
 
 def test_snapshot_that_rots_before_its_upload_is_given_up_so_that_another_can_be_uploaded(
-    stations: Callable[..., Stations], tmp_path: Path
+    stations: MakeStations, tmp_path: Path
 ) -> None:
     """While it counts as held, the coordinator waits for it, and no later version gets to the remote tier."""
     (station,) = stations(workers=1).stations

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.sidecar.world import World, until
+from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol import names
 from tiercheck_sidecar.offload import renewal
 
@@ -62,7 +61,7 @@ async def test_changed_credentials_do_not_disturb_a_remote_tier_that_works(
 
 
 def test_sidecar_without_credentials_ends_when_their_secret_appears(
-    make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world()
     secret = world.root / "secret"

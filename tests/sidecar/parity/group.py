@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from tests.sidecar.stations import Station, Stations
-from tests.sidecar.world import until
+from tests.sidecar.world import flip, until
 from tiercheck.protocol.directive import Directive, ParityGroup, Policy
 from tiercheck.protocol.version import Artifact, Kind, Version
+
+MakeJob = Callable[..., "Group"]
 
 
 class Group(Stations):
@@ -68,25 +70,18 @@ class Group(Stations):
         with self.stations[rank // self.procs].vault.pin(Artifact(rank, version)) as slot:
             flip(slot.path, offset)
 
-    def lose(self, *workers: int) -> None:
-        """Workers end, and others, with empty memory, take their place."""
+    def lose(self, *workers: int, back_to: Version | None = None) -> None:
+        """Workers end, and others, with empty memory, take their place. Then the job goes `back_to`."""
         for worker in workers:
             self.stations[worker].stop()
         for worker in workers:
             self.lives[worker] += 1
             self.stations[worker] = until(partial(self._restart, worker), "the address is free")
+        if back_to is not None:
+            self.next_attempt(back_to.step)
 
     def _restart(self, worker: int) -> Station | None:
         try:
             return Station(self, worker)
         except OSError:
             return None
-
-
-def flip(path: Path, offset: int) -> None:
-    """One bit of a file is not what it was."""
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        (value,) = struct.unpack("B", file.read(1))
-        file.seek(offset)
-        file.write(struct.pack("B", value ^ 4))

@@ -1,9 +1,10 @@
-"""A block comes out right whatever the order, repetitions and streams of its chunks."""
+"""A block is right whatever the order of its chunks, and given up when nobody will need it."""
 
 from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Kind, Share, Version
+from tiercheck.protocol.report import Watermarks
+from tiercheck.protocol.version import Branch, History, Kind, Share, Version
 from tiercheck_sidecar.digest import digest
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity import block as module
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.block import Block, BlockGone
+from tiercheck_sidecar.parity.block import Block, BlockGone, is_expendable
 from tiercheck_sidecar.vault import Seal
 
 CHUNK = 32
@@ -140,3 +143,49 @@ def test_member_with_other_bytes_or_too_many_is_not_taken() -> None:
     assert block.takes(0, digests[0])
     assert not block.takes(0, digests[1])
     assert not block.takes(1, digest(memoryview(bytes(2 * CHUNK)), CHUNK))
+
+
+# When it is given up
+
+
+HISTORY = History((Branch(1, 0), Branch(2, 20)))
+
+
+def v(step: int) -> Version:
+    return Version(step, 1 if step <= 20 else 2)
+
+
+def verdict(**more: Any) -> TierVerdict:
+    return TierVerdict(2, Watermarks(), **more)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_without_a_word_in_this_attempt_only_other_histories_are_given_up(kind: Kind) -> None:
+    for word in (None, TierVerdict(1, Watermarks(), floor=v(19), copy=v(19))):
+        assert not is_expendable(v(3), kind, HISTORY, word)
+        assert is_expendable(Version(21, 1), kind, HISTORY, word)
+
+
+def test_snapshot_gives_way_to_the_one_that_is_named_after_it() -> None:
+    assert is_expendable(v(24), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28)))
+    assert not is_expendable(v(28), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28)))
+    assert not is_expendable(v(32), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28))), (
+        "its member has heard newer news"
+    )
+    assert not is_expendable(v(24), Kind.DELTA, HISTORY, verdict(copy=v(28)))
+
+
+def test_named_snapshot_is_made_even_when_deltas_have_carried_the_floor_past_it() -> None:
+    assert not is_expendable(v(28), Kind.SNAPSHOT, HISTORY, verdict(copy=v(28), floor=v(32)))
+    assert is_expendable(v(28), Kind.SNAPSHOT, HISTORY, verdict(copy=None, floor=v(32)))
+
+
+def test_abandoned_snapshot_is_given_up_and_the_delta_of_its_step_is_not() -> None:
+    assert is_expendable(v(24), Kind.SNAPSHOT, HISTORY, verdict(abandoned=(v(24),)))
+    assert not is_expendable(v(24), Kind.DELTA, HISTORY, verdict(abandoned=(v(24),)))
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_what_is_older_than_the_floor_is_given_up(kind: Kind) -> None:
+    assert is_expendable(v(24), kind, HISTORY, verdict(floor=v(25)))
+    assert not is_expendable(v(25), kind, HISTORY, verdict(floor=v(25)))

@@ -1,19 +1,15 @@
-"""A holder of parity takes less memory than copies, and acknowledges complete blocks only.
-
-It takes every chunk once.
-"""
+"""A holder of parity takes less memory than copies, and acknowledges complete blocks only."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 
-from tests.sidecar.parity.group import Group
+from tests.sidecar.parity.group import Group, MakeJob
 from tests.sidecar.stations import Station
 from tests.sidecar.world import JOB_UID, until
-from tiercheck.protocol.directive import Directive, Peer
+from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.digest import CHUNK
@@ -23,7 +19,6 @@ from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.tags import Tagger
 from tiercheck_sidecar.vault import Seal
 
-MakeJob = Callable[..., Group]
 V = Version(10, 1)
 
 
@@ -41,6 +36,13 @@ def block_of(holder: Station, share: Share, version: Version = V, kind: Kind = K
     ):
         assert slot.seal is not None
         return bytes(view[: slot.seal.digests.size])
+
+
+def sealed(member: Station) -> Seal:
+    """What a member of one rank has captured as `V`."""
+    seal = member.vault.find(Artifact(member.worker, V))
+    assert seal is not None
+    return seal
 
 
 def talk(station: Station, holder: Station, attempt: int | None = None) -> Wire:
@@ -133,9 +135,7 @@ def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make
     job = make_job(data=2, parity=1)
     saved = job.save(V, 3 * CHUNK)
     one, other, holder = *job.members, job.holders[0]
-    seal, second = one.vault.find(Artifact(0, V)), other.vault.find(Artifact(1, V))
-    assert seal is not None
-    assert second is not None
+    seal, second = sealed(one), sealed(other)
     wire = talk(one, holder)
     assert offer(wire, seal).missing == (0, 1, 2, 3)
     said = send(wire, seal, chunks_of(saved[0], 2, 0))
@@ -158,8 +158,7 @@ def test_broken_stream_goes_on_where_it_stopped_and_nothing_is_folded_twice(make
 def test_chunk_that_arrives_damaged_is_not_folded(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
     saved = job.save(V, CHUNK)
-    seal = job.members[0].vault.find(Artifact(0, V))
-    assert seal is not None
+    seal = sealed(job.members[0])
     wire = talk(job.members[0], job.holders[0])
     offer(wire, seal)
     damaged = bytearray(saved[0][:CHUNK])
@@ -184,11 +183,11 @@ def test_larger_member_makes_the_block_anew(make_job: MakeJob) -> None:
 def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
     saved = job.save(V, 2 * CHUNK)
-    seal = job.members[0].vault.find(Artifact(0, V))
-    assert seal is not None
+    seal = sealed(job.members[0])
     wire = talk(job.members[0], job.holders[0])
     offer(wire, seal)
-    job.holders[0].accept(_later(job))
+    job.attempt, job.history = 2, job.history.after(2, 10)
+    job.holders[0].accept(job.directive(job.holders[0].worker))
     with pytest.raises(WireBroken):
         send(wire, seal, chunks_of(saved[0], 0))
     with pytest.raises(PeerRefused, match="attempt 1 is over"):
@@ -196,16 +195,10 @@ def test_attempt_that_is_over_is_refused(make_job: MakeJob) -> None:
     assert job.holders[0].state.counters.refused_stale >= 2
 
 
-def _later(job: Group) -> Directive:
-    job.attempt, job.history = 2, job.history.after(2, 10)
-    return job.directive(job.holders[0].worker)
-
-
 def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
     saved = job.save(V, 2 * CHUNK)
-    seal = job.members[0].vault.find(Artifact(0, V))
-    assert seal is not None
+    seal = sealed(job.members[0])
     wire = talk(job.members[0], job.holders[0])
     offer(wire, seal)
     send(wire, seal, chunks_of(saved[0], 1))
@@ -220,8 +213,7 @@ def test_folding_goes_on_in_the_next_attempt(make_job: MakeJob) -> None:
 def test_stranger_to_the_group_is_refused(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
     job.save(V, 1_000)
-    seal = job.members[1].vault.find(Artifact(1, V))
-    assert seal is not None
+    seal = sealed(job.members[1])
     said = offer(talk(job.members[0], job.holders[0]), seal)
     assert (said.state, said.message) == ("refused", "rank 1 is not of worker 0")
     said = offer(talk(job.members[1], job.members[0]), seal)

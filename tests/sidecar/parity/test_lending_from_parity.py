@@ -1,24 +1,19 @@
-"""What a lost rank had is added up from parity when fewer workers come back.
-
-Only what somebody reads of it is.
-"""
+"""Of a lost rank only what somebody reads is added up from parity when fewer workers come back."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
-from tests.sidecar.parity.group import Group
+from tests.sidecar.parity.group import Group, MakeJob
 from tests.sidecar.stations import Station
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.restore.resharded_reads import Lender
 
-MakeJob = Callable[..., Group]
 V = Version(10, 1)
 MIB = 1 << 20
 SIZES = (9 * MIB, 5 * MIB + 1, 12 * MIB + 345)
@@ -66,8 +61,7 @@ def without(job: Group, *lost: int, ranks: tuple[int, ...]) -> ParityGroup:
 def test_parts_of_a_lost_rank_are_added_up_and_only_those(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1)
     content = job.protect(V, *SIZES)[2]
-    job.lose(2)
-    job.next_attempt(V.step)
+    job.lose(2, back_to=V)
     lender, word = lender_of(job.stations[0]), directive(job, 2, without(job, 2, ranks=(0, 1, 2)))
     path = lender.lend(word, Artifact(2, V), ())
     assert path.read_bytes()[:4096] == content[:4096]
@@ -83,8 +77,7 @@ def test_parts_of_a_lost_rank_are_added_up_and_only_those(make_job: MakeJob) -> 
 def test_each_local_rank_of_two_lost_workers(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2, procs=2)
     saved = job.protect(V, *SIZES)
-    job.lose(0, 2)
-    job.next_attempt(V.step)
+    job.lose(0, 2, back_to=V)
     lender = lender_of(job.stations[4])
     for rank, ranks in ((0, (0, 2, 4)), (1, (1, 3, 5)), (4, (0, 2, 4)), (5, (1, 3, 5))):
         word = directive(job, rank, without(job, 0, 2, ranks=ranks))
@@ -96,8 +89,7 @@ def test_bad_survivor_is_noticed_and_another_block_takes_its_place(make_job: Mak
     job = make_job(data=3, parity=2)
     saved = job.protect(V, *SIZES)
     job.spoil(2, V, 4_500_000)
-    job.lose(1)
-    job.next_attempt(V.step)
+    job.lose(1, back_to=V)
     lender, word = lender_of(job.stations[0]), directive(job, 1, without(job, 1, ranks=(0, 1, 2)))
     assert lender.lend(word, Artifact(1, V), [(0, len(saved[1]))]).read_bytes() == saved[1]
     assert not job.stations[2].vault.held(), "who had it has looked, and keeps it no longer"
@@ -107,8 +99,7 @@ def test_bad_survivor_is_noticed_and_another_block_takes_its_place(make_job: Mak
 def test_too_little_is_left_and_everything_that_is_missing_is_named(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1)
     job.protect(V, *SIZES)
-    job.lose(1, 2)
-    job.next_attempt(V.step)
+    job.lose(1, 2, back_to=V)
     lender, word = lender_of(job.stations[0]), directive(job, 1, without(job, 1, 2, ranks=(0, 1, 2)))
     with pytest.raises(SourceFailed, match=r"parity: .*; the remote tier: the job has no remote tier"):
         lender.lend(word, Artifact(1, V), ())

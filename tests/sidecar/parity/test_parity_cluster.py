@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.sidecar.world import FakeRank, World, content, layout, until
+from tests.sidecar.world import MakeWorld, World, content, layout, until
 from tiercheck.protocol.directive import Directive, ParityGroup, Phase, Policy, Source, Tier
 from tiercheck.protocol.report import Report
-from tiercheck.protocol.version import Kind, Version
+from tiercheck.protocol.version import Version
 
 SIZE, DELTA = 3_000_000, 200_000
 
@@ -33,11 +28,9 @@ class ParityWorld(World):
         ]
 
     def directive(self, worker: int, phase: Phase, *arguments: Any, **more: Any) -> Directive:
-        import dataclasses
-
         plain = super().directive(worker, phase, *arguments, **{**more, "holders": ()})
         me = self.peer(worker)
-        return dataclasses.replace(
+        return replace(
             plain,
             parity=next(group for group in self.groups if me in group.members),
             folded=tuple(group for group in self.groups if me in group.holders),
@@ -49,21 +42,6 @@ class ParityWorld(World):
         ranks = range(worker * self.procs, (worker + 1) * self.procs)
         return {rank: (Source(Tier.PEER, parity=group),) for rank in ranks}
 
-    def train(self, snapshot: int, *deltas: int) -> None:
-        """Every rank saves a snapshot and then deltas, and all of it is protected."""
-        with contextlib.ExitStack() as stack:
-            ranks = [stack.enter_context(self.rank(rank)) for rank in range(self.workers * self.procs)]
-            for rank in ranks:
-                rank.layout = layout(SIZE)
-                assert rank.ask("reserve", bytes=rank.layout.size, delta_bytes=layout(DELTA).size).ok
-            for rank in ranks:
-                until(lambda rank=rank: rank.save(snapshot), "a free slot")  # type: ignore[misc]
-            for step in deltas:
-                for rank in ranks:
-                    until(lambda rank=rank, step=step: save_delta(rank, step), "a free delta slot")  # type: ignore[misc]
-            newest = Version(deltas[-1] if deltas else snapshot, self.attempt)
-            until(lambda: self.report(0).watermarks.peer == newest, f"{newest} is protected")
-
     def restored(self, worker: int) -> Report:
         return until(
             lambda: report if (report := self.report(worker)).restore.state.value == "Ready" else None,
@@ -71,48 +49,14 @@ class ParityWorld(World):
         )
 
 
-def save_delta(rank: FakeRank, step: int) -> bool:
-    """False if it was skipped."""
-    plan, hello = layout(DELTA), rank.hello
-    reply = rank.ask("begin", step=step, kind=Kind.DELTA, bytes=plan.size)
-    assert reply.ok, reply
-    if reply.skip:
-        return False
-    header = plan.header(hello.rank, Version(step, hello.attempt), hello.world_size, {}, Kind.DELTA)
-    with open(reply.path, "r+b") as file:
-        file.write(plan.state_word + header + content(hello.rank, step, plan.size - plan.data_begin))
-    done = rank.ask("complete", step=step, kind=Kind.DELTA, path=reply.path, bytes=plan.size)
-    assert done.ok, done
-    return True
-
-
 def body(path: str, size: int) -> bytes:
     begin = layout(size).data_begin
     return Path(path).read_bytes()[begin : layout(size).size]
 
 
-@pytest.fixture
-def make_parity_world(memory: Path) -> Iterator[Callable[..., ParityWorld]]:
-    worlds: list[ParityWorld] = []
-
-    def build(**options: Any) -> ParityWorld:
-        root = Path(tempfile.mkdtemp(prefix="tc-"))
-        worlds.append(ParityWorld(root, memory / str(len(worlds)), **options))
-        return worlds[-1]
-
-    yield build
-    for world in worlds:
-        world.close()
-        shutil.rmtree(world.root, ignore_errors=True)
-
-
-def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(
-    make_parity_world: Callable[..., ParityWorld],
-) -> None:
-    world = make_parity_world(workers=4, procs=2, groups=(((0, 1), (2,)), ((2, 3), (0,))))
-    world.start()
-    world.begin()
-    world.train(4, 5, 6)
+def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(make_world: MakeWorld) -> None:
+    world = make_world(ParityWorld, workers=4, procs=2, groups=(((0, 1), (2,)), ((2, 3), (0,)))).launch()
+    world.train(6, 4, SIZE, DELTA)
     world.lose(0)
     world.start(0)
     world.begin(Version(6, 1), world.from_parity(0))
@@ -128,19 +72,12 @@ def test_lost_worker_comes_back_from_parity_with_every_step_since_the_snapshot(
             )
             for step, path in zip((5, 6), welcome.restore_deltas, strict=True):
                 assert body(path, DELTA) == content(rank, step, layout(DELTA).size - layout(DELTA).data_begin)
-    until(
-        lambda: world.report(0).watermarks.peer == Version(6, 1),
-        "protected again, by the new worker's blocks too",
-    )
+    world.reach("peer", Version(6, 1))
 
 
-def test_both_members_of_a_group_come_back_from_two_blocks(
-    make_parity_world: Callable[..., ParityWorld],
-) -> None:
-    world = make_parity_world(workers=4, groups=(((0, 1), (2, 3)), ((2, 3), (0, 1))))
-    world.start()
-    world.begin()
-    world.train(4, 5)
+def test_both_members_of_a_group_come_back_from_two_blocks(make_world: MakeWorld) -> None:
+    world = make_world(ParityWorld, workers=4, groups=(((0, 1), (2, 3)), ((2, 3), (0, 1)))).launch()
+    world.train(5, 4, SIZE, DELTA)
     world.lose(0, 1)
     world.start(0, 1)
     world.begin(Version(5, 1), world.from_parity(0) | world.from_parity(1))
@@ -152,27 +89,21 @@ def test_both_members_of_a_group_come_back_from_two_blocks(
             assert body(path, SIZE) == content(worker, 4, layout(SIZE).size - layout(SIZE).data_begin)
 
 
-def test_training_goes_on_under_parity_in_bounded_memory(
-    make_parity_world: Callable[..., ParityWorld],
-) -> None:
-    world = make_parity_world(workers=3, groups=(((0, 1), (2,)), ((2,), (0,))), limit=48 << 20)
-    world.start()
-    world.begin()
+def test_training_goes_on_under_parity_in_bounded_memory(make_world: MakeWorld) -> None:
+    world = make_world(ParityWorld, workers=3, groups=(((0, 1), (2,)), ((2,), (0,))), limit=48 << 20).launch()
     for snapshot in (4, 8, 12, 16):
-        world.train(snapshot, *range(snapshot + 1, snapshot + 4))
+        world.train(snapshot + 3, snapshot, SIZE, DELTA)
     for worker in range(3):
         assert world.report(worker).memory.used <= 48 << 20
         assert not world.report(worker).problems
 
 
-def test_blocks_move_to_other_holders_in_an_attempt_and_are_of_use_there(
-    make_parity_world: Callable[..., ParityWorld],
-) -> None:
-    world = make_parity_world(workers=4, groups=(((0, 1), (2,)), ((2, 3), (0,))))
+def test_blocks_move_to_other_holders_in_an_attempt_and_are_of_use_there(make_world: MakeWorld) -> None:
+    world = make_world(ParityWorld, workers=4, groups=(((0, 1), (2,)), ((2, 3), (0,))))
     world.start(0, 1, 2, 3)
     world.begin()
     version = Version(5, 1)
-    world.train(4, 5)
+    world.train(5, 4, SIZE, DELTA)
     world.groups = [
         ParityGroup((world.peer(0), world.peer(1)), (world.peer(3),)),
         ParityGroup((world.peer(2), world.peer(3)), (world.peer(1),)),
@@ -191,7 +122,7 @@ def test_blocks_move_to_other_holders_in_an_attempt_and_are_of_use_there(
         return new
 
     until(moved, "the blocks at the new holders")
-    until(lambda: world.report(0).watermarks.peer == version, "the same version to be protected again")
+    world.reach("peer", version)
     world.lose(0)
     world.start(0)
     world.begin(version, world.from_parity(0) | {rank: (Source(Tier.LOCAL),) for rank in (1, 2, 3)})

@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from tests.sidecar.parity.group import Group, flip
+from tests.sidecar.parity.group import Group, MakeJob
+from tests.sidecar.rehearsal.test_rehearsal import NoRemote
 from tests.sidecar.stations import Station
-from tests.sidecar.world import until
-from tiercheck.protocol.directive import Peer
-from tiercheck.protocol.report import Quarantined
+from tests.sidecar.world import flip, until
+from tiercheck.protocol.directive import Peer, Policy, Tier
+from tiercheck.protocol.report import Quarantined, Watermarks
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.parity.parts import obtainable
+from tiercheck_sidecar.rehearsal.rehearser import Rehearser
+from tiercheck_sidecar.restore.sources import RestoreSources
 
-MakeJob = Callable[..., Group]
 V = Version(10, 1)
 SIZES = (9_000_000, 5_500_001, 12_345_678)
 
 
-def test_lost_worker_is_rebuilt_from_parity(make_job: MakeJob) -> None:
-    job = make_job(data=3, parity=1)
+@pytest.mark.parametrize(("parity", "lost"), [(1, (1,)), (2, (2, 3))], ids=["one", "and a holder"])
+def test_lost_worker_is_rebuilt_from_parity(make_job: MakeJob, parity: int, lost: tuple[int, ...]) -> None:
+    job = make_job(data=3, parity=parity)
     saved = job.protect(V, *SIZES)
-    job.lose(1)
-    job.next_attempt(V.step)
-    assert job.stations[1].rebuild(1, V, job.group) == saved[1]
+    job.lose(*lost, back_to=V)
+    assert job.stations[lost[0]].rebuild(lost[0], V, job.group) == saved[lost[0]]
 
 
 def test_every_member_can_be_the_lost_one(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1, procs=2)
     saved = job.protect(V, 3_000_000, 70, 5_000_000)
     for worker in range(3):
-        job.lose(worker)
-        job.next_attempt(V.step)
+        job.lose(worker, back_to=V)
         for rank in job.stations[worker].vault.ranks:
             assert job.stations[worker].rebuild(rank, V, job.group) == saved[rank]
 
@@ -45,19 +49,10 @@ def test_every_member_can_be_the_lost_one(make_job: MakeJob) -> None:
 def test_two_lost_workers_are_rebuilt_at_the_same_time(make_job: MakeJob) -> None:
     job = make_job(data=4, parity=2)
     saved = job.protect(V, *SIZES)
-    job.lose(0, 2)
-    job.next_attempt(V.step)
+    job.lose(0, 2, back_to=V)
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(lambda worker: job.stations[worker].rebuild(worker, V, job.group), (0, 2))
     assert (first, second) == (saved[0], saved[2])
-
-
-def test_member_and_holder_lost_together(make_job: MakeJob) -> None:
-    job = make_job(data=3, parity=2)
-    saved = job.protect(V, *SIZES)
-    job.lose(2, 3)
-    job.next_attempt(V.step)
-    assert job.stations[2].rebuild(2, V, job.group) == saved[2]
 
 
 def test_deltas_are_rebuilt_like_snapshots(make_job: MakeJob) -> None:
@@ -70,8 +65,7 @@ def test_deltas_are_rebuilt_like_snapshots(make_job: MakeJob) -> None:
             lambda rank=rank, station=station: step in station.copied(rank, Kind.DELTA),
             "the delta is protected",
         )
-    job.lose(0)
-    job.next_attempt(step.step)
+    job.lose(0, back_to=step)
     assert job.stations[0].rebuild(0, step, job.group, Kind.DELTA) == saved[0]
 
 
@@ -81,8 +75,7 @@ def test_bad_block_is_noticed_and_another_is_used(make_job: MakeJob) -> None:
     (block,) = job.holders[0].blocks()
     assert block.share is not None
     flip(job.holders[0].block_path(block.share, V), 5_000_000)
-    job.lose(1)
-    job.next_attempt(V.step)
+    job.lose(1, back_to=V)
     bad: list[Quarantined] = []
     assert job.stations[1].rebuild(1, V, job.group, on_bad=bad.append) == saved[1]
     assert [(each.worker, each.version) for each in bad] == [(3, V)]
@@ -94,8 +87,7 @@ def test_bad_survivor_is_named_and_another_block_takes_its_place(make_job: MakeJ
     job = make_job(data=3, parity=2)
     saved = job.protect(V, *SIZES)
     job.spoil(2, V, 4_500_000)
-    job.lose(1)
-    job.next_attempt(V.step)
+    job.lose(1, back_to=V)
     bad: list[Quarantined] = []
     assert job.stations[1].rebuild(1, V, job.group, on_bad=bad.append) == saved[1]
     assert [(each.rank, each.worker) for each in bad] == [(2, 2)]
@@ -107,8 +99,7 @@ def test_bad_block_without_another_fails_and_leaves_nothing_behind(make_job: Mak
     (block,) = job.holders[0].blocks()
     assert block.share is not None
     flip(job.holders[0].block_path(block.share, V), 100)
-    job.lose(1)
-    job.next_attempt(V.step)
+    job.lose(1, back_to=V)
     with pytest.raises(SourceCorrupt, match="parity block 0 at worker 3"):
         job.stations[1].rebuild(1, V, job.group)
     assert job.stations[1].vault.find(Artifact(1, V)) is None
@@ -117,8 +108,7 @@ def test_bad_block_without_another_fails_and_leaves_nothing_behind(make_job: Mak
 def test_more_losses_than_blocks_say_who_is_missing(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=1)
     job.protect(V, 1_000_000)
-    job.lose(0, 1)
-    job.next_attempt(V.step)
+    job.lose(0, 1, back_to=V)
     with pytest.raises(
         SourceFailed, match=r"2 members of the group are lost and 1 parity blocks.*rank 1.* at worker 1"
     ):
@@ -140,8 +130,7 @@ def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job:
     draft = holder.vault.draft(block)
     draft.view[:] = b"x" * len(draft.view)
     draft.keep(dataclasses.replace(block, digests=digest(draft.view)))
-    job.lose(0)
-    job.next_attempt(V.step)
+    job.lose(0, back_to=V)
     bad: list[Quarantined] = []
     with pytest.raises(SourceCorrupt, match="does not fit to the members"):
         job.stations[0].rebuild(0, V, job.group, on_bad=bad.append)
@@ -151,8 +140,7 @@ def test_block_with_digests_of_wrong_bytes_is_found_out_by_its_members(make_job:
 def test_rebuild_goes_on_where_it_was_when_a_survivor_dies_in_the_middle(make_job: MakeJob) -> None:
     job = make_job(data=3, parity=2)
     saved = job.protect(V, 40_000_000)
-    job.lose(1)
-    job.next_attempt(V.step)
+    job.lose(1, back_to=V)
     headers: Counter[int] = Counter()
 
     def connect(peer: Peer) -> Wire:
@@ -177,8 +165,7 @@ def test_rebuild_goes_on_where_it_was_when_a_survivor_dies_in_the_middle(make_jo
 def test_connection_refused_for_once_costs_no_source(make_job: MakeJob) -> None:
     job = make_job(data=2, parity=1)
     saved = job.protect(V, 20_000_000)
-    job.lose(1)
-    job.next_attempt(V.step)
+    job.lose(1, back_to=V)
     dials: Counter[Peer] = Counter()
 
     def connect(peer: Peer) -> Wire:
@@ -190,3 +177,85 @@ def test_connection_refused_for_once_costs_no_source(make_job: MakeJob) -> None:
     job.stations[1].connect = connect  # type: ignore[method-assign]
     assert job.stations[1].rebuild(1, V, job.group) == saved[1]
     assert min(dials.values()) > 2, "each was refused once"
+
+
+# What a restore plans with
+
+
+def ask(job: Group, rank: int) -> dict[Artifact, int]:
+    station = job.stations[rank // job.procs]
+    return obtainable(job.group, rank, job.procs, station.connect)
+
+
+def test_what_survivors_and_blocks_suffice_for_is_obtainable_with_its_size(make_job: MakeJob) -> None:
+    job = make_job(data=3, parity=1, procs=2)
+    saved = job.protect(V, 1_000_000, 70_000)
+    for rank in (0, 4):  # step 11 of the third member is in no block yet
+        job.save_rank(rank, Version(11, 1), 100_000, Kind.DELTA)
+    job.lose(1, back_to=V)
+    for rank in (2, 3):
+        assert ask(job, rank) == {Artifact(rank, V): len(saved[rank])}
+
+
+def test_version_with_too_few_blocks_is_not_promised(make_job: MakeJob) -> None:
+    job = make_job(data=3, parity=1)
+    job.protect(V, 1_000_000)
+    job.lose(0, 1, back_to=V)
+    assert ask(job, 0) == {}
+
+
+def test_two_blocks_make_up_for_two_members(make_job: MakeJob) -> None:
+    job = make_job(data=3, parity=2)
+    saved = job.protect(V, 1_000_000)
+    job.lose(0, 1, back_to=V)
+    assert ask(job, 0) == {Artifact(0, V): len(saved[0])}
+
+
+def test_silence_is_not_taken_for_nothing(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    for worker in (1, 2):
+        job.stations[worker].stop()
+    with pytest.raises(SourceFailed, match="worker 2"):
+        ask(job, 0)
+
+
+# What a rehearsal proves
+
+
+def rehearsed(job: Group) -> SidecarState:
+    """Worker 0, once it has looked at all tiers."""
+    me = job.stations[0]
+    me.accept(replace(job.directive(0), policy=Policy(1, 1_000_000, 5, rehearse_every=600.0)))
+    with me.state.lock:
+        me.state.verdict = TierVerdict(1, Watermarks(local=V, peer=V))
+    reach = RestoreSources(me.state, me.vault, me.identity, 8471, NoRemote())
+    Rehearser(me.state, me.vault, reach, wait=lambda until, seconds: until()).look()
+    return me.state
+
+
+def test_what_parity_would_give_back_is_proved(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.protect(V, 50_000)
+    used = [station.vault.used() for station in job.stations]
+    state = rehearsed(job)
+    assert {proof.tier: proof.version for proof in state.proofs} == {Tier.LOCAL: V, Tier.PEER: V}
+    assert not state.problems
+    assert [station.vault.used() for station in job.stations] == used
+
+
+def test_member_without_whom_it_could_not_be_put_together_is_named_and_keeps_what_it_has(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(data=2, parity=1)
+    job.protect(V, 50_000)
+    with job.stations[1].vault.pin(Artifact(1, V)) as slot:
+        flip(slot.path, 30_000)
+    state = rehearsed(job)
+    (problem,) = state.problems
+    assert (
+        f"the {Artifact(0, V)}, would not come back from parity: what worker 1 gives for it is bad"
+        in problem.message
+    )
+    assert [proof.tier for proof in state.proofs] == [Tier.LOCAL]
+    assert job.stations[1].vault.find(Artifact(1, V), Tier.LOCAL) is not None
+    assert not job.stations[1].state.quarantined

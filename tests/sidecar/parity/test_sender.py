@@ -1,22 +1,17 @@
-"""Training never waits for a holder of parity, and bandwidth is kept to.
-
-A person is told.
-"""
+"""Training never waits for a holder of parity; bandwidth is kept to, and a person is told."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from tests.sidecar.journeys.strikes import Strikes
-from tests.sidecar.parity.group import Group
+from tests.sidecar.parity.group import Group, MakeJob
 from tests.sidecar.world import until
 from tiercheck import supervised
 from tiercheck.protocol.version import Artifact, Kind, Version
 
-MakeJob = Callable[..., Group]
 V = Version(10, 1)
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sidecar.restore.test_restore import slots, train, training
-from tests.sidecar.stations import Station, Stations
-from tests.sidecar.trainer.test_save_local import flip
-from tests.sidecar.world import World, until
+from tests.sidecar.restore.test_restore import slots, training
+from tests.sidecar.stations import MakeStations, Station, Stations
+from tests.sidecar.world import MakeWorld, World, flip, until
 from tiercheck.protocol.directive import Phase, Policy, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
@@ -24,8 +23,6 @@ from tiercheck_sidecar.rehearsal.rehearser import REHEARSAL_FAILED, Rehearser
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Seal, Vault
 
-MakeStations = Callable[..., Stations]
-MakeWorld = Callable[..., World]
 CHUNK = 64 * 1024
 """Bytes per digest in these tests, so that small artifacts have several."""
 SIZE = 3 * CHUNK + 5000
@@ -371,7 +368,7 @@ def rehearsing(world: World) -> World:
 
 def test_job_with_all_tiers_is_told_that_each_would_come_back(make_world: MakeWorld) -> None:
     world = training(rehearsing(make_world(workers=2)), remote=True)
-    train(world, 4)
+    world.train(4)
     for worker in range(2):
         until(lambda worker=worker: proofs(world, worker) == set(Tier), "each tier is proved")
     newest = {proof.tier: proof.version for proof in world.report(0).proofs}
@@ -382,7 +379,7 @@ def test_job_with_all_tiers_is_told_that_each_would_come_back(make_world: MakeWo
 @pytest.mark.parametrize("word", ["own-0", "copy-0"])
 def test_bad_memory_is_found_while_the_job_trains(make_world: MakeWorld, word: str) -> None:
     world = training(make_world(workers=2))
-    train(world, 3)
+    world.train(3)
     flip(slots(world, int(word == "copy-0"), word)[1], 150_000)
     rehearsing(world).direct(Phase.RELEASE)
     message = until(lambda: complaint(world), "it is told")
@@ -392,8 +389,8 @@ def test_bad_memory_is_found_while_the_job_trains(make_world: MakeWorld, word: s
 
 def test_bad_object_in_the_store_is_found_before_anybody_needs_it(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2), remote=True)
-    train(world, 3)
-    until(lambda: world.report(0).watermarks.remote == Version(1, 1), "the snapshot is uploaded")
+    world.train(3)
+    world.reach("remote", Version(1, 1))
     settings = json.loads(world.remote or "")
     (stored, *_) = sorted(
         path

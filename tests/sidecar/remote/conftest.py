@@ -19,11 +19,14 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 from botocore.loaders import create_loader
+from botocore.retries.standard import ExponentialBackoff
 from moto.server import ThreadedMotoServer
 
 from tests.sidecar.remote import radosgw
 from tests.sidecar.remote.remote_places import BUCKET, DirectoryPlace, Place, S3Place
+from tests.sidecar.remote.s3.faulty_proxy import Proxy, proxying
 from tests.sidecar.world import until
+from tiercheck_sidecar.remote.s3 import s3_transfers
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +45,12 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent/config")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent/credentials")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
+    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.001)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,6 +85,21 @@ def s3_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             yield endpoint, client
     else:
         yield request.getfixturevalue("s3_endpoint"), request.getfixturevalue("s3_client")
+
+
+@pytest.fixture
+def proxy(s3_endpoint: str, s3_client: Any) -> Iterator[Proxy]:
+    """Passes requests on to a server that has an empty bucket."""
+    with proxying(s3_endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Path:
+    """A worker's memory volume."""
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture(params=["s3", "directory", "radosgw"])

@@ -1,37 +1,27 @@
-"""Makes the two kinds of durable place, and damages what lies there."""
+"""Makes the two kinds of durable place and what is uploaded there, and damages what lies there."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import xxhash
+
+from tiercheck.protocol.manifest import Digests
+
 BUCKET = "checkpoints"
+CHUNK = 1024 * 1024
 
 
-class Place:
-    """Where a store keeps its objects, with the means to damage them."""
-
-    def settings(self, prefix: str = "team") -> str:
-        raise NotImplementedError
-
-    def names(self) -> set[str]:
-        raise NotImplementedError
-
-    def get(self, key: str) -> bytes:
-        raise NotImplementedError
-
-    def put(self, key: str, body: bytes) -> None:
-        raise NotImplementedError
-
-    def leave_unfinished(self, key: str) -> None:
-        """As a process leaves it that was killed while uploading `key`."""
-        raise NotImplementedError
-
-    def unfinished(self) -> int:
-        raise NotImplementedError
+def sealed(folder: Path, content: bytes = b"state", chunk: int = CHUNK) -> tuple[Path, Digests]:
+    """A sealed artifact of that content on a worker's memory volume."""
+    path = folder / f"slot-{xxhash.xxh3_64_hexdigest(content)}"
+    path.write_bytes(content)
+    pieces = (content[begin : begin + chunk] for begin in range(0, len(content), chunk))
+    return path, Digests(len(content), chunk, tuple(map(xxhash.xxh3_128_hexdigest, pieces)))
 
 
-class S3Place(Place):
+class S3Place:
     def __init__(self, endpoint: str, client) -> None:
         self.endpoint, self.client = endpoint, client
 
@@ -48,6 +38,7 @@ class S3Place(Place):
         self.client.put_object(Bucket=BUCKET, Key=key, Body=body)
 
     def leave_unfinished(self, key: str) -> None:
+        """As a process leaves it that was killed while uploading `key`."""
         upload = self.client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
         self.client.upload_part(Bucket=BUCKET, Key=key, UploadId=upload, PartNumber=1, Body=b"half")
 
@@ -55,7 +46,7 @@ class S3Place(Place):
         return len(self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ()))
 
 
-class DirectoryPlace(Place):
+class DirectoryPlace:
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir()
@@ -82,3 +73,7 @@ class DirectoryPlace(Place):
 
     def _files(self) -> list[Path]:
         return [path for path in self.root.rglob("*") if path.is_file()]
+
+
+Place = S3Place | DirectoryPlace
+"""Where a store keeps its objects, with the means to damage them."""

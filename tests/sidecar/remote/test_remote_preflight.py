@@ -1,4 +1,4 @@
-"""A promise that a store does not keep is found before a job has to rely on it.
+"""Settings and stores that break a promise are found before a job has to rely on them.
 
 A job goes on with a store that ignores conditions.
 """
@@ -7,27 +7,99 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from tests.sidecar.remote.remote_places import DirectoryPlace, Place, S3Place
-from tests.sidecar.remote.s3.faulty_proxy import BUSY, DEAF, FORBIDDEN, Fault, Proxy, Seen, proxying
-from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, refusal
+from tests.sidecar.remote.s3.faulty_proxy import (
+    BUSY,
+    DEAF,
+    EMPTY_LIST,
+    FORBIDDEN,
+    Fault,
+    Proxy,
+    Seen,
+    refusal,
+)
 from tests.sidecar.remote.test_remote_two_jobs import Opener, restored
-from tests.sidecar.world import World, until
+from tests.sidecar.values import config_of
+from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing
-from tiercheck_sidecar.remote import StoreFinding, examine_place, preflight
+from tiercheck_sidecar.remote import RemoteConfigError, StoreFinding, examine_place, open_store, preflight
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.objects import Stored
 from tiercheck_sidecar.remote.preflight import CHUNK, examine
-from tiercheck_sidecar.remote.s3 import s3, s3_multipart, s3_transfers
+from tiercheck_sidecar.remote.s3 import s3, s3_multipart
+
+# Settings
+
+
+S3 = {"bucket": "b", "prefix": "p", "region": "eu-west-1", "endpoint": "https://127.0.0.1:9000"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ("{", "cannot be read"),
+        ({}, "exactly one of s3 and directory"),
+        ({"s3": S3, "directory": {"path": "/x"}}, "exactly one of s3 and directory"),
+        ({"s3": {"prefix": "p"}}, "bucket"),
+        ({"s3": {**S3, "bucket": ""}}, "bare name"),
+        ({"s3": {**S3, "bucket": "s3://b"}}, "bare name"),
+        ({"s3": {**S3, "endpoint": "127.0.0.1:9000"}}, "http:// or https://"),
+        ({"s3": {**S3, "prefix": "a/../b"}}, '".."'),
+        ({"s3": {**S3, "prefix": "a\nb"}}, "control characters"),
+        ({"s3": {**S3, "bucket": 7}}, "str"),
+        ({"s3": {**S3, "addressing": "path"}}, "addressing"),
+        ({"s3": {**S3, "encryption": {"type": "SSE-C"}}}, "encryption"),
+        ({"s3": {**S3, "storageClass": "DEEP_ARCHIVE"}}, "archive"),
+        ({"directory": {"path": "relative"}}, "absolute"),
+        ({"directory": {}}, "path"),
+        ({"directory": {"path": "/x", "subPath": "../y"}}, "subPath"),
+    ],
+)
+def test_unusable_settings_are_refused_with_a_sentence(settings: object, sentence: str) -> None:
+    text = settings if isinstance(settings, str) else json.dumps(settings)
+    with pytest.raises(RemoteConfigError, match=sentence):
+        open_store(text, "research/gpt")
+
+
+@pytest.mark.parametrize("job", ["gpt", "/gpt", "research/", "a/b/c", ""])
+def test_job_must_have_a_namespace(job: str) -> None:
+    with pytest.raises(RemoteConfigError, match="namespace/name"):
+        open_store(json.dumps({"s3": S3}), job)
+
+
+def test_fields_of_a_newer_operator_are_ignored_and_absent_ones_may_be_null() -> None:
+    settings = {
+        "s3": {**S3, "region": None, "endpoint": None, "caBundle": None, "colour": "red"},
+        "directory": None,
+    }
+    store = open_store(json.dumps(settings), "research/gpt")
+    assert store.location == "s3://b/p/research/gpt"
+    store.close()
+
+
+def test_starting_a_sidecar_does_not_load_the_s3_clients() -> None:
+    code = (
+        "import sys; from tiercheck_sidecar.remote import open_store; "
+        f"open_store({json.dumps(json.dumps({'s3': S3}))}, 'research/gpt'); "
+        "print([name for name in ('boto3', 'botocore', 'obstore', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# Stores
+
 
 ALL = [
     "access",
@@ -46,12 +118,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(s3_multipart, "PART", 5 * CHUNK)  # the least that S3 allows
     monkeypatch.setattr(preflight, "SIZE", 6 * CHUNK)
-
-
-@pytest.fixture
-def proxy(s3_endpoint: str) -> Iterator[Proxy]:
-    with proxying(s3_endpoint) as proxy:
-        yield proxy
 
 
 @pytest.mark.parametrize("kind", ["s3", "directory"])
@@ -115,7 +181,6 @@ def test_place_that_cannot_be_used_at_all_has_one_finding(proxy: Proxy, s3_clien
 def test_trouble_that_passes_is_told_from_a_broken_promise(
     proxy: Proxy, s3_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
     proxy.rule = lambda seen: BUSY if "partNumber" in seen.path else None
     found = {each.name: each for each in examine_place(S3Place(proxy.url, s3_client).settings())}[
         "upload in parts"
@@ -150,7 +215,7 @@ def test_of_two_writers_of_a_manifest_one_wins_where_conditions_are_ignored(
 
 
 def test_job_on_a_store_that_ignores_conditions_says_so_and_goes_on(
-    proxy: Proxy, s3_client: Any, make_world: Callable[..., World]
+    proxy: Proxy, s3_client: Any, make_world: MakeWorld
 ) -> None:
     proxy.rule = lambda seen: DEAF
     world = make_world()
@@ -165,7 +230,7 @@ def test_job_on_a_store_that_ignores_conditions_says_so_and_goes_on(
     world.begin()
     with world.ranks() as (rank,):
         rank.save(10)
-        until(lambda: world.report(0).watermarks.remote == VERSION, "uploaded nevertheless")
+        world.reach("remote", VERSION)
     assert [each.reason for each in world.report(0).problems] == ["RemoteNotSafe"], "it lasts"
 
 
@@ -181,14 +246,7 @@ def test_examination_that_was_cut_short_is_repeated_and_blames_nobody(tmp_path: 
                 StoreFinding("delete", False, "it is busy", passing=self.examined == 1),
             ]
 
-    env = {name: "1" for name in ("PROCS_PER_WORKER", "POD_UID", "MEMORY_LIMIT", "JOB", "JOB_UID", "POD_IP")}
-    (tmp_path / "token").write_text("x")
-    (tmp_path / "operator.pub").write_bytes(bytes(32))
-    config = SidecarConfig.from_env(
-        {f"TIERCHECK_{name}": value for name, value in env.items()}
-        | {"TIERCHECK_WORKER": "0", "TIERCHECK_CREDENTIALS_DIR": str(tmp_path)}
-    )
-    state, store = SidecarState(config), Store()
+    state, store = SidecarState(config_of(tmp_path)), Store()
     inventory = RemoteListing(state, lambda _: None)
     inventory._examine(store)  # type: ignore[arg-type]
     assert state.problems == ()

@@ -1,12 +1,20 @@
-"""What may be deleted: never the version that a restore would choose, whatever the clocks say."""
+"""Neither a clock nor a power cut costs the version that a restore would choose."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.crash_disk import CrashDisk
 from tests.examples import examples
+from tests.sidecar.remote.remote_places import sealed
+from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_sidecar.remote import open_store
 from tiercheck_sidecar.remote.retention import is_abandoned, to_delete
 
 versions = st.builds(Version, st.integers(1, 20), st.integers(1, 4))
@@ -94,3 +102,38 @@ def test_uploads_of_a_dead_line_are_abandoned_once_the_new_one_has_a_version() -
     )
     assert not is_abandoned(Version(500, 2), {Version(400, 2)}, set(), history)
     assert not is_abandoned(Version(500, 2), set(), set(), history)
+
+
+# Power cuts
+
+
+def test_no_manifest_outlives_its_artifacts_and_none_comes_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "shared"
+    root.mkdir()
+    disk = CrashDisk(root, monkeypatch)
+    store = open_store(json.dumps({"directory": {"path": str(root), "subPath": "a/b"}}), "research/gpt")
+    folder = root / "a/b/research/gpt"
+    named: dict[Path, list[Path]] = {}
+    judged: set[Path] = set()
+
+    def look() -> None:
+        for manifest, artifacts in named.items():
+            if disk.perhaps(manifest):
+                judged.add(manifest)
+                for artifact in artifacts:
+                    assert disk.surely(artifact), f"{manifest.name} may be there without {artifact}"
+
+    disk.look = look
+    for step in (10, 20, 30):
+        version = Version(step, 1)
+        stored = [store.put_artifact(rank, version, *sealed(tmp_path), None) for rank in (0, 1)]
+        manifest = folder / f"manifests/{step:012d}-1.json"
+        artifacts = [folder / each.key for each in stored]
+        named[manifest] = [*artifacts, *(path.with_suffix(".json") for path in artifacts)]
+        assert store.commit(Manifest("research/gpt", "uid", version, 2, tuple(stored), 1.0))
+        assert disk.surely(manifest), "what is said to exist does so after a crash"
+        store.retain(1)
+    assert judged == set(named)
+    assert store.versions() == [Version(30, 1)]

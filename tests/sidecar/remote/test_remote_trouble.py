@@ -9,18 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import xxhash
 
-from tests.sidecar.remote.remote_places import BUCKET, S3Place
-from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, Answer, closed_port, refusal, serving
+from tests.sidecar.remote.remote_places import BUCKET, S3Place, sealed
+from tests.sidecar.remote.s3.faulty_proxy import EMPTY_LIST, Answer, closed_port, refusal, serving
 from tiercheck.protocol import names
-from tiercheck.protocol.manifest import Digests, Manifest
+from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteError, open_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
 from tiercheck_sidecar.remote.objects import Objects, Stored
-from tiercheck_sidecar.remote.s3 import s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 JOB = "research/gpt"
@@ -40,13 +38,6 @@ def opened(endpoint: str, bucket: str = BUCKET, **more: str) -> Iterator[RemoteS
 def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where advice is about Secrets, and pauses are short."""
     monkeypatch.setenv(names.ENV_POD_UID, "pod-0")
-    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
-
-
-def sealed(tmp_path: Path, content: bytes = b"state") -> tuple[Path, Digests]:
-    path = tmp_path / "slot"
-    path.write_bytes(content)
-    return path, Digests(len(content), len(content), (xxhash.xxh3_128_hexdigest(content),))
 
 
 def operations(store: RemoteStore, tmp_path: Path) -> list[Callable[[], object]]:

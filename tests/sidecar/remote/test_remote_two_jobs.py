@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sidecar.remote.remote_places import DirectoryPlace, Place, S3Place
+from tests.sidecar.remote.remote_places import DirectoryPlace, Place, S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import DEAF, proxying
-from tiercheck.protocol.manifest import Digests, Manifest, RankArtifact
+from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.remote import (
     Claimant,
@@ -75,10 +75,7 @@ class Opener:
         return self._opened[-1]
 
     def put(self, store: RemoteStore, version: Version, content: bytes) -> RankArtifact:
-        path = self._folder / f"slot-{xxhash.xxh3_64_hexdigest(content)}"
-        path.write_bytes(content)
-        digests = Digests(len(content), len(content), (xxhash.xxh3_128_hexdigest(content),))
-        return store.put_artifact(0, version, path, digests, None)
+        return store.put_artifact(0, version, *sealed(self._folder, content), None)
 
     def save(self, store: RemoteStore, version: Version, content: bytes, uid: str = "uid") -> bool:
         return store.commit(Manifest(JOB, uid, version, 1, (self.put(store, version, content),), 1.0))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from tests.sidecar.stations import Stations
+from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import until
 from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.manifest import Digests
@@ -28,7 +27,6 @@ from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import MemoryStock, Where, by_rank
 
 MIB = 1 << 20
-MakeStations = Callable[..., Stations]
 V = Version
 
 
@@ -59,8 +57,7 @@ def test_named_snapshot_and_every_delta_after_it_reach_the_holder(stations: Make
     job[0].save(V(3, 1), 5000, Kind.DELTA)
     job[0].save(V(3, 1), MIB)
     job[0].save(V(4, 1), 5000, Kind.DELTA)
-    job[0].replicate()
-    job[0].name(V(3, 1))
+    job[0].replicate(V(3, 1))
     until(lambda: acknowledged(job) >= {snapshot(3), delta(4)}, "copied")
     assert acknowledged(job) == {snapshot(3), delta(4)}, (
         "neither older deltas nor snapshots that are not named"
@@ -83,8 +80,7 @@ def test_only_holders_of_the_directive_count_and_only_what_they_acknowledged_in_
     assert directive is not None
     assert job[0].replicator.acknowledged(directive) == [(1, {})], "nothing was sent yet"
     job[0].save(V(1, 1), MIB)
-    job[0].replicate()
-    job[0].name(V(1, 1))
+    job[0].replicate(V(1, 1))
     until(lambda: acknowledged(job) == {snapshot(1)}, "copied")
     moved = replace(directive, holders=(Peer(1, job.host(2)),))
     later = replace(directive, attempt=2)
@@ -108,8 +104,7 @@ def test_deltas_pass_while_a_snapshot_is_held_up(
 
     monkeypatch.setattr(sender, "stream_count", lambda *_: 1)
     monkeypatch.setattr(Wire, "send_chunk", held_up)
-    job[0].replicate()
-    job[0].name(V(1, 1))
+    job[0].replicate(V(1, 1))
     try:
         assert began.wait(30)
         for step in (2, 3):
@@ -127,8 +122,7 @@ def test_every_rank_of_a_worker_is_served(stations: MakeStations) -> None:
     for step in (2, 3):
         for rank in range(4):
             job[0].save(V(step, 1), 5000, Kind.DELTA, rank=rank)
-    job[0].replicate()
-    job[0].name(V(1, 1))
+    job[0].replicate(V(1, 1))
     wanted = {snapshot(1, rank) for rank in range(4)} | {
         delta(step, rank) for rank in range(4) for step in (2, 3)
     }
@@ -141,8 +135,7 @@ def test_rank_whose_slots_are_full_at_the_holder_holds_up_no_other(stations: Mak
         seal = job[0].save(V(step, 1), MIB, rank=0)
         job[1].vault.draft(Seal(0, V(step + 10, 1), 4, Tier.PEER, seal.digests))
     job[0].save(V(2, 1), MIB, rank=1)
-    job[0].replicate()
-    job[0].name(V(2, 1))
+    job[0].replicate(V(2, 1))
     until(lambda: snapshot(2, 1) in acknowledged(job), "rank 1 is served")
     assert snapshot(2, 0) not in acknowledged(job)
 
@@ -165,8 +158,7 @@ def test_busy_holder_is_not_asked_in_a_circle(stations: MakeStations) -> None:
         return real(*arguments)  # type: ignore[arg-type]
 
     inbox.open = counted  # type: ignore[method-assign, assignment]
-    job[0].replicate()
-    job[0].name(V(1, 1))
+    job[0].replicate(V(1, 1))
     until(lambda: offers >= 4, "asked again and again")
     assert offers <= 8
 
@@ -175,8 +167,7 @@ def test_copies_are_offered_again_in_the_next_attempt_and_not_sent_again(station
     job = stations()
     job[0].save(V(1, 1), MIB)
     job[0].save(V(2, 1), 5000, Kind.DELTA)
-    job[0].replicate()
-    job[0].name(V(1, 1))
+    job[0].replicate(V(1, 1))
     until(lambda: acknowledged(job) == {snapshot(1), delta(2)}, "copied")
     job.next_attempt(base_step=2)
     until(lambda: acknowledged(job) == frozenset(), "what counted in the old attempt counts no longer")
@@ -194,8 +185,7 @@ def test_copy_that_a_holder_has_no_more_does_not_count_and_is_brought_again(
     job = stations(procs=2)
     for rank in (0, 1):
         job[0].save(V(1, 1), MIB, rank=rank)
-    job[0].replicate()
-    job[0].name(V(1, 1))
+    job[0].replicate(V(1, 1))
     until(lambda: acknowledged(job) == {snapshot(1), snapshot(1, 1)}, "copied")
     counted = job[0].state.counters.replicated
     job[1].vault.evict(lambda seal: seal.rank == 0)
@@ -233,8 +223,7 @@ def test_holder_that_cannot_be_reached_is_told_to_a_person_and_withdrawn(station
     job = stations()
     job[1].server.stop()
     job[0].save(V(1, 1), MIB)
-    job[0].replicate()
-    job[0].name(V(1, 1))
+    job[0].replicate(V(1, 1))
     problem = until(lambda: job[0].state.problems, "a problem is stated")[0]
     assert problem.reason == "PeerUnreachable"
     assert "Worker 1 does not take copies" in problem.message
@@ -249,8 +238,7 @@ def test_own_copy_that_rotted_is_given_up_and_reported(stations: MakeStations) -
     job = stations()
     seal = job[0].save(V(1, 1), 5 * MIB)
     job[0].flip(seal, Tier.LOCAL, 1)
-    job[0].replicate()
-    job[0].name(V(1, 1))
+    job[0].replicate(V(1, 1))
     (bad,) = until(lambda: job[0].state.quarantined, "reported")
     assert (bad.rank, bad.version, bad.worker) == (0, V(1, 1), 0)
     assert not job[0].holds(snapshot(1), Tier.LOCAL)

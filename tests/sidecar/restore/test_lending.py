@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.sidecar.exchange.test_exchange_fetch import MIB, copied
-from tests.sidecar.stations import Stations
-from tests.sidecar.world import World, until
+from tests.sidecar.stations import MakeStations, Stations
+from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.artifacts.slot import SlotLayout, read_header
 from tiercheck.protocol.directive import Directive, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.manifest import Digests
@@ -22,9 +22,6 @@ from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
 from tiercheck_sidecar.restore.resharded_reads import Lender
 from tiercheck_sidecar.vault import MemoryTooSmall
-
-MakeStations = Callable[..., Stations]
-MakeWorld = Callable[..., World]
 
 
 @pytest.fixture
@@ -113,12 +110,11 @@ def test_rank_of_a_smaller_job_borrows_from_ranks_that_are_no_more(make_world: M
     store.mkdir()
     world.remote = json.dumps({"directory": {"path": str(store)}})
     world.policy = dataclasses.replace(world.policy, remote_every=1)
-    world.start()
-    world.begin()
+    world.launch()
     with world.ranks(9 * MIB) as ranks:
         for rank in ranks:
             assert rank.save(1)
-        until(lambda: world.report(0).watermarks.remote == Version(1, 1), "step 1 is in the remote tier")
+        world.reach("remote", Version(1, 1))
         assert world.report(1).remote.ranks == (), (
             "manifests name every rank, so one worker reads them for all"
         )
@@ -145,8 +141,7 @@ def test_fewer_ranks_come_back_from_memory_which_keeps_the_old_snapshot_until_th
     """Deltas had led further than the snapshot, from which alone other ranks can start."""
     world = make_world(workers=3)
     world.policy = dataclasses.replace(world.policy, snapshot_every=3)
-    world.start()
-    world.begin()
+    world.launch()
     reached, old, new = Version(3, 1), Version(1, 1), Version(4, 2)
     with world.ranks(300_000, 40_000) as ranks:
         for rank in ranks:
@@ -155,7 +150,7 @@ def test_fewer_ranks_come_back_from_memory_which_keeps_the_old_snapshot_until_th
             until(lambda r=rank: r.save_delta(2), "a slot for the delta of step 2")
         for rank in ranks:
             until(lambda r=rank: r.save_delta(3), "a slot for the delta of step 3")
-        until(lambda: world.report(0).watermarks.peer == reached, "step 3 lies at its holders")
+        world.reach("peer", reached)
     world.lose(2)
     world.workers, world.others = 2, 3
     where = {0: (0, 1), 1: (1,), 2: (0,)}
@@ -176,7 +171,7 @@ def test_fewer_ranks_come_back_from_memory_which_keeps_the_old_snapshot_until_th
             for worker in workers:
                 assert world.holds(worker, rank, old), "rank 1 has not, so all must stay"
         assert ranks[1].save(4)
-        until(lambda: world.report(0).watermarks.peer == new, "step 4 lies at its holders")
+        world.reach("peer", new)
         for rank, workers in where.items():
             for worker in workers:
                 until(lambda w=worker, r=rank: not world.holds(w, r, old), f"{worker} gives up rank {rank}")

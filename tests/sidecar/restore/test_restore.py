@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tests.sidecar.trainer.test_save_local import flip
-from tests.sidecar.world import FakeRank, World, layout, until
+from tests.sidecar.world import FakeRank, MakeWorld, World, flip, layout, until
 from tiercheck.protocol.artifacts.slot import read_header
 from tiercheck.protocol.directive import DeltaMode, Phase, Source, Tier
 from tiercheck.protocol.report import RankRestore
 from tiercheck.protocol.version import Kind, Version
 
-MakeWorld = Callable[..., World]
 SIZE, DELTA = 300_000, 40_000
 REMOTE = Source(Tier.REMOTE)
 
@@ -23,32 +19,10 @@ REMOTE = Source(Tier.REMOTE)
 def training(world: World, *, remote: bool = False) -> World:
     """A job that takes a snapshot at its first step, and deltas after it."""
     if remote:
-        store = world.root / "store"
-        store.mkdir()
-        world.remote = json.dumps({"directory": {"path": str(store)}})
-    world.policy = replace(
-        world.policy, snapshot_every=None, remote_every=1 if remote else 1_000_000, delta=DeltaMode.AUTO
-    )
-    world.start()
-    world.begin()
+        world.use_directory(every=1)
+    world.policy = replace(world.policy, snapshot_every=None, delta=DeltaMode.AUTO)
+    world.launch()
     return world
-
-
-def train(world: World, last: int, first: int = 1) -> None:
-    """Every rank saves a snapshot of the first step and a delta of each later one, and all of it is
-    copied.
-    """
-    with world.ranks(SIZE, DELTA) as ranks:
-        for rank in ranks:
-            assert rank.save(first)
-        for step in range(first + 1, last + 1):
-            for rank in ranks:
-                until(
-                    lambda rank=rank, step=step: rank.save_delta(step), f"a slot for the delta of step {step}"
-                )
-        version = Version(last, world.attempt)
-        marks = "local" if world.workers == 1 else "peer"
-        until(lambda: getattr(world.report(0).watermarks, marks) == version, f"{version} is kept")
 
 
 def slots(world: World, worker: int, word: str) -> dict[int, Path]:
@@ -79,7 +53,7 @@ def chain(last: int) -> list[tuple[Kind, int]]:
 
 def test_lost_worker_gets_snapshot_and_deltas_back_from_its_holder(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2))
-    train(world, 6)
+    world.train(6)
     world.lose(0)
     world.start(0)
     world.begin(Version(6, 1), {0: (world.from_peer(1),)})
@@ -95,7 +69,7 @@ def test_lost_worker_gets_snapshot_and_deltas_back_from_its_holder(make_world: M
 
 def test_one_bad_delta_in_own_memory_is_named_and_fetched_alone(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2))
-    train(world, 5)
+    world.train(5)
     flip(slots(world, 0, "own-delta")[4], 8000)
     world.begin(Version(5, 1), {0: (world.from_peer(1),)})
     back = restored(world)
@@ -109,7 +83,7 @@ def test_one_bad_delta_in_own_memory_is_named_and_fetched_alone(make_world: Make
 
 def test_file_in_own_memory_that_was_cut_off_is_named_and_fetched(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2))
-    train(world, 3)
+    world.train(3)
     os.truncate(slots(world, 0, "own")[1], 8192)
     world.begin(Version(3, 1), {0: (world.from_peer(1),)})
     back = restored(world)
@@ -121,7 +95,7 @@ def test_file_in_own_memory_that_was_cut_off_is_named_and_fetched(make_world: Ma
 
 def test_what_is_verified_is_the_file_that_a_trainer_would_open(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2))
-    train(world, 3)
+    world.train(3)
     path = slots(world, 0, "own")[1]
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
@@ -133,8 +107,8 @@ def test_what_is_verified_is_the_file_that_a_trainer_would_open(make_world: Make
 
 def test_bad_copy_of_a_holder_is_named_and_the_chain_begins_in_the_remote_tier(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2), remote=True)
-    train(world, 5)
-    until(lambda: world.report(0).watermarks.remote == Version(1, 1), "the snapshot is uploaded")
+    world.train(5)
+    world.reach("remote", Version(1, 1))
     flip(slots(world, 1, "copy-0")[1], 150_000)
     world.lose(0)
     world.start(0)
@@ -147,12 +121,12 @@ def test_bad_copy_of_a_holder_is_named_and_the_chain_begins_in_the_remote_tier(m
     with world.rank(0) as rank:
         assert rank.welcome.restore_source == "the remote store"
         assert handed_over(rank) == chain(5)
-    until(lambda: world.report(0).watermarks.peer == Version(5, 1), "the holder gets a good copy again")
+    world.reach("peer", Version(5, 1))
 
 
 def test_delta_that_can_be_had_nowhere_is_named(make_world: MakeWorld) -> None:
     world = training(make_world(workers=2))
-    train(world, 5)
+    world.train(5)
     flip(slots(world, 1, "copy-delta-0")[3], 8000)
     world.lose(0)
     world.start(0)
@@ -171,17 +145,12 @@ def test_delta_that_can_be_had_nowhere_is_named(make_world: MakeWorld) -> None:
 
 
 def test_restore_makes_room_by_forgetting_what_the_history_cut_off_first(make_world: MakeWorld) -> None:
-    world = make_world(workers=2)
-    world.start()
-    world.begin()
+    world = make_world(workers=2).launch()
     with world.ranks(SIZE) as ranks:
         for step in (10, 20, 30):
             for rank in ranks:
                 until(lambda rank=rank, step=step: rank.save(step), f"a slot for step {step}")
-            until(
-                lambda step=step: world.report(1).watermarks.peer == Version(step, 1),
-                f"step {step} is copied",
-            )
+            world.reach("peer", Version(step, 1), 1)
     world.lose(0)
     world.start(0)
     world.begin(Version(30, 1), {0: (world.from_peer(1),)})

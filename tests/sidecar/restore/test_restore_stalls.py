@@ -14,8 +14,8 @@ from tests.sidecar.exchange.test_exchange_fetch import MIB, copied
 from tests.sidecar.nursery import HUNG
 from tests.sidecar.restore.test_lending import directive as lending_directive
 from tests.sidecar.restore.test_restore import REMOTE, restored, training
-from tests.sidecar.stations import Stations
-from tests.sidecar.world import World, until
+from tests.sidecar.stations import MakeStations, Stations
+from tests.sidecar.world import MakeWorld, World, until
 from tiercheck.protocol.directive import NO_SOURCES, Phase, Restore, Source, SourceTable, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import RankRestore, RestoreProgress, RestoreState
@@ -27,9 +27,6 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.restore.rank_restore import RankRestorer
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.sources import SOURCE_STALLED, RestoreSources
-
-MakeStations = Callable[..., Stations]
-MakeWorld = Callable[..., World]
 
 
 class DeadMount:
@@ -241,8 +238,8 @@ def test_worker_goes_on_to_its_peer_and_says_what_hangs(
     with world.ranks(100_000) as ranks:
         for rank in ranks:
             assert rank.save(1)
-        until(lambda: world.report(0).watermarks.remote == Version(1, 1), "uploaded")
-        until(lambda: world.report(0).watermarks.peer == Version(1, 1), "copied")
+        world.reach("remote", Version(1, 1))
+        world.reach("peer", Version(1, 1))
     path = hang_store(world, monkeypatch)
     world.lose(0)
     world.start(0)
@@ -263,7 +260,7 @@ def restore_from_hung_store(world: World, seconds: float, monkeypatch: pytest.Mo
     """The only worker has nothing but an object that never comes. `seconds`: its bound."""
     with world.ranks(100_000) as (rank,):
         assert rank.save(1)
-        until(lambda: world.report(0).watermarks.remote == Version(1, 1), "uploaded")
+        world.reach("remote", Version(1, 1))
     hang_store(world, monkeypatch)
     world.lose(0)
     world.start(0)

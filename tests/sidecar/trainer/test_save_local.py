@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import safetensors
 
-from tests.sidecar.world import COME_BACK, FakeLauncher, World, until
+from tests.sidecar.world import COME_BACK, FakeLauncher, MakeWorld, flip, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier
 from tiercheck.protocol.local import Reply
@@ -15,13 +14,9 @@ from tiercheck.protocol.report import Exact, ResumeProof
 from tiercheck.protocol.requests import NamedRequest
 from tiercheck.protocol.version import Version
 
-MakeWorld = Callable[..., World]
-
 
 def test_saved_snapshot_is_held_and_offered_to_the_next_attempt(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     with world.ranks() as (rank,):
         assert rank.welcome.restore_version is None
         assert rank.save(10)
@@ -40,9 +35,7 @@ def test_saved_snapshot_is_held_and_offered_to_the_next_attempt(make_world: Make
 def test_result_of_the_comparison_after_a_restore_is_in_the_report_until_the_next_attempt(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     with world.ranks() as (rank,):
         assert (rank.welcome.restore_source, world.report(0).trainer.resume) == ("", None)
         assert rank.save(10)
@@ -57,9 +50,7 @@ def test_result_of_the_comparison_after_a_restore_is_in_the_report_until_the_nex
 
 
 def test_kill_minus_nine_keeps_sealed_slots_and_forgets_torn_ones(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     with world.ranks() as (rank,):
         rank.save(10)
         until(lambda: world.holds(0, 0, Version(10, 1)), "sealed")
@@ -72,9 +63,7 @@ def test_kill_minus_nine_keeps_sealed_slots_and_forgets_torn_ones(make_world: Ma
 
 
 def test_slot_whose_bytes_changed_while_the_sidecar_was_dead_is_not_held(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     with world.ranks() as (rank,):
         path = rank.begin(10).path
         rank.write(path, 10)
@@ -87,9 +76,7 @@ def test_slot_whose_bytes_changed_while_the_sidecar_was_dead_is_not_held(make_wo
 
 
 def test_own_copy_that_rotted_is_never_offered(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     with world.ranks() as (rank,):
         path = rank.begin(10).path
         rank.write(path, 10)
@@ -106,9 +93,7 @@ def test_own_copy_that_rotted_is_never_offered(make_world: MakeWorld) -> None:
 
 
 def test_writer_that_vanished_never_writes_into_a_slot_that_is_used_again(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     rank = world.rank(0)
     rank.reserve(300_000)
     path = rank.begin(10).path
@@ -128,9 +113,7 @@ def test_writer_that_vanished_never_writes_into_a_slot_that_is_used_again(make_w
 
 
 def test_memory_too_small_refuses_saving_with_numbers_and_training_goes_on(make_world: MakeWorld) -> None:
-    world = make_world(limit=500_000)
-    world.start()
-    world.begin()
+    world = make_world(limit=500_000).launch()
     with world.rank(0) as rank:
         refused = rank.reserve(300_000)
         assert not refused.ok
@@ -145,9 +128,7 @@ def test_memory_too_small_refuses_saving_with_numbers_and_training_goes_on(make_
 
 
 def test_memory_for_two_slots_saves_with_two(make_world: MakeWorld) -> None:
-    world = make_world(limit=700_000)
-    world.start()
-    world.begin()
+    world = make_world(limit=700_000).launch()
     with world.ranks() as (rank,):
         assert rank.save(1)
         assert rank.begin(2).path
@@ -156,9 +137,7 @@ def test_memory_for_two_slots_saves_with_two(make_world: MakeWorld) -> None:
 
 
 def test_complete_slot_of_the_wrong_version_is_refused(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     with world.ranks() as (rank,):
         path = rank.begin(10).path
         rank.write(path, 11)
@@ -172,9 +151,7 @@ def test_complete_slot_of_the_wrong_version_is_refused(make_world: MakeWorld) ->
 
 
 def test_rank_of_an_older_attempt_is_refused(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     with world.ranks() as (old,):
         world.begin()
         assert "is over" in old.begin(10).error
@@ -185,9 +162,7 @@ def test_rank_of_an_older_attempt_is_refused(make_world: MakeWorld) -> None:
 
 
 def test_request_of_a_newer_library_is_refused_and_the_connection_goes_on(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.start()
-    world.begin()
+    world = make_world().launch()
     with world.ranks() as (rank,):
         rank.send(NamedRequest("dance"))
         assert rank.receive(Reply).error == "unknown request 'dance'"
@@ -222,11 +197,3 @@ def test_launcher_follows_the_phases_and_its_disappearance_is_a_failure(make_wor
     again.tell("exited", 2, exit_code=137, reason="Signalled", message="killed")
     until(lambda: world.report(0).trainer.exit_code == 137, "exit code")
     again.close()
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.sidecar.values import config_of, directive_of
 from tiercheck.protocol.artifacts.sizing import OWN_SLOTS, Room
-from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
 from tiercheck.protocol.report import RestoreReport, RestoreState
-from tiercheck.protocol.version import Branch, History, Kind, Version
-from tiercheck_sidecar.model.config import SidecarConfig
+from tiercheck.protocol.version import Kind, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault import vault as vaults
@@ -123,17 +122,9 @@ def test_snapshot_slots_are_all_there_when_a_trainer_hears_so(
 
 def test_slots_are_freed_while_others_are_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That takes minutes, and who frees slots would be late for every capture."""
-    config = SidecarConfig(
-        job="ns/j", job_uid="u", worker=0, procs_per_worker=len(RANKS), pod_uid="p", pod_ip="127.0.0.1",
-        memory_dir=tmp_path, memory_limit=PLENTY, run_dir=tmp_path, credentials_dir=tmp_path, remote=None,
-        token="t",
-    )  # fmt: skip
+    config = config_of(tmp_path, procs_per_worker=len(RANKS), memory_limit=PLENTY)
     state, vault = SidecarState(config), vault_at(tmp_path)
-    state.directive = Directive(
-        job_uid="u", worker=0, workers=1, procs_per_worker=len(RANKS), attempt=1, phase=Phase.RELEASE,
-        history=History((Branch(1, 0),)), policy=Policy(1, 1, 1), restore=None, holders=(), hosted=(),
-        coordinator=Peer(0, "127.0.0.1"), master_host="127.0.0.1", master_port=1,
-    )  # fmt: skip
+    state.directive = directive_of(procs_per_worker=len(RANKS))
     state.restore = RestoreReport(RestoreState.READY, None)
     began, go_on = threading.Event(), threading.Event()
 

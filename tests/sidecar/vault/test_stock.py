@@ -17,7 +17,7 @@ from tiercheck.protocol.version import Branch, History, Kind, Share, Version, re
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.span import spans
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
-from tiercheck_sidecar.vault.slots import MemoryTooSmall, Slot, SlotState
+from tiercheck_sidecar.vault.slots import MemoryTooSmall, SlotState
 from tiercheck_sidecar.vault.stock import HeldStock, MemoryStock, Where, where
 
 LAYOUT = SlotLayout.plan([("state", "U8", (64,), 64)])
@@ -137,7 +137,8 @@ class Slots(RuleBasedStateMachine):
         with self.vault._lock:
             slots = list(self.vault._slots.values())
             assert self.vault.used() == sum(cost(slot.size, slot.pool.parts) for slot in slots)
-        seals = [slot.seal for slot in slots if readable(slot) and slot.seal is not None]
+        sealed = [slot for slot in slots if slot.state is SlotState.SEALED and not slot.doomed]
+        seals = [slot.seal for slot in sealed if slot.seal is not None]
         held, stocks = self.vault.held(), self.vault.stocks()
         assert sorted(map(id, held)) == sorted(map(id, seals))
         assert [seal.version for seal in held] == sorted(seal.version for seal in seals)
@@ -147,10 +148,6 @@ class Slots(RuleBasedStateMachine):
             follows(stock)
             assert self.before.get(name) != stock or self.before[name] is stock, "nothing changed here"
         self.before = dict(stocks)
-
-
-def readable(slot: Slot) -> bool:
-    return slot.state is SlotState.SEALED and not slot.doomed
 
 
 def test_stock_is_the_one_that_would_be_read_anew_after_any_sequence_of_operations(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sidecar.stations import TOKEN, MeddledChannel, Stations, send_bytes
+from tests.sidecar.stations import MakeStations, MeddledChannel, send_bytes
+from tests.sidecar.values import TOKEN
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.artifacts.sizing import cost
 from tiercheck.protocol.directive import Policy, Tier
@@ -29,7 +29,6 @@ from tiercheck_sidecar.tags import Tagger, Tags, digest_and_tag, is_well_describ
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.seal import read_seal, seal_path, write_seal
 
-MakeStations = Callable[..., Stations]
 MIB = 1 << 20
 ARTIFACT = Artifact(3, Version(5, 2))
 
@@ -198,8 +197,7 @@ def test_copy_that_a_restarted_holder_finds_again_is_served_as_it_was(
 ) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), 5 * MIB)
-    with job[0].line(1) as line:
-        push(job[0].vault, seal, line)
+    job[0].push(seal, 1)
     folder = job[1].directory
     again = Vault(folder, job.limit, (1,))
     again.open()
@@ -218,8 +216,7 @@ def test_artifact_without_tags_is_sent_fetched_and_right(stations: MakeStations,
     for station in job.stations:
         station.identity.encrypts = lambda: encrypted
     sent = seal if encrypted else replace(seal, tags=None)
-    with job[0].line(1) as line:
-        assert push(job[0].vault, sent, line) is Pushed.KEPT
+    assert job[0].push(sent, 1) is Pushed.KEPT
     copy = job[1].vault.find(Artifact(0, Version(5, 1)), Tier.PEER)
     assert copy is not None
     assert (copy.tags is None) != encrypted
@@ -235,8 +232,7 @@ def test_good_bytes_with_wrong_tags_still_reach_a_holder_and_come_back(stations:
     content = job[0].content(seal, Tier.LOCAL)
     assert seal.tags is not None
     bent = replace(seal, tags=replace(seal.tags, values="0" * len(seal.tags.values)))
-    with job[0].line(1) as line:
-        assert push(job[0].vault, bent, line) is Pushed.KEPT
+    assert job[0].push(bent, 1) is Pushed.KEPT
     job[0].vault.evict(lambda _: True)
     fetched = fetch(job[0].vault, seal.artifact, job[0].dials(1))
     assert not fetched.bad
@@ -264,8 +260,7 @@ def test_chunk_that_was_changed_and_has_the_right_digest_is_not_taken(
     job = stations()
     seal = job[0].save(Version(5, 1), 9 * MIB)
     content = job[0].content(seal, Tier.LOCAL)
-    with job[0].line(1) as line:
-        push(job[0].vault, seal, line)
+    job[0].push(seal, 1)
     job[0].vault.evict(lambda _: True)
     wires: list[Altering] = []
     (holder,) = job[0].dials(1)

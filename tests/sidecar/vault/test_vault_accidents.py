@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.sidecar.world import content, layout
+from tests.sidecar.values import config_of, image
+from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Version
-from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault, vault
 from tiercheck_sidecar.vault.slots import SlotState
@@ -36,8 +36,7 @@ def own(tmp_path: Path) -> Vault:
 def save(own: Vault, step: int) -> Path:
     plan = layout(SIZE)
     path = own.begin(0, Version(step, 1))
-    body = content(0, step, plan.size - plan.data_begin)
-    path.write_bytes(plan.state_word + plan.header(0, Version(step, 1), 2, {}) + body)
+    path.write_bytes(image(0, Version(step, 1), plan, world_size=2))
     own.complete(path, 2)
     return path
 
@@ -106,8 +105,7 @@ def test_slot_of_a_copy_is_free_again_whatever_ended_it(
 def receive(own: Vault) -> None:
     plan = layout(SIZE)
     draft = own.draft(claim(plan.size))
-    body = plan.state_word + plan.header(1, Version(5, 1), 2, {}) + content(1, 5, plan.size - plan.data_begin)
-    draft.view[:] = body
+    draft.view[:] = image(1, Version(5, 1), plan, world_size=2)
     draft.keep()
 
 
@@ -174,12 +172,7 @@ def test_own_artifact_that_cannot_be_read_for_now_is_not_given_up_as_a_rotten_on
     path = save(own, 5)
     seal = own.seal(path)
     assert seal is not None
-    config = SidecarConfig(
-        job="ns/j", job_uid="u", worker=0, procs_per_worker=1, pod_uid="p", pod_ip="127.0.0.1",
-        memory_dir=tmp_path, memory_limit=LIMIT, run_dir=tmp_path, credentials_dir=tmp_path, remote=None,
-        token="t",
-    )  # fmt: skip
-    state = SidecarState(config)
+    state = SidecarState(config_of(tmp_path))
 
     def unreadable(*_: object, **__: object) -> str:
         raise OSError(errno.EMFILE, "too many open files")
@@ -193,3 +186,15 @@ def test_own_artifact_that_cannot_be_read_for_now_is_not_given_up_as_a_rotten_on
         file.write(b"!")
     assert "does not match" in evict_if_bad(state, own, seal.artifact, Tier.LOCAL)
     assert own.find(seal.artifact) is None
+
+
+def test_tidying_a_tidy_vault_wakes_nobody(tmp_path: Path) -> None:
+    changes: list[str] = []
+    vault = Vault(tmp_path, limit=10_000_000, ranks=[0], on_change=lambda: changes.append("changed"))
+    vault.open()
+    vault.reserve(0, 300_000)
+    vault.tidy()
+    changes.clear()
+    vault.tidy()
+    vault.evict(lambda seal: True)
+    assert changes == [], "a loop that is woken by its own tidying would never rest"

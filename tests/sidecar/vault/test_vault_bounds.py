@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.examples import examples
-from tests.sidecar.world import content, layout
+from tests.sidecar.values import image
+from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import Room
-from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.digest import digest
@@ -24,11 +24,6 @@ own = st.integers(0, 1)
 hosted = st.integers(2, 3)
 sizes = st.integers(1, 120_000)
 LANE = Share(0, (4, 5, 6))
-
-
-def image(rank: int, version: Version, kind: Kind, plan: SlotLayout) -> bytes:
-    body = content(rank, version.step, plan.size - plan.data_begin)
-    return plan.state_word + plan.header(rank, version, 8, {}, kind) + body
 
 
 class VaultUnderUse(RuleBasedStateMachine):
@@ -80,7 +75,7 @@ class VaultUnderUse(RuleBasedStateMachine):
         except (NoFreeSlot, MemoryTooSmall):
             return
         with open(path, "r+b") as file:
-            file.write(image(rank, version, kind, plan))
+            file.write(image(rank, version, plan, kind))
         self.writing.append((path, rank, version, kind))
 
     @precondition(lambda self: self.writing)
@@ -107,7 +102,7 @@ class VaultUnderUse(RuleBasedStateMachine):
     def _copy(self, rank: int, kind: Kind, size: int, tier: Tier) -> None:
         self.step += 1
         version = Version(self.step, 1)
-        data = image(rank, version, kind, layout(size))
+        data = image(rank, version, layout(size), kind)
         try:
             draft = self.vault.draft(Seal(rank, version, 8, tier, digest(memoryview(data)), kind))
         except NoFreeSlot:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sidecar.vault.test_vault_bounds import LANE, image
+from tests.sidecar.values import image
+from tests.sidecar.vault.test_vault_bounds import LANE
 from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS, Room, auto_cadence
 from tiercheck.protocol.artifacts.slot import NotASlot
@@ -36,14 +37,14 @@ def capture(vault: Vault, step: int, kind: Kind = Kind.SNAPSHOT, size: int | Non
     plan = (SNAPSHOT if kind is Kind.SNAPSHOT else DELTA) if size is None else layout(size)
     path = vault.begin(0, v(step), kind, plan.size)
     with open(path, "r+b") as file:
-        file.write(image(0, v(step), kind, plan))
+        file.write(image(0, v(step), plan, kind))
     vault.complete(path, 8)
     assert vault.seal(path)
     return path
 
 
 def receive(vault: Vault, step: int, kind: Kind, size: int) -> Path:
-    data = image(1, v(step), kind, layout(size))
+    data = image(1, v(step), layout(size), kind)
     draft = vault.draft(Seal(1, v(step), 8, Tier.PEER, digest(memoryview(data)), kind))
     draft.view[:] = data
     draft.keep()
@@ -120,7 +121,7 @@ def test_slot_whose_file_was_taken_away_is_given_up_and_others_go_on(vault: Vaul
 def test_delta_that_is_no_delta_is_refused(vault: Vault) -> None:
     path = vault.begin(0, v(1), Kind.DELTA)
     with open(path, "r+b") as file:
-        file.write(image(0, v(1), Kind.SNAPSHOT, DELTA))
+        file.write(image(0, v(1), DELTA))
     with pytest.raises(NotASlot, match="not what was begun"):
         vault.complete(path, 8)
 

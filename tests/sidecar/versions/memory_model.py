@@ -9,14 +9,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from tests.sidecar.versions.reports import Copy, RankTiers, judge
+from tests.sidecar.versions.reports import Copy, RankTiers, TierReport, word_of
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable
 from tiercheck_sidecar.model.span import intersect, spans
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
-from tiercheck_sidecar.versions.watermark import TierStanding
+from tiercheck_sidecar.versions.tally import Tally
+from tiercheck_sidecar.versions.watermark import TierStanding, judge
+from tiercheck_sidecar.versions.words import Vocabulary
 
 Key = tuple[Kind, Version]
 
@@ -69,7 +71,8 @@ class Model:
         self.step = [0] * self.world
         self.rotten_until = 0
         """Up to this step what is announced as complete may rest on own memory that has rotted."""
-        self.standing, self.verdict = TierStanding(), None
+        often = {self.train: 1, self.seal: 3, self.send: 6, self.tell: 5, self.listen: 5, self.free: 4}
+        self._moves = [move for move, times in often.items() for _ in range(times)]
         self._begin_attempt()
 
     def _holders(self, rank: int) -> tuple[int, ...]:
@@ -82,26 +85,22 @@ class Model:
         self.verdicts: list[TierVerdict | None] = [None] * self.world
         self.leaving: list[set[Version]] = [set() for _ in range(self.world)]
         self.left_out: list[set[Version]] = [set() for _ in range(self.world)]
-        self.ranks: dict[int, RankTiers] = {}
-        self.heard: dict[int, tuple[Copy, ...]] = {}
+        self.vocabulary, self.tally = Vocabulary(), Tally()
         self.standing, self.verdict = TierStanding(), None
 
     # What happens
 
     def act(self) -> None:
         rank = self.rng.randrange(self.world)
-        moves = (
-            [self.train]
-            + [self.seal] * 3
-            + [self.send] * 6
-            + [self.tell] * 5
-            + [self.listen] * 5
-            + [self.free] * 4
-        )
-        move = self.rng.choice(moves)
+        move = self.rng.choice(self._moves)
+        before = self._kept(), self.standing
         move(rank)
-        if move in (self.free, self.tell):  # nothing else takes anything away, or announces anything
+        # Nothing else takes anything away, or announces anything; and neither does one that changed nothing.
+        if move in (self.free, self.tell) and before != (self._kept(), self.standing):
             self.check()
+
+    def _kept(self) -> int:
+        return sum(len(memory.has) for memory in (*self.own, *self.hosted.values(), *self.blocks))
 
     def train(self, rank: int) -> None:
         """A step, with its delta, and a snapshot when one is due. Training is synchronous."""
@@ -181,7 +180,7 @@ class Model:
         places = list(range(self.parity)) if self.parity else list(self.holders[rank])
         acks = [{key for key in self.acks[rank].get(place, set()) if accepts(key[1])} for place in places]
         at = [Memory(9, 99, each) for each in ([set.intersection(*acks)] if self.parity else acks)]
-        self.ranks[rank] = RankTiers(
+        tiers = RankTiers(
             rank=rank,
             local=spans(staying.rebuildable(self.history)),
             snapshots=tuple(sorted(filter(accepts, own.of(Kind.SNAPSHOT)))),
@@ -204,7 +203,7 @@ class Model:
         ]
         if rank == 0:
             kept += [(frozenset(range(self.world)), block) for block in self.blocks]
-        self.heard[rank] = tuple(
+        copies = tuple(
             Copy(
                 tuple(sorted(ranks)),
                 tuple(filter(accepts, memory.of(Kind.SNAPSHOT))),
@@ -212,8 +211,8 @@ class Model:
             )
             for ranks, memory in kept
         )
-        copies = [copy for each in self.heard.values() for copy in each]
-        self.standing, self.verdict = judge(self.world, self.ranks, self.history, self.standing, copies)
+        self.tally.put(word_of(TierReport("job", 1, rank, (tiers,), copies), self.vocabulary))
+        self.standing, self.verdict = judge(self.world, self.tally, self.history, self.standing)
         self.listen(rank)
 
     def listen(self, rank: int) -> None:

@@ -18,7 +18,6 @@ from tiercheck_sidecar.versions.tally import (
     HeldCopies,
     RankHoldings,
     RankOwn,
-    RankShape,
     Tally,
     WorkerHead,
     WorkerWord,
@@ -112,10 +111,6 @@ def tally_of(ranks: Mapping[int, RankTiers], copies: Collection[Copy] = ()) -> T
     return tally
 
 
-def shapes_of(ranks: Mapping[int, RankTiers]) -> list[RankShape]:
-    return tally_of(ranks).shapes
-
-
 def judge(
     world_size: int,
     ranks: Mapping[int, RankTiers],
@@ -131,4 +126,4 @@ def judge(
 def next_upload(
     standing: TierStanding, history: History, ranks: Mapping[int, RankTiers], **more: Any
 ) -> Version | None:
-    return watermark.next_upload(standing, history, shapes_of(ranks), **more)
+    return watermark.next_upload(standing, history, tally_of(ranks).shapes, **more)

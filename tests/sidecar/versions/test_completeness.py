@@ -20,6 +20,7 @@ ACTIONS = 500
 def play(model: Model, actions: int = ACTIONS) -> None:
     for _ in range(actions * model.world):
         model.act()
+    model.check()
 
 
 def announced(model: Model) -> Version:

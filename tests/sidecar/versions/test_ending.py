@@ -6,22 +6,18 @@ import dataclasses
 import http.client
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.sidecar.journeys.test_cluster import save_everywhere
-from tests.sidecar.offload.test_offload import with_directory
-from tests.sidecar.world import COME_BACK, LAST_WORD, FakeLauncher, World, until
+from tests.sidecar.world import COME_BACK, LAST_WORD, FakeLauncher, MakeWorld, World, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer, Phase
 from tiercheck.protocol.report import Report, TrainerState
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode
 
-MakeWorld = Callable[..., World]
 PATIENT = 3600
 """Seconds of grace: a sidecar that waits for it to end is seen."""
 GONE = "tiercheck_sidecar.versions.ending:GONE"
@@ -29,11 +25,10 @@ GONE = "tiercheck_sidecar.versions.ending:GONE"
 
 def training(world: World, grace: int = PATIENT) -> Path:
     """All released, with a remote tier that has nothing yet. Returns its folder."""
-    store = with_directory(world, every=1000)
+    store = world.use_directory(every=1000)
     world.grace = grace
     world.patience[COME_BACK] = 0.2
-    world.start()
-    world.begin()
+    world.launch()
     return store
 
 
@@ -70,7 +65,7 @@ def test_suspended_job_is_gone_within_seconds_whichever_sidecar_is_asked_first(
     world = make_world(workers=3)
     store = training(world)
     trainers = launchers(world)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     finish(world)
     for worker in order:
         trainers[worker].close()
@@ -83,7 +78,7 @@ def test_suspended_job_is_gone_within_seconds_whichever_sidecar_is_asked_first(
 def test_sidecar_asked_to_go_after_the_coordinator_has_gone_goes_too(make_world: MakeWorld) -> None:
     world = make_world(workers=3)
     store = training(world)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     finish(world)
     for worker in (0, 1, 2):
         assert world.terminate(worker) == 0, world.logs(worker)
@@ -94,7 +89,7 @@ def test_coordinator_waits_for_the_version_of_a_trainer_that_ends_last(make_worl
     world = make_world(workers=2)
     store = training(world)
     trainers = launchers(world)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     with ExitStack() as stack:
         first, last = (stack.enter_context(world.rank(rank)) for rank in (0, 1))
         assert first.reserve(300_000).ok
@@ -116,13 +111,13 @@ def test_sidecar_that_waits_does_not_say_that_its_trainer_runs(make_world: MakeW
     world = make_world(workers=2)
     training(world)
     trainers = launchers(world)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     finish(world)
     trainers[0].close()
     world.ask_to_end(0)
-    until(lambda: b"tiercheck_trainer_running 0.0" in scrape(world, 0), "the trainer of worker 0 has ended")
+    until(lambda: "tiercheck_trainer_running 0.0" in world.metrics(0), "the trainer of worker 0 has ended")
     assert not world.has_ended(0), "it waits for worker 1, whose trainer runs"
-    assert b"tiercheck_trainer_running 1.0" in scrape(world, 1)
+    assert "tiercheck_trainer_running 1.0" in world.metrics(1)
     trainers[1].close()
     assert world.end_of(0) == 0
     assert world.terminate(1) == 0
@@ -133,7 +128,7 @@ def test_worker_whose_pod_is_lost_while_the_job_ends_keeps_nobody(make_world: Ma
     world.patience[GONE] = 2.0
     store = training(world)
     trainers = launchers(world)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     finish(world)
     until(lambda: manifests(store) == ["000000000007-1.json"], "uploaded")
     world.kill(2)
@@ -150,7 +145,7 @@ def test_controller_is_told_which_sidecars_owe_nothing_so_that_no_container_besi
     world = make_world(workers=2)
     training(world)
     trainers = launchers(world)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     assert not world.report(0).settled
     finish(world)
     trainers[0].close()
@@ -166,7 +161,7 @@ def test_worker_that_owes_nothing_goes_at_once_if_the_coordinator_is_lost(make_w
     world = make_world(workers=2)
     store = training(world)
     trainers = launchers(world)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     finish(world)
     until(lambda: manifests(store) == ["000000000007-1.json"], "uploaded")
     until(lambda: world.report(1).remote.versions == (Version(7, 1),), "worker 1 knows")
@@ -181,7 +176,7 @@ def test_worker_whose_coordinator_is_lost_for_good_gives_up_and_goes(make_world:
     world.patience[GONE] = 2.0
     store = training(world)
     trainers = launchers(world)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     world.kill(0)
     told = dataclasses.replace(world.directive(1, Phase.FINISH, holders=()), coordinator=Peer(0, ""))
     assert world.send(1, told)[0] == 200
@@ -193,9 +188,8 @@ def test_worker_whose_coordinator_is_lost_for_good_gives_up_and_goes(make_world:
 def test_without_a_remote_tier_nobody_waits_for_anybody(make_world: MakeWorld) -> None:
     world = make_world(workers=2)
     world.grace = PATIENT
-    world.start()
-    world.begin()
-    save_everywhere(world, 7)
+    world.launch()
+    world.save_everywhere(7)
     finish(world)
     assert world.terminate(1) == 0
     assert world.terminate(0) == 0
@@ -206,7 +200,7 @@ def test_unreachable_remote_tier_holds_pods_as_long_as_their_grace_and_the_log_s
 ) -> None:
     world = make_world(workers=2)
     store = training(world, grace=5)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     for path in sorted(store.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     store.rmdir()
@@ -225,7 +219,7 @@ def test_controller_hears_of_the_last_upload_before_the_sidecars_go(make_world: 
     world = make_world(workers=2)
     world.patience[LAST_WORD] = 2.0  # as the product has it
     training(world)
-    save_everywhere(world, 7)
+    world.save_everywhere(7)
     heard: list[Report] = []
 
     def listen() -> None:
@@ -250,11 +244,3 @@ def test_controller_hears_of_the_last_upload_before_the_sidecars_go(make_world: 
         assert world.end_of(worker) == 0, world.logs(worker)
     listener.join()
     assert heard[-1].watermarks.remote == Version(7, 1)
-
-
-def scrape(world: World, worker: int) -> bytes:
-    connection = http.client.HTTPConnection(world.host(worker), names.METRICS_PORT, timeout=10)
-    connection.request("GET", "/metrics")
-    body = connection.getresponse().read()
-    connection.close()
-    return body

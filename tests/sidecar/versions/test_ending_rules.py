@@ -1,16 +1,230 @@
-"""Sidecars end in any order, keep the last version if it can be kept, and do not stay."""
+"""Sidecars end in any order, keep the last version if it can be kept, and do not stay.
+
+The coordinator and the rules are the sidecar's own (`coordinator`, `ending`); time, transfers and accidents
+are made up here.
+"""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sidecar.versions.ending_model import Model, Plan
+from tests.sidecar.values import config_of, directive_of
+from tests.sidecar.versions.reports import RankTiers, TierReport, written
+from tests.sidecar.world import JOB_UID
+from tiercheck.protocol.directive import Directive, Phase, Policy
+from tiercheck.protocol.manifest import RankArtifact
+from tiercheck.protocol.report import TrainerState
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.versions.ending import GONE, WorkerEnd, may_go, owes_nothing
+from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
+from tiercheck_sidecar.versions.ending import GONE, WorkerEnd, is_final, may_go, owes_nothing
+from tiercheck_sidecar.versions.words import TierAnswer
+
+TICK = 0.5
+
+
+@dataclass
+class Plan:
+    """What will happen to one worker, in seconds."""
+
+    finish: float
+    """It is told that the job is over."""
+    trainer_ends: float
+    asked: float
+    """SIGTERM. A kubelet sends it after the trainer's end."""
+    saves: dict[float, int]
+    """When it seals the snapshot of which step."""
+    upload: float
+    """How long one takes."""
+    killed: float = float("inf")
+
+
+@dataclass
+class Worker:
+    number: int
+    plan: Plan
+    snapshots: set[Version] = field(default_factory=set)
+    uploaded: Version | None = None
+    uploading: tuple[Version, float] | None = None
+    verdict: TierVerdict | None = None
+    finishing: bool = False
+    stored: Version | None = None
+    """The newest that it knows to be in the remote tier."""
+    caller: Caller | None = None
+    """Its connection; None: it broke."""
+    taken: TierReport | None = None
+    failing_since: float | None = None
+    gone_at: float | None = None
+    killed: bool = False
+
+    @property
+    def there(self) -> bool:
+        return self.gone_at is None
+
+
+class Model:
+    """`plans`: by worker; worker 0 is the coordinator. One rank each. `losses`: the part of all calls that
+    get no answer."""
+
+    def __init__(
+        self, plans: list[Plan], rng: random.Random, losses: float = 0.0, commit: float = 0.5
+    ) -> None:
+        self.now, self.rng, self.losses, self.commit_seconds = 0.0, rng, losses, commit
+        self.workers = [Worker(number, plan) for number, plan in enumerate(plans)]
+        self.state = SidecarState(config_of(remote="{}"), clock=lambda: self.now)
+        self.coordinator = Coordinator(self.state, clock=lambda: self.now)
+        self.directives = 0
+        self.state.accept(self._directive(Phase.RELEASE))
+        self.remote: list[Version] = []
+        self.committing: tuple[Version, float] | None = None
+        self.last_change = 0.0
+        """When the remote tier got its newest version."""
+
+    def run(self, seconds: float) -> None:
+        while self.now < seconds and any(worker.there for worker in self.workers):
+            self.tick()
+            self.now += TICK
+
+    def newest_common(self) -> Version | None:
+        """The newest version that every worker holds."""
+        return max(set.intersection(*(worker.snapshots for worker in self.workers)), default=None)
+
+    def tick(self) -> None:
+        for worker in self.rng.sample(self.workers, len(self.workers)):
+            if worker.there:
+                self._live(worker)
+        if self.workers[0].there:
+            self._coordinate()
+
+    def _live(self, worker: Worker) -> None:
+        plan = worker.plan
+        if self.now >= plan.killed:
+            worker.gone_at, worker.killed = self.now, True
+            return
+        worker.snapshots |= {Version(step, 1) for moment, step in plan.saves.items() if moment <= self.now}
+        if self.now >= plan.finish and not worker.finishing:
+            worker.finishing, worker.verdict = True, None
+            if worker.number == 0:
+                self.state.accept(self._directive(Phase.FINISH))
+        self._upload(worker)
+        self._tell(worker)
+        if self.now >= plan.asked and self._may_go(worker):
+            worker.gone_at = self.now
+
+    def _may_go(self, worker: Worker) -> bool:
+        if not worker.finishing:
+            return False
+        if worker.number == 0:
+            return self.coordinator.may_go
+        report, since = self._report(worker), worker.failing_since
+        return may_go(
+            WorkerEnd(
+                final=report.final,
+                done=report.done,
+                told=worker.taken is not None and worker.taken.done,
+                over=worker.verdict is not None and worker.verdict.over,
+                unanswered=None if since is None else self.now - since,
+            )
+        )
+
+    def _report(self, worker: Worker) -> TierReport:
+        plan = worker.plan
+        trainer = TrainerState.ABSENT if self.now >= plan.trainer_ends else TrainerState.RUNNING
+        final = (
+            is_final(self._directive(Phase.FINISH), trainer, self.now >= plan.asked, set())
+            and worker.finishing
+        )
+        wanted = worker.verdict.upload if worker.verdict else None
+        uploaded = (RankArtifact(worker.number, wanted, ""),) if wanted and worker.uploaded == wanted else ()
+        return TierReport(
+            job_uid=JOB_UID,
+            attempt=1,
+            worker=worker.number,
+            placement="" if worker.finishing else "holders",
+            ranks=(RankTiers(worker.number, snapshots=tuple(sorted(worker.snapshots)), uploaded=uploaded),),
+            final=final,
+            done=final and owes_nothing([max(worker.snapshots, default=None)], worker.stored),
+        )
+
+    def _tell(self, worker: Worker) -> None:
+        worker.taken = None
+        if not self.workers[0].there or self._is_lost(worker):
+            worker.failing_since = self.now if worker.failing_since is None else worker.failing_since
+            return
+        worker.failing_since = None
+        report = self._report(worker)
+        if worker.caller is None:
+            worker.caller = Caller(lambda answer: self._receive(worker, answer))
+            self.coordinator.connect(worker.caller)
+        answer = self.coordinator.hear_news(worker.caller, message_of(report))
+        if answer.refused:
+            return
+        worker.taken = report
+        for each in self.coordinator.replies(worker.caller, answer):
+            self._take(worker, each)
+
+    def _receive(self, worker: Worker, answer: TierAnswer) -> None:
+        """What is lost on its way breaks the connection."""
+        if worker.there and not self._is_lost(worker):
+            self._take(worker, answer)
+        elif worker.caller is not None:
+            self.coordinator.hang_up(worker.caller)
+            worker.caller = None
+
+    def _take(self, worker: Worker, answer: TierAnswer) -> None:
+        verdict = answer.verdict
+        if verdict is None or verdict.placement != ("" if worker.finishing else "holders"):
+            return
+        worker.verdict = verdict
+        if verdict.watermarks.remote is not None:
+            worker.stored = max(self.remote)  # it lists what is there when that changes
+
+    def _upload(self, worker: Worker) -> None:
+        wanted = worker.verdict.upload if worker.verdict else None
+        if worker.uploading is not None:
+            version, ready = worker.uploading
+            if self.now < ready:
+                return
+            worker.uploaded, worker.uploading = version, None
+        if wanted is not None and wanted in worker.snapshots and worker.uploaded != wanted:
+            worker.uploading = wanted, self.now + worker.plan.upload
+
+    def _coordinate(self) -> None:
+        if self.committing is not None and self.now >= self.committing[1]:
+            self.remote.append(self.committing[0])
+            self.last_change, self.committing = self.now, None
+            self.coordinator.stored(tuple(self.remote))
+        if self.committing is None and (manifest := self.coordinator.manifest()) is not None:
+            self.committing = manifest.version, self.now + self.commit_seconds
+        verdict = self.coordinator.news()
+        self.coordinator.deliver(self.coordinator._to_send({}))
+        if verdict is not None:
+            self.coordinator.announced(verdict)
+
+    def _is_lost(self, worker: Worker) -> bool:
+        return worker.number != 0 and self.rng.random() < self.losses
+
+    def _directive(self, phase: Phase) -> Directive:
+        self.directives += 1
+        return directive_of(
+            workers=len(self.workers),
+            phase=phase,
+            policy=Policy(10, 1_000_000, 5),
+            placement="" if phase is Phase.FINISH else "holders",
+            instance=self.state.instance,
+            number=self.directives,
+        )
+
+
+message_of = lru_cache(1024)(written)
+
 
 MOMENT = 3.0
 """Seconds: a word to the coordinator, one back."""

@@ -133,14 +133,9 @@ def test_what_an_earlier_attempt_completed_is_guarded_by_the_coordinators_word()
     assert gone(place([4, 8], [5]), word) == ([8], [])
 
 
-def after_resizing() -> History:
-    """Attempt 1, of four ranks, was gone on from at step 8 by attempt 2, of two."""
-    return History((Branch(1, 0, ranks=4), Branch(2, 8, ranks=2)))
-
-
 def test_snapshot_of_other_ranks_stays_until_a_version_of_these_is_complete() -> None:
     here = MemoryPlace(Tier.PEER, frozenset({v(4), v(8), v(12, 2)}), frozenset({v(5), v(9, 2)}))
-    history = after_resizing()
+    history = History((Branch(1, 0, ranks=4), Branch(2, 8, ranks=2)))
     word = replace(verdict(None), attempt=2)
     assert gone(here, None, history) == ([4], [5])
     assert gone(here, word, history) == ([4], [5])

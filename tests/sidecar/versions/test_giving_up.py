@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.sidecar.stations import Stations
+from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.versions.reports import RankTiers, TierReport, tell, told
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.report import Break
@@ -103,7 +103,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(stations: Callable[..., Stations], monkeypatch: pytest.MonkeyPatch) -> Pair:
+def pair(stations: MakeStations, monkeypatch: pytest.MonkeyPatch) -> Pair:
     return Pair(stations(workers=2), monkeypatch)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.sidecar.stations import Stations
+from tests.sidecar.stations import MakeStations
 from tests.sidecar.versions.reports import Copy, RankTiers, TierReport, tell, told, word_of, written
-from tests.sidecar.world import JOB_UID, World, until
+from tests.sidecar.world import JOB_UID, MakeWorld, until
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.cadence import Needs
@@ -26,8 +25,6 @@ from tiercheck_sidecar.versions.tally import Tally
 from tiercheck_sidecar.versions.tier_line import TierLine
 from tiercheck_sidecar.versions.watermark import TierStanding
 
-MakeStations = Callable[..., Stations]
-MakeWorld = Callable[..., World]
 HUGE = 2**62
 
 

@@ -58,7 +58,7 @@ def test_floor_is_the_older_of_local_and_peer() -> None:
 
 def test_job_without_any_holder_frees_by_the_local_tier_and_claims_no_protection() -> None:
     _, verdict = judge(1, {0: tiers(0, [10, 20])}, HISTORY, TierStanding())
-    assert (verdict.watermarks.peer, verdict.floor) == (None, v(20))
+    assert (verdict.watermarks.peer, verdict.floor, verdict.anchor) == (None, v(20), v(20))
 
 
 def test_version_that_a_rank_passed_by_is_abandoned_and_one_it_may_still_reach_is_not() -> None:
@@ -126,6 +126,49 @@ def test_copy_of_a_version_that_its_owner_gave_up_is_abandoned_too() -> None:
     assert verdict.abandoned == (v(20),)
 
 
+def test_newest_whole_snapshot_is_kept_while_each_rank_can_be_given_it() -> None:
+    standing, _ = judge(2, {rank: tiers(rank, [10], []) for rank in (0, 1)}, HISTORY, TierStanding())
+    for lost, copies in (
+        (tiers(1, [], [], reached=v(12)), [copy(1, 10)]),
+        (tiers(1, [], [10], reached=v(12)), []),
+    ):
+        _, verdict = judge(2, {0: tiers(0, [10], []), 1: lost}, HISTORY, standing, copies)
+        assert (verdict.abandoned, verdict.lost) == ((), None)
+
+
+def test_snapshot_is_abandoned_once_no_rank_may_still_have_it_or_come_to_it() -> None:
+    def abandoned(*others: RankTiers, copies: tuple[Copy, ...] = ()) -> tuple[Version, ...]:
+        ranks = {0: tiers(0, [4, 8], []), **{each.rank: each for each in others}}
+        return judge(len(ranks), ranks, HISTORY, TierStanding(), copies)[1].abandoned
+
+    assert abandoned(tiers(1, [4], [], reached=v(8))) == (v(8),)
+    assert abandoned(tiers(1, [4], [], reached=v(8), unfinished=(v(8),))) == (), "it is being written"
+    assert abandoned(tiers(1, [4], [], [5], reached=v(8), unfinished_deltas=(v(6),))) == (), "or a delta is"
+    led = tiers(1, [4], [], [5, 6, 7, 8], reached=v(8))
+    assert abandoned(led, tiers(2, [4], [])) == (), "deltas lead there, and rank 2 may come to it"
+    assert abandoned(led) == (v(8),), "the version is complete by deltas, the snapshot never will be"
+    assert abandoned(tiers(1, [4], [], unfinished=(v(2),))) == (v(2),), "overtaken while it was written"
+    assert abandoned(tiers(1, [4], []), copies=(copy(0, 3),)) == (v(3),)
+    foreign = Copy((0,), (v(3, 7),), spans({v(3, 7)}))
+    assert abandoned(tiers(1, [4], []), copies=(foreign,)) == (), "it is of no attempt of this history"
+
+
+def test_only_ranks_with_holders_count_for_the_peer_tier() -> None:
+    ranks = {0: tiers(0, [10, 20], [10]), 1: tiers(1, [10, 20])}
+    standing, verdict = judge(2, ranks, HISTORY, TierStanding(), [copy(0, 10)])
+    assert (verdict.watermarks.peer, verdict.floor, verdict.backed) == (v(10), v(10), None)
+    assert judge(2, {0: ranks[0]}, HISTORY, standing)[0] == standing, "until all are heard, it stands"
+    _, verdict = judge(2, {rank: tiers(rank, [10], []) for rank in (0, 1)}, HISTORY, TierStanding())
+    assert verdict.floor is None, "nothing lies at holders yet"
+
+
+def test_snapshot_that_is_being_copied_stays_named_while_each_rank_or_its_holders_have_it() -> None:
+    standing = TierStanding(snapshot=v(20), copy=v(20))
+    for freed, expected in ((tiers(0, [30], [20]), v(20)), (tiers(0, [30], []), v(30))):
+        _, verdict = judge(2, {0: freed, 1: tiers(1, [20, 30], [])}, HISTORY, standing)
+        assert verdict.copy == expected
+
+
 def test_all_ranks_copy_one_version_until_it_is_done_and_then_the_newest() -> None:
     ranks = {0: tiers(0, [10, 20], []), 1: tiers(1, [10, 20], [])}
     standing, verdict = judge(2, ranks, HISTORY, TierStanding())
@@ -150,10 +193,6 @@ def test_what_an_earlier_attempt_completed_with_holders_is_kept_until_this_one_h
 
 def copy(rank: int, *snapshots: int) -> Copy:
     return Copy((rank,), tuple(map(v, snapshots)), spans(set(map(v, snapshots))))
-
-
-def artifact(rank: int, version: Version) -> RankArtifact:
-    return RankArtifact(rank, version, "key", Digests(1, 1, ("0",)))
 
 
 def upload(
@@ -183,7 +222,10 @@ def test_upload_is_owed_once_per_interval() -> None:
 
 
 def test_upload_that_a_rank_can_no_longer_give_is_replaced() -> None:
-    ranks = {0: tiers(0, [35], [], uploaded=(artifact(0, v(20)),)), 1: tiers(1, [35], [])}
+    ranks = {
+        0: tiers(0, [35], [], uploaded=(RankArtifact(0, v(20), "key", Digests(1, 1, ("0",))),)),
+        1: tiers(1, [35], []),
+    }
     chosen = next_upload(
         TierStanding(snapshot=v(35)), HISTORY, ranks, stored=[], every=10, current=v(20), finishing=False
     )

@@ -4,15 +4,13 @@ Judging what changed is judging all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sidecar.stations import Stations
-from tests.sidecar.versions import plain_rules
+from tests.sidecar.stations import MakeStations
 from tests.sidecar.versions.reports import Copy, RankTiers, TierReport, tell, told, word_of
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.manifest import RankArtifact
@@ -21,7 +19,7 @@ from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.span import Span, spans
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
-from tiercheck_sidecar.versions.tally import RankHoldings, Tally, WorkerHead, WorkerWord
+from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, Tally, WorkerHead, WorkerWord
 from tiercheck_sidecar.versions.watermark import TierStanding, judge
 from tiercheck_sidecar.versions.words import (
     DoubtfulNews,
@@ -191,23 +189,28 @@ def test_upload_of_a_rank_that_nothing_else_is_known_of_is_doubtful(base: str | 
 
 @given(st.lists(st.integers(0, WORKERS - 1).flatmap(reports_of), max_size=8))
 def test_judging_what_changed_is_judging_all_anew(said: list[TierReport]) -> None:
-    """Of one tally that heard everything, of one that hears it all at once, and by the plain formulas."""
-    vocabulary, tally = Vocabulary(), Tally()
+    """Of one tally that heard everything, and of one that hears it all at once."""
+    vocabulary, tally, standing = Vocabulary(), Tally(), TierStanding()
     newest: dict[int, TierReport] = {}
-    standing, plain_standing = TierStanding(), TierStanding()
     for report in said:
         tally.put(word_of(report, vocabulary))
         newest[report.worker] = report
         anew = Tally()
         for each in newest.values():
             anew.put(word_of(each))
-        ranks = {tiers.rank: tiers for each in newest.values() for tiers in each.ranks}
+        found = judge(PROCS * WORKERS, tally, HISTORY, standing)
+        assert found == judge(PROCS * WORKERS, anew, HISTORY, standing)
+        standing, _ = found
         kept = [copy for each in newest.values() for copy in each.copies]
-        before = standing
-        standing, verdict = judge(PROCS * WORKERS, tally, HISTORY, before)
-        assert (standing, verdict) == judge(PROCS * WORKERS, anew, HISTORY, before)
-        plain_standing, plain = plain_rules.judge(PROCS * WORKERS, ranks, HISTORY, plain_standing, kept)
-        assert (standing, verdict) == (plain_standing, plain)
+        for shape in set(tally.ranks.values()):
+            of_each = [
+                frozenset(HeldCopies(copy.snapshots, copy.versions) for copy in kept if rank in copy.ranks)
+                for rank, other in tally.ranks.items()
+                if other is shape
+            ]
+            assert tally.all_have_copies([shape], lambda _: True) == all(of_each)
+            known = {frozenset(shared.value for shared in each) for each in tally.kept_of_each([shape])}
+            assert known == set(of_each)
 
 
 @given(st.lists(reports_of(0), min_size=1, max_size=3), reports_of(1))
@@ -227,7 +230,7 @@ def test_worker_that_is_dropped_leaves_nothing(said: list[TierReport], other: Ti
 
 
 @pytest.fixture
-def coordinator(stations: Callable[..., Stations]) -> Coordinator:
+def coordinator(stations: MakeStations) -> Coordinator:
     return Coordinator(stations(workers=2)[0].state)
 
 
@@ -342,7 +345,7 @@ def test_while_a_verdict_stands_only_who_is_new_or_asks_is_sent_anything(coordin
     assert {caller for caller, _ in coordinator._to_send({})} == {one.caller, other.caller, late.caller}
 
 
-def test_upload_on_record_is_told_to_its_own_worker_alone(stations: Callable[..., Stations]) -> None:
+def test_upload_on_record_is_told_to_its_own_worker_alone(stations: MakeStations) -> None:
     state = stations(workers=2)[0].state
     state.config = replace(state.config, remote="{}")
     assert state.directive is not None

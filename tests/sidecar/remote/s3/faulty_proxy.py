@@ -1,10 +1,11 @@
-"""Passes requests to S3, but for those that a test wants delayed, refused or cut off."""
+"""Serves S3 with faults: a proxy of a good server, and servers that answer what a test says."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,76 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from tests.sidecar.remote.s3.odd_servers import refusal
+from tiercheck_local.addresses import free_ports
+
+EMPTY_LIST = b'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>'
+
+Answer = tuple[int, bytes]
+Responder = Callable[[str, str, dict[str, str]], Answer]
+"""(method, path with query, headers in lower case) -> (status, body)."""
+
+
+def refusal(code: str, status: int = 403, message: str = "no") -> Answer:
+    said = f"<Code>{code}</Code><Message>{message}</Message>"
+    return status, f"<?xml version='1.0'?><Error>{said}</Error>".encode()
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *args: object) -> None:
+        pass  # connections that a test cuts off
+
+
+@contextlib.contextmanager
+def serving(respond: Responder, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The base URL of a loopback server that answers what `respond` says."""
+
+    class Handler(QuietHandler):
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            status, body = respond(self.command, self.path, headers)
+            self.send_response(status)
+            self.send_header("Content-Type", "application/xml")
+            self.send_header("ETag", '"0"')
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer  # noqa: N815
+
+    with listening(Handler, tls) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def listening(handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The base URL of a loopback server."""
+    server = QuietServer(("127.0.0.1", 0), handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def closed_port() -> str:
+    """The base URL of a port where nobody listens."""
+    return f"http://127.0.0.1:{free_ports(1)[0]}"
 
 
 @dataclass(frozen=True)
@@ -82,9 +152,7 @@ def proxying(endpoint: str) -> Iterator[Proxy]:
     """A proxy of the S3 server at `endpoint`; its rule may be exchanged while it runs."""
     proxy, target = Proxy(), urlsplit(endpoint)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def _pass_on(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
             if "://" in self.path:  # we are a proxy to a host named after its bucket, behind which is a path
@@ -144,22 +212,5 @@ def proxying(endpoint: str) -> Iterator[Proxy]:
 
         do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on  # noqa: N815
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *args: object) -> None:
-            pass  # connections that a test cuts off
-
-    server = Server(("127.0.0.1", 0), Handler)
-    proxy.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
+    with listening(Handler) as proxy.url:
         yield proxy
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.sidecar.remote.remote_places import BUCKET, S3Place
-from tests.sidecar.remote.s3.faulty_proxy import Fault, Proxy, Seen, proxying
-from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, Answer, refusal, serving
+from tests.sidecar.remote.remote_places import BUCKET, S3Place, sealed
+from tests.sidecar.remote.s3.faulty_proxy import (
+    EMPTY_LIST,
+    Answer,
+    Fault,
+    Proxy,
+    Seen,
+    refusal,
+    serving,
+)
 from tests.sidecar.remote.test_remote_preflight import ALL
-from tests.sidecar.remote.test_remote_trouble import VERSION, opened, operations, sealed
+from tests.sidecar.remote.test_remote_trouble import VERSION, opened, operations
 from tiercheck.protocol.manifest import Manifest
 from tiercheck_sidecar.remote import Reason, RemoteError, examine_place, preflight
 from tiercheck_sidecar.remote.preflight import CHUNK
-from tiercheck_sidecar.remote.s3 import s3_clients, s3_multipart, s3_transfers
+from tiercheck_sidecar.remote.s3 import s3_clients, s3_multipart
 
 SENTENCE = "The department of records says no."
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
     monkeypatch.setattr(s3_clients, "BUSY_PAUSE", 0.001)
     monkeypatch.setattr(s3_multipart, "PART", 5 * CHUNK)
     monkeypatch.setattr(preflight, "SIZE", 6 * CHUNK)
-
-
-@pytest.fixture
-def proxy(s3_endpoint: str) -> Iterator[Proxy]:
-    with proxying(s3_endpoint) as proxy:
-        yield proxy
 
 
 OTHER, FORBIDDEN, FULL, BUSY = Reason.OTHER, Reason.FORBIDDEN, Reason.FULL, Reason.UNREACHABLE

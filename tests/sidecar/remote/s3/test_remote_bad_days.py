@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.remote.remote_places import S3Place
+from tests.sidecar.remote.remote_places import S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fault, Proxy, Seen, proxying
-from tests.sidecar.remote.test_remote_conformance import JOB, Slots, fetched, save
+from tests.sidecar.remote.test_remote_conformance import JOB, fetched, save
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteError, open_store
 from tiercheck_sidecar.remote.s3 import s3_multipart, s3_transfers
@@ -39,15 +39,9 @@ def store(proxy: Proxy, s3_server: tuple[str, Any]) -> Iterator[RemoteStore]:
     opened.close()
 
 
-@pytest.fixture
-def slots(tmp_path: Path) -> Slots:
-    return Slots(tmp_path)
-
-
 @pytest.fixture(autouse=True)
 def small_parts_and_short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_multipart, "PART", PART)
-    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
 
 
 class Now:
@@ -65,7 +59,7 @@ class Now:
 
 
 @pytest.mark.parametrize("fault", [BUSY, CUT], ids=["overloaded", "cut off in mid-part"])
-def test_short_trouble_is_waited_out(store: RemoteStore, proxy: Proxy, slots: Slots, fault: Fault) -> None:
+def test_short_trouble_is_waited_out(store: RemoteStore, proxy: Proxy, slots: Path, fault: Fault) -> None:
     content = os.urandom(3 * PART + 5)
     proxy.rule = Now(fault, 3)
     manifest = save(store, slots, NEW, content)
@@ -85,12 +79,12 @@ def test_short_trouble_is_waited_out(store: RemoteStore, proxy: Proxy, slots: Sl
 )
 @pytest.mark.parametrize("size", [1000, 2 * PART], ids=["small", "large"])
 def test_lasting_trouble_is_named_and_takes_nothing_away(
-    store: RemoteStore, proxy: Proxy, slots: Slots, *, size: int, fault: Fault, reason: Reason, advice: str
+    store: RemoteStore, proxy: Proxy, slots: Path, *, size: int, fault: Fault, reason: Reason, advice: str
 ) -> None:
     old = save(store, slots, OLD, b"old")
     proxy.rule = lambda seen: fault if seen.method == "PUT" and seen.key.endswith(".safetensors") else None
     with pytest.raises(RemoteError, match=advice) as caught:
-        store.put_artifact(0, NEW, *slots.seal(os.urandom(size)), bandwidth=None)
+        store.put_artifact(0, NEW, *sealed(slots, os.urandom(size)), bandwidth=None)
     assert caught.value.reason is reason
     proxy.rule = lambda seen: None
     assert store.versions() == [OLD]
@@ -100,12 +94,12 @@ def test_lasting_trouble_is_named_and_takes_nothing_away(
 
 
 def test_slow_store_delays_its_own_upload_and_no_other_call(
-    store: RemoteStore, proxy: Proxy, slots: Slots
+    store: RemoteStore, proxy: Proxy, slots: Path
 ) -> None:
     answer = threading.Event()
     proxy.rule = lambda seen: Fault(until=answer) if seen.key.endswith(".safetensors") else None
     with ThreadPoolExecutor(1) as pool:
-        upload = pool.submit(store.put_artifact, 0, NEW, *slots.seal(b"slow"), None)
+        upload = pool.submit(store.put_artifact, 0, NEW, *sealed(slots, b"slow"), None)
         assert store.versions() == []
         assert not upload.done()
         answer.set()
@@ -114,7 +108,7 @@ def test_slow_store_delays_its_own_upload_and_no_other_call(
 
 @pytest.mark.parametrize("size", [1000, 2 * PART], ids=["small", "large"])
 def test_upload_to_a_silent_store_ends_when_it_is_closed(
-    store: RemoteStore, proxy: Proxy, slots: Slots, size: int
+    store: RemoteStore, proxy: Proxy, slots: Path, size: int
 ) -> None:
     asked, answer = threading.Event(), threading.Event()
 
@@ -126,7 +120,7 @@ def test_upload_to_a_silent_store_ends_when_it_is_closed(
 
     proxy.rule = silent
     with ThreadPoolExecutor(1) as pool:
-        upload = pool.submit(store.put_artifact, 0, NEW, *slots.seal(os.urandom(size)), None)
+        upload = pool.submit(store.put_artifact, 0, NEW, *sealed(slots, os.urandom(size)), None)
         try:
             assert asked.wait(60)
             store.close()
@@ -139,13 +133,13 @@ def test_upload_to_a_silent_store_ends_when_it_is_closed(
 
 @pytest.mark.parametrize("size", [1000, 2 * PART], ids=["small", "large"])
 def test_store_that_falls_silent_in_mid_upload_is_named_and_its_upload_goes_on_later(
-    proxy: Proxy, s3_server: tuple[str, Any], slots: Slots, monkeypatch: pytest.MonkeyPatch, size: int
+    proxy: Proxy, s3_server: tuple[str, Any], slots: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(s3_transfers, "STALL_SECONDS", 1)
     store = open_store(S3Place(proxy.url, s3_server[1]).settings(), JOB)
     store.check()
     content, silent, answer = os.urandom(size), threading.Event(), threading.Event()
-    sealed = slots.seal(content)
+    slot = sealed(slots, content)
 
     def falls_silent(seen: Seen) -> Fault | None:
         if seen.method == "PUT" and seen.key.endswith(".safetensors") and seen.part != 1:
@@ -155,7 +149,7 @@ def test_store_that_falls_silent_in_mid_upload_is_named_and_its_upload_goes_on_l
     proxy.rule = falls_silent
     try:
         with pytest.raises(RemoteError, match="said nothing for 2 s") as caught:
-            store.put_artifact(0, NEW, *sealed, None)
+            store.put_artifact(0, NEW, *slot, None)
         assert caught.value.reason is Reason.UNREACHABLE
         assert caught.value.retriable
     finally:
@@ -164,13 +158,13 @@ def test_store_that_falls_silent_in_mid_upload_is_named_and_its_upload_goes_on_l
     proxy.rule = lambda seen: None
     monkeypatch.setattr(s3_transfers, "STALL_SECONDS", 60)
     store = open_store(S3Place(proxy.url, s3_server[1]).settings(), JOB)
-    artifact = store.put_artifact(0, NEW, *sealed, None)
+    artifact = store.put_artifact(0, NEW, *slot, None)
     assert fetched(store, artifact) == content
     store.close()
 
 
 def test_store_that_is_slow_and_answers_is_waited_for(
-    proxy: Proxy, s3_server: tuple[str, Any], slots: Slots, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, s3_server: tuple[str, Any], slots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, answer = threading.Semaphore(0), threading.Event()
 
@@ -185,7 +179,7 @@ def test_store_that_is_slow_and_answers_is_waited_for(
     proxy.rule = slow
     monkeypatch.setattr(s3_transfers, "STALL_SECONDS", 0.05)  # its answers are given the usual time
     with ThreadPoolExecutor(1) as pool:
-        upload = pool.submit(store.put_artifact, 0, NEW, *slots.seal(content), None)
+        upload = pool.submit(store.put_artifact, 0, NEW, *sealed(slots, content), None)
         try:
             for _ in range(3):
                 assert asked.acquire(timeout=60)
@@ -197,7 +191,7 @@ def test_store_that_is_slow_and_answers_is_waited_for(
 
 
 def test_store_that_falls_silent_in_mid_restore_is_named_after_two_tries(
-    proxy: Proxy, s3_server: tuple[str, Any], slots: Slots, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, s3_server: tuple[str, Any], slots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_transfers, "STALL_SECONDS", 1)
     store = open_store(S3Place(proxy.url, s3_server[1]).settings(), JOB)

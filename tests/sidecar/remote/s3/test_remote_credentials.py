@@ -1,8 +1,11 @@
-"""Credentials are found where boto3 finds them, and both ways to the bucket use them."""
+"""Credentials and certificates are found where boto3 finds them, and both clients use them."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,28 +14,27 @@ from typing import Any
 import pytest
 from botocore.credentials import ReadOnlyCredentials
 
-from tests.sidecar.remote.remote_places import BUCKET, S3Place
-from tests.sidecar.remote.s3.faulty_proxy import Proxy, Seen, proxying
-from tests.sidecar.remote.s3.odd_servers import EMPTY_LIST, Answer, refusal, serving
-from tests.sidecar.remote.test_remote_conformance import JOB, Slots, fetched, save
+from tests.sidecar.remote.remote_places import BUCKET, S3Place, sealed
+from tests.sidecar.remote.s3.faulty_proxy import EMPTY_LIST, Answer, Proxy, Seen, refusal, serving
+from tests.sidecar.remote.test_remote_conformance import JOB, fetched, save
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.remote import open_store
+from tiercheck_operator.kubernetes.certificates import issue_pair
+from tiercheck_sidecar.remote import Reason, RemoteError, open_store
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
 from tiercheck_sidecar.remote.verify import ignore
 
 
 @pytest.fixture
-def proxy(s3_endpoint: str, s3_client: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def proxy(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with proxying(s3_endpoint) as proxy:
-        yield proxy
+    return proxy
 
 
 def used_by_everything(proxy: Proxy, client: Any, folder: Path) -> set[str]:
     """Upload and read; the access keys that requests were signed with."""
     store = open_store(S3Place(proxy.url, client).settings(), JOB)
-    manifest = save(store, Slots(folder), Version(1, 1), b"state")
+    manifest = save(store, folder, Version(1, 1), b"state")
     assert fetched(store, manifest.artifacts[0]) == b"state"
     store.close()
     assert any(each.method == "PUT" and each.key.endswith(".safetensors") for each in proxy.seen)
@@ -76,7 +78,7 @@ def test_endpoint_and_keys_of_the_environment_are_used_by_both_ways(
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
     store = open_store('{"s3": {"bucket": "checkpoints", "prefix": "team"}}', JOB)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    manifest = save(store, Slots(tmp_path), Version(1, 1), b"state")
+    manifest = save(store, tmp_path, Version(1, 1), b"state")
     assert fetched(store, manifest.artifacts[0]) == b"state"
     store.close()
     assert all("Credential=of-the-secret/" in each.headers["authorization"] for each in proxy.seen)
@@ -117,8 +119,65 @@ def test_proxy_of_the_environment_carries_both_ways(monkeypatch: pytest.MonkeyPa
         settings = '{"s3": {"bucket": "checkpoints", "endpoint": "http://store.invalid"}}'
         with contextlib.closing(open_store(settings, JOB)) as store:
             store.check()
-            store.put_artifact(0, Version(1, 1), *Slots(tmp_path).seal(b"state"), None)
+            store.put_artifact(0, Version(1, 1), *sealed(tmp_path, b"state"), None)
             assert store._objects.read_into("artifacts/x", 0, memoryview(bytearray(5))) == 0
     assert all(path.startswith("http://store.invalid/checkpoints") for _, path in asked)
     assert [method for method, path in asked if path.endswith(".safetensors")] == ["PUT"]
     assert [method for method, path in asked if path.endswith("artifacts/x")] == ["GET"]
+
+
+# A private authority
+
+
+def bucket(method: str, path: str, headers: dict[str, str]) -> Answer:
+    if method == "PUT":
+        return 200, b""
+    return (200, EMPTY_LIST) if "list-type" in path else refusal("NoSuchKey", 404)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    """Its bundle, beside the server's certificate and key."""
+    pair = issue_pair("private authority", ["127.0.0.1"], datetime.timedelta(days=1))
+    for name, content in (("ca.crt", pair.ca), ("tls.crt", pair.certificate), ("tls.key", pair.key)):
+        (tmp_path / name).write_bytes(content)
+    return tmp_path / "ca.crt"
+
+
+@contextlib.contextmanager
+def serving_privately(authority: Path) -> Iterator[str]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority.with_name("tls.crt"), authority.with_name("tls.key"))
+    with serving(bucket, context) as endpoint:
+        yield endpoint
+
+
+def settings(endpoint: str, **more: str) -> str:
+    return json.dumps({"s3": {"bucket": "checkpoints", "endpoint": endpoint, **more}})
+
+
+@pytest.mark.parametrize("given_as", ["text", "path", "environment"])
+def test_private_authority_is_trusted_when_given(
+    authority: Path, tmp_path: Path, given_as: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"text": {"caBundle": authority.read_text()}, "path": {"caBundle": str(authority)}}
+    if given_as == "environment":
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(authority))
+    with serving_privately(authority) as endpoint:
+        store = open_store(settings(endpoint, **more.get(given_as, {})), "research/gpt")
+        store.check()
+        store.put_artifact(0, Version(1, 1), *sealed(tmp_path), None)
+        store.close()
+
+
+def test_unknown_authority_is_named_by_both_clients(authority: Path) -> None:
+    with serving_privately(authority) as endpoint:
+        store = open_store(settings(endpoint), "research/gpt")
+        for operation in (
+            store.check,
+            lambda: store._objects.read_into("artifacts/x", 0, memoryview(bytearray(5))),
+        ):
+            with pytest.raises(RemoteError, match="caBundle") as caught:
+                operation()
+            assert caught.value.reason is Reason.UNREACHABLE
+        store.close()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.sidecar.remote.remote_places import BUCKET
-from tests.sidecar.remote.s3.faulty_proxy import Fault, Proxy, Seen, proxying
-from tests.sidecar.remote.s3.odd_servers import refusal
-from tests.sidecar.remote.test_remote_trouble import VERSION, opened, sealed
+from tests.sidecar.remote.remote_places import BUCKET, sealed
+from tests.sidecar.remote.s3.faulty_proxy import Fault, Proxy, Seen, refusal
+from tests.sidecar.remote.test_remote_trouble import VERSION, opened
 from tiercheck.protocol.manifest import Manifest
 from tiercheck_sidecar.remote import S3_FIELDS, RemoteError, examine_place, preflight
 from tiercheck_sidecar.remote.preflight import CHUNK
@@ -69,12 +68,6 @@ DEMANDS: dict[str, tuple[dict[str, Any], Callable[[Seen], bool]]] = {
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_multipart, "PART", 5 * CHUNK)
     monkeypatch.setattr(preflight, "SIZE", 11 * CHUNK)
-
-
-@pytest.fixture
-def proxy(s3_endpoint: str, s3_client: Any) -> Iterator[Proxy]:
-    with proxying(s3_endpoint) as proxy:
-        yield proxy
 
 
 def is_signed(seen: Seen) -> bool:

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.remote.remote_places import S3Place
-from tests.sidecar.remote.s3.faulty_proxy import Fault, proxying
-from tests.sidecar.remote.s3.odd_servers import refusal
-from tests.sidecar.remote.test_remote_trouble import sealed
-from tests.sidecar.world import World, until
+from tests.sidecar.remote.remote_places import S3Place, sealed
+from tests.sidecar.remote.s3.faulty_proxy import Fault, Proxy, refusal
+from tests.sidecar.world import MakeWorld
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteError
@@ -91,26 +89,20 @@ def test_directory_where_nothing_may_be_deleted_takes_manifests(
 
 
 def test_uploads_go_on_after_a_recovery_where_nothing_may_be_deleted(
-    s3_endpoint: str, s3_client: Any, make_world: Callable[..., World]
+    proxy: Proxy, s3_client: Any, make_world: MakeWorld
 ) -> None:
-    with proxying(s3_endpoint) as proxy:
-        denied = refusal("AccessDenied", 403, LOCKED)
-        proxy.rule = lambda seen: Fault(answer=denied) if seen.method == "DELETE" else None
-        world = make_world()
-        world.remote = S3Place(proxy.url, s3_client).settings()
-        world.policy = world.policy.__class__(snapshot_every=1, remote_every=1, remote_keep=1)
-        world.start()
-        for attempt, steps in ((1, (1, 2)), (2, (3, 4))):
-            world.begin(*([Version(2, 1)] if attempt == 2 else []))
-            with world.ranks() as (rank,):
-                for step in steps:
-                    rank.save(step)
-                    version = Version(step, attempt)
-                    until(
-                        lambda wanted=version: world.report(0).watermarks.remote == wanted,
-                        f"step {step} of attempt {attempt} is in the bucket",
-                    )
-        (problem,) = world.report(0).problems
-        assert problem.reason == "RemoteNotSafe"
-        assert LOCKED[:-1] in problem.message
-        world.close()
+    denied = refusal("AccessDenied", 403, LOCKED)
+    proxy.rule = lambda seen: Fault(answer=denied) if seen.method == "DELETE" else None
+    world = make_world()
+    world.remote = S3Place(proxy.url, s3_client).settings()
+    world.policy = world.policy.__class__(snapshot_every=1, remote_every=1, remote_keep=1)
+    world.start()
+    for attempt, steps in ((1, (1, 2)), (2, (3, 4))):
+        world.begin(*([Version(2, 1)] if attempt == 2 else []))
+        with world.ranks() as (rank,):
+            for step in steps:
+                rank.save(step)
+                world.reach("remote", Version(step, attempt))
+    (problem,) = world.report(0).problems
+    assert problem.reason == "RemoteNotSafe"
+    assert LOCKED[:-1] in problem.message

@@ -6,18 +6,16 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.sidecar.remote.remote_places import DirectoryPlace, S3Place
-from tests.sidecar.remote.s3.odd_servers import listening
-from tests.sidecar.remote.test_remote_conformance import JOB, Slots, fetched, save
+from tests.sidecar.remote.s3.faulty_proxy import QuietHandler, listening
+from tests.sidecar.remote.test_remote_conformance import JOB, fetched, save
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import RemoteCorrupt, RemoteError, objects, open_store
-from tiercheck_sidecar.remote.s3 import s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 GIB = 2**30
@@ -34,9 +32,7 @@ class Zeros:
 
 @contextlib.contextmanager
 def pouring(zeros: Zeros) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def _answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.send_response(zeros.status)
@@ -53,9 +49,6 @@ def pouring(zeros: Zeros) -> Iterator[str]:
 
         do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _answer  # noqa: N815
 
-        def log_message(self, *args: object) -> None:
-            pass
-
     with listening(Handler) as url:
         yield url
 
@@ -63,7 +56,6 @@ def pouring(zeros: Zeros) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "LONGEST", LIMIT)
-    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
 
@@ -93,7 +85,7 @@ def test_file_that_has_grown_is_not_read_either(
     directory: tuple[DirectoryPlace, RemoteStore], tmp_path: Path
 ) -> None:
     place, store = directory
-    save(store, Slots(tmp_path), V)
+    save(store, tmp_path, V)
     for kind in ("manifests", ".json"):
         for name in [each for each in place.names() if kind in each]:
             path = place.root / name
@@ -117,7 +109,7 @@ def test_what_is_no_file_of_bytes_keeps_nobody_waiting(
     directory: tuple[DirectoryPlace, RemoteStore], tmp_path: Path
 ) -> None:
     place, store = directory
-    save(store, Slots(tmp_path), V)
+    save(store, tmp_path, V)
     (name,) = [each for each in place.names() if "manifests" in each]
     path = place.root / name
     path.unlink()
@@ -129,6 +121,6 @@ def test_what_is_no_file_of_bytes_keeps_nobody_waiting(
 def test_objects_up_to_the_limit_are_read(s3_server: tuple[str, Any], tmp_path: Path) -> None:
     store = open_store(S3Place(*s3_server).settings(), JOB)
     with contextlib.closing(store):
-        save(store, Slots(tmp_path), V)
+        save(store, tmp_path, V)
         assert store.versions() == [V]
         assert fetched(store, store.artifact(0, V)) == b"state"

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.remote.remote_places import BUCKET, S3Place
+from tests.sidecar.remote.remote_places import BUCKET, S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import CUT, EXPIRED, FORBIDDEN, Fault, Proxy, Seen, proxying
 from tests.sidecar.remote.test_remote_conformance import (
     FOLDER,
     JOB,
     UPLOAD,
-    Slots,
-    eventually,
     fetched,
     manifest_of,
 )
+from tests.sidecar.world import until
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
@@ -52,16 +51,10 @@ def place(proxy: Proxy, s3_server: tuple[str, Any]) -> S3Place:
     return S3Place(proxy.url, s3_server[1])
 
 
-@pytest.fixture
-def slots(tmp_path: Path) -> Slots:
-    return Slots(tmp_path)
-
-
 @pytest.fixture(autouse=True)
 def small_parts_and_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_multipart, "PART", PART)
     monkeypatch.setattr(s3_transfers, "TRIES", 2)
-    monkeypatch.setattr(s3_transfers, "_BACKOFF", (0.01, 0.01))
 
 
 def upload(place: S3Place, path: Path, digests: object) -> RemoteStore:
@@ -88,58 +81,58 @@ def outage_from_part(number: int, proxy: Proxy) -> Callable[[Seen], Fault | None
 
     def rule(seen: Seen) -> Fault | None:
         if seen.part >= number:
-            eventually(lambda: proxy.stored == set(range(1, number)))
+            until(lambda: proxy.stored == set(range(1, number)), "it reached the store")
         return CUT if seen.part >= number or seen.method == "DELETE" else None
 
     return rule
 
 
-def test_upload_that_an_outage_ended_goes_on_from_there(place: S3Place, proxy: Proxy, slots: Slots) -> None:
+def test_upload_that_an_outage_ended_goes_on_from_there(place: S3Place, proxy: Proxy, slots: Path) -> None:
     content = os.urandom(SIZE)
-    sealed = slots.seal(content)
+    slot = sealed(slots, content)
     proxy.rule = outage_from_part(4, proxy)
     with pytest.raises(RemoteError) as caught:
-        upload(place, *sealed)
+        upload(place, *slot)
     assert caught.value.reason is Reason.UNREACHABLE
     assert proxy.parts() == [1, 2, 3]
     proxy.rule = lambda seen: None
-    complete(place, content, *sealed)
+    complete(place, content, *slot)
     assert proxy.parts() == [1, 2, 3, 4, 5], "each part reached the store once"
 
 
 def test_upload_whose_credentials_expired_goes_on_with_the_next_ones(
-    place: S3Place, proxy: Proxy, slots: Slots
+    place: S3Place, proxy: Proxy, slots: Path
 ) -> None:
     content = os.urandom(SIZE)
-    sealed = slots.seal(content)
+    slot = sealed(slots, content)
     until_then = outage_from_part(4, proxy)
     proxy.rule = lambda seen: EXPIRED if until_then(seen) else None
     with pytest.raises(RemoteError, match="ExpiredToken") as caught:
-        upload(place, *sealed)
+        upload(place, *slot)
     assert caught.value.reason is Reason.FORBIDDEN
     proxy.rule = lambda seen: None
-    complete(place, content, *sealed)
+    complete(place, content, *slot)
     assert proxy.parts() == [1, 2, 3, 4, 5]
 
 
-def test_upload_that_the_store_refused_leaves_nothing(place: S3Place, proxy: Proxy, slots: Slots) -> None:
+def test_upload_that_the_store_refused_leaves_nothing(place: S3Place, proxy: Proxy, slots: Path) -> None:
     proxy.rule = lambda seen: FORBIDDEN if seen.part >= 4 else None
     with pytest.raises(RemoteError) as caught:
-        upload(place, *slots.seal(os.urandom(SIZE)))
+        upload(place, *sealed(slots, os.urandom(SIZE)))
     assert caught.value.reason is Reason.FORBIDDEN
     assert place.unfinished() == 0
 
 
 def test_upload_of_a_killed_sidecar_goes_on_in_the_next_process(
-    place: S3Place, proxy: Proxy, slots: Slots, monkeypatch: pytest.MonkeyPatch
+    place: S3Place, proxy: Proxy, slots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = 16 * 1024 * 1024
     monkeypatch.setattr(s3_multipart, "PART", usual)  # as the process that is killed has it
     content = os.urandom(2 * usual + 5)
-    path, digests = slots.seal(content)
+    path, digests = sealed(slots, content)
     uploader = subprocess.Popen([sys.executable, "-c", UPLOAD, place.settings(), JOB, path, to_json(digests)])
     try:
-        eventually(lambda: proxy.parts() == [1] and proxy.stored == {1})
+        until(lambda: proxy.parts() == [1] and proxy.stored == {1}, "it reached the store")
     finally:
         uploader.kill()
         uploader.wait()
@@ -148,15 +141,15 @@ def test_upload_of_a_killed_sidecar_goes_on_in_the_next_process(
 
 
 def test_store_that_is_closed_in_mid_upload_leaves_what_the_next_one_goes_on_from(
-    place: S3Place, proxy: Proxy, slots: Slots
+    place: S3Place, proxy: Proxy, slots: Path
 ) -> None:
     content = os.urandom(SIZE)
-    path, digests = slots.seal(content)
+    path, digests = sealed(slots, content)
     store = open_store(place.settings(), JOB)
 
     def close_at_the_third(seen: Seen) -> None:
         if seen.part >= 3:
-            eventually(lambda: proxy.stored >= {1, 2})
+            until(lambda: proxy.stored >= {1, 2}, "it reached the store")
             store.close()
 
     proxy.rule = close_at_the_third
@@ -170,27 +163,27 @@ def test_store_that_is_closed_in_mid_upload_leaves_what_the_next_one_goes_on_fro
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_parts_that_are_not_ours_are_sent_again(
-    place: S3Place, proxy: Proxy, slots: Slots, checksums: bool
+    place: S3Place, proxy: Proxy, slots: Path, checksums: bool
 ) -> None:
     """Whoever wrote them: the server's checksum, or where it keeps none the ETag, tells."""
     content = os.urandom(SIZE)
-    sealed = slots.seal(content)
+    slot = sealed(slots, content)
     algorithm = {"ChecksumAlgorithm": "CRC64NVME"} if checksums else {}
-    left = place.client.create_multipart_upload(Bucket=BUCKET, Key=key_of(sealed[1]), **algorithm)["UploadId"]
+    left = place.client.create_multipart_upload(Bucket=BUCKET, Key=key_of(slot[1]), **algorithm)["UploadId"]
     for number, body in ((1, content[:PART]), (2, os.urandom(PART)), (3, content[:1000])):
         more = {"ChecksumCRC64NVME": isal.library().crc64nvme(body)} if checksums else {}
         place.client.upload_part(
-            Bucket=BUCKET, Key=key_of(sealed[1]), UploadId=left, PartNumber=number, Body=body, **more
+            Bucket=BUCKET, Key=key_of(slot[1]), UploadId=left, PartNumber=number, Body=body, **more
         )
-    complete(place, content, *sealed)
+    complete(place, content, *slot)
     assert proxy.parts() == [2, 3, 4, 5]
 
 
 def test_slot_that_rotted_in_mid_upload_is_not_completed_and_nothing_stays(
-    place: S3Place, proxy: Proxy, slots: Slots
+    place: S3Place, proxy: Proxy, slots: Path
 ) -> None:
     content = bytearray(os.urandom(SIZE))
-    path, digests = slots.seal(bytes(content))
+    path, digests = sealed(slots, bytes(content))
     proxy.rule = outage_from_part(5, proxy)
     with pytest.raises(RemoteError):
         upload(place, path, digests)
@@ -204,20 +197,18 @@ def test_slot_that_rotted_in_mid_upload_is_not_completed_and_nothing_stays(
 
 
 def test_policy_that_forbids_listing_uploads_costs_only_the_resume(
-    place: S3Place, proxy: Proxy, slots: Slots
+    place: S3Place, proxy: Proxy, slots: Path
 ) -> None:
     content = os.urandom(SIZE)
     proxy.rule = lambda seen: FORBIDDEN if seen.method == "GET" and "uploads" in seen.path else None
-    complete(place, content, *slots.seal(content))
+    complete(place, content, *sealed(slots, content))
     assert proxy.parts() == [1, 2, 3, 4, 5]
 
 
-def test_parts_carry_the_checksum_that_the_server_compares(
-    place: S3Place, proxy: Proxy, slots: Slots
-) -> None:
+def test_parts_carry_the_checksum_that_the_server_compares(place: S3Place, proxy: Proxy, slots: Path) -> None:
     content = os.urandom(SIZE)
-    sealed = slots.seal(content)
-    complete(place, content, *sealed)
+    slot = sealed(slots, content)
+    complete(place, content, *slot)
     assert all(each.headers.get("x-amz-checksum-crc64nvme") for each in proxy.seen if each.part)
-    head = place.client.head_object(Bucket=BUCKET, Key=key_of(sealed[1]))
+    head = place.client.head_object(Bucket=BUCKET, Key=key_of(slot[1]))
     assert head["ContentLength"] == SIZE
