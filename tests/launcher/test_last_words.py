@@ -91,3 +91,12 @@ def test_words_of_a_rank_are_told_rather_than_torchruns_report() -> None:
     assert output.last_lines().endswith("RuntimeError: boom")
     output.close_writing()
     output.close()
+
+
+def test_what_is_written_right_before_the_end_reaches_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also of a health check that passed, whose lines nobody asks for."""
+    output = RelayedOutput()
+    os.write(output.writing, b"all devices are well\n")
+    output.close_writing()
+    output.close()
+    assert capfd.readouterr().err == "all devices are well\n"

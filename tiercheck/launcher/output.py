@@ -67,6 +67,8 @@ class RelayedOutput:
         os.close(self.writing)
 
     def close(self) -> None:
+        """Passes on what was written last, and takes no more."""
+        self.relay()
         self._reading.close()
 
 
