@@ -19,10 +19,10 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.version import Chain, History, Kind, Version
 from tiercheck_operator.controller import decide
-from tiercheck_operator.controller.attempt import attempt, directives
+from tiercheck_operator.controller.attempt import directives
 from tiercheck_operator.controller.failures import trigger
 from tiercheck_operator.controller.members import membership
-from tiercheck_operator.controller.observe import situation
+from tiercheck_operator.controller.observe import inventories, situation
 from tiercheck_operator.controller.status import status
 from tiercheck_operator.model import parsing
 from tiercheck_operator.planning.recovery import recovery
@@ -156,12 +156,12 @@ def _restore_the_oldest() -> list[Patch]:
 
 
 def _forget_copies() -> list[Patch]:
-    real = attempt.build_inventories
+    real = inventories.build_inventories
 
     def own_only(reports: Any) -> Any:
         return [dataclasses.replace(each, hosted={}) for each in real(reports)]
 
-    return [(attempt, "build_inventories", own_only), (directives, "build_inventories", own_only)]
+    return [(inventories, "build_inventories", own_only)]
 
 
 def _attempt_goes_back() -> list[Patch]:
