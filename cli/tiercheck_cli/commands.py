@@ -1,5 +1,7 @@
 """The subcommands of `tiercheck`, and what happens when one of them cannot do what was asked."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Annotated, Any

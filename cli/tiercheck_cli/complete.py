@@ -1,5 +1,7 @@
 """What kubectl asks when somebody presses Tab behind `kubectl tiercheck` (kubectl_complete-tiercheck)."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from typing import Any

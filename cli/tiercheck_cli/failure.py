@@ -3,6 +3,8 @@
 It has an exit status for scripts.
 """
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """What all pictures have in common: matplotlib draws them, and the same content gives the same file."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape

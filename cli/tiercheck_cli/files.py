@@ -1,5 +1,7 @@
 """Reads jobs and nodes from files, so that a plan and a simulation need no cluster."""
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence

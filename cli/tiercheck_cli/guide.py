@@ -1,5 +1,7 @@
 """Finds what to do about a reason in the troubleshooting guide, for people and commands alike."""
 
+from __future__ import annotations
+
 import functools
 import re
 from dataclasses import dataclass

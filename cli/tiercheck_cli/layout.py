@@ -1,5 +1,7 @@
 """Who runs where and who keeps whose copies: of a job in a cluster, or of one that is only planned."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

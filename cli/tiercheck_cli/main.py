@@ -4,6 +4,8 @@
 installed, so it is handed over before anything else is imported.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 

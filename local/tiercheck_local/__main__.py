@@ -1,5 +1,7 @@
 """`python -m tiercheck_local up`: a laptop cluster in the foreground, to be explored with kubectl."""
 
+from __future__ import annotations
+
 import argparse
 import signal
 import sys

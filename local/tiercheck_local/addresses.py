@@ -4,6 +4,8 @@ The octet is held by an abstract Unix socket: it belongs to the same network nam
 and the kernel frees it when the holder dies, however it dies.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import random

@@ -1,5 +1,7 @@
 """Times as the API writes them."""
 
+from __future__ import annotations
+
 from datetime import UTC, datetime, timedelta
 
 

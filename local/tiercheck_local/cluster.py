@@ -1,5 +1,7 @@
 """The laptop cluster, and all that can be made to go wrong in it, from one process to everything."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import signal

@@ -1,5 +1,7 @@
 """Writes which links between pods and operator are cut, for every process of the cluster to read."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -4,6 +4,8 @@ Each process carries its place in its environment, and children inherit it. A pr
 starts its own session, as launchers do; a PID namespace would need privileges.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import shutil

@@ -5,6 +5,8 @@ process, so that nothing outlives it: `stop` finds stragglers by the id, and if 
 see the pipe end and clean up.
 """
 
+from __future__ import annotations
+
 import os
 import secrets
 import subprocess

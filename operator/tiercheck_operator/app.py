@@ -7,6 +7,8 @@ while the operator is down, and its owner references leave nothing behind. Every
 that leads has loops for the jobs.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import ctypes

@@ -5,6 +5,8 @@ own metrics take half a KiB for each series, with locks and times of creation: m
 else that is known of it.
 """
 
+from __future__ import annotations
+
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence

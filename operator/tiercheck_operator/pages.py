@@ -4,6 +4,8 @@ It asks nobody who he is, so each connection lasts for seconds only, and of too 
 most gives way.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import socket

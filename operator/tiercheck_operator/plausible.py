@@ -9,6 +9,8 @@ Nodes' clocks differ from ours, so what a sidecar dates by its own clock is date
 subtracts the two.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast

@@ -8,6 +8,8 @@ workers are longer, and rest between two answers, so that a job takes a bounded 
 What a report means is decided elsewhere.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import hashlib

@@ -1,5 +1,7 @@
 """Runs `export --format` and `import`: a version leaves a job, or becomes one."""
 
+from __future__ import annotations
+
 import os
 import re
 import shutil

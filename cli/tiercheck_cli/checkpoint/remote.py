@@ -3,6 +3,8 @@
 So there is one reader of its layout and digests.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Runs `remote`: tries a durable store out, and says or changes whose a job's folder there is."""
 
+from __future__ import annotations
+
 from typing import Annotated
 
 import typer

@@ -3,6 +3,8 @@
 Tensors go one by one into a mapped file, so the model does not have to fit into memory.
 """
 
+from __future__ import annotations
+
 import io
 import os
 import pickle

@@ -1,5 +1,7 @@
 """Writes a plain folder of torch.distributed.checkpoint, readable wherever torch is."""
 
+from __future__ import annotations
+
 import io
 import warnings
 from collections.abc import Callable, Mapping

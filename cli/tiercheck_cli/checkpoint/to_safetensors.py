@@ -4,6 +4,8 @@ Bytes are copied as they are, so neither torch nor safetensors has to be install
 Layout: https://huggingface.co/docs/safetensors, `save_torch_state_dict` of huggingface_hub.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import struct

@@ -1,5 +1,7 @@
 """`events`: what happened to a job, in order of time."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Sequence
 from typing import Annotated

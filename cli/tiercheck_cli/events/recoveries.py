@@ -1,5 +1,7 @@
 """What happened to a job: recoveries, as its status tells them, and in order of time with its Events."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

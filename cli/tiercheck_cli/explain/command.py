@@ -1,5 +1,7 @@
 """`explain`: why the last recovery took what it took, and what the next one would."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any

@@ -1,5 +1,7 @@
 """Answers what would happen if something died now, by the code with which the operator decides it."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -1,5 +1,7 @@
 """Collects what somebody who is asked for help needs: files, redacted, with a list of gaps."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,5 +1,7 @@
 """`export`: what a bug report needs, in one file; or a version of the training state, for other tools."""
 
+from __future__ import annotations
+
 import io
 import tarfile
 import time

@@ -1,5 +1,7 @@
 """`plan`: who keeps whose copies, of a job in the cluster or of one that is only a file."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated, Any
 

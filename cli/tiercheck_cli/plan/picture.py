@@ -1,5 +1,7 @@
 """Draws a placement: domains on a circle, and a curve from each worker to whoever keeps its copies."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Prints a placement: boxes with every worker if they fit, else a matrix or list of domains."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Lists what a simulation assumes unless a file says otherwise: failure rates with sources, and times."""
 
+from __future__ import annotations
+
 import functools
 import math
 import re

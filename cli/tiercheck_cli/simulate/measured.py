@@ -5,6 +5,8 @@ version, and in all up to the end of the first new step. What it does not tell i
 is left of the whole without that step, `replace` what a restore takes longer than one without a lost pod.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """`status`: one job on one screen, or all jobs in a table."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Sequence
 from typing import Annotated

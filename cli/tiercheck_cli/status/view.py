@@ -1,5 +1,7 @@
 """Derives all that there is to say about a job: what the screen shows and -o json gives."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

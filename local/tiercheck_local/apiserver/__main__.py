@@ -3,6 +3,8 @@
 `python -m tiercheck_local.apiserver --directory DIR`
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import datetime

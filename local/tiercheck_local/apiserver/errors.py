@@ -1,5 +1,7 @@
 """Spells refusals as the real server does: clients branch on `reason` and `code`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus

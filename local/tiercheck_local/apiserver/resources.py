@@ -1,5 +1,7 @@
 """Which resources are served, built-in ones and those that CRDs add, and which of them a URL means."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

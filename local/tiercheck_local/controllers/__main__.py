@@ -3,6 +3,8 @@
 `python -m tiercheck_local.controllers`
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import logging

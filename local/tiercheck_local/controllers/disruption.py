@@ -1,5 +1,7 @@
 """Keeps the status of PodDisruptionBudgets, without which the API server refuses evictions."""
 
+from __future__ import annotations
+
 from tiercheck_cli.api_server import DISRUPTION_BUDGETS, Object
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt

@@ -4,6 +4,8 @@ Dependents are Pods, Services, Secrets, ConfigMaps, PodDisruptionBudgets and Lea
 watched from when the first dependent names it.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from collections.abc import Iterator

@@ -5,6 +5,8 @@ differ. If this process itself was held up, every lease gets a new start, becaus
 renewing.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time

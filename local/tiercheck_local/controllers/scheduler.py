@@ -1,5 +1,7 @@
 """Binds pods that have no node, whenever a pod or a node changes."""
 
+from __future__ import annotations
+
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence

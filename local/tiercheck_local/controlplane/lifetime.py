@@ -1,5 +1,7 @@
 """Processes that end with the one that started them, so that Ctrl-C or a crash leaves nothing behind."""
 
+from __future__ import annotations
+
 import asyncio
 import ctypes
 import os

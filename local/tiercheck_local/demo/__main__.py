@@ -3,6 +3,8 @@
 `make demo`
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import platform

@@ -1,5 +1,7 @@
 """The objects that the demonstration applies: what a user would write, filled in for a laptop."""
 
+from __future__ import annotations
+
 import contextlib
 import socket
 import subprocess

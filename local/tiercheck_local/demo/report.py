@@ -3,6 +3,8 @@
 The page loads nothing from anywhere, so it can be mailed and archived.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

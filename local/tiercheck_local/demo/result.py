@@ -1,5 +1,7 @@
 """Records what a run went through, by job and sidecars, for the table and the page."""
 
+from __future__ import annotations
+
 import http.client
 import socket
 import ssl

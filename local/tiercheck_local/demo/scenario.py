@@ -1,5 +1,7 @@
 """Tells the demo's story: train, be hit six times, come back, compare with an unhurt run."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The laptop cluster as the story sees it: workers, nodes and racks instead of processes and folders."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@ The training script prints one JSON object per step. Lines of other kinds (warni
 of the way, but not lost: they stay in the log files.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess

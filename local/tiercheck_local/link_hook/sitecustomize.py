@@ -7,6 +7,8 @@ connection either. When a link is mended, what was cut stays dead until its owne
 work at once.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import importlib.machinery

@@ -3,6 +3,8 @@
 `python -m tiercheck_local.node.agent SETTINGS`
 """
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import logging

@@ -1,5 +1,7 @@
 """One container of a pod: its processes, its probes, and the state that is reported about it."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import itertools

@@ -3,6 +3,8 @@
 Pure.
 """
 
+from __future__ import annotations
+
 import base64
 import math
 import re

@@ -1,5 +1,7 @@
 """One pod on a node, from the moment it is bound until nothing of it is left."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time

@@ -4,6 +4,8 @@ That bond is per thread and is not inherited, so processes are started from the 
 descendants are found by their markers.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import ctypes

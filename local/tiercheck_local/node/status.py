@@ -1,5 +1,7 @@
 """A pod's status: what it is, from what its containers do, and the writing of it to the API server."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence

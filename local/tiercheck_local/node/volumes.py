@@ -4,6 +4,8 @@ Short, because a Unix socket's path has 107 bytes at most. Sizes are not enforce
 reader.
 """
 
+from __future__ import annotations
+
 import re
 import shutil
 import tempfile

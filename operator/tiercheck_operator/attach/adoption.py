@@ -9,6 +9,8 @@ another; by eviction, because that is no failure in a Job's eyes (`podFailurePol
 respects disruption budgets.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

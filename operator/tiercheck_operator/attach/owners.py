@@ -5,6 +5,8 @@ jobset.sigs.k8s.io labels are those of JobSet v1alpha2 (a TrainJob is a JobSet b
 training.kubeflow.org ones are the training operator's, which numbers the master 0 and worker i as i + 1.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

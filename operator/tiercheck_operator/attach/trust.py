@@ -6,6 +6,8 @@ renewed Secret keeps the last authority too, and a replica shows a new certifica
 configuration to name the new authority, so that no call fails in between.
 """
 
+from __future__ import annotations
+
 import base64
 import binascii
 import datetime

@@ -12,6 +12,8 @@ in all and by address; each request has to be there within seconds; and few larg
 time.
 """
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import contextlib

@@ -3,6 +3,8 @@
 Dull on purpose: no choice is made here, and everything may be done twice.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

@@ -5,6 +5,8 @@ uploaded what they owe. `spec.activeDeadlineSeconds` counts as in a batch/v1 Job
 which is set anew when a suspended job goes on: what a queue does to a job is not held against it.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 from tiercheck.protocol.directive import Phase

@@ -3,6 +3,8 @@
 It keeps no state that matters: credentials, reports and the placement are read back after a restart.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json

@@ -4,6 +4,8 @@ An authority lives for one signature. Its key is never stored, so nobody, the op
 issue a second certificate under it.
 """
 
+from __future__ import annotations
+
 import datetime
 import secrets
 from collections.abc import Sequence

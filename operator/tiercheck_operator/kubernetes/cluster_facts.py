@@ -8,6 +8,8 @@ Clusters that share a bucket know each other by the UID of the namespace kube-sy
 its cluster does.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

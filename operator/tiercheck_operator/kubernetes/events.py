@@ -3,6 +3,8 @@
 Everyone with `view` may read both. Losing an Event is not worth a retry: the status has said it already.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import secrets

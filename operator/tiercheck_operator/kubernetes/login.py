@@ -4,6 +4,8 @@ kopf reads both. The kubernetes package, whose models and helpers nobody uses he
 idle operator's memory; it alone asks other programs for credentials, as some kubeconfigs of people want.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os

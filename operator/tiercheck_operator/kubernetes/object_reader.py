@@ -7,6 +7,8 @@ shell: its identity, its status if that is small, and under `UNREADABLE` a sente
 kopf gets a session in which that holds for what its watches read, and in which credentials stay current.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import re

@@ -1,5 +1,7 @@
 """The job's Service, Secret and placement ConfigMap: read once, kept in mind, made when missing."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 from collections.abc import Callable

@@ -7,6 +7,8 @@ new list, tells what is gone, and whether a watch is stale.
 One object that nobody can make sense of must not take the operator down for all others. It is told of once.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

@@ -13,6 +13,8 @@ replacement is enough to make the gang whole again; pods outside of it would be 
 volcano.sh `apis/pkg/apis/scheduling`, scheduler-plugins `apis/scheduling/v1alpha1`, Kubernetes' PodGroup API.
 """
 
+from __future__ import annotations
+
 import base64
 import binascii
 from collections.abc import Mapping

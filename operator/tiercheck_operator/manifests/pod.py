@@ -5,6 +5,8 @@ it, and its restart does not restart the trainer. The trainer's image is left as
 volume.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

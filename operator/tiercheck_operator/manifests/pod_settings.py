@@ -11,6 +11,8 @@ init container prepares it as root, with no capability: as the folder's owner it
 whoever they run as.
 """
 
+from __future__ import annotations
+
 import copy
 import json
 import zlib

@@ -6,6 +6,8 @@ node's NUMA and SMT alignment too. Where the template gives resources to the pod
 them, in whole cores if theirs are whole.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

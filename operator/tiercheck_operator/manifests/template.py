@@ -1,5 +1,7 @@
 """What is wrong with a user's pod template, said before a pod is made of it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

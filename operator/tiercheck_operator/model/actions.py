@@ -1,5 +1,7 @@
 """What a decision asks for. Carrying it out is somebody else's business (`execute`)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive

@@ -1,5 +1,7 @@
 """Every condition type and reason, each with a sentence."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

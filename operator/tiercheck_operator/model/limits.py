@@ -4,6 +4,8 @@ Each field has a limit of its own; where all of them are reached at once, senten
 decisions never.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -5,6 +5,8 @@ Nothing in it changes.
 Decisions never meet a raw object; `parsing` makes these of them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum

@@ -1,5 +1,7 @@
 """Makes the controller's views of the API's objects: a strange object must not stop a decision."""
 
+from __future__ import annotations
+
 import contextlib
 import re
 import sys

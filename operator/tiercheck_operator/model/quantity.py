@@ -1,5 +1,7 @@
 """Reads Kubernetes quantities as whole bytes, and durations as seconds."""
 
+from __future__ import annotations
+
 import math
 import re
 from decimal import Decimal

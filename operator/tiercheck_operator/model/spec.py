@@ -6,6 +6,8 @@ count, such as a spare or the replacement of a pod that is about to leave. They 
 as one that avoids a node.
 """
 
+from __future__ import annotations
+
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

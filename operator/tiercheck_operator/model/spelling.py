@@ -6,6 +6,8 @@ A field stands at its own name in camelCase, or where `Annotated[..., At("elsewh
 It is not written at its default. Why not msgspec: docs/design/029-the-house.md.
 """
 
+from __future__ import annotations
+
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass

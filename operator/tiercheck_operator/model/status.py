@@ -3,6 +3,8 @@
 `parse_record(render_record(r)) == r` up to the rounding of times; unknown fields are dropped.
 """
 
+from __future__ import annotations
+
 import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

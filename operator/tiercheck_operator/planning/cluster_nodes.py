@@ -1,5 +1,7 @@
 """Reads nodes from a cluster's YAML or `kubectl get nodes -o json`, and seats workers on them."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -24,6 +24,8 @@ explain what is seen:
    late by `overdue`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

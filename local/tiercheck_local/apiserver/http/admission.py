@@ -5,6 +5,8 @@ warnings, timeouts, failure and reinvocation policies. Webhooks are found by `ur
 network of Services here; one with a `service` counts as one that cannot be reached.
 """
 
+from __future__ import annotations
+
 import base64
 import copy
 import json

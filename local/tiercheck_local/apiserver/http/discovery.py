@@ -3,6 +3,8 @@
 OpenAPI documents go as far as kubectl reads them, for validation and `explain`.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 

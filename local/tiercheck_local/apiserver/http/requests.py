@@ -1,5 +1,7 @@
 """One HTTP request on a resource, carried out: parameters and body in, status code and body out."""
 
+from __future__ import annotations
+
 import base64
 import json
 from collections.abc import Mapping

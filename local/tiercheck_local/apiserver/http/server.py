@@ -1,5 +1,7 @@
 """The HTTP side: paths and headers around `requests`, and watches as streams."""
 
+from __future__ import annotations
+
 import asyncio
 import hmac
 import random

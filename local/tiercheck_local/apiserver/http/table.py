@@ -1,5 +1,7 @@
 """Renders objects as the rows that `kubectl get` prints, custom ones as their CRD says."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -1,5 +1,7 @@
 """How objects leave the server: as JSON, as a list, or as a table, in the version that the URL named."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

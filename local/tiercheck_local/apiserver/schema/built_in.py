@@ -3,6 +3,8 @@
 Only the part of the real server's defaults and checks that clients of this project can notice.
 """
 
+from __future__ import annotations
+
 import base64
 import re
 from collections.abc import Callable, Iterator

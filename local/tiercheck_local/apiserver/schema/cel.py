@@ -4,6 +4,8 @@ Evaluating a rule costs about a millisecond, and most writes change a small part
 remembered by rule and by the values it was given.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import re

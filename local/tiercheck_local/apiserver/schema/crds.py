@@ -1,5 +1,7 @@
 """CustomResourceDefinitions: one becomes a served resource, with its schema's rules for every object."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

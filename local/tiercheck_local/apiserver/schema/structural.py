@@ -1,5 +1,7 @@
 """Applies structural schemas of CRDs: prunes, fills in defaults, and says what is wrong."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterator

@@ -3,6 +3,8 @@
 The verbs of the API over Storage, without HTTP. Arguments are fresh objects that may be kept and changed.
 """
 
+from __future__ import annotations
+
 import json
 import secrets
 import uuid

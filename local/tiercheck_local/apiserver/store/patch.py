@@ -1,5 +1,7 @@
 """Applies patches: each format takes an object and a patch and gives a new object."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Binds pods to nodes and evicts them."""
 
+from __future__ import annotations
+
 from tiercheck_local.apiserver import errors
 from tiercheck_local.apiserver.errors import Object
 from tiercheck_local.apiserver.resources import PDBS, PODS

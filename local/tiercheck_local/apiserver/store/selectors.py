@@ -1,5 +1,7 @@
 """Label and field selectors: which objects a list or a watch is about."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ Nothing here knows HTTP or what a kind means. Stored objects are never changed i
 one.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

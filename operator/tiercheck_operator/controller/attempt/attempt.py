@@ -3,6 +3,8 @@
 The fencing token is bumped here and nowhere else.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass, replace
 

@@ -3,6 +3,8 @@
 Sent again, it is the same directive.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import zlib

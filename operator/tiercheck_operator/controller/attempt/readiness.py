@@ -9,6 +9,8 @@ Then all workers restore, all are released, and all make a step. The release is 
 it is sent, so an operator that restarts in between sends the same thing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -6,6 +6,8 @@ that does something wrong at one worker alone, so such a worker gets another nod
 well, it is the script's fault, until training makes a step.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum

@@ -5,6 +5,8 @@ beyond where it last crashed and trains on for failurePolicy.resetAfterSeconds h
 stuck, and begins to count anew.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 

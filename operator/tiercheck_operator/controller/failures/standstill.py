@@ -9,6 +9,8 @@ a dead mount; and one that has no source left says so by a restore that failed. 
 that they take.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Whether the job needs a new attempt, and what made it need one."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -5,6 +5,8 @@ have nodes keep what they hold, because nobody touches them. What is possible is
 else; what follows from it is in `elastic.py`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 from tiercheck_operator.controller.members.membership import Membership

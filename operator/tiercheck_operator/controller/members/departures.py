@@ -9,6 +9,8 @@ what they hold: to move is to give up a memory. Where training can begin again i
 enough that others should keep it; where it cannot, a pod waits until they do.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -13,6 +13,8 @@ grows.
               copies cannot be spread as required
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import SPARE, TrainerState

@@ -15,6 +15,8 @@ still there. But until it is back nothing that its worker does is kept, what was
 may happen again. So it is told from its end until a new version is complete.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Mapping
 

@@ -3,6 +3,8 @@
 A worker's member is its newest pod that is not lost. A spare is warm, and no worker's yet.
 """
 
+from __future__ import annotations
+
 import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence

@@ -10,6 +10,8 @@ prefers other nodes, after the second it requires them. If it finds none, it is 
 requirement. The memory is in the status; its loss costs one more try.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 

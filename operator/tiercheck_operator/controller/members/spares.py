@@ -5,6 +5,8 @@ finds it a member like any other, and all that follows (attempt, directive, rest
 pod.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice

@@ -8,6 +8,8 @@ has passed. When one ends it says so within a second or two. When the kubelet it
 stays as it was.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

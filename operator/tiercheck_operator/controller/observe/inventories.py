@@ -9,6 +9,8 @@ versions carry the earlier job's attempts, so that line is taken over, and ours 
 nothing that we write can be mistaken for what is already stored.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """Reckons the memory of a job's slots, so that what cannot fit is refused with numbers."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ coordinator names a version that is complete in the peer tier. They are not any 
 when others are to hold them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 

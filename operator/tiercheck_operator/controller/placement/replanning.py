@@ -7,6 +7,8 @@ All that must be remembered is in the ConfigMap of the placement, so an operator
 it was.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections import Counter

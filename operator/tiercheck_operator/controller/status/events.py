@@ -1,5 +1,7 @@
 """Derives the Events that a change of status deserves from the old status and the new."""
 
+from __future__ import annotations
+
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Notice
 from tiercheck_operator.model.causes import Cause

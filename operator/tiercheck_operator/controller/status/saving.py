@@ -1,5 +1,7 @@
 """What sidecars say of what is saved: cadence, deltas, proofs before and after a restore, last words."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -3,6 +3,8 @@
 Pure.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

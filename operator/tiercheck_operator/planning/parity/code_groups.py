@@ -6,6 +6,8 @@ less cannot be had for all. Holders are then matched to domains that the group d
 augmenting paths, so that none is left without while there is a way.
 """
 
+from __future__ import annotations
+
 import heapq
 from collections import Counter, deque
 from collections.abc import Sequence

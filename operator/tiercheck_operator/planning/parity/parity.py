@@ -7,6 +7,8 @@ if it has no more than that many of any group. Several complete placements are d
 order of goals is taken: as `placement` does for copies.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections import Counter

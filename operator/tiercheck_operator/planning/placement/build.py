@@ -4,6 +4,8 @@ What is still right of the last placement is kept, because every copy that moves
 spread cannot be had, a sentence names the domain that is too full, or what is not known.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

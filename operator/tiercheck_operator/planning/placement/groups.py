@@ -9,6 +9,8 @@ With one copy that is exactly the case "no domain holds more than half", so the 
 there is one.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise

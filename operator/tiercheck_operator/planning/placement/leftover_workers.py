@@ -1,5 +1,7 @@
 """Finds holders for workers that fit into no group: odd ones, suspect nodes, small jobs."""
 
+from __future__ import annotations
+
 import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

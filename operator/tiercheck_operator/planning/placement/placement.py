@@ -5,6 +5,8 @@ without a copy, no copy in the same domain, none on suspect nodes, equal load, f
 short way. Deterministic.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence

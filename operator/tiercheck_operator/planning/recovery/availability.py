@@ -5,6 +5,8 @@ bit for each version, all that a rank has is four numbers, a chain is a walk ove
 the same share the answer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce

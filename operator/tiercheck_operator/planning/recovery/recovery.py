@@ -6,6 +6,8 @@ rebuild. And nothing is started afresh while a committed version may still turn 
 wait.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 

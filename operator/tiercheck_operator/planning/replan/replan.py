@@ -6,6 +6,8 @@ is given up only for a worker that has none. Each round makes the placement stri
 nothing else moves, so rounds come to an end.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field

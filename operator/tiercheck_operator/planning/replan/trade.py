@@ -3,6 +3,8 @@
 Nobody comes nearer to a copy of his by it.
 """
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
