@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 MOST_PER_ADDRESS = 64
 """As many as one worker may need at once, when all its ranks restore over several streams."""
@@ -94,18 +94,29 @@ Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
 """Gets a connection, which it has to close, and the IP address that it comes from."""
 
 
-class Arrivals:
+class WebRunner(Protocol):
+    """One of aiohttp's runners, which the training library does not know."""
+
+    async def setup(self) -> None: ...
+
+    async def cleanup(self) -> None: ...
+
+
+Runner = TypeVar("Runner", bound=WebRunner)
+
+
+class Arrivals(Generic[Runner]):
     """Each connection is served in a task of its own. `start`, then `stop`, in one event loop."""
 
-    def __init__(self, server: Any, serve: Serve) -> None:
-        """`server`: one of aiohttp's runners, which listens nowhere by itself."""
-        self._web, self._serve_one = server, serve
+    def __init__(self, runner: Runner, serve: Serve) -> None:
+        """`runner` listens nowhere by itself."""
+        self._runner, self._serve_one = runner, serve
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> None:
         """Raises OSError if the address is taken."""
-        await self._web.setup()
+        await self._runner.setup()
         self._listener = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
         )
@@ -120,7 +131,7 @@ class Arrivals:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
-        await self._web.cleanup()
+        await self._runner.cleanup()
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:

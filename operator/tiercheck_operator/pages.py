@@ -32,7 +32,7 @@ async def _once(
     return response
 
 
-class Pages(Arrivals):
+class Pages(Arrivals[web.AppRunner]):
     """`metrics` in the exposition format, `trouble` as sentences (empty: none), `ready` or not; `tls`: a
     folder with tls.crt and tls.key, empty: plain HTTP."""
 
@@ -54,9 +54,8 @@ class Pages(Arrivals):
                 web.get("/readyz", self._ready_page),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         self._strangers = Strangers(lambda: _MOST)
-        super().__init__(self._runner, self._serve)
+        super().__init__(web.AppRunner(app, access_log=None, shutdown_timeout=1.0), self._serve)
 
     async def _serve(self, connection: socket.socket, address: str) -> None:
         server = self._runner.server

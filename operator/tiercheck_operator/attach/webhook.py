@@ -155,13 +155,13 @@ _CONNECTIONS, _OF_ONE_ADDRESS = 256, 128
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
 
 
-class Doors(Arrivals):
+class Doors(Arrivals[web.ServerRunner]):
     """`handler` gets each POST with its whole body."""
 
     def __init__(self, context: ssl.SSLContext, handler: Handler, patience: float = PATIENCE) -> None:
         self._context, self._handler, self._patience = context, handler, patience
         self._small, self._large = asyncio.Semaphore(_SMALL_AT_ONCE), asyncio.Semaphore(_LARGE_AT_ONCE)
-        self._runner = web.ServerRunner(
+        runner = web.ServerRunner(
             web.Server(
                 self._answer,
                 access_log=None,
@@ -171,7 +171,7 @@ class Doors(Arrivals):
             ),
             shutdown_timeout=5.0,
         )
-        super().__init__(self._runner, self._let_in)
+        super().__init__(runner, self._let_in)
         self._arriving: Counter[str] = Counter()
         """Connections in their TLS handshake, by address."""
 

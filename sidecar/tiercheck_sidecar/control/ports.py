@@ -23,17 +23,17 @@ PATIENCE = 10.0
 """Seconds from the connection to a believed request."""
 
 
-class GuardedPort(Arrivals):
+class GuardedPort(Arrivals[web.AppRunner]):
     """Lets each connection be a stranger until a request on it is believed."""
 
     def __init__(
         self, app: web.Application, strangers: Strangers, context: ssl.SSLContext | None = None
     ) -> None:
         """`context`: None for plain HTTP."""
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         self._strangers, self._context = strangers, context
         self._waiting: dict[asyncio.Protocol, asyncio.Event] = {}
-        super().__init__(self._runner, self._watch)
+        super().__init__(runner, self._watch)
 
     def believe(self, request: web.Request) -> None:
         """Who sent `request` has proved to be no stranger."""
