@@ -169,9 +169,9 @@ class Link:
             self._state,
             self._vault,
             self.holder,
-            due=lambda: self._due(kind),
+            due=functools.partial(self._due, kind),
             bring=lambda seal, line: self._bring(seal, line, pace),
-            report=lambda reason: self._tell(kind, reason),
+            report=functools.partial(self._tell, kind),
         )
         with Line(self._connect) as line:
             lane.run(line, lambda: not self._is_open)

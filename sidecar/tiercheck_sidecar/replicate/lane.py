@@ -99,15 +99,14 @@ class Lane:
         """Sends the first artifact that is due. Returns the seconds until another may be sent; None if none
         is due.
         """
-        now = time.monotonic()
+        now, waits = time.monotonic(), self._waits
         candidates = first_of_each_rank(self._due())
         for seal in candidates:
-            if self._waits.ready(seal.rank, now) and self._waits.ready(None, now):
+            if waits.ready(seal.rank, now) and waits.ready(None, now):
                 self._send(seal, line)
                 return 0.0
         if not candidates:
             return None
-        waits = self._waits
         soonest = max(waits.until(None), min(waits.until(each.rank) for each in candidates))
         return max(0.0, soonest - now)
 

@@ -127,9 +127,10 @@ class Replicator:
 
     def lane(self, holder: Peer, kind: Kind, era: _Era) -> Lane:
         """One lane, to be run by one thread."""
+        pace = Portion(self.bucket, PORTIONS[kind])
 
         def bring(seal: Seal, line: Line) -> bool:
-            if push(self._vault, seal, line, Portion(self.bucket, PORTIONS[kind])) is not Pushed.KEPT:
+            if push(self._vault, seal, line, pace) is not Pushed.KEPT:
                 return False
             self._acknowledge(holder, seal, era)
             return True
