@@ -19,7 +19,7 @@ from tests.chaos.record import Recorder
 from tests.chaos.store import BUCKET, Store
 from tiercheck.failpoints import Arming
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import Object
+from tiercheck_cli.api_server import Object, RequestFailed
 from tiercheck_local.cluster import LocalCluster, Strike
 from tiercheck_local.demo.job import CREDENTIALS, REGION, credentials
 from tiercheck_local.demo.scenario import condition_is
@@ -156,6 +156,9 @@ class Stage:
         """One of `FAULTS`. `undo` is to be called once it has been noticed, or its time is over."""
         if name.startswith("store"):
             self.store.mood = name
+        elif name == "evict":
+            with contextlib.suppress(RequestFailed):  # it was just replaced
+                self._job.inflict(name, worker)
         else:
             self._job.inflict(name, worker, [each for each in range(self.workers) if each != worker])
 

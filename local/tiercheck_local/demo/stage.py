@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object, RequestFailed
+from tiercheck_cli.api_server import JOBS, PODS, SECRETS, Object
 from tiercheck_local.cluster import LocalCluster, NothingToHit
 from tiercheck_local.demo.result import RecoveryWatch
 from tiercheck_local.nodespec import RACK
@@ -74,8 +74,7 @@ class LaptopStage:
             case "container":
                 faults.kill_container(pod, names.TRAINER_CONTAINER, self.namespace)
             case "evict":
-                with contextlib.suppress(RequestFailed):  # it was just replaced
-                    faults.drain_pod(pod, self.namespace)
+                faults.drain_pod(pod, self.namespace)
             case "delete":
                 api.delete(PODS, self.namespace, pod, grace=0)
             case "node":
