@@ -150,6 +150,7 @@ def test_a_bug_report_holds_everything_but_secrets(tiercheck: Tiercheck, tmp_pat
         (("status", "--context", "mars"), 2, "no cluster to talk to"),
         (("plan",), 2, "give the name of a job in the cluster, or a job's file"),
         (("plan", NAME, "-f", "job.yaml"), 2, "not both"),
+        (("plan", f"{ROOT}/examples/first-job.yaml"), 2, "is a file, and no job of the cluster"),
         (("plan", "-f", "job.yaml"), 2, "say on which nodes"),
         (
             ("plan", "-f", "nowhere.yaml", "--made-up", "2x2"),

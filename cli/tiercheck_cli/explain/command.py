@@ -17,7 +17,7 @@ from tiercheck_cli.events.recoveries import PastRecovery, recoveries
 from tiercheck_cli.explain.what_if import WhatIf, answer, held_steps, hit, losses
 from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
-from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
+from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, check_named, job_and_nodes
 from tiercheck_cli.terminal import (
     PHASES,
     TIER_COLOURS,
@@ -67,8 +67,7 @@ def explain(
     found: dict[str, Any] | None = None
     pods: dict[str, int] = {}
     if job is not None:
-        if file or nodes or made_up:
-            raise CannotDo("give either a job of the cluster, or -f with --nodes; not both", USAGE)
+        check_named(job, file, nodes, made_up)
         cluster = Cluster.connect(kubeconfig, context, namespace)
         found = cluster.job(job)
         if not what_if:

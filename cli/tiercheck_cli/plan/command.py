@@ -62,8 +62,7 @@ def plan(
 ) -> None:
     """Who keeps whose copies, by failure domain, and what that survives."""
     if job is not None:
-        if file or nodes or made_up:
-            raise CannotDo("give either a job of the cluster, or -f with --nodes; not both", USAGE)
+        check_named(job, file, nodes, made_up)
         cluster = Cluster.connect(kubeconfig, context, namespace)
         layout = layout_of(cluster, cluster.job(job))
     else:
@@ -77,6 +76,14 @@ def plan(
         return
     terminal = console()
     terminal.print(screen(layout, terminal.width))
+
+
+def check_named(job: str, *of_a_file: object) -> None:
+    """Raises CannotDo if options `of_a_file` stand beside the name of a job, or the name is a file's."""
+    if any(of_a_file):
+        raise CannotDo("give either a job of the cluster, or -f with --nodes; not both", USAGE)
+    if Path(job).suffix in (".yaml", ".yml", ".json") and Path(job).is_file():
+        raise CannotDo(f"{job} is a file, and no job of the cluster: -f {job} reads it", USAGE)
 
 
 def job_and_nodes(file: str | None, nodes: str | None, made_up: str | None) -> tuple[dict[str, Any], Nodes]:

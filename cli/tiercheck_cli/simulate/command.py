@@ -14,9 +14,8 @@ from rich.table import Column, Table
 
 from tiercheck_cli.cluster import Cluster
 from tiercheck_cli.events.recoveries import TIERS
-from tiercheck_cli.failure import USAGE, CannotDo
 from tiercheck_cli.layout import JobLayout, layout_of, plan_layout
-from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, job_and_nodes
+from tiercheck_cli.plan.command import JobFile, NodesFile, PerNode, Shape, check_named, job_and_nodes
 from tiercheck_cli.simulate.assumptions import (
     Assumptions,
     assume,
@@ -90,8 +89,7 @@ def simulate(
     said = read_assumed(assumed_by)
     found: dict[str, Any]
     if job is not None:
-        if file or nodes or made_up or workers:
-            raise CannotDo("give either a job of the cluster, or -f with --nodes; not both", USAGE)
+        check_named(job, file, nodes, made_up, workers)
         cluster = Cluster.connect(kubeconfig, context, namespace)
         found = cluster.job(job)
         layout = layout_of(cluster, found)
