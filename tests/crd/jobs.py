@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from tiercheck.protocol.version import Branch, History
+from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.model.status import (
     CheckpointRecord,
     Condition,
@@ -16,6 +16,7 @@ from tiercheck_operator.model.status import (
     JobRecord,
     MemoryRecord,
     PlacementRecord,
+    PlaceRecord,
     ProofRecord,
     Recovery,
     SizeRecord,
@@ -404,41 +405,48 @@ ACCEPTED_AS_CHANGE: list[tuple[str, Any]] = [
 ]
 
 
-def full_status() -> dict[str, Any]:
-    """Everything that the controller can write."""
-    return render_record(
-        JobRecord(
-            observed_generation=1,
-            attempt=3,
-            phase="Running",
-            members="digest",
-            history=History((Branch(1, 0), Branch(3, 40, ranks=8))),
-            crashes=1,
-            disruptions=1,
-            step=57,
-            step_seconds=0.25,
-            tiers={name: TierRecord(step, NOW, 57 - step) for name, step in _STEPS.items()},
-            proofs={name: ProofRecord(step, NOW) for name, step in _STEPS.items()},
-            placement=PlacementRecord("hash", "rack", ("any one rack", "any one host"), 0, complete=True),
-            size=SizeRecord(3, 1.5),
-            spares=SparesRecord(2, 1),
-            checkpoint=CheckpointRecord(3, "Off", "why"),
-            memory=MemoryRecord(4, 3, 2, 1),
-            hang=HangRecord(1, "n", 1),
-            failed_start=FailedStartRecord(1, "n", 1, (2,)),
-            recovery=Recovery("PodLost", "pod j-2-0 is gone", 1.5, 2.5, 3, "because", 40, 1, 3, 3.5, 4.5, 5.5,
-                facts=Facts(1, ("Evicted",), ("n",)), rule="r", tries=1, reached=3, noticed_at=1.5),
-            last_recovery={
-                "attempt": 3, "cause": "NodeLost", "message": "node n-1 is lost", "reason": "because",
-                "rule": "r", "deltas": 3, "rebuilt": 1, "tiers": {"local": 3, "peer": 1, "remote": 0},
-                "step": 40, "lostSteps": 3, "detectSeconds": 1.0, "restoreSeconds": 2.25,
-                "totalSeconds": 4.0, "time": NOW,
-            },
-            started=NOW,
-            completed=NOW,
-            conditions=(
-                Condition("Running", True, "Released", "The trainers were released.", NOW, 1),
-                Condition("Protected", True, "CopiesComplete", "Every copy is made.", NOW, 1),
-            ),
-        )
+def full_record() -> JobRecord:
+    """Everything that the controller can keep."""
+    return JobRecord(
+        observed_generation=1,
+        attempt=3,
+        phase="Running",
+        members="digest",
+        history=History((Branch(1, 0), Branch(3, 40, ranks=8))),
+        crashes=1,
+        counted=1,
+        crash_step=30,
+        disruptions=1,
+        step=57,
+        step_seconds=0.25,
+        tiers={name: TierRecord(step, NOW, 57 - step) for name, step in _STEPS.items()},
+        proofs={name: ProofRecord(step, NOW) for name, step in _STEPS.items()},
+        placement=PlacementRecord("hash", "rack", ("any one rack", "any one host"), 0, complete=True),
+        size=SizeRecord(3, 1.5),
+        spares=SparesRecord(2, 1),
+        checkpoint=CheckpointRecord(3, "Off", "why"),
+        memory=MemoryRecord(4, 3, 2, 1),
+        hang=HangRecord(1, "n", 1),
+        places=(PlaceRecord("n", 2, "the pod failed", 10.5, 9.0),),
+        failed_start=FailedStartRecord(1, "n", 1, (2,)),
+        recovery=Recovery("PodLost", "pod j-2-0 is gone", 1.5, 2.5, 3, "because", 40, 1, 3, 3.5, 4.5, 5.5,
+            failed_versions=(Version(45, 1), Version(45, 1)), facts=Facts(1, ("Evicted",), ("n",)),
+            rule="r", tries=1, reached=3, noticed_at=1.5),
+        last_recovery={
+            "attempt": 3, "cause": "NodeLost", "message": "node n-1 is lost", "reason": "because",
+            "rule": "r", "deltas": 3, "rebuilt": 1, "tiers": {"local": 3, "peer": 1, "remote": 0},
+            "step": 40, "lostSteps": 3, "detectSeconds": 1.0, "restoreSeconds": 2.25,
+            "totalSeconds": 4.0, "time": NOW,
+        },
+        started=NOW,
+        completed=NOW,
+        conditions=(
+            Condition("Running", True, "Released", "The trainers were released.", NOW, 1),
+            Condition("Protected", True, "CopiesComplete", "Every copy is made.", NOW, 1),
+        ),
     )  # fmt: skip
+
+
+def full_status() -> dict[str, Any]:
+    """That, as the controller writes it."""
+    return render_record(full_record())

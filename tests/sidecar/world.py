@@ -250,7 +250,10 @@ class World:
         """One call of the control API, as the operator makes it, on a connection of its own."""
         connection = self._connect(worker)
         try:
-            return self._ask(connection, worker, method, path, body=body, token=token, headers=headers)
+            shown = {**self._signed(worker, token), **(headers or {})}
+            connection.request(method, path, body, shown)
+            response = connection.getresponse()
+            return response.status, response.read()
         finally:
             connection.close()
 
@@ -260,7 +263,9 @@ class World:
             kept = self._kept.pop(worker, None)
             connection = kept or self._connect(worker)
             try:
-                status, body = self._ask(connection, worker, "GET", "/v1/report")
+                connection.request("GET", "/v1/report", headers=self._signed(worker))
+                response = connection.getresponse()
+                status, body = response.status, response.read()
             except (OSError, http.client.HTTPException):
                 connection.close()
                 if kept is None:
@@ -278,24 +283,10 @@ class World:
         connection.auto_open = 0
         return connection
 
-    def _ask(
-        self,
-        connection: http.client.HTTPConnection,
-        worker: int,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        token: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> tuple[int, bytes]:
-        shown = {
-            "Authorization": f"Bearer {self.token if token is None else token}",
-            **operator_key.sign_pod(self.pods[worker]),
-        }
-        connection.request(method, path, body, {**shown, **(headers or {})})
-        response = connection.getresponse()
-        return response.status, response.read()
+    def _signed(self, worker: int, token: str | None = None) -> dict[str, str]:
+        """What the operator says of itself to the worker's sidecar."""
+        token = self.token if token is None else token
+        return {"Authorization": f"Bearer {token}", **operator_key.sign_pod(self.pods[worker])}
 
     def new_attempt(self, version: Version | None = None) -> None:
         """Begin the next attempt, from `version` or from scratch."""

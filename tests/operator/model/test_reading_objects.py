@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.crd.jobs import full_record
 from tests.operator import kubelet_words
 from tests.operator.world_in_memory import START, World
 from tiercheck.protocol.directive import HealthCheck
@@ -233,47 +234,7 @@ def test_what_the_user_says_about_failures_is_read() -> None:
 
 
 def test_status_means_the_same_after_a_round_trip() -> None:
-    record = JobRecord(
-        observed_generation=3,
-        attempt=7,
-        phase="Restoring",
-        members="abc",
-        history=History((Branch(1, 0), Branch(7, 40, ranks=16))),
-        crashes=2,
-        counted=1,
-        crash_step=30,
-        disruptions=4,
-        step=41,
-        step_seconds=0.25,
-        tiers={"peer": TierRecord(40, "2026-01-01T00:00:00Z", 1)},
-        placement=PlacementRecord("h", "rack", ("any one rack",), 0),
-        checkpoint=CheckpointRecord(6, "Off", "worker 1: a closure"),
-        memory=MemoryRecord(40, 50, 30, 10),
-        hang=HangRecord(3, "n", 2),
-        places=(PlaceRecord("n", 2, "the pod failed", 10.5, 9.0),),
-        failed_start=FailedStartRecord(2, "n", 1, (4,)),
-        recovery=Recovery(
-            "NodeLost",
-            "m",
-            10.5,
-            11.25,
-            7,
-            "r",
-            40,
-            1,
-            3,
-            12.0,
-            failed_versions=(Version(45, 1), Version(45, 1)),
-            facts=Facts(7, ("Evicted",), ("n",)),
-            rule="moved",
-            tries=2,
-            reached=43,
-            noticed_at=11.0,
-        ),
-        last_recovery={"attempt": 6},
-        started=rfc3339(0),
-        conditions=(Condition("Running", False, "Copying", "m", rfc3339(1), 3),),
-    )
+    record = full_record()
     assert parse_record(render_record(record)) == record
     assert record.restored_version == Version(40, 1)
 
