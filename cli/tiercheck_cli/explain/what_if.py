@@ -14,8 +14,7 @@ from tiercheck_cli.failure import USAGE, CannotDo, program
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
 from tiercheck_cli.simulate.scenario import Saving
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import plural
+from tiercheck_operator.model.conditions import Cause, plural
 from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import (

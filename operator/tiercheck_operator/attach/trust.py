@@ -21,7 +21,7 @@ from cryptography import x509
 from tiercheck_operator.config import WebhookConfig
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
-from tiercheck_operator.kubernetes.cluster_facts import DEPLOYMENT, owner_metadata
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT, owner_metadata
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{name}"
 _SECRETS = CORE + "/secrets"

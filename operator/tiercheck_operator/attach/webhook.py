@@ -48,7 +48,7 @@ from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, fi
 from tiercheck_operator.attach.trust import Bundle, Trust
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube, fill
-from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity
+from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity
 
 # It reads from the API server and changes nothing there.
 

@@ -25,9 +25,13 @@ from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.status.status import with_unreadable
 from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, ApiFailure, Kube
-from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity, NodeLeases, TopologySource
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
-from tiercheck_operator.kubernetes.owned_objects import Belongings
+from tiercheck_operator.kubernetes.owned_objects import (
+    Belongings,
+    ClusterIdentity,
+    NodeLeases,
+    TopologySource,
+)
 from tiercheck_operator.kubernetes.watches import copy_of_job, version_in
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions

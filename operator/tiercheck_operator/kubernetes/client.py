@@ -26,8 +26,13 @@ from urllib3.exceptions import HTTPError
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck_operator.kubernetes.login import Access
-from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, most_of, read_object, without_depth
+from tiercheck_operator.kubernetes.object_reader import (
+    MOST_ANSWER,
+    Access,
+    most_of,
+    read_object,
+    without_depth,
+)
 from tiercheck_operator.model.parsing import UNREADABLE
 
 

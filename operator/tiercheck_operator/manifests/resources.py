@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tiercheck_operator.model.quantity import parse_amount, parse_quantity
 from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.spelling import parse_amount, parse_quantity
 
 OVERHEAD = 512 * 2**20
 """Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""

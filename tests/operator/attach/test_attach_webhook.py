@@ -29,7 +29,7 @@ from tiercheck_operator.attach.webhook import LARGEST, PATH, Admission, Doors, W
 from tiercheck_operator.config import Config, WebhookConfig
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_operator.kubernetes.client import ApiFailure
-from tiercheck_operator.kubernetes.cluster_facts import DEPLOYMENT
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT
 
 NOW = datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)
 DAY = datetime.timedelta(days=1)

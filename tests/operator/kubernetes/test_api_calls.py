@@ -15,8 +15,7 @@ import kopf
 import pytest
 
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube, NotLeading
-from tiercheck_operator.kubernetes.login import Access
-from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER
+from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, Access
 
 HOST = "127.83.5.2"
 

@@ -14,8 +14,12 @@ from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity, NodeLeases, TopologySource
-from tiercheck_operator.kubernetes.owned_objects import Belongings
+from tiercheck_operator.kubernetes.owned_objects import (
+    Belongings,
+    ClusterIdentity,
+    NodeLeases,
+    TopologySource,
+)
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import CreatePod, CreateSpare
 from tiercheck_operator.model.observed import JobView

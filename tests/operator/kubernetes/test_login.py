@@ -18,11 +18,10 @@ import pytest
 from tests.operator.manifests.test_pod_manifest import make_job
 from tiercheck.protocol.names import TLS_SERVER_NAME
 from tiercheck_local.controlplane.planes import write_kubeconfig
-from tiercheck_operator.kubernetes import login
+from tiercheck_operator.kubernetes import object_reader
 from tiercheck_operator.kubernetes.certificates import KeyPair, issue, issue_pair
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.login import Access, log_in
-from tiercheck_operator.kubernetes.object_reader import WatchSession
+from tiercheck_operator.kubernetes.object_reader import Access, WatchSession, log_in
 from tiercheck_operator.manifests.owned import Credentials, build_secret, parse_secret
 
 
@@ -65,7 +64,7 @@ def test_token_is_read_again_and_kept_where_it_cannot_be_read(monkeypatch: pytes
 
     access = Access(read)
     said = [access.headers()["Authorization"]]
-    monkeypatch.setattr(login, "_READ_EVERY", -1.0)
+    monkeypatch.setattr(object_reader, "_READ_EVERY", -1.0)
     said += [access.headers()["Authorization"] for _ in range(2)]
     assert said == ["Bearer old", "Bearer new", "Bearer new"]
 
@@ -141,7 +140,7 @@ class RotatedServer:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RotatedServer]:
-    monkeypatch.setattr(login, "_READ_EVERY", -1.0)
+    monkeypatch.setattr(object_reader, "_READ_EVERY", -1.0)
     made = RotatedServer(tmp_path)
     yield made
     made.stop()

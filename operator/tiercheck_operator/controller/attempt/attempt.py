@@ -43,8 +43,7 @@ from tiercheck_operator.controller.placement.placing import (
     place_members,
 )
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import JobRecord, Recovery
 from tiercheck_operator.planning.recovery.availability import RemoteInventory

@@ -25,8 +25,7 @@ from tiercheck_operator.controller.members.replacing import describe_newest_plac
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding, listed
+from tiercheck_operator.model.conditions import Cause, Finding, listed
 from tiercheck_operator.model.limits import cut_sentences
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339

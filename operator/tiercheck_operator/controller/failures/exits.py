@@ -21,7 +21,7 @@ from tiercheck.protocol.names import (
     VANISHED,
 )
 from tiercheck.protocol.report import Report, TrainerReport, TrainerState
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import NodeView, Observation, PodView
 from tiercheck_operator.model.parsing import trainer_name
 from tiercheck_operator.model.spec import FailureRule, RuleAction

@@ -17,8 +17,7 @@ from tiercheck_operator.controller.failures.exits import (
 from tiercheck_operator.controller.failures.standstill import find_hang
 from tiercheck_operator.controller.members.membership import Loss, members_digest
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import listed
+from tiercheck_operator.model.conditions import Cause, listed
 from tiercheck_operator.model.observed import Observation
 from tiercheck_operator.model.status import NO_FACTS, Facts, Recovery
 from tiercheck_operator.planning.topology import Level, Topology

@@ -16,8 +16,7 @@ from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.pod_settings import forbidden
 from tiercheck_operator.manifests.resources import limits_advice
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import JobView, Observation, PodView
 from tiercheck_operator.model.status import rfc3339
 

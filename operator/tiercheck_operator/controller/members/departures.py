@@ -20,8 +20,7 @@ from tiercheck_operator.controller.failures.exits import describe_exit, fails_ag
 from tiercheck_operator.controller.failures.standstill import held_up_again, why_stalled
 from tiercheck_operator.controller.members.suspicion import is_heard
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Observation, PodView, Refusal
 
 _TOGETHER = 60.0

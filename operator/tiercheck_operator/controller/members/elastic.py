@@ -29,8 +29,7 @@ from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.members.spares import Upkeep
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Findings, Observation
 from tiercheck_operator.model.status import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
 

@@ -20,7 +20,7 @@ from tiercheck_operator.controller.members.departures import (
 )
 from tiercheck_operator.controller.members.lost_nodes import silent_at, why_left_down, why_lost
 from tiercheck_operator.controller.members.suspicion import Doubt, restart_due, seconds_silent, was_up
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 from tiercheck_operator.model.status import PlaceRecord
 

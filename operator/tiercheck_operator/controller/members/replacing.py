@@ -21,8 +21,7 @@ from tiercheck_operator.controller.members.suspicion import quiet_nodes
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.owned import pod_name
 from tiercheck_operator.model.actions import Action, CreatePod, DeletePod
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import listed
+from tiercheck_operator.model.conditions import Cause, listed
 from tiercheck_operator.model.observed import Observation, PodView, soonest
 from tiercheck_operator.model.status import JobRecord, rfc3339
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.report import Break, TrainerState
 from tiercheck_operator.model.actions import ProbeSidecar
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import listed
+from tiercheck_operator.model.conditions import Cause, listed
 from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
 from tiercheck_operator.planning.suspicion import (
     Accusation,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Notice
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import plural
+from tiercheck_operator.model.conditions import Cause, plural
 from tiercheck_operator.model.status import Condition, JobRecord, Recovery
 
 _GOOD_NEWS = (conditions.COMPLETED, conditions.SUSPENDED)

@@ -34,8 +34,7 @@ from tiercheck_operator.controller.status.saving import (
     newest_proofs,
 )
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Findings, Observation
 from tiercheck_operator.model.status import (
     Condition,

@@ -14,7 +14,7 @@ from tiercheck.protocol.report import RankFailure, TrainerState
 from tiercheck_operator.controller.failures.exits import first_match
 from tiercheck_operator.controller.failures.trigger import update_recovery
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import ContainerView
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.model.spelling import read_as

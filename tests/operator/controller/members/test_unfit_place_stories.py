@@ -18,7 +18,7 @@ from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.members.membership import Loss, note_places
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, RuleAction
 

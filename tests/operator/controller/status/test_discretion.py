@@ -16,7 +16,7 @@ from tiercheck_local.controlplane.planes import write_kubeconfig
 from tiercheck_operator.controller.reconciler import JobLoop
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
-from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.model.actions import Notice
 from tiercheck_operator.model.status import render_record
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.operator.planning.clusters import uneven
-from tiercheck_operator.planning.placement.leftover_workers import cover_bare, is_bare
+from tiercheck_operator.planning.placement.groups import cover_bare, is_bare
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
