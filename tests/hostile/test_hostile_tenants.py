@@ -19,7 +19,7 @@ from tests.hostile.test_hostile_neighbours import (
     refused,
 )
 from tests.operator.kubernetes.proxy import adding
-from tests.operator.model.test_object_reader import BRACKETS
+from tests.operator.kubernetes.test_login import BRACKETS
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster

@@ -1,7 +1,8 @@
-"""Stands between an operator and an API server whose watches say nothing, or one of whose lists waits."""
+"""Stands between an operator and an API server, and sends raw requests to a real one."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import threading
@@ -11,7 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+import yaml
 
 from tests.access import Access, load
 from tiercheck_local.controlplane.planes import write_kubeconfig
@@ -146,3 +150,30 @@ def _standing_between(kubeconfig: Path, target: Path, respond: Callable[[_Reques
         ended.set()
         server.shutdown()
         server.server_close()
+
+
+def post(kubeconfig: Path, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any], list[str]]:
+    """Status, answer and warnings."""
+    access = load(kubeconfig)
+    headers = {**access.headers, "Content-Type": "application/json"}
+    request = urllib.request.Request(access.server + path, json.dumps(body).encode(), headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=30, context=access.tls) as answer:
+            return answer.status, json.load(answer), answer.headers.get_all("Warning") or []
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error), error.headers.get_all("Warning") or []
+
+
+def service_account_kubeconfig(admin: Path, namespace: str, name: str, target: Path) -> Path:
+    """A kubeconfig in `target` that is the service account and nobody else."""
+    request = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"expirationSeconds": 3600},
+    }
+    status, answer, _ = post(admin, f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token", request)
+    assert status == 201, answer
+    cluster = yaml.safe_load(admin.read_text())["clusters"][0]["cluster"]
+    ca = base64.b64decode(cluster["certificate-authority-data"])
+    write_kubeconfig(target, cluster["server"], answer["status"]["token"], ca)
+    return target

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.access import REAL_SERVER
-from tests.operator.kubernetes.real_cluster import post, service_account_kubeconfig
+from tests.operator.kubernetes.proxy import post, service_account_kubeconfig
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_operator.manifests.owned import build_service
