@@ -202,9 +202,7 @@ def test_owner_that_was_scaled_down_is_named_with_its_size() -> None:
     for worker in (2, 3):
         world.lose(worker)
     world.train(20)
-    restoring = world.condition("Restoring")
-    assert restoring.reason == "OwnerResized"
-    assert "workers without a pod: 2, 3. Job train has 2 workers now" in restoring.message
+    world.assert_told("Restoring", "OwnerResized", "workers without a pod: 2, 3. Job train has 2 workers now")
     world.owner_size, world.restarts = 4, 10**6
     world.until("Running", attempt=2)
 
@@ -277,9 +275,7 @@ def test_job_whose_pods_are_gated_waits_for_the_queue_however_long_and_nothing_i
     for _ in range(60):
         world.wait(10)
         world.reconcile()
-    placed = world.condition("Placed")
-    assert (placed.status, placed.reason) == (False, "WaitingForQueue")
-    assert GATE in placed.message
+    world.assert_told("Placed", (False, "WaitingForQueue"), GATE)
     assert len(world.created) == made
     world.change_nodes(schedulable=True)
     world.pods = {uid: replace(pod, gates=()) for uid, pod in world.pods.items()}

@@ -79,9 +79,7 @@ ODD_FIELDS: tuple[Mapping[str, Any], ...] = (
 def test_a_template_that_is_no_pod_is_refused_with_a_sentence(odd: Mapping[str, Any]) -> None:
     world = World(make_spec(template={"spec": {**TEMPLATE["spec"], **odd}}))
     world.train(3)
-    placed = world.condition("Placed")
-    assert (placed.status, placed.reason) == (False, "InvalidTemplate")
-    assert "kubectl explain pod.spec" in placed.message
+    world.assert_told("Placed", (False, "InvalidTemplate"), "kubectl explain pod.spec")
     assert not world.created
 
 

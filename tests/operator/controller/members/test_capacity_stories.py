@@ -99,8 +99,7 @@ def test_job_that_never_found_its_nodes_is_told_since_when_it_waits() -> None:
     world = World(make_spec(capacity_timeout=20.0), racks=1, nodes_per_rack=1)
     world.change_nodes(schedulable=False)
     world.train(40)
-    assert world.condition("Placed").reason == "NoCapacity"
-    assert rfc3339(START + 1) in world.condition("Placed").message
+    world.assert_told("Placed", "NoCapacity", rfc3339(START + 1))
     assert "hold in memory" not in world.condition("Placed").message
     assert world.status.phase == "Pending"
 
@@ -181,8 +180,7 @@ def test_worker_whose_move_is_refused_trains_on_and_others_are_restarted_in_plac
     node = world.home(1)
     world.change_nodes(node, leaving="it is tainted karpenter.sh/disrupted")
     world.train(5)
-    assert world.told("Placed")[:2] == (True, conditions.REFUSED)
-    assert QUOTA in world.condition("Placed").message
+    world.assert_told("Placed", (True, conditions.REFUSED), QUOTA)
     pods = set(world.pods)
     world.crash(2)
     world.recovered(2)
@@ -284,9 +282,7 @@ def test_lost_secret_is_told_with_the_remedy_and_training_is_left_alone(unreadab
     for _ in range(200):
         world.tick()
         assert not any(isinstance(action, EnsureCredentials) for action in world.last.before)
-    assert world.told("Placed")[:2] == (False, "CredentialsLost")
-    assert "Secret j-credentials" in world.told("Placed")[2]
-    assert "backup" in world.told("Placed")[2]
+    world.assert_told("Placed", (False, "CredentialsLost"), "Secret j-credentials", "backup")
     assert (set(world.pods), world.status.attempt) == (pods, attempt)
 
 

@@ -108,16 +108,14 @@ def test_owner_is_told_before_when_and_why() -> None:
     assert world.told("FullSize")[:2] == (True, "AllWorkers")
     lose(world, 1)
     world.train(15)
-    placed = world.condition("Placed")
-    assert "1 of 4 pods have no node" in placed.message
-    assert "If that stays so, the job goes on with 3 workers at 2027-" in placed.message
+    world.assert_told(
+        "Placed", "", "1 of 4 pods have no node", "If that stays so, the job goes on with 3 workers at 2027-"
+    )
     assert world.status.size is None, "not before time is up"
     world.until("Running", attempt=2)
     world.train(3)
-    assert world.told("FullSize")[:2] == (False, "Shrunk")
-    assert (
-        "3 of 4 workers: no node takes j-spare-0. Unschedulable: 0 nodes fit"
-        in world.condition("FullSize").message
+    world.assert_told(
+        "FullSize", (False, "Shrunk"), "3 of 4 workers: no node takes j-spare-0. Unschedulable: 0 nodes fit"
     )
     assert world.notices.count("Shrunk") == 1
     assert "NoCapacity" not in world.notices
@@ -182,10 +180,10 @@ def test_further_loss_makes_it_smaller_again_but_not_below_the_least() -> None:
     lose(world, 1)
     world.train(80)
     assert world.status.attempt == attempt
-    placed = world.condition("Placed")
-    assert placed.reason == "NoCapacity"
-    assert (
-        "It cannot go on smaller: elastic.minWorkers is 2, and only 1 workers have a node" in placed.message
+    world.assert_told(
+        "Placed",
+        "NoCapacity",
+        "It cannot go on smaller: elastic.minWorkers is 2, and only 1 workers have a node",
     )
 
 
@@ -230,9 +228,7 @@ def test_job_that_cannot_go_on_smaller_waits_and_says_why(changes: dict[str, Any
     world = elastic(**changes)
     lose(world, 1)
     world.train(80)
-    placed = world.condition("Placed")
-    assert placed.reason == "NoCapacity"
-    assert f"It cannot go on smaller: {says}." in placed.message
+    world.assert_told("Placed", "NoCapacity", f"It cannot go on smaller: {says}.")
     assert world.status.attempt == 1
 
 
@@ -274,10 +270,8 @@ def test_job_waits_for_a_worker_whose_state_nobody_else_has() -> None:
     lose(world, 1, *pairs[1])
     world.train(80)
     assert world.status.attempt == 1, "nothing is begun from scratch"
-    placed = world.condition("Placed")
-    assert (
-        "It cannot go on smaller: what the others hold leads back to no version without them"
-        in placed.message
+    world.assert_told(
+        "Placed", "", "It cannot go on smaller: what the others hold leads back to no version without them"
     )
 
 

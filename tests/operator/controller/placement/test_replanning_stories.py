@@ -141,9 +141,7 @@ def test_a_label_that_is_taken_away_is_reported_although_nothing_moves() -> None
     world.change_nodes("n10", labels={HOSTNAME_LABEL: "n10"})
     trained_through(world, 20)
     assert holders(world) == before
-    condition = world.condition(conditions.PLACED)
-    assert condition.reason == conditions.NODES_UNLABELLED
-    assert "n10" in condition.message
+    world.assert_told(conditions.PLACED, conditions.NODES_UNLABELLED, "n10")
     assert world.status.placement is not None
     assert "any one rack" not in world.status.placement.tolerates
 
@@ -182,8 +180,7 @@ def test_a_spread_that_cannot_be_had_any_more_is_told_and_nothing_is_dropped() -
         world.change_nodes(node, labels={HOSTNAME_LABEL: node, RACK: "r0"})
     trained_through(world, 30)
     assert holders(world) == before
-    condition = world.condition(conditions.PLACED)
-    assert condition.reason == conditions.DEGRADED_SPREAD
+    world.assert_told(conditions.PLACED, conditions.DEGRADED_SPREAD)
 
 
 def in_a_move() -> tuple[World, int]:
@@ -248,9 +245,11 @@ def test_a_move_waits_where_no_other_holder_has_room_and_says_so() -> None:
         with_memory(world, worker, copies=1)
     cordon(world, "n10")
     assert trained_through(world, 30) == [before]
-    condition = world.condition(conditions.PLACED)
-    assert condition.reason == conditions.MOVE_DELAYED
-    assert "stay on node n10: no other worker is as far away from them and has room" in condition.message
+    world.assert_told(
+        conditions.PLACED,
+        conditions.MOVE_DELAYED,
+        "stay on node n10: no other worker is as far away from them and has room",
+    )
 
 
 def test_copies_move_to_the_holder_that_has_room() -> None:
@@ -294,9 +293,7 @@ def test_another_encoding_waits_for_the_next_restart_where_memory_has_no_room_fo
         with_memory(world, worker, copies=1)
     world.job = replace(world.job, spec=replace(world.job.spec, copies=0, parity=(2, 1)))
     assert trained_through(world, 30) == [before]
-    condition = world.condition(conditions.PLACED)
-    assert condition.reason == conditions.MOVE_DELAYED
-    assert "changes at the next restart" in condition.message
+    world.assert_told(conditions.PLACED, conditions.MOVE_DELAYED, "changes at the next restart")
     world.crash(0)
     world.until("Running", attempt=2)
     assert world.saved.groups
@@ -318,8 +315,7 @@ def test_unprotected_workers_are_named_with_the_reason() -> None:
     assert placement.unprotected_workers == 4
     assert placement.unprotected_reason.startswith("workers 0, 1, 2 and 3: ")
     assert "host" in placement.unprotected_reason
-    condition = world.condition(conditions.PROTECTED)
-    assert placement.unprotected_reason in condition.message
+    world.assert_told(conditions.PROTECTED, "", placement.unprotected_reason)
 
 
 def evictable(world: World) -> tuple[bool, str]:
