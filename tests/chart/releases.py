@@ -22,7 +22,7 @@ import yaml
 from aiohttp import web
 
 from tests.access import REAL_SERVER, load
-from tests.operator.kubernetes.proxy import service_account_kubeconfig
+from tests.operator.kubernetes.proxy import JOBS, service_account_kubeconfig, status
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.controlplane.planes import write_kubeconfig
@@ -111,7 +111,6 @@ def strings(value: Any) -> Iterator[str]:
 real = [*REAL_SERVER, pytest.mark.cluster]
 
 DEADLINE = 90.0
-JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 CRD = f"{_CRDS}/tiercheckjobs.tiercheck.io"
 DEFINITIONS = (CRD, f"{_CRDS}/tiercheckpolicies.tiercheck.io")
@@ -134,34 +133,6 @@ def exists(cluster: LocalCluster, path: str) -> bool:
             return False
         raise
     return True
-
-
-def job(name: str, namespace: str, command: str = "exit 0", **changes: Any) -> dict[str, Any]:
-    """Two workers without anything to learn."""
-    secure = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
-    container = {
-        "name": "trainer",
-        "image": "i",
-        "command": ["/bin/sh", "-c", command],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-    }
-    pod = {"terminationGracePeriodSeconds": 3, "securityContext": secure, "containers": [container]}
-    return {
-        "apiVersion": "tiercheck.io/v1alpha1",
-        "kind": "TierCheckJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {
-            "workers": 2,
-            "tiers": {"local": {"sizeLimit": "16Mi"}},
-            "template": {"spec": pod},
-            **changes,
-        },
-    }
-
-
-def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
-    found = cluster.api.request("GET", f"{JOBS.format(namespace)}/{name}")
-    return dict(found.get("status") or {})
 
 
 def in_phase(cluster: LocalCluster, name: str, namespace: str, phase: str) -> None:

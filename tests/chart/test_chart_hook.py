@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from tests.access import REAL_SERVER
-from tests.chart.releases import ACCOUNT, JOBS, NAMESPACE, ROOT, install, job, objects, of_kind, only
-from tests.operator.kubernetes.proxy import post, service_account_kubeconfig
+from tests.chart.releases import ACCOUNT, NAMESPACE, ROOT, install, objects, of_kind, only
+from tests.operator.kubernetes.proxy import JOBS, post, service_account_kubeconfig, short_job
 from tiercheck.protocol import names
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
@@ -229,6 +229,6 @@ def test_nobody_else_makes_or_changes_what_marks_a_worker(
         with pytest.raises(RequestFailed, match="operator alone"):
             cluster.apply(marked)
 
-    by_hand = job("claims", "default", attach={"owner": OWNER, "container": "c"})
+    by_hand = short_job("claims", "default", attach={"owner": OWNER, "container": "c"})
     del by_hand["spec"]["template"]
     assert "label the pods of your workload" in answer(me, by_hand, JOBS.format("default"))

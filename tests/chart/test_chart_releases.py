@@ -16,7 +16,6 @@ from tests.chart.releases import (
     CRD,
     DEADLINE,
     DEFINITIONS,
-    JOBS,
     NAMESPACE,
     RELEASE,
     ROOT,
@@ -25,16 +24,14 @@ from tests.chart.releases import (
     helm,
     in_phase,
     install,
-    job,
     objects,
     of_kind,
     operator,
     pods,
     real,
-    status,
     values_of,
 )
-from tests.operator.kubernetes.proxy import post, service_account_kubeconfig
+from tests.operator.kubernetes.proxy import JOBS, post, service_account_kubeconfig, short_job, status
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = real
@@ -67,7 +64,7 @@ def test_uninstalling_leaves_the_definition_and_the_jobs_and_nothing_else(
         helm_config, cluster, {"networkPolicy": {"enabled": True}, "podDisruptionBudget": {"enabled": True}}
     )
     assert len(objects_of_the_release(cluster)) >= 10
-    cluster.apply(job("kept", "training", suspend=True))
+    cluster.apply(short_job("kept", "training", suspend=True))
     helm_config.uninstall(RELEASE)
     assert objects_of_the_release(cluster) == set()
     assert exists(cluster, f"{JOBS.format('training')}/kept")
@@ -91,7 +88,7 @@ def test_uninstalling_without_keep_takes_definition_and_jobs_along(
     cluster: LocalCluster, helm_config: Any
 ) -> None:
     install(helm_config, cluster, {"crds": {"keep": False}})
-    cluster.apply(job("taken", "training", suspend=True))
+    cluster.apply(short_job("taken", "training", suspend=True))
     helm_config.uninstall(RELEASE)
     for definition in DEFINITIONS:
         cluster.wait_for(lambda path=definition: not exists(cluster, path), DEADLINE, "the definition to go")
@@ -140,7 +137,7 @@ def test_upgrade_brings_the_new_definition_and_disturbs_no_running_job(
     install(helm_config, cluster, chart=older_chart(tmp_path))
     assert "ttlSecondsAfterFinished" not in str(cluster.api.request("GET", CRD)["spec"])
     with operator(cluster, tmp_path):
-        cluster.apply(job("running", "training", f"until [ -e {end} ]; do sleep 0.1; done"))
+        cluster.apply(short_job("running", "training", f"until [ -e {end} ]; do sleep 0.1; done"))
         in_phase(cluster, "running", "training", "Running")
         before, attempt = pods(cluster, "training"), status(cluster, "running", "training")["attempt"]
     release = helm_config.upgrade(CHART, RELEASE, {"resources": {"limits": {"memory": "2Gi"}}})
@@ -259,7 +256,7 @@ def whole_story(cluster: LocalCluster, folder: Path, namespace: str) -> None:
     remote = {"directory": {"volume": {"hostPath": {"path": str(folder / "remote")}}}, "everySteps": 20}
     (folder / "remote").mkdir()
     # With a remote tier, so that the operator asks which cluster it is in.
-    story = job("story", namespace, command, ttlSecondsAfterFinished=1, spares=1)
+    story = short_job("story", namespace, command, ttlSecondsAfterFinished=1, spares=1)
     story["spec"]["tiers"]["remote"] = remote
     cluster.apply(story)
     in_phase(cluster, "story", namespace, "Running")
@@ -315,7 +312,7 @@ def test_operator_of_one_namespace_is_refused_nothing_and_granted_nothing_elsewh
 ) -> None:
     values = {"watchNamespaces": ["training"]}
     install(helm_config, cluster, values)
-    cluster.apply(job("ignored", "elsewhere"))
+    cluster.apply(short_job("ignored", "elsewhere"))
     with operator(cluster, tmp_path) as record:
         whole_story(cluster, tmp_path, "training")
     assert status(cluster, "ignored", "elsewhere") == {}

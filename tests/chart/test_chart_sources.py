@@ -259,7 +259,7 @@ def test_operator_listens_where_probes_and_service_look(address: str) -> None:
 
 def test_probes_ask_for_pages_that_the_operator_serves() -> None:
     (container,) = only("Deployment")["spec"]["template"]["spec"]["containers"]
-    app = (ROOT / "operator" / "tiercheck_operator" / "pages.py").read_text()
+    app = (ROOT / "operator" / "tiercheck_operator" / "metrics.py").read_text()
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert f'"{container[probe]["httpGet"]["path"]}"' in app
         assert container[probe]["httpGet"]["port"] == "metrics"

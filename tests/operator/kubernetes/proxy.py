@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 from tests.access import Access, load
+from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.controlplane.planes import write_kubeconfig
 
 _PASSED_ON = ("Accept", "Content-Type")
@@ -177,3 +178,34 @@ def service_account_kubeconfig(admin: Path, namespace: str, name: str, target: P
     ca = base64.b64decode(cluster["certificate-authority-data"])
     write_kubeconfig(target, cluster["server"], answer["status"]["token"], ca)
     return target
+
+
+JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
+
+
+def short_job(name: str, namespace: str, command: str = "exit 0", **changes: Any) -> dict[str, Any]:
+    """Two workers without anything to learn."""
+    secure = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+    container = {
+        "name": "trainer",
+        "image": "i",
+        "command": ["/bin/sh", "-c", command],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    pod = {"terminationGracePeriodSeconds": 3, "securityContext": secure, "containers": [container]}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "workers": 2,
+            "tiers": {"local": {"sizeLimit": "16Mi"}},
+            "template": {"spec": pod},
+            **changes,
+        },
+    }
+
+
+def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
+    found = cluster.api.request("GET", f"{JOBS.format(namespace)}/{name}")
+    return dict(found.get("status") or {})

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.access import REAL_SERVER
-from tests.operator.kubernetes.proxy import post, service_account_kubeconfig
+from tests.operator.kubernetes.proxy import JOBS, post, service_account_kubeconfig, short_job, status
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_operator.manifests.owned import build_service
@@ -216,42 +216,6 @@ def test_shipped_manifests_are_valid_and_their_pod_is_restricted(cluster: LocalC
 
 
 # The operator as its own service account.
-
-
-JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
-
-
-def short_job(name: str, namespace: str, **changes: Any) -> dict[str, Any]:
-    """Two workers that have nothing to do; everything in it is allowed in a restricted namespace."""
-    container = {
-        "name": "trainer",
-        "image": "i",
-        "command": ["/bin/sh", "-c", "exit 0"],
-        "securityContext": SECURE,
-    }
-    secure = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
-    return {
-        "apiVersion": "tiercheck.io/v1alpha1",
-        "kind": "TierCheckJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {
-            "workers": 2,
-            "tiers": {"local": {"sizeLimit": "16Mi"}},
-            "template": {
-                "spec": {
-                    "terminationGracePeriodSeconds": 3,
-                    "securityContext": secure,
-                    "containers": [container],
-                }
-            },
-            **changes,
-        },
-    }
-
-
-def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
-    found = cluster.api.request("GET", f"{JOBS.format(namespace)}/{name}")
-    return dict(found.get("status") or {})
 
 
 def condition(cluster: LocalCluster, name: str, namespace: str, kind: str) -> dict[str, Any]:

@@ -20,8 +20,12 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failures.exits import crash_pause
-from tiercheck_operator.controller.members.capacity import describe_owner, describe_shortage, refused_workers
-from tiercheck_operator.controller.members.replacing import describe_newest_place
+from tiercheck_operator.controller.members.replacing import (
+    describe_newest_place,
+    describe_owner,
+    describe_shortage,
+    refused_workers,
+)
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar

@@ -18,14 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import SPARE, TrainerState
-from tiercheck_operator.controller.members.capacity import (
+from tiercheck_operator.controller.members.membership import members_digest
+from tiercheck_operator.controller.members.replacing import (
     describe_lack,
     describe_refusal,
     describe_shortage,
     is_overdue,
     possible_size,
 )
-from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.members.spares import Upkeep
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions

@@ -101,17 +101,10 @@ def place(
     """
     if policy.copies < 0:
         raise ValueError("copies must not be negative")
-    if policy.level is not None and policy.level not in topology.level_names:
-        raise ValueError(f"no topology level {policy.level!r}; there are {', '.join(topology.level_names)}")
     ground = PlacementProblem.of(sites, topology, policy.copies, policy.copy_bytes, frozenset(suspects))
-    before = dict(previous or {})
+    starts, before = ground.levels_to_try(policy.level), dict(previous or {})
     if policy.copies == 0:
         return _describe(ground, policy, 0, ((),) * ground.workers)
-    last = len(ground.levels) - 1
-    if policy.level is not None:
-        starts = [topology.level_index(policy.level)]
-    else:
-        starts = [level for level in range(last) if _could_part(ground, level)] + [last]
     for start in starts:
         holders = _best(ground, start, before)
         complete = _parted(ground, start, holders)
@@ -133,10 +126,6 @@ def describe(
     level = len(ground.levels) - 1 if policy.level is None else topology.level_index(policy.level)
     given = tuple(tuple(holders.get(worker, ())) for worker in range(ground.workers))
     return _describe(ground, policy, level if policy.copies else 0, given)
-
-
-def _could_part(ground: PlacementProblem, level: int) -> bool:
-    return not ground.unlabelled[level] and len(ground.domain_name[level]) > 1
 
 
 def _best(ground: PlacementProblem, start: int, before: Mapping[int, tuple[int, ...]]) -> Holders:

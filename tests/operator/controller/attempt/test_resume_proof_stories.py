@@ -10,7 +10,7 @@ from tests.operator.world_in_memory import World, make_spec, trained
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.report import Exact, Report, ResumeProof
 from tiercheck.protocol.version import Artifact, Version
-from tiercheck_operator.controller.status.events import notices
+from tiercheck_operator.controller.status.saving import notices
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar, Push

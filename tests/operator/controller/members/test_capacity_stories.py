@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.operator.world_in_memory import REMOTE, START, World, make_spec, trained
 from tiercheck_operator.config import Config
-from tiercheck_operator.controller.members.capacity import possible_size
-from tiercheck_operator.controller.members.replacing import choose_sidecar_image
+from tiercheck_operator.controller.members.replacing import choose_sidecar_image, possible_size
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
 from tiercheck_operator.model import conditions
