@@ -22,7 +22,7 @@ import yaml
 from aiohttp import web
 
 from tests.access import REAL_SERVER, load
-from tests.operator.kubernetes.proxy import JOBS, service_account_kubeconfig, status
+from tests.operator.kubernetes.proxy import JOBS, service_account_kubeconfig
 from tiercheck_cli.api_server import RequestFailed
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.controlplane.planes import write_kubeconfig
@@ -133,12 +133,6 @@ def exists(cluster: LocalCluster, path: str) -> bool:
             return False
         raise
     return True
-
-
-def in_phase(cluster: LocalCluster, name: str, namespace: str, phase: str) -> None:
-    cluster.wait_for(
-        lambda: status(cluster, name, namespace).get("phase") == phase, DEADLINE, f"{name} to be {phase}"
-    )
 
 
 def pods(cluster: LocalCluster, namespace: str) -> dict[str, str]:

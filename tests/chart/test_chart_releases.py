@@ -1,4 +1,4 @@
-"""Install, upgrade and uninstall leave what they should, and grant the rights that are needed, no more."""
+"""Install, upgrade and uninstall leave what they should, and grant what is needed, no more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.chart.releases import (
     exists,
     granted,
     helm,
-    in_phase,
     install,
     objects,
     of_kind,
@@ -31,7 +30,14 @@ from tests.chart.releases import (
     real,
     values_of,
 )
-from tests.operator.kubernetes.proxy import JOBS, post, service_account_kubeconfig, short_job, status
+from tests.operator.kubernetes.proxy import (
+    JOBS,
+    in_phase,
+    post,
+    service_account_kubeconfig,
+    short_job,
+    status,
+)
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = real

@@ -292,8 +292,7 @@ def make_lie(liar: SidecarModel, tell: Callable[[Report], Report]) -> None:
 @given(st.integers(0, 2**32))
 def test_no_lie_ends_a_decision_or_makes_a_status_that_is_refused(seed: int) -> None:
     numbers = random.Random(seed)
-    world = World(make_spec(**numbers.choice(SPECS)))
-    world.until("Running")
+    world = World(make_spec(**numbers.choice(SPECS))).running(0)
     world.train(numbers.randrange(5))
     make_lie(world.sidecars[world.member(2)], lambda report: lying(report, numbers))
     numbers.choice(EVENTS)(world)
@@ -399,8 +398,7 @@ def test_answer_without_a_usable_date_changes_nothing(text: str | None) -> None:
 
 
 def test_every_time_in_a_report_is_moved_and_nothing_else() -> None:
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     report = world.sidecars[world.member(0)].report()
     trainer = TrainerReport(
         TrainerState.FAILED, exit_code=1, started_at=100.0, first_step_at=None, ended_at=160.0
@@ -429,8 +427,7 @@ def test_healthy_worker_stays_when_the_clock_steps_while_its_sidecar_misses_thre
     world.now += step
     world.tick()
     world.sidecars[uid].reachable = True
-    world.train(30)
-    assert world.status.attempt == attempt
+    world.train(30, attempt=attempt)
     assert uid in world.pods
 
 

@@ -853,9 +853,11 @@ class World:
                 began.append(self.now)
         return began
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int, attempt: int | None = None) -> None:
+        """Fails unless that is the attempt then."""
         for _ in range(steps):
             self.tick()
+        assert attempt in (None, self.status.attempt), f"it is in attempt {self.status.attempt}"
 
     def running(self, steps: int = 9) -> Self:
         """Tick until it runs, and so many steps more. Returns the world."""
@@ -877,7 +879,7 @@ class World:
 
     def assert_back_from(self, cause: str, *parts: str) -> None:
         """Fails unless the last recovery had that cause, and its message has these parts."""
-        assert self.summary["cause"] == cause
+        assert self.summary["cause"] == cause, self.summary
         assert not [part for part in parts if part not in self.summary["message"]], self.summary["message"]
 
     def suspended(self) -> None:

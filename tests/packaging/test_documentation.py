@@ -1,4 +1,4 @@
-"""Links resolve, pages stay short, drawings are drawn, and what pages say of rights and places is true."""
+"""Links resolve, pages stay short, and what they draw and say of rights and places is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reaches the API server, and reads its objects so that each takes a bounded part of this process's memory.
+"""Reaches the API server, and reads its objects so that each takes a bounded part of our memory.
 
 Whoever may create an object decides how large and how deep it is, and one process reads those of all teams.
 So an object is weighed as text, before anything is made of it. One that is too heavy or too deep becomes a

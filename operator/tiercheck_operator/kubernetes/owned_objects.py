@@ -1,4 +1,4 @@
-"""Reads, once, and makes what a job owns; asks for what jobs have to know of the cluster and remembers it.
+"""Reads and makes what a job owns, and remembers what jobs have to know of the cluster.
 
 A job owns its Service, Secret and placement ConfigMap; each is made when it is missing.
 """

@@ -1,4 +1,4 @@
-"""Lists every condition type and reason, and every cause that can bring a job down, each with a sentence."""
+"""Lists every condition type and reason, and every cause that can bring a job down."""
 
 from __future__ import annotations
 

@@ -325,8 +325,7 @@ def test_gang_that_is_gone_does_not_keep_a_lost_worker_from_being_replaced() -> 
 
 
 def test_gang_of_a_suspended_job_is_made_anew_because_its_size_may_change() -> None:
-    world = World(make_spec(gang="Volcano"))
-    world.until("Running")
+    world = World(make_spec(gang="Volcano")).running(0)
     world.suspended()
     world.tick()
     assert not world.have_gang

@@ -122,8 +122,7 @@ def finished_job() -> dict[str, Any]:
 @pytest.mark.parametrize(("phase", "asks"), [("Succeeded", False), ("Running", True)])
 async def test_finished_job_that_is_kept_costs_the_api_server_nothing(phase: str, asks: bool) -> None:
     kube = StandIn(finished_job())
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     pod: PodView = replace(next(iter(world.pods.values())), phase=phase, job_uid="u")
     loop = JobLoop(finished_job(), surroundings(kube, [pod]))
     with pytest.MonkeyPatch.context() as patch:
@@ -160,8 +159,7 @@ async def test_owner_of_another_size_is_read_again_soon_so_that_its_return_is_to
     raw = new_job()
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "job"}
     raw["spec"] |= {"attach": {"owner": owner, "container": "train"}}
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     pod: PodView = replace(next(iter(world.pods.values())), attached=json.dumps({"container": "train"}))
 
     async def read(job: object) -> int:

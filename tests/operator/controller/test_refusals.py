@@ -84,8 +84,7 @@ def test_a_template_that_is_no_pod_is_refused_with_a_sentence(odd: Mapping[str, 
 
 
 async def test_of_a_job_that_trains_a_template_that_became_no_pod_is_told_as_a_refusal() -> None:
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     job = world.observe().job
     spoilt = replace(
         job, spec=replace(job.spec, template={"spec": {**TEMPLATE["spec"], "securityContext": "x"}})

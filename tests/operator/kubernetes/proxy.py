@@ -180,6 +180,7 @@ def service_account_kubeconfig(admin: Path, namespace: str, name: str, target: P
     return target
 
 
+_DEADLINE = 90.0
 JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
 
 
@@ -209,3 +210,9 @@ def short_job(name: str, namespace: str, command: str = "exit 0", **changes: Any
 def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
     found = cluster.api.request("GET", f"{JOBS.format(namespace)}/{name}")
     return dict(found.get("status") or {})
+
+
+def in_phase(cluster: LocalCluster, name: str, namespace: str, phase: str) -> None:
+    cluster.wait_for(
+        lambda: status(cluster, name, namespace).get("phase") == phase, _DEADLINE, f"{name} to be {phase}"
+    )

@@ -94,8 +94,7 @@ def test_a_job_does_not_start_without_its_topology_and_starts_when_it_is_there()
     problem = resolved(TopologySource(Server()), job()).spec
     world = World(problem)
     world.tick()
-    condition = world.condition(conditions.PLACED)
-    assert (condition.status, condition.reason) == (False, conditions.TOPOLOGY_NOT_FOUND)
+    world.assert_told(conditions.PLACED, (False, conditions.TOPOLOGY_NOT_FOUND))
     assert not world.pods
     assert world.last.wake_after == 10.0
     world.job = replace(world.job, spec=make_spec())
@@ -108,8 +107,7 @@ def test_a_job_that_runs_keeps_its_copies_where_they_are_and_comes_back_without_
     world.job = replace(world.job, spec=resolved(TopologySource(Server()), job()).spec)
     world.train(20)
     assert world.saved.holders() == before
-    condition = world.condition(conditions.PLACED)
-    assert condition.reason == conditions.TOPOLOGY_NOT_FOUND
+    world.assert_told(conditions.PLACED, conditions.TOPOLOGY_NOT_FOUND)
     world.crash(1)
     world.until("Running", attempt=2)
 

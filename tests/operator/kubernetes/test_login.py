@@ -1,4 +1,4 @@
-"""The operator reaches its API server by credentials of now, and no object takes more memory than it may."""
+"""The operator has credentials of now, and no object takes more memory than it may."""
 
 from __future__ import annotations
 

@@ -172,8 +172,7 @@ async def test_why_no_job_is_served_is_told(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.fixture
 def pod() -> PodView:
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     return next(iter(world.pods.values()))
 
 

@@ -237,8 +237,7 @@ def change(world: World, **fields: object) -> None:
 def test_change_from_copies_to_parity_takes_effect_with_the_next_attempt_and_loses_nothing() -> None:
     world = running_world()
     change(world, copies=0, parity=(2, 1))
-    world.train(3)
-    assert world.status.attempt == 1
+    world.train(3, attempt=1)
     assert all(sidecar.hosted for sidecar in world.sidecars.values()), "until then copies go on"
     assert world.status.holds("Protected")
     world.kill_node(world.home(3))
@@ -287,14 +286,12 @@ def test_job_that_diverges_goes_back_to_the_last_good_version_and_it_counts() ->
     world = running_world(rollback_after=3)
     good = world.newest_step()
     world.poisoned = {1}
-    world.train(2)
-    assert world.status.attempt == 1
+    world.train(2, attempt=1)
     summary = world.recovered_from("Diverged", "not finite for 3 steps in a row")
     assert summary["step"] == good
     assert "Diverged" in world.notices
     assert (world.status.crashes, world.status.disruptions) == (1, 0)
-    world.train(20)
-    assert world.status.attempt == 2
+    world.train(20, attempt=2)
 
 
 def test_job_that_diverges_again_and_again_is_given_up() -> None:
@@ -308,8 +305,7 @@ def test_job_that_diverges_again_and_again_is_given_up() -> None:
 def test_without_the_policy_a_job_that_diverged_trains_on() -> None:
     world = running_world()
     world.poisoned = {1}
-    world.train(30)
-    assert world.status.attempt == 1
+    world.train(30, attempt=1)
 
 
 # Replays that differ
@@ -338,8 +334,7 @@ def test_state_that_is_not_what_was_saved_is_not_chosen_again_and_its_failure_is
     assert (summary["step"], summary["deltas"]) == back
     struck = 0 if how == "on a replaced worker" else 1
     assert world.status.crashes == struck, "the exit after the replay is no other one"
-    world.train(20)
-    assert world.status.attempt == 3
+    world.train(20, attempt=3)
 
 
 # Memory
@@ -369,8 +364,7 @@ def test_parity_lets_a_job_fit_that_copies_do_not() -> None:
     world = World(make_spec(copies=2, **size), racks=4)
     world.train(5)
     assert not world.created
-    world = World(make_spec(copies=0, parity=(4, 2), **size), racks=4)
-    world.until("Running")
+    world = World(make_spec(copies=0, parity=(4, 2), **size), racks=4).running(0)
     assert world.status.memory is not None
     assert world.status.memory.peer < 3 * 230 * 2**20
 

@@ -15,8 +15,7 @@ from tiercheck_operator.model.status import JobRecord
 
 
 def test_a_new_job_gets_its_pods_and_trains_from_scratch() -> None:
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     assert sorted(pod.name for pod in world.pods.values()) == ["j-0-0", "j-1-0", "j-2-0", "j-3-0"]
     assert world.status.attempt == 1
     assert world.starts == {1: dict.fromkeys(range(4))}
@@ -109,8 +108,7 @@ def test_lost_everything_with_unreachable_remote_waits_and_never_starts_afresh()
     world = trained(remote=REMOTE)
     world.remote_up = False
     world.lose_all()
-    world.train(60)
-    assert world.status.attempt == 1
+    world.train(60, attempt=1)
     world.assert_told("Restoring", (True, "RemoteUnreachable"), "bucket")
     world.remote_up = True
     world.until("Running", attempt=2)

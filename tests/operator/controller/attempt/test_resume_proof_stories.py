@@ -118,8 +118,7 @@ def test_difference_is_one_event_and_every_result_is_counted_once() -> None:
 
 
 def test_start_from_scratch_has_nothing_to_compare() -> None:
-    world = World(make_spec(workers=4))
-    world.until("Running")
+    world = World(make_spec(workers=4)).running(0)
     world.crash(1)
     world.until("Running", attempt=2)
     assert (world.status.last_recovery or {"step": 0})["step"] == 0
@@ -141,8 +140,7 @@ def test_long_word_of_a_trainer_leaves_the_status_small() -> None:
 
 def test_newest_version_still_counts_if_the_older_one_that_was_to_prove_it_is_gone() -> None:
     """It was chosen by reports, and may be freed before the sidecars are asked for it."""
-    world = World(make_spec(workers=4, prove_steps=1, delta=DeltaMode.AUTO))
-    world.until("Running")
+    world = World(make_spec(workers=4, prove_steps=1, delta=DeltaMode.AUTO)).running(0)
     while world.newest_step() < 12:
         world.train(1)
     world.crash(1)
@@ -232,8 +230,7 @@ def test_no_attempt_begins_before_a_sidecar_that_answers_has_said_what_it_holds(
     attempt, silent = world.status.attempt, world.member(0)
     world.terse = frozenset({silent})
     world.crash(1)
-    world.train(10)
-    assert world.status.attempt == attempt
+    world.train(10, attempt=attempt)
     assert ProbeSidecar(silent) in world.last.after
     world.terse = frozenset()
     world.recovered(attempt=attempt + 1)
@@ -241,8 +238,7 @@ def test_no_attempt_begins_before_a_sidecar_that_answers_has_said_what_it_holds(
 
 
 def test_answer_counts_for_what_is_held_from_when_that_was_told() -> None:
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     known = world.reports[world.member(0)]
     assert known.holdings_at == known.answered_at
     later = replace(bare(known), held_at=known.answered_at, answered_at=(known.answered_at or 0.0) + 60)

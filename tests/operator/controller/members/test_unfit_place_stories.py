@@ -56,8 +56,7 @@ def test_processes_that_end_after_a_while_cost_a_wait_and_no_pod() -> None:
     world = trained(6)
     pods = set(world.pods)
     crash_beside_undying(world, 2)
-    world.train(10)
-    assert world.status.attempt == 2
+    world.train(10, attempt=2)
     assert 2 not in world.starts
     world.assert_told(conditions.RESTORING, "", "worker 2 (1 in all) ends the command of attempt 1")
     world.undying.clear()

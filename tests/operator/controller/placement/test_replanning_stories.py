@@ -271,16 +271,14 @@ def test_a_parity_block_leaves_a_cordoned_node() -> None:
     group = world.saved.groups[0]
     node = next(str(pod.node) for pod in world.pods.values() if pod.worker == group.holders[0])
     cordon(world, node)
-    world.train(30)
-    assert world.status.attempt == 1
+    world.train(30, attempt=1)
     assert all(group.holders[0] not in each.holders for each in world.saved.groups)
 
 
 def test_copies_become_parity_while_training_goes_on() -> None:
     world = trained(12, racks=3)
     world.job = replace(world.job, spec=replace(world.job.spec, copies=0, parity=(2, 1)))
-    world.train(30)
-    assert world.status.attempt == 1
+    world.train(30, attempt=1)
     assert len(world.saved.groups) == 2
     assert set(holders(world).values()) == {()}
     assert any(sidecar.blocks for sidecar in world.sidecars.values())

@@ -197,8 +197,7 @@ def test_text_full_of_credentials_is_no_longer_than_the_api_server_lets_it_be() 
 
 
 def test_ordinary_status_is_written_as_it_is() -> None:
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     for fail in (lambda: world.crash(0), lambda: world.evict(world.member(1)), lambda: world.kill_node("n0")):
         fail()
         world.train(30)
