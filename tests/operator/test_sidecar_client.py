@@ -19,16 +19,18 @@ import pytest
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from tests.operator.moments import TURNS, ends, turns
-from tests.operator.moments import until as until_turn
 from tests.operator.sidecar_over_https import (
     CREDENTIALS,
     HOST,
+    TURNS,
     ServedSidecar,
+    ends,
     heard,
     serve,
     some_report,
+    turns,
     until,
+    until_turn,
 )
 from tests.operator.world_in_memory import World
 from tiercheck.protocol import names, signing

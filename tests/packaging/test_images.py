@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.dockerfile import Stage, copied, let_through, lineage, stages
-from tests.packaging.wheels import build_wheel
+from tests.packaging.dockerfile import Stage, build_wheel, copied, let_through, lineage, stages
 from tiercheck.about import __version__
 from tiercheck_operator.config import Config
 

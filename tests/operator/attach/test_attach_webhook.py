@@ -19,7 +19,7 @@ from aiohttp import web
 
 from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.test_attach_admission import Server
-from tests.operator.moments import until
+from tests.operator.sidecar_over_https import until_turn
 from tiercheck.protocol import names
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.apiserver.store.patch import json_patch
@@ -366,9 +366,9 @@ async def test_few_large_reviews_are_held_in_memory_at_a_time(tmp_path: Path) ->
     async with opened(tmp_path) as house:
         house.go_on.clear()
         calls = [asyncio.create_task(house.post(b"x" * 2**20)) for _ in range(6)]
-        await until(lambda: len(house.heard) == webhook._LARGE_AT_ONCE)
+        await until_turn(lambda: len(house.heard) == webhook._LARGE_AT_ONCE)
         small = asyncio.create_task(house.post(b"x"))
-        await until(lambda: 1 in house.heard)
+        await until_turn(lambda: 1 in house.heard)
         assert sorted(house.heard) == [1, 2**20, 2**20], "a small one does not wait for the large ones"
         house.go_on.set()
         assert all([b"200" in await call for call in (*calls, small)])
@@ -383,7 +383,7 @@ async def test_connections_of_one_address_are_few_and_room_is_free_again_when_th
         with pytest.raises((ConnectionError, ssl.SSLError)):
             await house.dial()
         held[0][1].close()
-        await until(lambda: house.doors._guests().total() < 3)
+        await until_turn(lambda: house.doors._guests().total() < 3)
         assert b"200" in await house.post(b"x")
         for streams in held[1:]:
             streams[1].close()
