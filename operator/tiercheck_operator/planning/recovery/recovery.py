@@ -42,10 +42,8 @@ class RecoveryProblem:
     ranks_per_worker: int
     history: History
     inventories: Sequence[JobInventory]
-    """Of the sidecars that answered."""
+    """Of all sidecars: each has answered before anything is decided."""
     remote: RemoteInventory
-    silent: Collection[int] = frozenset()
-    """Workers whose sidecar has not answered yet."""
     distance: Distance | None = None
     step_seconds: float | None = None
     last_step: int | None = None
@@ -204,10 +202,6 @@ def _without_version(situation: RecoveryProblem, stock: ResizedStock) -> Decisio
         return Wait(
             f"{what} can be rebuilt from memory, and the remote tier {state}: it may hold one{detail}"
         )
-    if situation.silent:
-        return Wait(
-            f"{what} can be rebuilt from what answered; waiting for {numbered(situation.silent, 3)}{detail}"
-        )
     remote = "the remote tier holds none" if situation.remote.configured else "no remote tier is configured"
     if asked is not None:
         return Refuse(
@@ -244,10 +238,7 @@ def _why(
     for position, (tier, count) in enumerate(tier_counts.items()):
         unit = ("rank " if count == 1 else "ranks ") if position == 0 else ""
         parts.append(f"{count} {unit}{places[tier]}")
-    sentences = [head, ", ".join(parts)]
-    if situation.silent:
-        sentences.append(f"{numbered(situation.silent, 3)} had not answered")
-    return sentences
+    return [head, ", ".join(parts)]
 
 
 def _resized(chosen: Version, stock: ResizedStock, situation: RecoveryProblem) -> list[str]:
