@@ -357,7 +357,7 @@ def find_comeback(placement: Placement, state: HeldSteps, lost: Collection[int])
         return Comeback(0, {})
     assert isinstance(decision, Recover)
     stock = problem.stock
-    needed = {worker: stock.tier_of(worker, decision.version) for worker in workers}
+    needed = {worker: stock.of(decision.version).tier_of(worker, decision.version) for worker in workers}
     by_tier = {tier: tuple(w for w in workers if needed[w] is tier) for tier in Tier}
     return Comeback(decision.version.step, {tier: those for tier, those in by_tier.items() if those})
 

@@ -26,7 +26,7 @@ from tiercheck_operator.manifests.owned import (
     parse_secret,
 )
 from tiercheck_operator.model.observed import JobView
-from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.saved_placement import SavedPlacement, placement_name
 from tiercheck_operator.model.status import parse_time
 from tiercheck_operator.planning.topology import HOST, levels_of
 
@@ -61,7 +61,7 @@ class Belongings:
         self.have_secret = secret is not None
         self.credentials = _parsed(job, secret, parse_secret) or self.credentials
         self.have_service = await self._own(_SERVICE, owned.service_name(job), job) is not None
-        saved = await self._own(_PLACEMENT, owned.placement_name(job), job)
+        saved = await self._own(_PLACEMENT, placement_name(job.name), job)
         self.placement = _parsed(job, saved, parse_placement)
         self.gang_problem = ""  # worth another try
         if job.spec.attach is None:
@@ -178,7 +178,7 @@ class Belongings:
     async def save_placement(self, job: JobView, placement: SavedPlacement) -> None:
         body = build_placement(job, placement)
         if not await self._create("configmaps", body, job):
-            name = owned.placement_name(job)
+            name = placement_name(job.name)
             await self._kube.replace(_PLACEMENT, body, namespace=job.namespace, name=name)
         self.placement = placement
 

@@ -22,9 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.model import saved_placement
 from tiercheck_operator.model.observed import JobView
-from tiercheck_operator.model.saved_placement import SavedPlacement, placement_data, read_placement_data
+from tiercheck_operator.model.saved_placement import (
+    SavedPlacement,
+    placement_data,
+    placement_name,
+    read_placement_data,
+)
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 SIDECAR_CREDENTIALS = ("ca.crt", "tls.crt", "tls.key", "token", names.OPERATOR_PUBLIC)
@@ -66,10 +70,6 @@ def budget_name(job: JobView) -> str:
 
 def gang_name(job: JobView) -> str:
     return job.name
-
-
-def placement_name(job: JobView) -> str:
-    return saved_placement.placement_name(job.name)
 
 
 def spare_name(job: JobView, number: int) -> str:
@@ -158,7 +158,7 @@ def build_placement(job: JobView, placement: SavedPlacement) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata(job, placement_name(job)),
+        "metadata": metadata(job, placement_name(job.name)),
         "data": placement_data(placement),
     }
 

@@ -337,7 +337,7 @@ def _leads_back(situation: Situation, size: int) -> bool:
         return True
     housed = {worker: pod for worker, pod in situation.members.items() if pod.node is not None}
     stock = pose_recovery(spec, size, status.history, reports_of(situation, housed)).stock
-    return any(stock.farthest_tier(version) is not None for version in stock.versions)
+    return any(stock.of(version).farthest_tier(version) is not None for version in stock.versions)
 
 
 def _clock(obs: Observation) -> tuple[float, float]:
