@@ -225,7 +225,8 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
     if resized is not None:
         # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a
         # pause.
-        return conclude(situation, replace(draft, status=resized.status, findings=resized.findings, wake=1.0))
+        status, findings = resized
+        return conclude(situation, replace(draft, status=status, findings=findings, wake=1.0))
     draft = draft.with_actions(*_missing_belongings(situation), *upkeep.takeovers)
     if not situation.all_in_place:
         pods, put_off = replace_pods(situation, upkeep.taken)

@@ -100,13 +100,13 @@ def describe_training(obs: Observation) -> Training:
 
 @dataclass(frozen=True)
 class Doubt:
-    """A pod that is given up on our own account."""
+    """Why a pod is given up on our own account."""
 
     cause: Cause
     why: str
-    since: float
-    of_node: bool
-    """Its node is to be avoided: nothing of the job answers there, or nothing at all."""
+    since: float | None
+    of_node: bool = True
+    """Its node is to be avoided: nothing of the job answers there, nothing at all, or not as it should."""
 
 
 @dataclass(frozen=True)
