@@ -500,9 +500,8 @@ async def test_host_that_refuses_is_told_from_one_that_takes_connections_and_fro
         await until(lambda: client.reports["pod"].host is HostSign.REFUSED)
         listener.listen(_QUEUE)  # the kernel accepts, and nobody answers
         await until(lambda: client.reports["pod"].host is HostSign.ACCEPTED)
-        for _ in range(
-            2 * _QUEUE
-        ):  # its queue is full then: the kernel drops what asks, as if the host were gone
+        # Its queue is full then: the kernel drops what asks, as if the host were gone.
+        for _ in range(2 * _QUEUE):
             caller = callers.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex((HOST, port))

@@ -167,16 +167,14 @@ class Launcher:
         if welcome.error:
             return None
         self._session, self._served_by = session, process
-        self._every = (
-            welcome.snapshot_every or self._every
-        )  # a sidecar that has just begun may not know it yet
+        # A sidecar that has just begun may not know it yet.
+        self._every = welcome.snapshot_every or self._every
         self._deltas = welcome.delta is not DeltaMode.NONE
         deltas = store.DELTA_BYTES if self._deltas else 0
         self._ask(ReserveSlots(store.SNAPSHOT_BYTES, deltas))
         if self.loaded:
-            self._ask(
-                ReportRestored()
-            )  # a sidecar that was started again keeps what it would load, until it hears this
+            # A sidecar that was started again keeps what it would load, until it hears this.
+            self._ask(ReportRestored())
         return welcome
 
     def _submit(self, kind: Kind, work: Any) -> None:
@@ -223,9 +221,8 @@ class Launcher:
         state = store.read_snapshot(files[Path(welcome.restore_path)])
         for path in welcome.restore_deltas:
             before, after = store.read_delta(files[Path(path)])
-            state = (
-                after if before == state else trained(state, -1, 0, 0)
-            )  # a replay on another state gives neither
+            # A replay on another state gives neither.
+            state = after if before == state else trained(state, -1, 0, 0)
         return state
 
     def _ask(self, request: Request) -> Any:

@@ -365,9 +365,7 @@ class JobLoop:
         if self._sidecars is not None:
             hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
             self._followed = {**self._unseen(job, pods), **hosts}
-            heard = (
-                self._sidecars.reports
-            )  # the last words of those that are followed no more are looked at once
+            heard = self._sidecars.reports  # the last words of those followed no more are looked at once
             self._sidecars.want_holdings(_holdings_matter(job, self._belongings.placement))
             self._sidecars.follow(self._followed)
         return Observation(

@@ -74,7 +74,7 @@ class Belongings:
 
     async def _refresh_budget(self, job: JobView) -> None:
         """A budget is worth having, and worth no failure."""
-        self.budget, self.budget_problem, name = None, "", owned.budget_name(job)
+        self.budget, self.budget_problem, name = None, "", job.name
         try:
             found = await self._kube.get(_BUDGETS + "/{name}", namespace=job.namespace, name=name)
         except ApiFailure as error:
@@ -93,7 +93,7 @@ class Belongings:
         next `refresh`."""
         if self.gang_problem or job.spec.gang is None:
             return
-        kind, name, body = GANGS[job.spec.gang], owned.gang_name(job), build_gang(job)
+        kind, name, body = GANGS[job.spec.gang], job.name, build_gang(job)
         try:
             await self._kube.create(kind.path, body, namespace=job.namespace)
             self.have_gang = True
@@ -124,14 +124,14 @@ class Belongings:
     async def remove_gang(self, job: JobView) -> None:
         if job.spec.gang is not None:
             path = GANGS[job.spec.gang].path + "/{name}"
-            await self._kube.delete(path, {}, namespace=job.namespace, name=owned.gang_name(job))
+            await self._kube.delete(path, {}, namespace=job.namespace, name=job.name)
         self.have_gang = False
 
     async def ensure_budget(self, job: JobView, min_available: int) -> None:
         """Raises nothing: `budget_problem` says what went wrong, and the next `refresh` looks again."""
         if self.budget_problem:
             return
-        names = {"namespace": job.namespace, "name": owned.budget_name(job)}
+        names = {"namespace": job.namespace, "name": job.name}
         body = build_budget(job, min_available)
         try:
             if self.budget is None:
@@ -150,7 +150,7 @@ class Belongings:
 
     async def remove_budget(self, job: JobView) -> None:
         """As `ensure_budget`."""
-        names = {"namespace": job.namespace, "name": owned.budget_name(job)}
+        names = {"namespace": job.namespace, "name": job.name}
         try:
             await self._kube.delete(_BUDGETS + "/{name}", {}, **names)
             self.budget = None
@@ -160,7 +160,7 @@ class Belongings:
                 self.budget = None
 
     def _no_budget(self, job: JobView, problem: str) -> None:
-        problem = f"the PodDisruptionBudget {owned.budget_name(job)} {problem}"
+        problem = f"the PodDisruptionBudget {job.name} {problem}"
         self.budget_problem = problem[:500]
         log.warning("%s/%s: %s", job.namespace, job.name, problem)
 

@@ -52,9 +52,8 @@ class MatchedRule:
 def match_rule(obs: Observation, recovery: Recovery) -> MatchedRule:
     """Of the failure behind `recovery`."""
     cause = Cause.parse(recovery.cause)
-    if (
-        not cause.planned and cause is not Cause.RESTORE_FAILED
-    ):  # TierCheck's own trouble is no matter for rules
+    # TierCheck's own trouble is no matter for rules.
+    if not cause.planned and cause is not Cause.RESTORE_FAILED:
         rule = first_match(obs.job.spec.rules, cause, recovery.facts, obs.nodes)
         if rule is not None:
             return MatchedRule(rule.action, rule.name)
