@@ -121,7 +121,6 @@ class Simulation(World):
         self._seen: tuple[Any, ...] = ()
         self._asked: set[str] = set()
         self._verdicts: dict[str, Any] = {}
-        self._serials: dict[str, int] = {}
         self._told: Any = None
         self._heard_since: dict[str, float] = {}
         """Since when each pod (UID) has answered whenever it was asked."""

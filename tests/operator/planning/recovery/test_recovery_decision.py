@@ -396,7 +396,8 @@ def test_asked_for_step_is_taken_refused_or_waited_for() -> None:
     refused = decide_recovery(situation(memory, ranks=1, target_step=35))
     assert isinstance(refused, Refuse)
     assert refused.reason.startswith("step 35 was asked for, but no source holds it for every rank")
-    assert isinstance(decide_recovery(situation(memory, ranks=1, target_step=35, silent={0})), Wait)
+    unseen = RemoteInventory(True, None)
+    assert isinstance(decide_recovery(situation(memory, ranks=1, target_step=35, remote=unseen)), Wait)
 
 
 def test_ranks_that_do_not_fill_the_workers_are_refused() -> None:
