@@ -195,6 +195,18 @@ def test_pods_beyond_the_jobs_size_are_left_alone_and_told() -> None:
     assert world.exit_codes == [0] * 6, "the owner counts all of its pods"
 
 
+def test_pod_beyond_the_jobs_size_is_left_alone_on_a_lost_node_too() -> None:
+    world = AttachedWorld().running(7)
+    world.owner_size = 5
+    world._make("train-4-x", 4, 0, ())
+    world.train(10)
+    (beyond,) = (pod for pod in world.pods.values() if pod.worker == 4)
+    assert beyond.node is not None
+    world.kill_node(beyond.node)
+    world.train(60)
+    assert beyond.uid not in {each.uid for each in world.deleted}
+
+
 def test_owner_that_was_scaled_down_is_named_with_its_size() -> None:
     world = AttachedWorld().running(7)
     world.restarts = -1

@@ -113,10 +113,12 @@ def replace_pods(situation: Situation, taken: Collection[int] = ()) -> tuple[lis
 def evict_lost(situation: Situation, actions: Sequence[Action]) -> list[Action]:
     """What is left to us of `actions`, where another controller makes, counts and gives up the pods.
 
-    None is created, and none that has ended is removed: its owner has yet to see it. Only lost pods
-    that stand in the owner's way go, so that it makes others at once; the attempt fences them.
+    None is created, and none that has ended is removed: its owner has yet to see it. Only lost pods of the
+    job's workers that stand in the owner's way go, so that it makes others at once; the attempt fences them.
     """
-    lost = {loss.pod.uid for loss in situation.membership.lost.values() if loss.pod and not loss.pod.terminal}
+    workers = situation.job.spec.workers  # pods beyond take no part: nothing waits for others in their place
+    pods = (loss.pod for loss in situation.membership.lost.values() if loss.worker < workers)
+    lost = {pod.uid for pod in pods if pod is not None and not pod.terminal}
     return [
         replace(action, evict=True)
         for action in actions
