@@ -230,14 +230,12 @@ class AttachService:
     ) -> None:
         self._always = always
         self._webhook: Webhook | None = None
-        self._adoption: Adoption | None = None
-        self._left_out: LeftOut | None = None
+        self._adoption = Adoption(kube, has_job, pods_of)
+        self._left_out = LeftOut(kube, config.namespaces, config.resync_seconds, has_job)
         if config.webhook is not None:
             settings = config.webhook
             trust = Trust(always, settings, config.lease)
             self._webhook = Webhook(settings.host, settings.port, trust, Admission(always, config))
-            self._adoption = Adoption(kube, has_job, pods_of)
-            self._left_out = LeftOut(kube, config.namespaces, config.resync_seconds, has_job)
 
     async def owner_size(self, job: JobView) -> int | None:
         """How many workers the owner of an attached job has now; None: that cannot be told."""
@@ -257,20 +255,18 @@ class AttachService:
 
     def lead(self) -> None:
         """This replica leads now; tell it of every pod that there is."""
-        if self._left_out is not None:
+        if self._webhook is not None:
             self._left_out.start()
 
     def pod_seen(self, pod: PodView | None) -> None:
         """For every pod of a job, while this replica leads."""
-        if self._adoption is not None and pod is not None:
+        if self._webhook is not None and pod is not None:
             self._adoption.pod_seen(pod)
 
     async def cease(self) -> None:
         """This replica leads no more."""
-        if self._adoption is not None:
-            await self._adoption.stop()
-        if self._left_out is not None:
-            await self._left_out.stop()
+        await self._adoption.stop()
+        await self._left_out.stop()
 
     async def stop(self) -> None:
         await self.cease()

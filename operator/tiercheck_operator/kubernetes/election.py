@@ -62,7 +62,6 @@ class Record:
 
     holder: str
     duration: float
-    transitions: int
     mark: str
     """Anything that differs after each renewal; only compared for equality."""
 
@@ -119,7 +118,6 @@ def parse_lease(raw: Mapping[str, Any]) -> Record:
     return Record(
         holder=str(spec.get("holderIdentity") or ""),
         duration=float(spec.get("leaseDurationSeconds") or 0),
-        transitions=int(spec.get("leaseTransitions") or 0),
         mark=str(spec.get("renewTime") or ""),
     )
 

@@ -15,7 +15,7 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -81,16 +81,6 @@ def _copy(value: Any) -> Any:
     return [_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Between what was seen and what is there."""
-
-    gone: tuple[str, ...] = ()
-    """UIDs that were seen before the listing was asked for and are not in it: they are gone for sure."""
-    unseen: Mapping[str, int] = field(default_factory=dict)
-    """UID to version of what is there and was not seen, or not in this version: the watch is late or deaf."""
-
-
 class Watched(Generic[V]):
     """The objects of one kind, by UID. Only ever touched by the event loop's thread."""
 
@@ -120,16 +110,20 @@ class Watched(Generic[V]):
     def uids(self) -> frozenset[str]:
         return frozenset(self._seen)
 
-    def compare(self, before: frozenset[str], listed: Mapping[str, int]) -> Difference:
-        """With a complete listing, UID to version, asked for when `before` had been seen."""
-        return Difference(
-            gone=tuple(uid for uid in before if uid not in listed and uid in self._seen),
-            unseen={
-                uid: version
-                for uid, version in listed.items()
-                if uid not in self._seen or self._seen[uid][0] < version
-            },
-        )
+    def compare(
+        self, before: frozenset[str], listed: Mapping[str, int]
+    ) -> tuple[tuple[str, ...], Mapping[str, int]]:
+        """With a complete listing, UID to version, asked for when `before` had been seen.
+
+        Returns the UIDs of what was seen and is gone for sure, and UID to version of what is there and was
+        not seen, or not in this version: the watch is late or deaf.
+        """
+        unseen = {
+            uid: version
+            for uid, version in listed.items()
+            if uid not in self._seen or self._seen[uid][0] < version
+        }
+        return tuple(uid for uid in before if uid not in listed and uid in self._seen), unseen
 
 
 def date_containers(pod: PodView, known: PodView | None, now: float) -> PodView:
@@ -310,12 +304,12 @@ class Resync:
             except ApiFailure as error:
                 if not error.not_found:  # the kind is not installed (any more)
                     raise
-        difference = kind.known.compare(before, listed)
-        for uid in difference.gone:
+        gone, unseen = kind.known.compare(before, listed)
+        for uid in gone:
             log.info("%s %s is gone, and its watch did not say so", name, uid)
             hearing.forgotten(uid)
             await kind.gone(uid)
-        hearing.compared(difference, asyncio.get_running_loop().time())
+        hearing.compared(unseen, asyncio.get_running_loop().time())
         self._compared.add(name)
 
 
@@ -329,12 +323,10 @@ class Hearing:
         self._listed_at: float | None = None
         """When a listing last succeeded, or was first asked about."""
 
-    def compared(self, difference: Difference, now: float) -> None:
-        """The outcome of a listing at `now`."""
+    def compared(self, unseen: Mapping[str, int], now: float) -> None:
+        """The outcome of a listing at `now`: UID to version of what the watch has not shown."""
         self._listed_at = now
-        self._missed = {
-            uid: self._missed.get(uid, (version, now)) for uid, version in difference.unseen.items()
-        }
+        self._missed = {uid: self._missed.get(uid, (version, now)) for uid, version in unseen.items()}
 
     def heard(self, uid: str, version: int) -> None:
         """By the watch."""

@@ -28,7 +28,6 @@ from tiercheck_local.cluster import LocalCluster
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
-    Difference,
     Hearing,
     Resync,
     Watched,
@@ -48,18 +47,18 @@ def test_after_a_comparison_nothing_that_is_gone_is_left_and_all_that_is_new_is_
     watched: Watched[str] = Watched()
     for uid, version in seen.items():
         watched.put(uid, version, uid)
-    difference = watched.compare(watched.uids(), there)
-    for uid in difference.gone:
+    gone, unseen = watched.compare(watched.uids(), there)
+    for uid in gone:
         watched.drop(uid)
     assert watched.uids() == seen.keys() & there.keys()
-    assert difference.unseen == {uid: v for uid, v in there.items() if seen.get(uid, 0) < v}
+    assert unseen == {uid: v for uid, v in there.items() if seen.get(uid, 0) < v}
 
 
 def test_object_that_appeared_while_the_list_was_on_its_way_is_not_taken_for_gone() -> None:
     watched: Watched[str] = Watched()
     before = watched.uids()
     watched.put("new", 5, "new")
-    assert watched.compare(before, {}).gone == ()
+    assert watched.compare(before, {})[0] == ()
 
 
 def test_older_news_than_what_is_known_changes_nothing() -> None:
@@ -71,10 +70,10 @@ def test_older_news_than_what_is_known_changes_nothing() -> None:
 
 def test_watch_is_deaf_only_if_the_same_news_is_missed_for_longer_than_the_grace() -> None:
     hearing, watched = Hearing("Pod", grace=30), Watched[str]()
-    hearing.compared(watched.compare(watched.uids(), {"a": 5}), now=100.0)
+    hearing.compared(watched.compare(watched.uids(), {"a": 5})[1], now=100.0)
     assert not hearing.complete
     assert hearing.trouble(120.0) == ""
-    hearing.compared(watched.compare(watched.uids(), {"a": 9}), now=125.0)
+    hearing.compared(watched.compare(watched.uids(), {"a": 9})[1], now=125.0)
     assert "the watch of Pod is deaf" in hearing.trouble(131.0), "newer news of it do not start the time anew"
     watched.put("a", 5, "a")
     hearing.heard("a", 5)
@@ -84,18 +83,18 @@ def test_watch_is_deaf_only_if_the_same_news_is_missed_for_longer_than_the_grace
 
 def test_watch_that_was_late_is_well_again_after_the_next_comparison() -> None:
     hearing, watched = Hearing("Pod", grace=30), Watched[str]()
-    hearing.compared(watched.compare(watched.uids(), {"a": 5}), now=0.0)
-    hearing.compared(watched.compare(watched.uids(), {}), now=40.0)
+    hearing.compared(watched.compare(watched.uids(), {"a": 5})[1], now=0.0)
+    hearing.compared(watched.compare(watched.uids(), {})[1], now=40.0)
     assert hearing.trouble(40.0) == ""
 
 
 def test_operator_that_can_list_nothing_for_minutes_is_not_well() -> None:
     hearing = Hearing("Pod", grace=60)
     assert hearing.trouble(1000.0) == "", "it has just begun"
-    hearing.compared(Difference(), now=1100.0)
+    hearing.compared({}, now=1100.0)
     assert hearing.trouble(1400.0) == ""
     assert hearing.trouble(1401.0) == "Pod: the API server has answered no listing for 301 s"
-    hearing.compared(Difference(), now=1500.0)
+    hearing.compared({}, now=1500.0)
     assert hearing.trouble(1501.0) == ""
 
 
@@ -196,7 +195,7 @@ def test_pod_whose_labels_make_no_sense_is_seen_but_belongs_to_no_job(pod: PodVi
     view.put_pod(pod.uid, pod, 1)
     view.put_pod(pod.uid, None, 2)
     assert list(view.pods_of(pod.namespace, pod.job_uid)) == []
-    assert view.pods.compare(view.pods.uids(), {pod.uid: 2}).unseen == {}
+    assert view.pods.compare(view.pods.uids(), {pod.uid: 2})[1] == {}
 
 
 def test_what_a_kubelet_says_is_dated_when_it_is_first_heard_by_our_clock(pod: PodView) -> None:

@@ -117,9 +117,8 @@ def mend(
     for worker in wrong:
         for holder in _near(ground, start, worker, holders[worker]):
             better = _best(ground, start, worker, kept=holders[worker], load=load, able=able)
-            if better is not None and _level(ground, start, worker, better) < _level(
-                ground, start, worker, holder
-            ):
+            level = ground.parting_level(start, worker, holder)
+            if better is not None and ground.parting_level(start, worker, better) < level:
                 holders[worker] = tuple(better if each == holder else each for each in holders[worker])
                 load[holder] -= 1
                 load[better] += 1
@@ -136,7 +135,9 @@ def _worth_keeping(ground: PlacementProblem, start: int, worker: int, kept: Sequ
     allowed = [holder for holder in dict.fromkeys(kept) if _allowed(ground, worker, holder)]
     if len(allowed) <= ground.copies:
         return tuple(allowed)
-    farthest = sorted(allowed, key=lambda holder: _level(ground, start, worker, holder))[: ground.copies]
+    farthest = sorted(allowed, key=lambda holder: ground.parting_level(start, worker, holder))[
+        : ground.copies
+    ]
     return tuple(holder for holder in allowed if holder in farthest)
 
 
@@ -153,17 +154,13 @@ def _relieve(
 ) -> None:
     """Takes `surplus` copies from a holder that has too many: those kept nearest to their owners first."""
     owners = [worker for worker, kept in enumerate(holders) if holder in kept]
-    owners.sort(key=lambda worker: (-_level(ground, start, worker, holder), -worker))
+    owners.sort(key=lambda worker: (-ground.parting_level(start, worker, holder), -worker))
     for worker in owners[:surplus]:
         holders[worker] = tuple(each for each in holders[worker] if each != holder)
 
 
 def _near(ground: PlacementProblem, start: int, worker: int, kept: Sequence[int]) -> list[int]:
-    return [holder for holder in kept if _level(ground, start, worker, holder) > start]
-
-
-def _level(ground: PlacementProblem, start: int, worker: int, holder: int) -> int:
-    return ground.parting_level(start, worker, holder)
+    return [holder for holder in kept if ground.parting_level(start, worker, holder) > start]
 
 
 def _best(
@@ -186,7 +183,7 @@ def _best(
     return min(
         free,
         key=lambda holder: (
-            _level(ground, start, worker, holder),
+            ground.parting_level(start, worker, holder),
             domain[holder] in used,
             load[holder],
             -ground.parting_level(0, worker, holder),
