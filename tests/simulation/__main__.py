@@ -59,13 +59,12 @@ def main() -> int:
 
 def _mutations(most: int, first: int, only: str) -> int:
     from tests.simulation import runs
-    from tests.simulation.mutations import MUTATIONS
 
     missed = 0
     print(
         "| bug | what it does | found after | promise that it broke | seed |\n| --- | --- | --- | --- | --- |"
     )
-    for mutation in MUTATIONS:
+    for mutation in runs.MUTATIONS:
         if only and mutation.name != only:
             continue
         found = runs.find(mutation, most, first)

@@ -16,6 +16,8 @@ Entry = tuple[float, str, dict[str, Any]]
 Step = tuple[int, int]
 """A version: step, attempt."""
 
+BOUND = 900.0
+"""Seconds after everything is well in which training must go on."""
 FRESH = bytes(8)
 _HEALTHY = 2.5
 """Seconds since its last step in which a rank counts as training."""

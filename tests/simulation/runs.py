@@ -16,9 +16,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.simulation.checker import Broken, check
-from tests.simulation.mutations import Mutation
+from tests.simulation.checker import BOUND, Broken, check
+from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.plan import plan_of
+from tests.simulation.quick_values import make_values_quick
 from tests.simulation.whole import Entry, Simulation
 
 RAISES = "nothing raises"
@@ -98,6 +99,7 @@ def run_many(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
 def use_process() -> None:
     """This process plays schedules from now on, and nothing else."""
     logging.disable(logging.CRITICAL)
+    make_values_quick()
 
 
 def kept_seeds() -> dict[int, str]:
@@ -166,3 +168,18 @@ def find(mutation: Mutation, most: int, first: int = 0) -> Found:
                 return Found(mutation, seed, tried, promise, time.process_time() - began)
         seed += 1
     return Found(mutation, None, tried, "", time.process_time() - began)
+
+
+__all__ = [
+    "BOUND",
+    "MUTATIONS",
+    "Found",
+    "Outcome",
+    "digest_of",
+    "find",
+    "history_of",
+    "kept_seeds",
+    "run",
+    "run_many",
+    "tell",
+]
