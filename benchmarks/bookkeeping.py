@@ -28,13 +28,12 @@ from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.model.cadence import Cadence
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Cadence, TierVerdict
 from tiercheck_sidecar.replicate import replicate
+from tiercheck_sidecar.replicate.lane import Pushed
 from tiercheck_sidecar.replicate.replicate import Replicator
-from tiercheck_sidecar.replicate.sender import Pushed
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tiers import TierClient

@@ -42,11 +42,10 @@ from benchmarks.scale import Scale
 from tests.sidecar.stations import Station, Stations
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.exchange.fetch import fetch
-from tiercheck_sidecar.exchange.network.transport import CONGESTION_CONTROL
-from tiercheck_sidecar.exchange.sources import Dial
+from tiercheck_sidecar.exchange.channel import CONGESTION_CONTROL
+from tiercheck_sidecar.exchange.fetch import Dial, fetch
 from tiercheck_sidecar.exchange.streams import STREAMS, Line
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import Pushed, push
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault import Seal
 

@@ -23,7 +23,7 @@ from benchmarks.figure import Figure, Outcome
 from benchmarks.machine import shared_memory
 from benchmarks.scale import Scale
 from tiercheck.protocol.artifacts.sizing import Room
-from tiercheck_sidecar.throttling import spare_hands
+from tiercheck_sidecar.pacing import spare_hands
 from tiercheck_sidecar.vault import Vault
 
 PROMISED = 0.3

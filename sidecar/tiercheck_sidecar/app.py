@@ -19,32 +19,28 @@ from tiercheck.protocol.report import SPARE
 from tiercheck.redaction import log_redacted
 from tiercheck_sidecar.control import metrics
 from tiercheck_sidecar.control.api import ControlApi, server_context
-from tiercheck_sidecar.control.own_credentials import own_credentials
-from tiercheck_sidecar.control.ports import GuardedPort
+from tiercheck_sidecar.control.credentials import own_credentials, wait_for_renewal
+from tiercheck_sidecar.control.ports import GuardedPort, TierPort
 from tiercheck_sidecar.control.report import Reporter
-from tiercheck_sidecar.control.tier_port import TierPort
+from tiercheck_sidecar.exchange.addresses import OwnAddress, own_addresses
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
-from tiercheck_sidecar.exchange.network.interfaces import OwnAddress, own_addresses
-from tiercheck_sidecar.exchange.network.ucx import why_no_ucx
 from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.exchange.ucx import why_no_ucx
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
 from tiercheck_sidecar.model.peer_watch import named_addresses
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
-from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
-from tiercheck_sidecar.offload.renewal import wait_for_renewal
-from tiercheck_sidecar.offload.upload import Uploader
-from tiercheck_sidecar.parity.holder import ParityHolder
-from tiercheck_sidecar.parity.sender import ParitySender
-from tiercheck_sidecar.parity.session import serving
+from tiercheck_sidecar.offload.upload import RemoteListing, Uploader
+from tiercheck_sidecar.pacing import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
+from tiercheck_sidecar.parity.holder import ParityHolder, serving
+from tiercheck_sidecar.parity.link import ParitySender
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.restore.resharded_reads import FOLDER
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.sources import RestoreSources
-from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import MemoryStock

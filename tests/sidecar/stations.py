@@ -20,15 +20,15 @@ from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.exchange.addresses import OwnAddress
+from tiercheck_sidecar.exchange.channel import TcpChannel
+from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import dial
-from tiercheck_sidecar.exchange.network.interfaces import OwnAddress
-from tiercheck_sidecar.exchange.network.transport import TcpChannel
-from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity.rebuild import rebuild
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import Pushed, push
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import NOTHING
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sidecar.world import MakeWorld, until
-from tiercheck_sidecar.throttling import CpuStat, ThrottleWatch, read_cpu_stat, spare_hands
+from tiercheck_sidecar.pacing import CpuStat, ThrottleWatch, read_cpu_stat, spare_hands
 
 V2 = (
     "usage_usec 5012\nuser_usec 4000\nsystem_usec 1012\nnr_periods {}\nnr_throttled {}\nthrottled_usec "

@@ -34,7 +34,7 @@ from tiercheck_sidecar.offload import upload
 from tiercheck_sidecar.remote import retention
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
-from tiercheck_sidecar.restore import rank_restore, restore_plan
+from tiercheck_sidecar.restore import restore, restore_plan
 from tiercheck_sidecar.trainer import session
 from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, watermark, words
 
@@ -129,7 +129,7 @@ def _acknowledge_before_verification() -> list[Patch]:
 
 
 def _restore_what_is_at_hand() -> list[Patch]:
-    real = rank_restore.plan
+    real = restore.plan
 
     def newest(own: Any, history: History) -> Version | None:
         found = (each.version for each in own if each.kind is Kind.SNAPSHOT and history.accepts(each.version))
@@ -147,7 +147,7 @@ def _restore_what_is_at_hand() -> list[Patch]:
         at_hand = newest(self._vault.own(self._hello.rank), directive.history)
         return None if at_hand is None else Chain(at_hand)
 
-    return [(rank_restore, "plan", near_enough), (session.RankSession, "_chain", chain)]
+    return [(restore, "plan", near_enough), (session.RankSession, "_chain", chain)]
 
 
 def _restore_the_oldest() -> list[Patch]:
@@ -358,7 +358,7 @@ MUTATIONS = (
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept",
         _acknowledge_before_verification, _copies),
     Mutation("unverified restore", "own memory is loaded without a look at digests",
-        lambda: [(rank_restore, "fault_of", lambda *_: "")],
+        lambda: [(restore, "fault_of", lambda *_: "")],
         _soon(("flip", "rot"), ("crash",), 2.5)),
     Mutation("uncommitted restore", "a rank restores what it has at hand, not the version of the attempt",
         _restore_what_is_at_hand, _struck("crash")),

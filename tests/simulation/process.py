@@ -35,16 +35,15 @@ from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.peer_watch import neighbours
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.offload import remote_inventory
-from tiercheck_sidecar.offload.remote_inventory import RemoteListing
+from tiercheck_sidecar.offload import upload
 from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
-from tiercheck_sidecar.offload.upload import Uploader
+from tiercheck_sidecar.offload.upload import RemoteListing, Uploader
 from tiercheck_sidecar.remote import preflight
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
+from tiercheck_sidecar.replicate.lane import Pushed, PushRefused
 from tiercheck_sidecar.replicate.replicate import Replicator
-from tiercheck_sidecar.replicate.sender import Pushed, PushRefused
-from tiercheck_sidecar.restore import rank_restore, restore
+from tiercheck_sidecar.restore import restore
 from tiercheck_sidecar.restore.restore import Restorer
 from tiercheck_sidecar.restore.restore_plan import SourceOffer
 from tiercheck_sidecar.restore.sources import Brought, TriedInVain
@@ -624,14 +623,12 @@ def in_simulation(world: Simulation) -> Iterator[None]:
         in_place(
             (tiers, "time", clock),
             (tiers, "TierLine", _Line),
-            (remote_inventory, "time", clock),
+            (upload, "time", clock),
             (lane, "time", clock),
             (replicate, "time", clock),
             (replicate, "push", push),
             (restore, "time", clock),
             (restore, "ThreadPoolExecutor", Inline),
-            (rank_restore, "time", clock),
-            (rank_restore, "ThreadPoolExecutor", Inline),
             (remote_store, "ThreadPoolExecutor", Inline),
             (preflight, "CHUNK", 64),
             (preflight, "SIZE", 17 * 64),

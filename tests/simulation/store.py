@@ -10,9 +10,8 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck_sidecar.remote.errors import Reason, RemoteError, ignore
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
-from tiercheck_sidecar.remote.verify import ignore
 
 Record = Callable[..., None]
 

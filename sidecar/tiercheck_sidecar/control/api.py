@@ -1,6 +1,6 @@
 """The control API: HTTPS with JSON, for the operator.
 
-The other sidecars of the job connect to the coordinator at the same port (`tier_port`).
+The other sidecars of the job connect to the coordinator at the same port (`ports`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tiercheck.protocol.report import (
     Watermarks,
 )
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.control.own_credentials import Discretion, own_credentials
+from tiercheck_sidecar.control.credentials import Discretion, own_credentials
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Seal, Vault
 

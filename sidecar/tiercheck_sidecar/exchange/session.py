@@ -21,8 +21,8 @@ from tiercheck_sidecar.exchange.frames import (
     WireBroken,
 )
 from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.network.ucx import answer_ucx
 from tiercheck_sidecar.exchange.transfers import Inbox, refuse_offer
+from tiercheck_sidecar.exchange.ucx import answer_ucx
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.verification import evict_if_bad

@@ -21,8 +21,14 @@ from tiercheck_sidecar import isal
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.exchange.streams import STREAMS
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart
-from tiercheck_sidecar.parity.unfold import PartFailed, Unfolding
+from tiercheck_sidecar.parity.parts import (
+    DescribedPart,
+    DialPeer,
+    PartFailed,
+    PartMissing,
+    RebuildPart,
+    Unfolding,
+)
 from tiercheck_sidecar.vault import Seal, Vault
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, History, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.exchange.fetch import Dial, NotOffered, Opening, Senseless, open_copy
 from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.sources import Dial, NotOffered, Opening, Senseless, open_copy
 from tiercheck_sidecar.parity.rebuild import Rebuild
 from tiercheck_sidecar.restore.resharded_reads import receive_chunks
 from tiercheck_sidecar.restore.restore_plan import OutOfReach, RestorePlan, plan

@@ -27,17 +27,21 @@ from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.pacing import TokenBucket
 from tiercheck_sidecar.remote import keys, retention
 from tiercheck_sidecar.remote.errors import (
+    Arriving,
     Reason,
     RemoteArchived,
     RemoteClosed,
     RemoteCorrupt,
     RemoteError,
     RemoteMissing,
+    check_chunks,
+    check_shape,
+    digest_of,
+    ignore,
 )
 from tiercheck_sidecar.remote.objects import Objects, Stored
 from tiercheck_sidecar.remote.ownership import Claimant, Ownership
 from tiercheck_sidecar.remote.preflight import StoreFinding, examine
-from tiercheck_sidecar.remote.verify import Arriving, check_chunks, check_shape, digest_of, ignore
 
 _SEEDED = "imported"
 """In place of the job's UID: no job wrote it."""

@@ -26,8 +26,7 @@ from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.pacing import Portion, TokenBucket
-from tiercheck_sidecar.replicate.lane import PORTIONS, HolderTroubles, Lane
-from tiercheck_sidecar.replicate.sender import Pushed, lacking, push
+from tiercheck_sidecar.replicate.lane import PORTIONS, HolderTroubles, Lane, Pushed, lacking, push
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
 from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable

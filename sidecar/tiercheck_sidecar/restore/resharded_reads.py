@@ -24,9 +24,9 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.bounded_calls import BoundedCall, SourceCorrupt, SourceFailed, Stalled
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
+from tiercheck_sidecar.exchange.fetch import Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.sources import Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.parity.rebuild import Rebuild
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Seal, Vault

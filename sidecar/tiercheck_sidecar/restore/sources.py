@@ -18,10 +18,9 @@ from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck.supervised import describe
 from tiercheck_sidecar.bounded_calls import BoundedCall, BoundedCalls, SourceFailed, Stalled
-from tiercheck_sidecar.exchange.fetch import FetchFailed, fetch, holdings
+from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
-from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.offload.remote_source import RemoteSource
 from tiercheck_sidecar.parity.parts import obtainable

@@ -11,9 +11,8 @@ import pytest
 from tests.sidecar.stations import MakeStations, MeddledChannel, Station, Stations
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
-from tiercheck_sidecar.exchange.fetch import FetchFailed, fetch, holdings
+from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
 MIB = 1 << 20

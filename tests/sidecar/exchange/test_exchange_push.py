@@ -19,7 +19,7 @@ from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
 from tiercheck_sidecar.exchange.streams import Line, TooDamaged
 from tiercheck_sidecar.exchange.transfers import Inbox
-from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, push
+from tiercheck_sidecar.replicate.lane import Pushed, PushRefused, push
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
 MIB = 1 << 20

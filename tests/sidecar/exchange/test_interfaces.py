@@ -17,17 +17,20 @@ from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_local.addresses import free_ports
 from tiercheck_sidecar.exchange import handshake
-from tiercheck_sidecar.exchange.fetch import fetch
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
-from tiercheck_sidecar.exchange.network.addresses import LEFT_ALONE, PeerAddresses, PeerRoute, pair
-from tiercheck_sidecar.exchange.network.interfaces import (
+from tiercheck_sidecar.exchange.addresses import (
+    LEFT_ALONE,
     NamedAddress,
     OwnAddress,
+    PeerAddresses,
+    PeerRoute,
     choose_addresses,
     own_addresses,
+    pair,
 )
+from tiercheck_sidecar.exchange.fetch import fetch
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import Pushed, push
 
 MIB = 1 << 20
 LARGE = 21 * MIB

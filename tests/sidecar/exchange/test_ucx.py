@@ -13,12 +13,12 @@ from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.directive import Phase, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar.exchange import ucx
+from tiercheck_sidecar.exchange.channel import TcpChannel
 from tiercheck_sidecar.exchange.fetch import fetch
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import dial_pod
-from tiercheck_sidecar.exchange.network import ucx
-from tiercheck_sidecar.exchange.network.transport import TcpChannel
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import Pushed, push
 
 MIB = 1 << 20
 LARGE = 21 * MIB

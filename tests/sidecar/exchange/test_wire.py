@@ -24,6 +24,7 @@ from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.exchange import handshake
+from tiercheck_sidecar.exchange.channel import TAG, directions
 from tiercheck_sidecar.exchange.frames import END, Ask, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import (
     CallerClaim,
@@ -34,9 +35,8 @@ from tiercheck_sidecar.exchange.handshake import (
     admit,
     dial,
 )
-from tiercheck_sidecar.exchange.protection import TAG, directions
 from tiercheck_sidecar.exchange.streams import Line
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import Pushed, push
 from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags
 
 MIB = 1 << 20

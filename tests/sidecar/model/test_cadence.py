@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercheck_sidecar.model.cadence import UNDECIDED, WITHOUT_DELTAS, Cadence, Needs, decide
+from tiercheck_sidecar.model.tier_verdict import UNDECIDED, WITHOUT_DELTAS, Cadence, Needs, decide
 from tiercheck_sidecar.versions.words import heartbeat, pace, patience
 
 

@@ -13,9 +13,8 @@ from tests.sidecar.world import JOB_UID, FakeLauncher, MakeWorld, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Source, Tier
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.offload.remote_inventory import RemoteListing
 from tiercheck_sidecar.offload.remote_source import JobStore
-from tiercheck_sidecar.offload.upload import Uploader
+from tiercheck_sidecar.offload.upload import RemoteListing, Uploader
 from tiercheck_sidecar.remote import RemoteCorrupt, open_store
 from tiercheck_sidecar.versions.coordinator import Coordinator
 

@@ -32,7 +32,7 @@ from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload.remote_inventory import RemoteListing
+from tiercheck_sidecar.offload.upload import RemoteListing
 from tiercheck_sidecar.remote import RemoteConfigError, StoreFinding, examine_place, open_store, preflight
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.objects import Stored

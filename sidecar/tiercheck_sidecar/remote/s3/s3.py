@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from tiercheck_sidecar.remote import keys as layout
 from tiercheck_sidecar.remote.config import ARCHIVES, S3Settings
-from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError
+from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteError, ignore
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, read_all
 from tiercheck_sidecar.remote.s3 import s3_errors
 from tiercheck_sidecar.remote.s3.s3_multipart import Leftover, part_size
-from tiercheck_sidecar.remote.verify import ignore
 
 if TYPE_CHECKING:
     from tiercheck_sidecar.remote.s3.s3_clients import Clients

@@ -20,8 +20,8 @@ from tests.sidecar.remote.test_remote_conformance import JOB, fetched, save
 from tiercheck.protocol.version import Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.remote import Reason, RemoteError, open_store
+from tiercheck_sidecar.remote.errors import ignore
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
-from tiercheck_sidecar.remote.verify import ignore
 
 
 @pytest.fixture

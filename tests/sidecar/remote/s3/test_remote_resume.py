@@ -26,9 +26,9 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar import isal
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, keys, open_store
+from tiercheck_sidecar.remote.errors import digest_of
 from tiercheck_sidecar.remote.s3 import s3_multipart, s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
-from tiercheck_sidecar.remote.verify import digest_of
 
 VERSION = Version(100, 1)
 PART = 5 * 1024 * 1024  # the least that S3 allows
