@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.amounts import seconds_text
-from benchmarks.figure import Figure, Outcome
-from benchmarks.machine import shared_memory
-from benchmarks.scale import Scale
+from benchmarks.harness import Figure, Outcome, Scale, seconds_text, shared_memory
 from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import DeltaMode, Directive, Peer, Phase, Policy, Tier

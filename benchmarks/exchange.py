@@ -34,11 +34,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.amounts import MIB
-from benchmarks.figure import Figure, Outcome, Sense
-from benchmarks.machine import shared_memory
+from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, shared_memory
 from benchmarks.plain_wire import plain_wires
-from benchmarks.scale import Scale
 from tests.sidecar.stations import Station, Stations
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Version
@@ -55,11 +52,11 @@ _LIMIT_SECONDS = 1.0
 def run(scale: Scale) -> Outcome:
     """Whole artifacts, verified and sealed, against sockets that carry bytes that nobody looks at."""
     found = measure(64, 2) if scale.quick else measure()
-    limit = f"{found['limit is']}: {_rate_text(found['limit, GB/s'])}"
+    limit = f"{found['limit is']}: {rate_text(1e9 * found['limit, GB/s'])}"
     rows = [
         Figure(
             f"peer copy throughput, {name}",
-            _rate_text(found[f"{key}, GB/s"]),
+            rate_text(1e9 * found[f"{key}, GB/s"]),
             limit,
             found[f"{key} / limit"],
             0.85,
@@ -72,8 +69,8 @@ def run(scale: Scale) -> Outcome:
     rows += [
         Figure(
             f"peer copy {way}, {name}, for each second of a core",
-            _rate_text(found[f"{prefix}{key}, GB for a core-second"]),
-            f"without tags: {_rate_text(found[f'plain {key}, GB for a core-second'])}",
+            rate_text(1e9 * found[f"{prefix}{key}, GB for a core-second"]),
+            f"without tags: {rate_text(1e9 * found[f'plain {key}, GB for a core-second'])}",
             found[f"{prefix}{key} / plain, for a core-second"],
             bound,
             Sense.AT_LEAST,
@@ -87,10 +84,6 @@ def run(scale: Scale) -> Outcome:
 
 
 _WAYS = (("sent to a holder", "push"), ("fetched from a holder", "fetch"))
-
-
-def _rate_text(gigabytes_per_second: float) -> str:
-    return f"{gigabytes_per_second:.2f} GB/s"
 
 
 def measure(mebibytes: int = 512, rounds: int = 11) -> dict[str, Any]:
@@ -288,19 +281,7 @@ def _iperf(streams: int) -> tuple[int, float]:
             pass
         extra = ["-C", CONGESTION_CONTROL.decode()]
         client = subprocess.run(
-            [
-                "iperf3",
-                "-c",
-                "127.0.0.1",
-                "-p",
-                port,
-                "-J",
-                "-P",
-                str(streams),
-                "-t",
-                str(_LIMIT_SECONDS),
-                *extra,
-            ],
+            ["iperf3", *f"-c 127.0.0.1 -p {port} -J -P {streams} -t {_LIMIT_SECONDS}".split(), *extra],
             capture_output=True,
             text=True,
             check=True,

@@ -24,10 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.amounts import MIB, rate_text
-from benchmarks.figure import Figure, Outcome, Sense
-from benchmarks.machine import shared_memory
-from benchmarks.scale import Scale
+from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, shared_memory
 from tests.sidecar.parity.group import Group
 from tests.sidecar.stations import Stations
 from tiercheck.protocol.directive import ParityGroup
