@@ -17,22 +17,20 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck.redaction import log_redacted
-from tiercheck_sidecar.control import metrics
 from tiercheck_sidecar.control.api import ControlApi, server_context
 from tiercheck_sidecar.control.credentials import own_credentials, wait_for_renewal
 from tiercheck_sidecar.control.ports import GuardedPort, TierPort
-from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar.control.report import Reporter, render
 from tiercheck_sidecar.exchange.addresses import OwnAddress, own_addresses
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.exchange.ucx import why_no_ucx
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
-from tiercheck_sidecar.model.peer_watch import named_addresses
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.watches import named_addresses
 from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
-from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
-from tiercheck_sidecar.offload.upload import RemoteListing, Uploader
+from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Uploader
 from tiercheck_sidecar.pacing import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
 from tiercheck_sidecar.parity.holder import ParityHolder, serving
 from tiercheck_sidecar.parity.link import ParitySender
@@ -291,7 +289,7 @@ class Sidecar:
 
         async def scrape(_: web.Request) -> web.Response:
             return web.Response(
-                body=metrics.render(self.reporter), headers={"Content-Type": "text/plain; version=0.0.4"}
+                body=render(self.reporter), headers={"Content-Type": "text/plain; version=0.0.4"}
             )
 
         @web.middleware

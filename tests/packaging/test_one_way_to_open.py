@@ -18,7 +18,7 @@ OTHERS = {
     "node_memory.py": "`.owner` of the own folder, made anew unless it is a plain file",
     "rehearsal/routes.py": "/dev/null",
     "pacing.py": "the kernel's",
-    "vault/pages.py": "the kernel's",
+    "vault/slots.py": "the kernel's",
     "to_safetensors.py": "what the command itself makes, in a new folder",
 }
 

@@ -26,17 +26,17 @@ from tiercheck_operator.controller.observe import inventories, situation
 from tiercheck_operator.controller.status import status
 from tiercheck_operator.model import parsing
 from tiercheck_operator.planning.recovery import recovery
+from tiercheck_sidecar import offload
 from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload import upload
 from tiercheck_sidecar.remote import retention
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
 from tiercheck_sidecar.restore import restore, restore_plan
 from tiercheck_sidecar.trainer import session
-from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, watermark, words
+from tiercheck_sidecar.versions import coordinator, reclaim, watermark, words
 
 Patch = tuple[Any, str, Any]
 
@@ -102,7 +102,7 @@ def _minimum_of_newest() -> list[Patch]:
 
 
 def _reclaim_one_too_many() -> list[Patch]:
-    real = forgetting.expendable
+    real = reclaim.expendable
 
     def greedy(place: Any, history: History, verdict: Any, owed: Any = None) -> Any:
         gone = real(place, history, verdict, owed)
@@ -274,8 +274,8 @@ def _holes_in_chains() -> list[Patch]:
 
     return [
         (session, "chain_to", leap), (stock, "rebuildable", everything),
-        (forgetting, "rebuildable", everything),
-        (forgetting, "chain_to", leap),
+        (reclaim, "rebuildable", everything),
+        (reclaim, "chain_to", leap),
     ]  # fmt: skip
 
 
@@ -407,7 +407,7 @@ MUTATIONS = (
     Mutation("credentials anew", "a lost Secret is issued anew under running sidecars",
         _credentials_issued_anew, _struck("secret")),
     Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever",
-        lambda: [(upload, "evict_if_bad", lambda *_: "")],
+        lambda: [(offload, "evict_if_bad", lambda *_: "")],
         _both(_remote, _struck("rot"), lambda plan: plan.spec.copies == 0)),
     Mutation("copies given up", "copies that a holder gave up still count", _copies_given_up_count,
         _struck("wipe")),

@@ -21,6 +21,7 @@ from tests.simulation.store import Folder
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar import offload
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
@@ -32,12 +33,10 @@ from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.exchange.streams import TooDamaged
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.model.peer_watch import neighbours
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.offload import upload
-from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
-from tiercheck_sidecar.offload.upload import RemoteListing, Uploader
+from tiercheck_sidecar.model.watches import neighbours
+from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Uploader
 from tiercheck_sidecar.remote import preflight
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
@@ -623,7 +622,7 @@ def in_simulation(world: Simulation) -> Iterator[None]:
         in_place(
             (tiers, "time", clock),
             (tiers, "TierLine", _Line),
-            (upload, "time", clock),
+            (offload, "time", clock),
             (lane, "time", clock),
             (replicate, "time", clock),
             (replicate, "push", push),

@@ -21,8 +21,8 @@ from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefu
 from tiercheck_sidecar.exchange.session import Language, Session
 from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.exchange.ucx import why_no_ucx
-from tiercheck_sidecar.model.peer_watch import named_addresses
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.watches import named_addresses
 from tiercheck_sidecar.supervision import incoming
 from tiercheck_sidecar.vault import Vault
 

@@ -29,10 +29,9 @@ from tiercheck.protocol.signing import SignedAttempt, attempt_statement
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.fence import Fence, is_signed
-from tiercheck_sidecar.model.peer_watch import PeerWatch
-from tiercheck_sidecar.model.progress_meter import ProgressMeter
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.model.trainer_watch import TrainerWatch
+from tiercheck_sidecar.model.watches import PeerWatch, ProgressMeter
 from tiercheck_sidecar.supervision import Threads
 from tiercheck_sidecar.tags import Tagger
 

@@ -24,7 +24,7 @@ from tiercheck_sidecar.restore.resharded_reads import receive_chunks
 from tiercheck_sidecar.restore.restore_plan import OutOfReach, RestorePlan, plan
 from tiercheck_sidecar.restore.sources import RestoreSources, name_of
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.inventory import header_fault
+from tiercheck_sidecar.vault.seal import header_fault
 from tiercheck_sidecar.vault.verification import fault_of_chunk
 
 T = TypeVar("T")

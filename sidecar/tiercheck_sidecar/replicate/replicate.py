@@ -29,7 +29,7 @@ from tiercheck_sidecar.pacing import Portion, TokenBucket
 from tiercheck_sidecar.replicate.lane import PORTIONS, HolderTroubles, Lane, Pushed, lacking, push
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
-from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable
+from tiercheck_sidecar.versions.reclaim import MemoryPlace, expendable
 
 log = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.fetch import Dial, Opening, Senseless, open_copy
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload import RemoteSource
 from tiercheck_sidecar.parity.rebuild import Rebuild
 from tiercheck_sidecar.vault import MemoryTooSmall, NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.inventory import header_fault
+from tiercheck_sidecar.vault.seal import header_fault
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload.remote_source import RemoteSource
+from tiercheck_sidecar.offload import RemoteSource
 from tiercheck_sidecar.parity.parts import obtainable
 from tiercheck_sidecar.parity.rebuild import rebuild
 from tiercheck_sidecar.restore.resharded_reads import FOLDER, Lender

@@ -17,8 +17,7 @@ from typing import Any, Generic, TypeVar
 from tiercheck.protocol.directive import Directive
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.model.span import Span
-from tiercheck_sidecar.model.tier_verdict import Needs
+from tiercheck_sidecar.model.tier_verdict import Needs, Span
 
 T = TypeVar("T")
 

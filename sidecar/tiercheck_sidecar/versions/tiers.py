@@ -13,9 +13,8 @@ from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.decoding import encode
-from tiercheck_sidecar.model.span import intersect
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.tier_verdict import Needs, TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Needs, TierVerdict, intersect
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
 from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, owes_nothing

@@ -4,7 +4,7 @@ Ranks skip captures independently, and holders have two snapshot slots per rank.
 disjoint sets for ever, and holders different halves of two versions. So the coordinator names one snapshot at
 a time for all ranks to copy: the newest that every rank has sealed. Deltas need no naming: every step has
 one, and a version is complete where it can be rebuilt from what every rank has. What may be forgotten for it
-is decided in `forgetting.py`.
+is decided in `reclaim.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.model.span import Span, intersect, newest, unite
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Span, TierVerdict, intersect, newest, unite
 from tiercheck_sidecar.versions.tally import RankHoldings, RankShape, Tally
 
 

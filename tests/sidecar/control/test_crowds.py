@@ -29,7 +29,7 @@ from tiercheck_sidecar.control.api import ControlApi, server_context
 from tiercheck_sidecar.control.ports import GuardedPort
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.exchange import server
-from tiercheck_sidecar.model.peer_watch import named_addresses
+from tiercheck_sidecar.model.watches import named_addresses
 
 ROOM = 16
 

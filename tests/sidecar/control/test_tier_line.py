@@ -23,7 +23,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.control.ports import _Line
 from tiercheck_sidecar.decoding import Malformed, encode
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.model.span import Span
+from tiercheck_sidecar.model.tier_verdict import Span
 from tiercheck_sidecar.versions import tier_line
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.tally import WorkerHead

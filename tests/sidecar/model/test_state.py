@@ -22,10 +22,20 @@ from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.model import state as state_module
 from tiercheck_sidecar.model.fence import Fence
-from tiercheck_sidecar.model.peer_watch import CALM, MOST, PeerWatch
-from tiercheck_sidecar.model.span import Span, intersect, newest, spans, unite
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.tier_verdict import UNDECIDED, WITHOUT_DELTAS, Cadence, Needs, decide
+from tiercheck_sidecar.model.tier_verdict import (
+    UNDECIDED,
+    WITHOUT_DELTAS,
+    Cadence,
+    Needs,
+    Span,
+    decide,
+    intersect,
+    newest,
+    spans,
+    unite,
+)
+from tiercheck_sidecar.model.watches import CALM, MOST, PeerWatch
 from tiercheck_sidecar.versions.words import heartbeat, pace, patience
 
 # The fence

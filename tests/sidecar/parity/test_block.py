@@ -21,9 +21,9 @@ from tiercheck.protocol.version import Branch, History, Kind, Share, Version
 from tiercheck_sidecar import isal
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.parity import block as module
 from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.block import Block, BlockGone, is_expendable
+from tiercheck_sidecar.parity import holder as module
+from tiercheck_sidecar.parity.holder import Block, BlockGone, is_expendable
 from tiercheck_sidecar.vault import Seal
 
 

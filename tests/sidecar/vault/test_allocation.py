@@ -23,10 +23,9 @@ from tiercheck.protocol.artifacts.sizing import OWN_SLOTS, Room
 from tiercheck.protocol.report import RestoreReport, RestoreState
 from tiercheck.protocol.version import Kind, Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.vault import Vault, pages, slots
+from tiercheck_sidecar.vault import Vault, slots
 from tiercheck_sidecar.vault import vault as vaults
-from tiercheck_sidecar.vault.pages import touch_on_node
-from tiercheck_sidecar.vault.slots import create
+from tiercheck_sidecar.vault.slots import create, touch_on_node
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 
 SIZE, RANKS, CADENCE = 64 << 10, (0, 1, 2), 3
@@ -186,16 +185,16 @@ def test_new_slot_is_zero_paid_for_and_as_long_as_asked(slot: Path, size: int) -
 def test_slot_is_made_of_small_pages_where_huge_ones_are_refused(
     slot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, refused = pages._advise, []
+    real, refused = slots._advise, []
 
     def advise(address: int, length: int, advice: int) -> None:
-        if advice == pages._MADV_COLLAPSE:
+        if advice == slots._MADV_COLLAPSE:
             refused.append(length)
             raise OSError(22, "refused")
         real(address, length, advice)
 
-    monkeypatch.setattr(pages, "_advise", advise)
-    monkeypatch.setattr(pages, "huge_page", lambda: 2 * MIB)
+    monkeypatch.setattr(slots, "_advise", advise)
+    monkeypatch.setattr(slots, "huge_page", lambda: 2 * MIB)
     view = slots.create(slot, 5 * MIB)
     assert refused == [4 * MIB]
     assert slot.stat().st_blocks * 512 >= 5 * MIB
@@ -203,7 +202,7 @@ def test_slot_is_made_of_small_pages_where_huge_ones_are_refused(
 
 
 def test_slot_is_made_on_a_kernel_without_huge_pages(slot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "huge_page", lambda: 0)
+    monkeypatch.setattr(slots, "huge_page", lambda: 0)
     view = slots.create(slot, 3 * MIB)
     view[:4] = b"data"
     assert slot.read_bytes()[:8] == b"data\0\0\0\0"
@@ -249,7 +248,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for node, listed in enumerate([*map(str, ours), "4000-4003,4010", ""]):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(listed + "\n")
-    monkeypatch.setattr(pages, "_NODES", tmp_path)
+    monkeypatch.setattr(slots, "_NODES", tmp_path)
     return ours
 
 

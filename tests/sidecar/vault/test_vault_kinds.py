@@ -22,7 +22,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version, rebuildable
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.model.span import spans
+from tiercheck_sidecar.model.tier_verdict import spans
 from tiercheck_sidecar.vault import NoDeltas, NoFreeSlot, NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import MemoryTooSmall, SlotState
 from tiercheck_sidecar.vault.stock import HeldStock, MemoryStock, Where, where

@@ -19,7 +19,7 @@ from tests.sidecar.versions.reports import RankTiers, TierReport, tell, told
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version, rebuildable
-from tiercheck_sidecar.model.span import spans
+from tiercheck_sidecar.model.tier_verdict import spans
 from tiercheck_sidecar.versions import tiers
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.reclaim import Reclaimer

@@ -29,12 +29,12 @@ from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.remote import S3_FIELDS, Reason, RemoteError, examine_place, open_store, preflight
 from tiercheck_sidecar.remote.errors import ignore
 from tiercheck_sidecar.remote.preflight import CHUNK
-from tiercheck_sidecar.remote.s3 import s3_multipart
+from tiercheck_sidecar.remote.s3 import s3
 from tiercheck_sidecar.remote.s3.s3_transfers import Transfers
 
 
 @pytest.fixture
-def proxy(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
+def keyless(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     return proxy
@@ -56,17 +56,17 @@ def key_of(seen: Seen) -> str:
 
 
 def test_profile_of_the_shared_files_is_used(
-    proxy: Proxy, s3_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keyless: Proxy, s3_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = tmp_path / "credentials"
     shared.write_text("[team]\naws_access_key_id = of-the-profile\naws_secret_access_key = secret\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(shared))
     monkeypatch.setenv("AWS_PROFILE", "team")
-    assert used_by_everything(proxy, s3_client, tmp_path) == {"of-the-profile"}
+    assert used_by_everything(keyless, s3_client, tmp_path) == {"of-the-profile"}
 
 
 def test_web_identity_of_the_pod_is_exchanged_for_temporary_keys(
-    proxy: Proxy, s3_client: Any, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keyless: Proxy, s3_client: Any, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = tmp_path / "token"
     token.write_text("a-token-of-the-service-account")
@@ -74,26 +74,26 @@ def test_web_identity_of_the_pod_is_exchanged_for_temporary_keys(
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", s3_endpoint)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    (key,) = used_by_everything(proxy, s3_client, tmp_path)
+    (key,) = used_by_everything(keyless, s3_client, tmp_path)
     assert key.startswith("ASIA"), "temporary keys"
-    assert all(each.headers.get("x-amz-security-token") for each in proxy.seen)
+    assert all(each.headers.get("x-amz-security-token") for each in keyless.seen)
 
 
 def test_endpoint_and_keys_of_the_environment_are_used_by_both_ways(
-    proxy: Proxy, s3_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keyless: Proxy, s3_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-secret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", keyless.url)
     store = open_store('{"s3": {"bucket": "checkpoints", "prefix": "team"}}', JOB)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     manifest = save(store, tmp_path, Version(1, 1), b"state")
     assert fetched(store, manifest.artifacts[0]) == b"state"
     store.close()
-    assert all("Credential=of-the-secret/" in each.headers["authorization"] for each in proxy.seen)
+    assert all("Credential=of-the-secret/" in each.headers["authorization"] for each in keyless.seen)
 
 
-def test_temporary_keys_that_boto3_renewed_are_used_from_then_on(proxy: Proxy, s3_client: Any) -> None:
+def test_temporary_keys_that_boto3_renewed_are_used_from_then_on(keyless: Proxy, s3_client: Any) -> None:
     current = ["first"]
 
     class Renewing:
@@ -103,7 +103,7 @@ def test_temporary_keys_that_boto3_renewed_are_used_from_then_on(proxy: Proxy, s
     config = {
         "bucket": BUCKET,
         "region": "us-east-1",
-        "aws_endpoint_url_s3": f"{proxy.url}/{BUCKET}",
+        "aws_endpoint_url_s3": f"{keyless.url}/{BUCKET}",
         "virtual_hosted_style_request": True,
     }
     transfers = Transfers(config, {"allow_http": True}, Renewing(), "s3://here", threading.Event())
@@ -113,7 +113,7 @@ def test_temporary_keys_that_boto3_renewed_are_used_from_then_on(proxy: Proxy, s
     current[0] = "second"
     transfers.send("x", b"state")
     assert transfers.receive("x", 0, into, ignore) == 5
-    assert [key_of(each) for each in proxy.seen] == ["first", "first", "second", "second"]
+    assert [key_of(each) for each in keyless.seen] == ["first", "first", "second", "second"]
 
 
 def test_proxy_of_the_environment_carries_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ DEMANDS: dict[str, tuple[dict[str, Any], Callable[[Seen], bool]]] = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_multipart, "PART", 5 * CHUNK)
+    monkeypatch.setattr(s3, "PART", 5 * CHUNK)
     monkeypatch.setattr(preflight, "SIZE", 11 * CHUNK)
 
 

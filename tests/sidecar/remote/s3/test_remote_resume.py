@@ -34,7 +34,7 @@ from tiercheck_sidecar import isal
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, keys, open_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.errors import digest_of
-from tiercheck_sidecar.remote.s3 import s3_multipart, s3_transfers
+from tiercheck_sidecar.remote.s3 import s3, s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 VERSION = Version(100, 1)
@@ -60,7 +60,7 @@ def place(proxy: Proxy, s3_server: tuple[str, Any]) -> S3Place:
 
 @pytest.fixture(autouse=True)
 def small_parts_and_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_multipart, "PART", PART)
+    monkeypatch.setattr(s3, "PART", PART)
     monkeypatch.setattr(s3_transfers, "TRIES", 2)
 
 
@@ -134,7 +134,7 @@ def test_upload_of_a_killed_sidecar_goes_on_in_the_next_process(
     place: S3Place, proxy: Proxy, slots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = 16 * 1024 * 1024
-    monkeypatch.setattr(s3_multipart, "PART", usual)  # as the process that is killed has it
+    monkeypatch.setattr(s3, "PART", usual)  # as the process that is killed has it
     content = os.urandom(2 * usual + 5)
     path, digests = sealed(slots, content)
     uploader = subprocess.Popen([sys.executable, "-c", UPLOAD, place.settings(), JOB, path, to_json(digests)])

@@ -25,8 +25,7 @@ from tiercheck.protocol.signing import SignedAttempt
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.offload.remote_source import JobStore
-from tiercheck_sidecar.offload.upload import RemoteListing, Uploader
+from tiercheck_sidecar.offload import JobStore, RemoteListing, Uploader
 from tiercheck_sidecar.pacing import BURST_SECONDS, TokenBucket
 from tiercheck_sidecar.remote import RemoteCorrupt, open_store
 from tiercheck_sidecar.remote.directory import PIECE, DirectoryObjects
