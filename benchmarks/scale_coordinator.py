@@ -40,9 +40,8 @@ from tiercheck_sidecar.control.ports import GuardedPort
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.model.span import Span
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.tier_verdict import Needs, TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Needs, Span, TierVerdict
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import Coordinator

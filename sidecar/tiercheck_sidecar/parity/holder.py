@@ -3,7 +3,7 @@
 What is complete lies sealed in the vault. What is being made is known here only, so a holder that restarts
 asks for it again. Members' chunks are folded in as they come, each once: twice would take it out again. So
 what counts is not what was sent but what is in: one set of missing chunks per member, which outlives every
-connection. A rule says when a block that is still being made is given up: no clock bounds memory.
+connection. A rule, not a clock, says when a block that is still being made is given up.
 """
 
 from __future__ import annotations
