@@ -29,8 +29,8 @@ from tests.sidecar.parity.group import Group
 from tests.sidecar.stations import Stations
 from tiercheck.protocol.directive import ParityGroup
 from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.rebuild import rebuild
 
 CODES = {"XOR 4+1": (4, 1), "RS 4+2": (4, 2)}

@@ -49,7 +49,7 @@ from tiercheck.protocol.version import Artifact
 from tiercheck.trainer.backends.backend import Offer, Ranges
 from tiercheck.trainer.checkpointer import Found, find
 from tiercheck_sidecar.digest import chunk_view, digest, digest_chunk
-from tiercheck_sidecar.restore.resharded_reads import Lender
+from tiercheck_sidecar.restore.sources import Lender
 from tiercheck_sidecar.vault import NotHeld, Vault
 
 CHANGES = {

@@ -36,17 +36,16 @@ from tiercheck_sidecar.parity.holder import ParityHolder, serving
 from tiercheck_sidecar.parity.link import ParitySender
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
 from tiercheck_sidecar.replicate.replicate import Replicator
-from tiercheck_sidecar.restore.resharded_reads import FOLDER
 from tiercheck_sidecar.restore.restore import Restorer
-from tiercheck_sidecar.restore.sources import RestoreSources
+from tiercheck_sidecar.restore.sources import FOLDER, RestoreSources
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import MemoryStock
 from tiercheck_sidecar.versions.coordinator import Coordinator
-from tiercheck_sidecar.versions.ending import may_go
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tier_line import PATH
 from tiercheck_sidecar.versions.tiers import TierClient
+from tiercheck_sidecar.versions.watermark import may_go
 
 log = logging.getLogger(__name__)
 

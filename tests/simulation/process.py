@@ -44,8 +44,8 @@ from tiercheck_sidecar.replicate.lane import Pushed, PushRefused
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.restore import restore
 from tiercheck_sidecar.restore.restore import Restorer
-from tiercheck_sidecar.restore.restore_plan import SourceOffer
-from tiercheck_sidecar.restore.sources import Brought, TriedInVain
+from tiercheck_sidecar.restore.restore_plan import Brought, SourceOffer
+from tiercheck_sidecar.restore.sources import TriedInVain
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot

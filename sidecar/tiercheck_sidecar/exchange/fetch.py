@@ -21,9 +21,8 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.digest import chunk_view, length_of
 from tiercheck_sidecar.exchange.frames import Altered, Ask, ListedArtifact, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.gathering import OVERDUE, Gathering
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.streams import stream_count
+from tiercheck_sidecar.exchange.streams import OVERDUE, Gathering, stream_count
 from tiercheck_sidecar.exchange.transfers import Chunks
 from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import Seal, Vault

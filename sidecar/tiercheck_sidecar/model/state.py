@@ -53,10 +53,6 @@ class StaleRefused(DirectiveRefused):
     followed now."""
 
 
-class StrangerRefused(DirectiveRefused):
-    """It is meant for another job or another worker."""
-
-
 class SidecarState:
     """Thread-safe. Read fields under `lock` when more than one must agree; only methods write them (a test
     looks)."""
@@ -253,14 +249,14 @@ class SidecarState:
     def _check(self, directive: Directive) -> None:
         config, old = self.config, self.directive
         if directive.job_uid != config.job_uid:
-            raise StrangerRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
+            raise DirectiveRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
         if directive.pod_uid != config.pod_uid:
-            raise StrangerRefused(f"this is pod {config.pod_uid}, not {directive.pod_uid}")
+            raise DirectiveRefused(f"this is pod {config.pod_uid}, not {directive.pod_uid}")
         # Within an attempt nobody changes: who this is would then depend on which directive came last.
         begins = config.worker == SPARE or old is None or directive.attempt > old.attempt
         worker = directive.worker if begins else config.worker
         if (directive.worker, directive.procs_per_worker) != (worker, config.procs_per_worker):
-            raise StrangerRefused(
+            raise DirectiveRefused(
                 f"this is worker {worker} with {config.procs_per_worker} ranks, "
                 f"not worker {directive.worker} with {directive.procs_per_worker}"
             )

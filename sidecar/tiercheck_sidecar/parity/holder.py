@@ -18,7 +18,7 @@ from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
-from tiercheck_sidecar import isal
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk
 from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
@@ -26,7 +26,6 @@ from tiercheck_sidecar.exchange.session import Handlers
 from tiercheck_sidecar.exchange.transfers import Chunks, refuse_offer
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.parts import Scratch
 from tiercheck_sidecar.tags import Tags
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
@@ -224,7 +223,7 @@ class ParityHolder:
         try:
             block = self._block(share, artifact, ask.world_size, digests)
             missing = block.enter(artifact.rank, digests, ask.tags)
-        except isal.LibraryMissing as error:
+        except coding.LibraryMissing as error:
             return Say("refused", str(error))
         except (NoFreeSlot, OSError) as error:
             return Say("busy", str(error))

@@ -16,19 +16,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 from tiercheck.protocol.directive import ParityGroup, Peer
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Share
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.digest import CHUNK, digest_chunk, is_well_formed, length_of
-from tiercheck_sidecar.exchange.fetch import Dial, holdings
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.streams import run_all
 from tiercheck_sidecar.exchange.transfers import write_all
-from tiercheck_sidecar.parity import coding
 
 DialPeer = Callable[[Peer], Wire]
 """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
@@ -122,46 +120,39 @@ def obtainable(
     Raises SourceFailed if nobody who could know answers.
     """
     ranks = group.coded_with(rank, procs_per_worker)
-    others = [(peer, other) for peer, other in zip(group.members, ranks, strict=True) if other != rank]
-    questions = [
-        partial(_blocks, peer, Share(index, ranks), rank, connect) for index, peer in enumerate(group.holders)
+    questions = [(peer, Ask("list", share=Share(index, ranks))) for index, peer in enumerate(group.holders)]
+    questions += [
+        (peer, Ask("list", other)) for peer, other in zip(group.members, ranks, strict=True) if other != rank
     ]
-    questions += [partial(_held, peer, other, rank, connect) for peer, other in others]
     failures: list[str] = []
     parts: Counter[Artifact] = Counter()
     sizes: dict[Artifact, int] = {}
     with ThreadPoolExecutor(min(_PARALLEL, len(questions)), thread_name_prefix="obtainable") as pool:
-        for number, answer in enumerate([pool.submit(question) for question in questions]):
+        answers = [pool.submit(_listed, connect, peer, ask) for peer, ask in questions]
+        for number, answer in enumerate(answers):
             try:
-                found = answer.result()
+                listed = answer.result()
             except SourceFailed as error:
                 failures.append(str(error))
                 continue
-            parts.update(found.keys())
             if number < len(group.holders):
+                found = {each.artifact: each.bytes for each in listed if each.artifact.rank == rank}
                 sizes |= found
+                parts.update(found.keys())
+            else:  # of a member: it helps to rebuild this rank's artifact of the same version
+                parts.update({replace(each.artifact, rank=rank) for each in listed})
     if not sizes and failures:
         raise SourceFailed("; ".join(failures))
     return {artifact: size for artifact, size in sizes.items() if parts[artifact] >= len(ranks)}
 
 
-def _blocks(peer: Peer, share: Share, rank: int, connect: Callable[[Peer], Wire]) -> dict[Artifact, int]:
+def _listed(connect: Callable[[Peer], Wire], peer: Peer, ask: Ask) -> tuple[ListedArtifact, ...]:
     try:
         with contextlib.closing(connect(peer)) as wire:
-            wire.send(Ask("list", share=share))
-            listed = wire.receive(Say).listed
+            wire.send(ask)
+            return wire.receive(Say).listed
     except (WireBroken, PeerRefused) as error:
         raise SourceFailed(f"worker {peer.worker}: {error}") from error
-    return {each.artifact: each.bytes for each in listed if each.artifact.rank == rank}
-
-
-def _held(peer: Peer, other: int, rank: int, connect: Callable[[Peer], Wire]) -> dict[Artifact, int]:
-    """Named after `rank`, whose artifact each of them would help to rebuild."""
-    try:
-        listed = holdings(Dial(peer.worker, lambda: connect(peer)), other)
-    except (WireBroken, PeerRefused) as error:
-        raise SourceFailed(f"worker {peer.worker}: {error}") from error
-    return {Artifact(rank, each.artifact.version, each.artifact.kind): each.bytes for each in listed}
 
 
 class Scratch:

@@ -25,8 +25,16 @@ from tiercheck.protocol.version import Artifact
 from tiercheck.supervised import describe
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.restore.restore_plan import Need, OutOfReach, RestorePlan, SourceOffer, plan
-from tiercheck_sidecar.restore.sources import Brought, RestoreSources, TriedInVain, name_of
+from tiercheck_sidecar.restore.restore_plan import (
+    Brought,
+    Need,
+    OutOfReach,
+    RestorePlan,
+    SourceOffer,
+    name_of,
+    plan,
+)
+from tiercheck_sidecar.restore.sources import RestoreSources, TriedInVain
 from tiercheck_sidecar.vault import MemoryTooSmall, NoFreeSlot, NotHeld, Vault
 from tiercheck_sidecar.vault.verification import fault_of
 

@@ -39,7 +39,7 @@ from tiercheck.protocol.version import Artifact, Chain, Kind, Version, chain_to
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.decoding import decode_request
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.restore.resharded_reads import Lender
+from tiercheck_sidecar.restore.sources import Lender
 from tiercheck_sidecar.vault import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Vault
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import Needs, TierVerdict, intersect
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
-from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead, WorkerWord
 from tiercheck_sidecar.versions.tier_line import AnswerLate, CallFailed, TierLine
+from tiercheck_sidecar.versions.watermark import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.versions.words import (
     TierAnswer,
     Vocabulary,

@@ -19,8 +19,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.exchange.fetch import Dial, FetchFailed, fetch, holdings
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
-from tiercheck_sidecar.exchange.gathering import DAMAGED_MOST, OVERDUE, Gathering
-from tiercheck_sidecar.exchange.streams import Deal
+from tiercheck_sidecar.exchange.streams import DAMAGED_MOST, OVERDUE, Deal, Gathering
 from tiercheck_sidecar.replicate.lane import FIRST, LONGEST, Backoff
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
 

@@ -18,10 +18,9 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, History, Kind, Share, Version
-from tiercheck_sidecar import isal
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity import holder as module
 from tiercheck_sidecar.parity.holder import Block, BlockGone, is_expendable
 from tiercheck_sidecar.vault import Seal
@@ -126,8 +125,8 @@ def test_more_losses_than_blocks_are_refused_with_numbers() -> None:
 
 
 def test_one_block_needs_no_library_and_more_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isal.metadata, "files", lambda _: None)
-    isal._load.cache_clear()
+    monkeypatch.setattr(coding.metadata, "files", lambda _: None)
+    coding._load.cache_clear()
     coding.row.cache_clear()
     try:
         source = random.Random(3)
@@ -135,10 +134,10 @@ def test_one_block_needs_no_library_and_more_name_it(monkeypatch: pytest.MonkeyP
         blocks = dict(enumerate(encode(members, 1)))
         for lost in range(3):
             assert recover(members, blocks, {lost}, lost) == members[lost]
-        with pytest.raises(isal.LibraryMissing, match="pyeclib"):
+        with pytest.raises(coding.LibraryMissing, match="pyeclib"):
             coding.row(3, 1)
     finally:
-        isal._load.cache_clear()
+        coding._load.cache_clear()
         coding.row.cache_clear()
 
 

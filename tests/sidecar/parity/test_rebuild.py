@@ -36,8 +36,7 @@ from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity.parts import obtainable
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
-from tiercheck_sidecar.restore.resharded_reads import Lender
-from tiercheck_sidecar.restore.sources import RestoreSources
+from tiercheck_sidecar.restore.sources import Lender, RestoreSources
 
 V = Version(10, 1)
 SIZES = (9_000_000, 5_500_001, 12_345_678)

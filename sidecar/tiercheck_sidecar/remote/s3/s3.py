@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from tiercheck_sidecar import isal
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.remote import keys as layout
 from tiercheck_sidecar.remote.config import ARCHIVES, PARALLEL_PARTS, S3Settings
 from tiercheck_sidecar.remote.errors import Reason, RemoteClosed, RemoteCorrupt, RemoteError, ignore
@@ -130,7 +130,7 @@ class Leftover:
 
 def _crc64nvme(piece: memoryview) -> str:
     """Empty: it cannot be computed here."""
-    return isal.library().crc64nvme(piece) if isal.is_here() else ""
+    return coding.library().crc64nvme(piece) if coding.is_here() else ""
 
 
 CONFLICT_TRIES = 6

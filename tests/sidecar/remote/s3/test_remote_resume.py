@@ -30,7 +30,7 @@ from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests, Manifest
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar import isal
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, keys, open_store
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.errors import digest_of
@@ -178,7 +178,7 @@ def test_parts_that_are_not_ours_are_sent_again(
     algorithm = {"ChecksumAlgorithm": "CRC64NVME"} if checksums else {}
     left = place.client.create_multipart_upload(Bucket=BUCKET, Key=key_of(slot[1]), **algorithm)["UploadId"]
     for number, body in ((1, content[:PART]), (2, os.urandom(PART)), (3, content[:1000])):
-        more = {"ChecksumCRC64NVME": isal.library().crc64nvme(body)} if checksums else {}
+        more = {"ChecksumCRC64NVME": coding.library().crc64nvme(body)} if checksums else {}
         place.client.upload_part(
             Bucket=BUCKET, Key=key_of(slot[1]), UploadId=left, PartNumber=number, Body=body, **more
         )
