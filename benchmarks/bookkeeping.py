@@ -29,7 +29,6 @@ from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import Cadence, TierVerdict
 from tiercheck_sidecar.replicate import replicate
-from tiercheck_sidecar.replicate.lane import Pushed
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.versions.reclaim import Reclaimer
@@ -198,8 +197,8 @@ class _Worker:
         )  # fmt: skip
 
 
-def _kept(*_: object) -> Pushed:
-    return Pushed.KEPT
+def _kept(*_: object) -> bool:
+    return True
 
 
 def _content(rank: int, version: Version, kind: Kind) -> bytes:

@@ -42,7 +42,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.exchange.channel import CONGESTION_CONTROL
 from tiercheck_sidecar.exchange.fetch import Dial, fetch
 from tiercheck_sidecar.exchange.streams import STREAMS, Line
-from tiercheck_sidecar.replicate.lane import Pushed, push
+from tiercheck_sidecar.replicate.lane import push
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault import Seal
 
@@ -157,8 +157,8 @@ def measure(mebibytes: int = 512, rounds: int = 11) -> dict[str, Any]:
 
 def _push(owner: Station, seal: Seal, line: Line) -> None:
     deadline = time.monotonic() + 30
-    while (
-        push(owner.vault, seal, line) is not Pushed.KEPT
+    while not push(
+        owner.vault, seal, line
     ):  # the holder frees its older copy a moment after the newer one came
         if time.monotonic() > deadline:
             raise RuntimeError("the holder stays busy")

@@ -14,8 +14,7 @@ import pytest
 
 from tests.operator_key import sign_attempt
 from tests.sidecar.remote.remote_places import sealed
-from tests.sidecar.stations import MakeStations
-from tests.sidecar.values import config_of
+from tests.sidecar.stations import MakeStations, config_of
 from tests.sidecar.world import JOB_UID, FakeLauncher, MakeWorld, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Source, Tier

@@ -40,7 +40,7 @@ from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Upl
 from tiercheck_sidecar.remote import preflight
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
-from tiercheck_sidecar.replicate.lane import Pushed, PushRefused
+from tiercheck_sidecar.replicate.lane import PushRefused
 from tiercheck_sidecar.replicate.replicate import Replicator
 from tiercheck_sidecar.restore import restore
 from tiercheck_sidecar.restore.restore import Restorer
@@ -402,7 +402,7 @@ class _Lane:
             process._bump()
 
 
-def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = None) -> Pushed:
+def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = None) -> bool:
     """As `sender.push`, with the bytes in one piece."""
     sender, peer = line
     world, attempt = sender.world, sender.state.attempt
@@ -411,9 +411,9 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
     ask = Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
     said = session._offer(ask)
     if said.state == "have":
-        return Pushed.KEPT
+        return True
     if said.state == "busy":
-        return Pushed.BUSY
+        return False
     if said.state != "send":
         raise PushRefused(said.message)
     with (
@@ -441,7 +441,7 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
         raise PushRefused(last.message)
     if world.rng.random() < world.plan.loss:
         raise WireBroken("the answer was lost")
-    return Pushed.KEPT
+    return True
 
 
 class Reach:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Generic, TypeVar
 
 from tiercheck.failpoints import failpoint
@@ -84,27 +83,21 @@ def lacking(
     return [seal for seal in found if seal is not None]
 
 
-class Pushed(Enum):
-    KEPT = "kept"
-    """The holder has verified every chunk and holds the artifact."""
-    BUSY = "busy"
-    """It has no free slot now, or has not heard of this attempt yet: try again."""
-
-
 class PushRefused(Exception):
     """The holder will not take it; the message is its sentence."""
 
 
-def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> Pushed:
-    """Send `seal`'s artifact. A stream that breaks is taken up again where it stopped. Whatever is raised,
-    `line` is hung up.
+def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> bool:
+    """Send `seal`'s artifact. Returns whether the holder has verified every chunk and holds it; False: it has
+    no free slot now, or has not heard of this attempt yet. A stream that breaks is taken up again where it
+    stopped. Whatever is raised, `line` is hung up.
 
     Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged.
     """
     return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
 
 
-def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> Pushed:
+def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> bool:
     (wire,) = line.wires(1)
     failpoint("before-push")
     wire.send(
@@ -112,9 +105,9 @@ def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> Pushed:
     )
     said = wire.receive(Say)
     if said.state == "have":
-        return Pushed.KEPT
+        return True
     if said.state == "busy":
-        return Pushed.BUSY
+        return False
     if said.state != "send":
         raise PushRefused(said.message)
     chunks = len(seal.digests.values)
@@ -125,7 +118,7 @@ def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> Pushed:
         wire.send(Ask("commit", transfer=said.transfer))
         last = wire.receive(Say)
         if last.state == "ok":
-            return Pushed.KEPT
+            return True
         if last.state != "again":
             raise PushRefused(last.message)
         if not deal:  # it lost what it had acknowledged: offering again tells what it has

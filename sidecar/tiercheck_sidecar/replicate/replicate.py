@@ -26,7 +26,7 @@ from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.pacing import Portion, TokenBucket
-from tiercheck_sidecar.replicate.lane import PORTIONS, HolderTroubles, Lane, Pushed, lacking, push
+from tiercheck_sidecar.replicate.lane import PORTIONS, HolderTroubles, Lane, lacking, push
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
 from tiercheck_sidecar.versions.reclaim import MemoryPlace, expendable
@@ -129,10 +129,10 @@ class Replicator:
         pace = Portion(self.bucket, PORTIONS[kind])
 
         def bring(seal: Seal, line: Line) -> bool:
-            if push(self._vault, seal, line, pace) is not Pushed.KEPT:
-                return False
-            self._acknowledge(holder, seal, era)
-            return True
+            kept = push(self._vault, seal, line, pace)
+            if kept:
+                self._acknowledge(holder, seal, era)
+            return kept
 
         return Lane(
             self._state,

@@ -15,8 +15,7 @@ from dataclasses import replace
 import pytest
 
 from tests.operator_key import sign_attempt, sign_pod
-from tests.sidecar.stations import MakeStations, send_bytes
-from tests.sidecar.values import image
+from tests.sidecar.stations import MakeStations, image, send_bytes
 from tests.sidecar.versions.reports import RankTiers, TierReport, tell
 from tests.sidecar.world import JOB_UID, MakeWorld, World, error_of, layout, until
 from tiercheck.protocol import names

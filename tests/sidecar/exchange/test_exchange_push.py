@@ -26,7 +26,7 @@ from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
 from tiercheck_sidecar.exchange.streams import Line, TooDamaged
 from tiercheck_sidecar.exchange.transfers import Inbox
-from tiercheck_sidecar.replicate.lane import Pushed, PushRefused, push
+from tiercheck_sidecar.replicate.lane import PushRefused, push
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
 MIB = 1 << 20
@@ -68,9 +68,9 @@ def test_copy_is_byte_for_byte_what_was_saved(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert line.sent == seal.digests.size
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert line.sent == seal.digests.size, "what the holder has is not sent again"
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
 
@@ -82,7 +82,7 @@ def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: MakeStati
     with job[0].vault.pin(Artifact(0, Version(6, 1), Kind.DELTA)) as slot:
         assert slot.size > seal.digests.size
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert line.sent == seal.digests.size
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
     assert not job[1].holds(Artifact(0, Version(6, 1), Kind.SNAPSHOT))
@@ -97,7 +97,7 @@ def test_broken_stream_is_taken_up_where_it_stopped(stations: MakeStations) -> N
 
     cables = [Breaking(job[0].connect(1), 2, arrived)]
     with Line(lambda: cables.pop() if cables else job[0].connect(1)) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         resent = line.sent - seal.digests.size
     assert resent == 0, "both chunks had arrived"
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
@@ -120,7 +120,7 @@ def test_sender_that_comes_back_is_told_what_is_there(stations: MakeStations) ->
     assert (again.state, set(again.missing)) == ("send", set(range(chunks)) - {0, 3, 5})
     second.close()
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert line.sent == sum(length_of(seal.digests, index) for index in (1, 2, 4))
 
 
@@ -168,7 +168,7 @@ def test_stream_of_before_cannot_write_once_its_sender_began_again(stations: Mak
     inbox = job[1].server.inbox
     transfer = until(lambda: inbox.find(said.transfer, 0), "offered")
     until(lambda: transfer.idle() == 0, "the stream is open")
-    assert job[0].push(seal, 1) is Pushed.KEPT
+    assert job[0].push(seal, 1)
     with pytest.raises(WireBroken):
         old.receive(Say)
     old.close()
@@ -209,10 +209,10 @@ def test_idle_connection_that_the_holder_closed_costs_nothing(stations: MakeStat
     job = stations()
     first, second = job[0].save(Version(5, 1), MIB), job[0].save(Version(6, 1), MIB)
     with job[0].line(1) as line:
-        assert push(job[0].vault, first, line) is Pushed.KEPT
+        assert push(job[0].vault, first, line)
         for wire in line.wires(1):
             wire.cut()
-        assert push(job[0].vault, second, line) is Pushed.KEPT
+        assert push(job[0].vault, second, line)
 
 
 def test_one_connection_carries_many_deltas(stations: MakeStations) -> None:
@@ -227,7 +227,7 @@ def test_one_connection_carries_many_deltas(stations: MakeStations) -> None:
     job[0].save(Version(1, 1), MIB)
     with Line(connect) as line:
         for step in range(2, 6):
-            assert push(job[0].vault, job[0].save(Version(step, 1), 1000, Kind.DELTA), line) is Pushed.KEPT
+            assert push(job[0].vault, job[0].save(Version(step, 1), 1000, Kind.DELTA), line)
     assert made == 1
 
 
@@ -236,9 +236,9 @@ def test_holder_without_room_says_so_and_takes_it_later(stations: MakeStations) 
     seals = [job[0].save(Version(step, 1), MIB) for step in (1, 2, 3)]
     with job[0].line(1) as line:
         said = [push(job[0].vault, seal, line) for seal in seals]
-        assert said == [Pushed.KEPT, Pushed.KEPT, Pushed.BUSY]
+        assert said == [True, True, False]
         job[1].vault.evict(lambda seal: seal.version == Version(1, 1))
-        assert push(job[0].vault, seals[2], line) is Pushed.KEPT
+        assert push(job[0].vault, seals[2], line)
 
 
 def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(
@@ -251,7 +251,7 @@ def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(
     abandoned.send(offer(old))
     assert abandoned.receive(Say).state == "send"
     abandoned.close()
-    assert job[0].push(new, 1) is Pushed.KEPT
+    assert job[0].push(new, 1)
 
 
 def test_transfer_that_nobody_comes_back_for_is_given_up(stations: MakeStations) -> None:
@@ -304,7 +304,7 @@ def test_one_worker_cannot_take_all_connections_in_whoevers_name(
     wires = [dial(thief, 1, job.peer(1), job.port) for _ in range(8)]
     seal = job[0].save(Version(5, 1), MIB)
     for _ in range(3):
-        assert job[0].push(seal, 1) is Pushed.KEPT
+        assert job[0].push(seal, 1)
     for wire in wires:
         wire.close()
 

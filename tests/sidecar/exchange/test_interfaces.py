@@ -38,7 +38,7 @@ from tiercheck_sidecar.exchange.addresses import (
 from tiercheck_sidecar.exchange.fetch import fetch
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.replicate.lane import Pushed, push
+from tiercheck_sidecar.replicate.lane import push
 
 MIB = 1 << 20
 LARGE = 21 * MIB
@@ -146,7 +146,7 @@ def test_one_copy_goes_over_all_named_interfaces_at_once(stations: MakeStations)
     job = with_rails(stations, "net1", "net2")
     seal = job[0].save(Version(5, 2), LARGE)
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         ends = {(wire.near_end[0], wire.far_end[0]) for wire in line.wires(2)}
     assert ends == {(job.rail(n, 0), job.rail(n, 1)) for n in (1, 2)}, "each from its own to the other's"
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
@@ -187,7 +187,7 @@ def test_copy_goes_on_over_the_other_interface_when_one_is_cut_in_mid_copy(
 
     monkeypatch.setattr(Wire, "send_chunk", send_and_pull)
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert {wire.far_end[0] for wire in line.wires(2)} == {job.rail(2, 1)}
         assert line.sent < 2 * seal.digests.size, "what had arrived is not sent again"
     assert cut.pulled == {victim}
@@ -229,7 +229,7 @@ def test_missing_interface_is_told_with_those_that_there_are_and_copies_are_made
     assert "no interface net7 or 10.99.0.0/16" in problem.message
     assert f"eth0 ({job.host(0)}), net1 ({job.rail(1, 0)})" in problem.message
     seal = job[0].save(Version(5, 2), MIB)
-    assert job[0].push(seal, 1) is Pushed.KEPT
+    assert job[0].push(seal, 1)
     assert job[1].holds(Artifact(0, seal.version))
     job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_interfaces=("net1",)))
     until(lambda: not job[0].state.problems, "all is well")

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiercheck_sidecar
-from tests.sidecar.values import config_of
+from tests.sidecar.stations import config_of
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Branch, History, Version

@@ -27,7 +27,7 @@ from tests.sidecar.remote.s3.faulty_proxy import (
     refusal,
 )
 from tests.sidecar.remote.test_remote_two_jobs import Opener, restored
-from tests.sidecar.values import config_of
+from tests.sidecar.stations import config_of
 from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version

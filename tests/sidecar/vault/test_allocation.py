@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sidecar.values import config_of, directive_of
+from tests.sidecar.stations import config_of, directive_of
 from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import OWN_SLOTS, Room
 from tiercheck.protocol.report import RestoreReport, RestoreState

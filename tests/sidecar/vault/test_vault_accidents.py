@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sidecar.values import config_of, image
+from tests.sidecar.stations import config_of, image
 from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.slot import NotASlot, SlotLayout
 from tiercheck.protocol.directive import Tier

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sidecar.values import config_of, directive_of
+from tests.sidecar.stations import config_of, directive_of
 from tests.sidecar.versions.reports import RankTiers, TierReport, written
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.directive import Directive, Phase, Policy
