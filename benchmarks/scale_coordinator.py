@@ -34,9 +34,8 @@ from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.app import prepare_process
-from tiercheck_sidecar.control import ports
-from tiercheck_sidecar.control.api import ControlApi, server_context
-from tiercheck_sidecar.control.ports import GuardedPort
+from tiercheck_sidecar.control import api as control_api
+from tiercheck_sidecar.control.api import ControlApi, GuardedPort, TierPort, server_context
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.config import SidecarConfig
@@ -158,7 +157,7 @@ def serve(folder: Path, workers: int) -> None:
     slower = SLOWER.get(workers, 1)
     coordinating.pace = lambda callers: slower * pace(callers)
     coordinating._MOMENT *= slower
-    ports._LEAST_SILENCE *= slower * 5
+    control_api._LEAST_SILENCE *= slower * 5
     coordinator = Coordinator(state)
     coordinator.stored((Version(10**9, 1),))  # so nothing is owed to the remote tier
     me = Peer(0, _SERVER)
@@ -173,7 +172,7 @@ def serve(folder: Path, workers: int) -> None:
 
     async def live() -> None:
         control = ControlApi(state, Reporter(state, vault))
-        api = control.build(web.get(PATH, ports.TierPort(coordinator).upgrade))
+        api = control.build(web.get(PATH, TierPort(coordinator).upgrade))
         port = GuardedPort(api, Strangers(lambda: 256 + workers), server_context(config))
         control.on_proof = port.believe
         await port.start(_SERVER, names.CONTROL_PORT)

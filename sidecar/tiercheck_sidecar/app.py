@@ -17,9 +17,8 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck.redaction import log_redacted
-from tiercheck_sidecar.control.api import ControlApi, server_context
+from tiercheck_sidecar.control.api import ControlApi, GuardedPort, TierPort, server_context
 from tiercheck_sidecar.control.credentials import own_credentials, wait_for_renewal
-from tiercheck_sidecar.control.ports import GuardedPort, TierPort
 from tiercheck_sidecar.control.report import Reporter, render
 from tiercheck_sidecar.exchange.addresses import OwnAddress, own_addresses
 from tiercheck_sidecar.exchange.handshake import Identity

@@ -31,7 +31,7 @@ from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.remote import retention
+from tiercheck_sidecar.remote import keys
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
 from tiercheck_sidecar.restore import restore, restore_plan
@@ -176,7 +176,6 @@ def _attempt_goes_back() -> list[Patch]:
 def _manifest_before_artifacts() -> list[Patch]:
     def early(self: remote_store.RemoteStore, manifest: Any) -> bool:
         from tiercheck.protocol.encoding import to_json
-        from tiercheck_sidecar.remote import keys
 
         return self._objects.create(keys.manifest_key(manifest.version), to_json(manifest))
 
@@ -202,8 +201,8 @@ def _manifest_before_artifacts() -> list[Patch]:
 
 
 def _retention_keeps_too_few() -> list[Patch]:
-    real = retention.to_delete
-    return [(retention, "to_delete", lambda committed, keep, *more: real(committed, keep - 1, *more))]
+    real = keys.to_delete
+    return [(keys, "to_delete", lambda committed, keep, *more: real(committed, keep - 1, *more))]
 
 
 def _objects_before_their_manifest() -> list[Patch]:
@@ -213,7 +212,7 @@ def _objects_before_their_manifest() -> list[Patch]:
         self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None, history: Any = None
     ) -> Any:
         committed = self._committed()
-        for version in retention.to_delete(committed, keep, protect, seconds, history):
+        for version in keys.to_delete(committed, keep, protect, seconds, history):
             real(self, version)
         return self.versions()
 
@@ -372,11 +371,11 @@ MUTATIONS = (
     Mutation("early manifest", "a manifest is written before all artifacts are there",
         _manifest_before_artifacts, _remote),
     Mutation("newest deleted", "retention deletes the newest",
-        lambda: [(retention, "to_delete", lambda committed, keep, *_: tuple(sorted(committed)[keep:]))],
+        lambda: [(keys, "to_delete", lambda committed, keep, *_: tuple(sorted(committed)[keep:]))],
         _remote),
     Mutation("one too few", "retention keeps one version less", _retention_keeps_too_few, _remote),
     Mutation("orphans", "artifacts of versions that are on their way pass for abandoned",
-        lambda: [(retention, "is_abandoned", lambda version, kept, protect, history=None: bool(kept))],
+        lambda: [(keys, "is_abandoned", lambda version, kept, protect, history=None: bool(kept))],
         _remote),
     Mutation("objects first", "retention deletes artifacts and leaves their manifest",
         _objects_before_their_manifest, _remote),

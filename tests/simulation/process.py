@@ -26,12 +26,11 @@ from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import first_mismatch
-from tiercheck_sidecar.exchange import transfers
+from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.session import Session
+from tiercheck_sidecar.exchange.session import Inbox, Session
 from tiercheck_sidecar.exchange.streams import TooDamaged
-from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
@@ -633,8 +632,8 @@ def in_simulation(world: Simulation) -> Iterator[None]:
             (preflight, "SIZE", 17 * 64),
             (preflight, "uuid", named),
             (coordinator, "time", clock),
-            (transfers, "time", clock),
-            (transfers, "uuid", named),
+            (exchange_session, "time", clock),
+            (exchange_session, "uuid", named),
         ),
     ):
         yield

@@ -22,8 +22,8 @@ from tiercheck.protocol.version import Artifact
 from tiercheck_sidecar.digest import chunk_view, length_of
 from tiercheck_sidecar.exchange.frames import Altered, Ask, ListedArtifact, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
+from tiercheck_sidecar.exchange.session import Chunks
 from tiercheck_sidecar.exchange.streams import OVERDUE, Gathering, stream_count
-from tiercheck_sidecar.exchange.transfers import Chunks
 from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import Seal, Vault
 

@@ -11,6 +11,7 @@ the last one used comes first, because it is in the cache.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +27,6 @@ from tiercheck_sidecar.digest import CHUNK, digest_chunk, is_well_formed, length
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
 from tiercheck_sidecar.exchange.streams import run_all
-from tiercheck_sidecar.exchange.transfers import write_all
 
 DialPeer = Callable[[Peer], Wire]
 """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
@@ -257,7 +257,7 @@ class Unfolding:
             _receive(index, inflows, adder, len(target))
             if digest_chunk(target) != self._digests.values[index]:
                 self._examine(index, parts, target)
-            write_all(self._file, target, index * self._digests.chunk)
+            _write_all(self._file, target, index * self._digests.chunk)
             with self._lock:
                 self._missing.discard(index)
 
@@ -338,3 +338,11 @@ def _blaming(part: RebuildPart) -> Iterator[None]:
         yield
     except (WireBroken, PeerRefused, PartMissing) as error:
         raise PartFailed(part, str(error)) from error
+
+
+def _write_all(file: int, view: memoryview, offset: int) -> None:
+    """Write `view` at `offset`. Raises OSError."""
+    while view:
+        written = os.pwrite(file, view, offset)
+        offset += written
+        view = view[written:]

@@ -21,11 +21,11 @@ from tiercheck.protocol.report import Break, Report, Unreachable
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange import server, transfers
+from tiercheck_sidecar.exchange import server, session
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
+from tiercheck_sidecar.exchange.session import Inbox
 from tiercheck_sidecar.exchange.streams import Line, TooDamaged
-from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.replicate.lane import PushRefused, push
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
@@ -260,7 +260,7 @@ def test_transfer_that_nobody_comes_back_for_is_given_up(stations: MakeStations)
     now = 100.0
     inbox = Inbox(job[1].vault, lambda: now)
     transfer = inbox.open(CallerClaim("uid", 0, 1, ""), Seal(0, seal.version, 2, Tier.PEER, seal.digests))
-    now += transfers.LINGER
+    now += session.LINGER
     inbox.sweep()
     assert inbox.find(transfer.name, 0) is transfer
     assert inbox.find(transfer.name, 1) is None, "it is its sender's alone"

@@ -25,7 +25,7 @@ from tiercheck.protocol.directive import Phase, Source, Tier
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.remote import open_store
-from tiercheck_sidecar.remote.retention import is_abandoned, to_delete
+from tiercheck_sidecar.remote.keys import is_abandoned, to_delete
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tiercheck_sidecar import tags
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.fetch import fetch
 from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.transfers import Chunks
+from tiercheck_sidecar.exchange.session import Chunks
 from tiercheck_sidecar.replicate.lane import push
 from tiercheck_sidecar.tags import Tagger, Tags, digest_and_tag, is_well_described
 from tiercheck_sidecar.vault import Seal, Vault
