@@ -1,4 +1,4 @@
-"""Gives each benchmark its sizes, machine and processes, and takes its figures, which have bounds to keep."""
+"""Gives each benchmark its sizes, machine and processes, and takes its figures with their bounds."""
 
 from __future__ import annotations
 

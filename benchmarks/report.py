@@ -1,4 +1,4 @@
-"""The table, for a terminal and for a page, the numbers behind it, why a figure is missed, and pictures.
+"""The table, for a terminal and a page, the numbers behind it, why a figure is missed, and pictures.
 
 Pictures have Okabe and Ito's colours, and marks that differ in shape too.
 """

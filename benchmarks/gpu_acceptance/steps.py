@@ -1,4 +1,4 @@
-"""Measures what it costs a training to be kept: its steps, its memory, its thread of Python, its start.
+"""Measures what it costs a training to be kept: its steps, memory, thread of Python and start.
 
 Steps are measured as a training has them: many in a row, and nobody waits for the device between. To
 synchronise after each step hides what a lost lead of the host costs; a median hides the steps that save.

@@ -1,4 +1,4 @@
-"""Lists the remote tier, brings the versions that the coordinator names to it, and reads them in a restore.
+"""Lists the remote tier, brings the versions to it that the coordinator names, and reads them again.
 
 What is brought takes no more than the rate that the job allows. Worker 0 also tries the tier out before it
 counts, writes the manifest, once every rank's object is there, and forgets what is older than the job keeps.

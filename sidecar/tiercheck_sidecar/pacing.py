@@ -1,4 +1,4 @@
-"""Bounds the bytes per second of uploads and copies, and tells when the kernel bounds this sidecar's CPU.
+"""Bounds the bandwidth of uploads and copies, and tells when the kernel bounds this sidecar's CPU.
 
 Training keeps its network by a token bucket in its time-based form: instead of counting tokens it remembers
 when the bytes already granted will be paid for. A piece of any size is granted as soon as the ones before it

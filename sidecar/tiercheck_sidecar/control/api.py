@@ -1,4 +1,4 @@
-"""The control API: HTTPS with JSON, for the operator, at a guarded port that the job's other sidecars share.
+"""The control API: HTTPS with JSON for the operator, at a guarded port that other sidecars share.
 
 aiohttp's own sites accept whoever comes, and wait for an hour for the first request. Here each connection,
 from before its TLS handshake on, is a stranger until a request on it is believed, and has a few seconds for

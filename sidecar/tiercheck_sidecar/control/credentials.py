@@ -1,4 +1,4 @@
-"""Keeps own credentials out of reports and logs, and ends the process when those of the remote tier change.
+"""Keeps own credentials out of reports, and ends the process when the remote tier's change.
 
 An environment never follows its Secret. The kubelet starts the process again with the new values, and
 everything it holds is found again on the memory volume. It ends only while the remote tier cannot be reached:

@@ -1,4 +1,4 @@
-"""Gathers the report: all that the controller knows about this worker, and what a dashboard shows of it.
+"""Gathers the report: what the controller knows of this worker, and what a dashboard shows of it.
 
 Its serial grows only with facts that the controller may act on. What a worker holds and which version is
 complete change at every step, and wake nobody: the controller looks at them when it decides on a recovery,

@@ -1,4 +1,4 @@
-"""Listens at the pod's address and on the interfaces that the job names, receives pushes and answers pulls.
+"""Listens at the pod's address and the interfaces that the job names; takes pushes, answers pulls.
 
 Each connection has a thread. Nothing is acknowledged before it is verified.
 """

@@ -1,4 +1,4 @@
-"""Deals the chunks of one artifact over several connections, and decides which source brings which chunk.
+"""Deals the chunks of an artifact over several connections, and decides which source brings which.
 
 Whoever is free takes the next, so a slow stream holds up one chunk and not a quarter of the artifact, and a
 fast source brings more. Connections to one peer are kept open between artifacts, so that a small delta pays

@@ -1,4 +1,4 @@
-"""Spells where things lie in the remote tier, and decides what may be deleted there; deletes nothing itself.
+"""Spells where things lie in the remote tier, and decides what may be deleted there.
 
 The layout is that of `tiercheck.protocol.manifest`. All keys are relative to the job's folder, so that a
 bucket can be copied elsewhere and still be read.

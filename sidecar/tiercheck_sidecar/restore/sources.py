@@ -1,4 +1,4 @@
-"""Gives the places that a restore reads from: lists what each has of a rank, and brings it, or chunks of it.
+"""Gives a restore the places that it reads from: lists what each has, and brings it, or chunks of it.
 
 Peers are asked for what they hold, everybody in a parity group for what could be rebuilt of it. The remote
 tier has the snapshots of complete versions.
