@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import hashlib
 import logging
 import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 from aiohttp import web
 
@@ -18,8 +21,7 @@ from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck.redaction import log_redacted
 from tiercheck_sidecar.control.api import ControlApi, GuardedPort, TierPort, server_context
-from tiercheck_sidecar.control.credentials import own_credentials, wait_for_renewal
-from tiercheck_sidecar.control.report import Reporter, render
+from tiercheck_sidecar.control.report import Reporter, own_credentials, render
 from tiercheck_sidecar.exchange.addresses import OwnAddress, own_addresses
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
@@ -312,6 +314,49 @@ class Sidecar:
         """All workers may call worker 0 at once."""
         directive = self.state.directive
         return _MOST_STRANGERS + (directive.workers if directive else 0)
+
+
+_LOOK_EVERY = 2.0
+"""Seconds between two looks at the remote tier's credentials."""
+
+
+async def wait_for_renewal(folder: Path | None, reachable: Callable[[], bool | None]) -> None:
+    """Returns when the Secret mounted at `folder` differs from what it was and the remote tier is not
+    reachable. May never.
+
+    An environment never follows its Secret. The kubelet starts the process again with the new values, and
+    everything it holds is found again on the memory volume. It ends only while the remote tier cannot be
+    reached: changed credentials are no reason to disturb what works.
+    """
+    if folder is None:
+        await asyncio.Event().wait()
+        return
+    before = fingerprint(folder)
+    while True:
+        await asyncio.sleep(_LOOK_EVERY)
+        if reachable() is False and fingerprint(folder) != before:
+            log.warning(
+                "the remote tier's credentials have changed; the sidecar ends to be started with them"
+            )
+            return
+
+
+def fingerprint(folder: Path) -> str:
+    """Of names and contents; a Secret that does not exist is an empty folder."""
+    seen = hashlib.sha256()
+    # The kubelet's own links and time-stamped folders begin with two dots.
+    for file in sorted(path for path in _entries(folder) if not path.name.startswith("..")):
+        with contextlib.suppress(OSError):
+            content = file.read_bytes()
+            seen.update(f"{file.name}\0{len(content)}\0".encode() + content)
+    return seen.hexdigest()
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def prepare_process() -> None:

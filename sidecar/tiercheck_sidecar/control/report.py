@@ -4,21 +4,29 @@ Its serial grows only with facts that the controller may act on. What a worker h
 complete change at every step, and wake nobody: the controller looks at them when it decides on a recovery,
 and before that it asks every sidecar anew. That they are there at all, and the snapshot watermark by the
 coordinator's word, are news.
+
+No credential that this process holds is in either, whatever it looks like.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from functools import lru_cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.encoding import field_names
 from tiercheck.protocol.report import (
     Holding,
     MemoryReport,
@@ -30,9 +38,55 @@ from tiercheck.protocol.report import (
     Watermarks,
 )
 from tiercheck.protocol.version import Kind, Version
-from tiercheck_sidecar.control.credentials import Discretion, own_credentials
+from tiercheck.redaction import known_secrets, redacted
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Seal, Vault
+
+_NO_TEXT = frozenset({int, float, bool, type(None)})
+_TOLD = ("restore", "trainer", "remote", "quarantined", "problems")
+"""Parts of a report that hold what libraries, scripts and servers said."""
+
+
+def own_credentials(env: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The job's token, and the values of variables that are named like credentials."""
+    folder = Path(env.get(names.ENV_CREDENTIALS_DIR) or names.CREDENTIALS_DIR)
+    return known_secrets(env, folder / "token")
+
+
+class Discretion:
+    """Takes credentials out of reports. Not for two threads at once."""
+
+    def __init__(self, known: frozenset[str]) -> None:
+        self._hide: Callable[[str], str] = lru_cache(maxsize=512)(lambda text: redacted(text, known))
+        self._seen: dict[str, tuple[Any, Any]] = {}
+        """By part: how it was last, and that without credentials; None: it has none."""
+
+    def without_credentials(self, report: Report) -> Report:
+        """The same, with REDACTED in place of credentials."""
+        changes = {}
+        for name in _TOLD:
+            value = getattr(report, name)
+            if name not in self._seen or self._seen[name][0] != value:
+                clean = self._without(value)
+                self._seen[name] = (value, None if clean == value else clean)
+            if self._seen[name][1] is not None:
+                changes[name] = self._seen[name][1]
+        return dataclasses.replace(report, **changes) if changes else report
+
+    def _without(self, value: Any) -> Any:
+        if isinstance(value, str) and not isinstance(value, Enum):
+            return self._hide(value) if value else value
+        if isinstance(value, tuple):
+            return tuple(self._without(entry) for entry in value)
+        changes = {}
+        for name in field_names(type(value)) or ():
+            content = getattr(value, name)
+            if type(content) in _NO_TEXT:
+                continue
+            clean = self._without(content)
+            if clean != content:
+                changes[name] = clean
+        return dataclasses.replace(value, **changes) if changes else value
 
 
 class Reporter:

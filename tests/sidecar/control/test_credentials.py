@@ -32,9 +32,8 @@ from tiercheck.protocol.report import (
 )
 from tiercheck.protocol.version import Version
 from tiercheck.redaction import log_redacted
-from tiercheck_sidecar.control import credentials
-from tiercheck_sidecar.control.credentials import own_credentials
-from tiercheck_sidecar.control.report import Reporter
+from tiercheck_sidecar import app
+from tiercheck_sidecar.control.report import Reporter, own_credentials
 from tiercheck_sidecar.remote.config import clean_credentials
 from tiercheck_sidecar.remote.errors import RemoteError
 
@@ -159,27 +158,27 @@ def put(folder: Path, **values: str) -> None:
 
 
 def test_fingerprint_follows_contents_and_not_the_kubelets_housekeeping(tmp_path: Path) -> None:
-    assert credentials.fingerprint(tmp_path) == credentials.fingerprint(tmp_path / "missing")
-    empty = credentials.fingerprint(tmp_path)
+    assert app.fingerprint(tmp_path) == app.fingerprint(tmp_path / "missing")
+    empty = app.fingerprint(tmp_path)
     put(tmp_path, KEY="a")
-    first = credentials.fingerprint(tmp_path)
+    first = app.fingerprint(tmp_path)
     put(tmp_path, KEY="a")
-    assert credentials.fingerprint(tmp_path) == first != empty
+    assert app.fingerprint(tmp_path) == first != empty
     put(tmp_path, KEY="b")
-    assert credentials.fingerprint(tmp_path) != first
+    assert app.fingerprint(tmp_path) != first
 
 
 async def test_changed_credentials_do_not_disturb_a_remote_tier_that_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(credentials, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(app, "_LOOK_EVERY", 0.01)
     reachable, asked = True, asyncio.Event()
 
     def answer() -> bool:
         asked.set()
         return reachable
 
-    waiting = asyncio.create_task(credentials.wait_for_renewal(tmp_path, answer))
+    waiting = asyncio.create_task(app.wait_for_renewal(tmp_path, answer))
     await asked.wait()
     put(tmp_path, KEY="a")
     for _ in range(3):
