@@ -123,7 +123,7 @@ contracts: $(READY)
 
 chart: $(READY)
 	$(BIN)/python charts/generate.py
-	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/chart/test_chart_rendering.py tests/chart/test_chart_reserved.py
+	UPDATE_SNAPSHOTS=1 $(BIN)/python -m pytest -q tests/chart/test_chart_rendering.py tests/chart/test_chart_hook.py
 
 # Needs nothing of the rest. NO_MKDOCS_2_WARNING silences an advertisement, not a warning about our pages.
 docs:

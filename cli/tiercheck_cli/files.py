@@ -12,7 +12,7 @@ from typing import Any
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
 from tiercheck_cli.failure import USAGE, CannotDo
-from tiercheck_operator.model.quantity import parse_quantity
+from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.planning.cluster_nodes import ClusterNode
 from tiercheck_operator.planning.cluster_nodes import read_nodes as parse_nodes
 from tiercheck_operator.planning.topology import HOSTNAME_LABEL, ZONE_LABEL

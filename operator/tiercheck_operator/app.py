@@ -30,10 +30,9 @@ from tiercheck_operator.attach.adoption import AttachService
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity, NodeLeases
 from tiercheck_operator.kubernetes.election import Elector, boot_clock
-from tiercheck_operator.kubernetes.login import Access
-from tiercheck_operator.kubernetes.object_reader import WatchSession
+from tiercheck_operator.kubernetes.object_reader import Access, WatchSession
+from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity, NodeLeases
 from tiercheck_operator.kubernetes.watches import (
     ClusterView,
     Resync,
@@ -45,10 +44,9 @@ from tiercheck_operator.kubernetes.watches import (
     stuck,
     version_in,
 )
-from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.metrics import Metrics, Pages
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.parsing import identity_of, parse_node, parse_pod
-from tiercheck_operator.pages import Pages
 
 log = logging.getLogger(__name__)
 

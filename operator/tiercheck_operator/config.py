@@ -89,9 +89,7 @@ class Config:
 
         host, port = _address(env, "TIERCHECK_METRICS_ADDRESS", (default.metrics_host, default.metrics_port))
         return Config(
-            namespaces=tuple(
-                name for name in env.get("TIERCHECK_NAMESPACES", "").replace(",", " ").split() if name
-            ),
+            namespaces=_names(env, "TIERCHECK_NAMESPACES"),
             metrics_host=host,
             metrics_port=port,
             metrics_tls=env.get("TIERCHECK_METRICS_TLS", ""),
@@ -99,9 +97,7 @@ class Config:
             sidecar_pull_policy=_one_of(
                 env, "TIERCHECK_SIDECAR_PULL_POLICY", ("Always", "IfNotPresent", "Never")
             ),
-            sidecar_pull_secrets=tuple(
-                env.get("TIERCHECK_SIDECAR_PULL_SECRETS", "").replace(",", " ").split()
-            ),
+            sidecar_pull_secrets=_names(env, "TIERCHECK_SIDECAR_PULL_SECRETS"),
             resync_seconds=seconds("resync", default.resync_seconds),
             poll_seconds=seconds("poll", default.poll_seconds),
             call_seconds=seconds("call", default.call_seconds),
@@ -121,6 +117,10 @@ class Config:
             webhook=_webhook(env),
             patience=Patience(**{name: seconds(name, getattr(default.patience, name)) for name in _PATIENCE}),
         )
+
+
+def _names(env: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(env.get(name, "").replace(",", " ").split())
 
 
 def _one_of(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:

@@ -1,25 +1,35 @@
-"""What Prometheus can ask the operator. A job's series go when the job goes.
+"""Counts what Prometheus can ask the operator, and serves it with health and readiness over HTTP.
 
-There may be hundreds of jobs, each with dozens of series, so these are kept as plain numbers. The library's
-own metrics take half a KiB for each series, with locks and times of creation: more for a job than everything
-else that is known of it.
+A job's series go when the job goes. There may be hundreds of jobs, each with dozens of series, so these are
+kept as plain numbers. The library's own metrics take half a KiB for each series, with locks and times of
+creation: more for a job than everything else that is known of it.
+
+The pages ask no client for its name, so each connection lasts for seconds only, and of too many the oldest of
+the address with most gives way.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
+import ssl
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from tiercheck.about import __version__
+from tiercheck.connections import Arrivals, Strangers, hang_up
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Exact
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import JobView
 from tiercheck_operator.model.status import JobRecord, parse_time
 
@@ -292,3 +302,76 @@ class Metrics:
         self._begun.discard((namespace, name))
         for metric in self._per_job:
             metric.forget((namespace, name))
+
+
+_PATIENCE = 10.0
+"""Seconds that a connection lasts, whatever comes over it."""
+_MOST = 256
+
+
+@web.middleware
+async def _once(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Whoever watches is not known: a connection is closed once it was answered."""
+    response = await handler(request)
+    response.force_close()
+    return response
+
+
+class Pages(Arrivals[web.AppRunner]):
+    """`metrics` in the exposition format, `trouble` as sentences (empty: none), `ready` or not; `tls`: a
+    folder with tls.crt and tls.key, empty: plain HTTP."""
+
+    def __init__(
+        self,
+        metrics: Callable[[], bytes],
+        trouble: Callable[[], str],
+        ready: Callable[[], bool],
+        patience: float = _PATIENCE,
+        tls: str = "",
+    ) -> None:
+        self._tls = tls
+        self._metrics, self._trouble, self._ready, self._patience = metrics, trouble, ready, patience
+        app = web.Application(middlewares=[_once])
+        app.add_routes(
+            [
+                web.get("/metrics", self._metrics_page),
+                web.get("/healthz", self._health_page),
+                web.get("/readyz", self._ready_page),
+            ]
+        )
+        self._strangers = Strangers(lambda: _MOST)
+        super().__init__(web.AppRunner(app, access_log=None, shutdown_timeout=1.0), self._serve)
+
+    async def _serve(self, connection: socket.socket, address: str) -> None:
+        server = self._runner.server
+        assert server is not None
+        guest = self._strangers.enter(address, partial(hang_up, connection))
+        try:
+            with contextlib.suppress(OSError):
+                context = self._context()
+                await asyncio.get_running_loop().connect_accepted_socket(server, connection, ssl=context)
+                await asyncio.sleep(self._patience)
+        finally:
+            hang_up(connection)
+            self._strangers.leave(guest)
+
+    def _context(self) -> ssl.SSLContext | None:
+        """For each connection anew, as the certificate may have been renewed. Raises OSError."""
+        if not self._tls:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(f"{self._tls}/tls.crt", f"{self._tls}/tls.key")
+        return context
+
+    async def _metrics_page(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics(), content_type="text/plain", charset="utf-8")
+
+    async def _health_page(self, _: web.Request) -> web.Response:
+        trouble = self._trouble()
+        return web.Response(text=f"{trouble or 'ok'}\n", status=500 if trouble else 200)
+
+    async def _ready_page(self, _: web.Request) -> web.Response:
+        ready = self._ready()
+        return web.Response(text="ready\n" if ready else "starting\n", status=200 if ready else 503)

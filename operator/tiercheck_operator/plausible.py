@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 from tiercheck.protocol.report import Holding, Problem, Report
-from tiercheck.protocol.version import MOST_BLOCKS, Share
+from tiercheck.protocol.version import MOST_BLOCKS
 from tiercheck_operator.model import conditions
 
 LEAST, MOST = -(2**31), 2**53
@@ -53,11 +53,8 @@ def make_plausible(report: Report) -> Report:
 def _is_plausible(holding: Holding) -> bool:
     """What nobody can hold would be planned with, version by version and block by block."""
     share = holding.share
-    return 0 <= holding.version.step <= MOST and (share is None or _is_block(share))
-
-
-def _is_block(share: Share) -> bool:
-    return 0 <= share.index < MOST_BLOCKS and 0 < len(share.ranks) <= MOST_BLOCKS
+    block = share is None or (0 <= share.index < MOST_BLOCKS and 0 < len(share.ranks) <= MOST_BLOCKS)
+    return block and 0 <= holding.version.step <= MOST
 
 
 def _within(value: Any) -> Any:
@@ -82,7 +79,9 @@ def _within(value: Any) -> Any:
             continue
         if name in _FEW and of is tuple:
             old = old[: _FEW[name]]
-        new = _field(name, old)
+        new = _within(old)
+        if of is int and name in _SMALL:
+            new = min(new, _MOST_SMALL)
         if new is not (was := getattr(value, name)) and new != was:
             changed[name] = new
     return replace(value, **changed) if changed else value
@@ -93,10 +92,6 @@ def _names(kind: type) -> tuple[str, ...]:
     if kind not in _FIELDS:
         _FIELDS[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
     return _FIELDS[kind]
-
-
-def _field(name: str, value: Any) -> Any:
-    return min(_within(value), _MOST_SMALL) if name in _SMALL and type(value) is int else _within(value)
 
 
 def without_lists(report: Report, why: str) -> Report:

@@ -95,14 +95,13 @@ class Signer:
     """Signs for one job. A signature is always the same, so one that is made again tells a true one."""
 
     def __init__(self, job_uid: str, key: bytes) -> None:
-        self._job_uid, self._key = job_uid, Ed25519PrivateKey.from_private_bytes(key)
-        self.sign_attempt = lru_cache(maxsize=8)(self._sign_attempt)
+        self._key = Ed25519PrivateKey.from_private_bytes(key)
+        self.sign_attempt = lru_cache(maxsize=8)(
+            lambda attempt: self._key.sign(signing.attempt_statement(job_uid, attempt)).hex()
+        )
 
     def sign_pod(self, uid: str) -> str:
         return self._key.sign(signing.pod_statement(uid)).hex()
-
-    def _sign_attempt(self, attempt: int) -> str:
-        return self._key.sign(signing.attempt_statement(self._job_uid, attempt)).hex()
 
     def without_hearsay(self, report: Report) -> Report:
         """`report` with the newest attempt only if that is signed."""
@@ -172,10 +171,6 @@ class Lines:
         """When nobody uses them any more."""
         if "session" in vars(self):
             await self.session.close()
-
-
-def _url(address: str, path: str) -> str:
-    return f"https://{join_address(*endpoint(address, names.CONTROL_PORT))}{path}"
 
 
 class JobSidecars:
@@ -311,7 +306,7 @@ class JobSidecars:
             except SidecarError as error:
                 now = self._clock()
                 due = max(due, now - self._call)  # before that it may have waited for its turn
-                await self._lost(uid, host, error, min(due, now))
+                self._not_heard(uid, error, min(due, now), await _knock(host))
                 known = self._reports.get(uid)
                 never = known is None or known.answered_at is None
                 pause = max(_FIRST_RETRY if never else _RETRY, len(self._silent) / _RETRIES_PER_SECOND)
@@ -350,7 +345,7 @@ class JobSidecars:
                     self._heard(uid, await self._get_all(uid, host))
                     self._wake()
                 except SidecarError as error:
-                    await self._lost(uid, host, error, self._clock())
+                    self._not_heard(uid, error, self._clock(), await _knock(host))
                     if (waiting := self._waiting.pop(uid, None)) is not None:
                         waiting.reschedule(0)
         finally:
@@ -379,9 +374,6 @@ class JobSidecars:
         report = known.report if known is not None and known.holdings_at is not None else None
         return {} if report is None else {"held": f"{report.instance}.{report.held}"}
 
-    async def _lost(self, uid: str, host: str, why: SidecarError, since: float) -> None:
-        self._not_heard(uid, why, since, await _knock(host))
-
     async def _request(
         self,
         method: str,
@@ -395,7 +387,7 @@ class JobSidecars:
         keeps: bool = True,
     ) -> Report:
         """`body`: in parts. `polls`: on the connection of long polls. `keeps`: another may stay for more."""
-        url = _url(host, path)
+        url = f"https://{join_address(*endpoint(host, names.CONTROL_PORT))}{path}"
         limits = aiohttp.ClientTimeout(total=seconds, sock_connect=self._call)
         headers = {"Authorization": self._token, signing.HEADER: self._of_pod.get(host, "")}
         if not polls and not (keeps and host in self._lines.kept):

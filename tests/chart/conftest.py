@@ -31,8 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def helm_config(cluster: LocalCluster) -> Iterator[Any]:
     """Helm on that cluster. Whatever a test leaves installed is removed, the definition and its jobs
     included."""
-    from tests.chart.chart_under_test import NAMESPACE, RELEASE, helm
-    from tests.chart.releases import DEADLINE, DEFINITIONS, exists
+    from tests.chart.releases import DEADLINE, DEFINITIONS, NAMESPACE, RELEASE, exists, helm
 
     with helm.Config(kubeconfig_path=cluster.kubeconfig, namespace=NAMESPACE) as config:
         yield config

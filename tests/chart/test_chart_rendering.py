@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.chart.chart_under_test import (
+from tests.chart.releases import (
     CASES,
     CHART,
     NAMESPACE,

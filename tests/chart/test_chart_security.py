@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.chart.chart_under_test import CASES, NAMESPACE, objects, of_kind, only, values_of
+from tests.chart.releases import CASES, NAMESPACE, objects, of_kind, only, values_of
 from tiercheck.protocol import names
 
 

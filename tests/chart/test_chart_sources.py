@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.chart_under_test import (
+from tests.chart.releases import (
     CASES,
     CHART,
     ROOT,
+    asked_for,
     granted,
     of_kind,
     only,
@@ -258,7 +259,7 @@ def test_operator_listens_where_probes_and_service_look(address: str) -> None:
 
 def test_probes_ask_for_pages_that_the_operator_serves() -> None:
     (container,) = only("Deployment")["spec"]["template"]["spec"]["containers"]
-    app = (ROOT / "operator" / "tiercheck_operator" / "pages.py").read_text()
+    app = (ROOT / "operator" / "tiercheck_operator" / "metrics.py").read_text()
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert f'"{container[probe]["httpGet"]["path"]}"' in app
         assert container[probe]["httpGet"]["port"] == "metrics"
@@ -326,3 +327,32 @@ def test_replicas_of_one_deployment_share_a_lease_that_they_may_hold() -> None:
 
 def operators_roles_in(namespace: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [role for role in of_kind("Role", values) if role["metadata"]["namespace"] == namespace]
+
+
+JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/a/tiercheckjobs"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "query", "right"),
+    [
+        ("GET", "/api/v1/nodes", {}, ("", "nodes", "list")),
+        ("GET", "/api/v1/nodes", {"watch": "true"}, ("", "nodes", "watch")),
+        ("GET", "/api/v1/namespaces", {}, ("", "namespaces", "list")),
+        ("GET", "/api/v1/namespaces/a", {}, ("", "namespaces", "get")),
+        ("GET", "/api/v1/namespaces/a/secrets/b", {}, ("", "secrets", "get")),
+        ("POST", "/api/v1/namespaces/a/pods", {"fieldValidation": "Strict"}, ("", "pods", "create")),
+        ("DELETE", "/api/v1/namespaces/a/pods/b", {}, ("", "pods", "delete")),
+        ("DELETE", "/api/v1/namespaces/a/pods", {}, ("", "pods", "deletecollection")),
+        ("PUT", "/api/v1/namespaces/a/configmaps/b", {}, ("", "configmaps", "update")),
+        ("PATCH", f"{JOBS}/b/status", {}, ("tiercheck.io", "tiercheckjobs/status", "patch")),
+        ("GET", "/apis/tiercheck.io/v1alpha1/tiercheckjobs", {}, ("tiercheck.io", "tiercheckjobs", "list")),
+        ("GET", "/apis/tiercheck.io/v1alpha1", {}, None),
+        ("GET", "/apis", {}, None),
+        ("GET", "/api/v1", {}, None),
+        ("GET", "/readyz", {}, None),
+    ],
+)
+def test_request_is_named_as_rbac_names_it(
+    method: str, path: str, query: dict[str, str], right: tuple[str, str, str] | None
+) -> None:
+    assert asked_for(method, path, query) == right

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tiercheck.trainer.process import process_end
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 
 ROOT = Path(__file__).parents[2]
 FAILURES = (ROOT / "docs" / "operate" / "failures.md").read_text()

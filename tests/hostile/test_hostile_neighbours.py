@@ -17,7 +17,7 @@ import pytest
 
 from tests.operator.kubelet_words import made_by
 from tests.operator.kubernetes.proxy import adding
-from tests.operator.model.test_object_reader import BRACKETS
+from tests.operator.kubernetes.test_login import BRACKETS
 from tiercheck_local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster

@@ -17,7 +17,7 @@ from tiercheck_operator.attach.injection import Attachment
 from tiercheck_operator.attach.owners import Owner, Unattachable
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube, fill
-from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.kubernetes.owned_objects import Belongings
 from tiercheck_operator.kubernetes.watches import ClusterView, Strange
 from tiercheck_operator.model.parsing import parse_job, parse_node, parse_pod

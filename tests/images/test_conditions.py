@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.chart.chart_under_test import only
+from tests.chart.releases import only
 from tests.images.building import BASE, CACHE, Store, image_name, write_archives
 from tests.images.conftest import StartPod
 from tests.images.pods import Image

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.access import load
-from tests.chart.chart_under_test import NAMESPACE, of_kind, only
+from tests.chart.releases import NAMESPACE, of_kind, only
 from tests.cluster.jobs import Jobs
 from tests.images.building import ROOT
 from tests.images.conftest import StartPod

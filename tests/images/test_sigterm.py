@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.access import Access
-from tests.chart.chart_under_test import NAMESPACE, of_kind
+from tests.chart.releases import NAMESPACE, of_kind
 from tests.images.conftest import StartPod
 from tests.images.container import Container
 from tests.images.pods import Pod

@@ -171,9 +171,8 @@ class SidecarModel:
             self.trainer = TrainerReport(TrainerState.RUNNING, started_at=self.world.now, step=None)
             self.world.position[self.pod] = step
             self._replay(version)
-        if (
-            directive.phase is Phase.FINISH or self.flushed_for
-        ):  # its launcher is gone: a later directive brings nobody back
+        # Once it has begun, its launcher is gone: a later directive brings nobody back.
+        if directive.phase is Phase.FINISH or self.flushed_for:
             self._flush()
 
     def _hand_on(self, directive: Directive) -> None:

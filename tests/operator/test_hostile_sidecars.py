@@ -1,8 +1,9 @@
-"""Promise: no answer of one team's sidecar takes the operator's memory or its listening."""
+"""No answer or clock of one team's sidecar takes the operator's memory, its listening or its times."""
 
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import gc
 import json
 import random
@@ -32,6 +33,7 @@ from tests.operator.sidecar_over_https import (
     until,
 )
 from tests.operator.world_in_memory import REMOTE, World, make_spec, trained
+from tiercheck.clocks import ClockSkew, SteadyClock
 from tiercheck.protocol.directive import DeltaMode, Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.report import (
@@ -43,6 +45,8 @@ from tiercheck.protocol.report import (
     RankRestore,
     RemoteReport,
     Report,
+    TrainerReport,
+    TrainerState,
     Unreachable,
     Watermarks,
 )
@@ -288,8 +292,7 @@ def make_lie(liar: SidecarModel, tell: Callable[[Report], Report]) -> None:
 @given(st.integers(0, 2**32))
 def test_no_lie_ends_a_decision_or_makes_a_status_that_is_refused(seed: int) -> None:
     numbers = random.Random(seed)
-    world = World(make_spec(**numbers.choice(SPECS)))
-    world.until("Running")
+    world = World(make_spec(**numbers.choice(SPECS))).running(0)
     world.train(numbers.randrange(5))
     make_lie(world.sidecars[world.member(2)], lambda report: lying(report, numbers))
     numbers.choice(EVENTS)(world)
@@ -361,3 +364,98 @@ async def test_it_is_heard_all_the_same(sidecar: ServedSidecar, listening: JobSi
     known = heard(listening, uid)
     assert known is not None
     assert known.watermarks.local == Version(MOST, 1)
+
+
+NOW = 1_800_000_000.0
+
+
+def date(moment: float) -> str:
+    """As HTTP writes it: whole seconds, the rest cut off."""
+    return email.utils.formatdate(int(moment), usegmt=True)
+
+
+@pytest.mark.parametrize("ahead", [3600.0, -3600.0, 30.0])
+def test_skew_is_found_from_the_date_of_an_answer(ahead: float) -> None:
+    assert ClockSkew().heard("h", date(NOW + ahead), NOW) == pytest.approx(ahead, abs=1.0)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.9, -1.0])
+def test_clocks_that_agree_leave_reports_as_they_are(ahead: float) -> None:
+    assert ClockSkew().heard("h", date(NOW + ahead), NOW) == 0.0
+
+
+def test_skew_does_not_wander_with_the_fraction_of_a_second() -> None:
+    skew = ClockSkew()
+    found = {skew.heard("h", date(NOW + passed + 60), NOW + passed) for passed in (0.0, 0.4, 0.9, 1.3, 7.7)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("text", [None, "yesterday"])
+def test_answer_without_a_usable_date_changes_nothing(text: str | None) -> None:
+    skew = ClockSkew()
+    before = skew.heard("h", date(NOW + 100), NOW)
+    assert skew.heard("h", text, NOW) == before
+
+
+def test_every_time_in_a_report_is_moved_and_nothing_else() -> None:
+    world = World().running(0)
+    report = world.sidecars[world.member(0)].report()
+    trainer = TrainerReport(
+        TrainerState.FAILED, exit_code=1, started_at=100.0, first_step_at=None, ended_at=160.0
+    )
+    proof = Proof(Tier.PEER, Version(3, 1), at=150.0, seconds=7.0, bytes=1)
+    given = replace(report, trainer=trainer, proofs=(proof,))
+    moved = by_our_clock(given, 50.0)
+    assert moved == replace(
+        given, trainer=replace(trainer, started_at=50.0, ended_at=110.0), proofs=(replace(proof, at=100.0),)
+    )
+    assert by_our_clock(given, 0.0) is given
+
+
+# No step of the operator's own clock gives anybody up.
+
+
+STEPS = [30.0, 90.0, 600.0, 86_400.0, -90.0, -86_400.0]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_healthy_worker_stays_when_the_clock_steps_while_its_sidecar_misses_three_calls(step: float) -> None:
+    world = trained()
+    uid, attempt = world.member(1), world.status.attempt
+    world.sidecars[uid].reachable = False
+    world.train(2)
+    world.now += step
+    world.tick()
+    world.sidecars[uid].reachable = True
+    world.train(30, attempt=attempt)
+    assert uid in world.pods
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_dead_node_is_noticed_as_soon_as_ever_although_the_clock_stepped(step: float) -> None:
+    def seconds_until_noticed(step: float) -> int:
+        world = trained()
+        attempt = world.status.attempt
+        world.kill_node(world.home(1))
+        world.now += step
+        for seconds in range(200):
+            if world.status.attempt > attempt:
+                return seconds
+            world.tick()
+        raise AssertionError("never")
+
+    assert abs(seconds_until_noticed(step) - seconds_until_noticed(0.0)) <= 2
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 100.0), st.floats(-1e6, 1e6))))
+def test_seconds_are_as_long_as_they_are_to_a_tenth_and_steps_are_made_up_for(
+    moves: list[tuple[float, float]],
+) -> None:
+    wall = passed = 0.0
+    clock = SteadyClock(lambda: wall, lambda: passed)
+    for seconds, step in moves:
+        before = clock()
+        passed, wall = passed + seconds, wall + seconds + step
+        assert 0.9 * seconds - 1e-3 <= clock() - before <= 1.1 * seconds + 1e-3
+    passed, wall = passed + 1e9, wall + 1e9
+    assert clock() == pytest.approx(wall)

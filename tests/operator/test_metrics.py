@@ -15,12 +15,10 @@ import pytest
 
 from tests.operator.world_in_memory import World, make_spec
 from tiercheck_local.addresses import free_ports
-from tiercheck_operator import pages
 from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.kubernetes.certificates import issue_pair
-from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.metrics import Metrics, Pages
 from tiercheck_operator.model.status import PlacementRecord, SparesRecord
-from tiercheck_operator.pages import Pages
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -158,7 +156,7 @@ async def test_no_connection_lasts(first: bytes) -> None:
 async def test_a_crowd_that_says_nothing_keeps_no_probe_out(
     monkeypatch: pytest.MonkeyPatch, addresses: int
 ) -> None:
-    monkeypatch.setattr(pages, "_MOST", ROOM)
+    monkeypatch.setattr("tiercheck_operator.metrics._MOST", ROOM)
     async with opened(600.0) as port:
         crowd = [await dial(port, b"", f"127.0.0.{n % addresses + 9}") for n in range(3 * ROOM)]
         assert b" 200 " in await ask(port, "/healthz")

@@ -24,7 +24,7 @@ from tiercheck_local.cluster import LocalCluster
 from tiercheck_operator.app import Operator, end_by_signal
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.election import Terms
-from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.object_reader import Access
 
 pytestmark = pytest.mark.cluster
 

@@ -19,16 +19,18 @@ import pytest
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from tests.operator.moments import TURNS, ends, turns
-from tests.operator.moments import until as until_turn
 from tests.operator.sidecar_over_https import (
     CREDENTIALS,
     HOST,
+    TURNS,
     ServedSidecar,
+    ends,
     heard,
     serve,
     some_report,
+    turns,
     until,
+    until_turn,
 )
 from tests.operator.world_in_memory import World
 from tiercheck.protocol import names, signing
@@ -498,9 +500,8 @@ async def test_host_that_refuses_is_told_from_one_that_takes_connections_and_fro
         await until(lambda: client.reports["pod"].host is HostSign.REFUSED)
         listener.listen(_QUEUE)  # the kernel accepts, and nobody answers
         await until(lambda: client.reports["pod"].host is HostSign.ACCEPTED)
-        for _ in range(
-            2 * _QUEUE
-        ):  # its queue is full then: the kernel drops what asks, as if the host were gone
+        # Its queue is full then: the kernel drops what asks, as if the host were gone.
+        for _ in range(2 * _QUEUE):
             caller = callers.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex((HOST, port))

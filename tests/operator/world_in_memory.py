@@ -232,6 +232,12 @@ class World:
         found = self.condition(kind)
         return found.status, found.reason, found.message
 
+    def assert_told(self, kind: str, wanted: str | tuple[bool | None, str], *parts: str) -> None:
+        """Fails unless the condition has that reason (or status and reason; empty: any), and these parts."""
+        found = self.condition(kind)
+        assert wanted in ("", found.reason, (found.status, found.reason)), found
+        assert not [part for part in parts if part not in found.message], found.message
+
     @property
     def summary(self) -> dict[str, Any]:
         """`status.lastRecovery`, which there is."""
@@ -847,9 +853,11 @@ class World:
                 began.append(self.now)
         return began
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int, attempt: int | None = None) -> None:
+        """Fails unless that is the attempt then."""
         for _ in range(steps):
             self.tick()
+        assert attempt in (None, self.status.attempt), f"it is in attempt {self.status.attempt}"
 
     def running(self, steps: int = 9) -> Self:
         """Tick until it runs, and so many steps more. Returns the world."""
@@ -862,6 +870,17 @@ class World:
         self.tick()
         self.until("Running", limit, attempt)
         return self.summary
+
+    def recovered_from(self, cause: str, *parts: str, attempt: int = 2) -> dict[str, Any]:
+        """The same; fails unless that was the cause, and its message has these parts."""
+        self.recovered(attempt)
+        self.assert_back_from(cause, *parts)
+        return self.summary
+
+    def assert_back_from(self, cause: str, *parts: str) -> None:
+        """Fails unless the last recovery had that cause, and its message has these parts."""
+        assert self.summary["cause"] == cause, self.summary
+        assert not [part for part in parts if part not in self.summary["message"]], self.summary["message"]
 
     def suspended(self) -> None:
         """Tick until the job, which its owner suspends, has given its pods back."""

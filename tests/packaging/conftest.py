@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.wheels import build_wheel
+from tests.packaging.dockerfile import build_wheel
 
 ROOT = Path(__file__).parents[2]
 

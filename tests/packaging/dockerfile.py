@@ -1,9 +1,12 @@
-"""Reads a Dockerfile into stages and instructions, as far as the checks need it."""
+"""Reads a Dockerfile into stages and instructions, as far as the checks need it, and builds the wheel."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,3 +91,23 @@ def copied(stage: Stage, root: Path) -> dict[str, Path]:
                 if file.is_file() and let_through(root, str(file.relative_to(root))):
                     found[str(place / file.relative_to(root / source))] = file
     return found
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
+    """The wheel, in `folder`."""
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(folder),
+        str(source),
+    ]
+    if importlib.util.find_spec("hatchling") is not None:  # else pip fetches it for this build
+        build.insert(4, "--no-build-isolation")
+    subprocess.run(build, check=True)
+    (built,) = folder.glob("*.whl")
+    return built

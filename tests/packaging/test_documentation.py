@@ -1,8 +1,9 @@
-"""Links and anchors of all pages resolve, user pages stay short, the glossary defines words in use."""
+"""Links resolve, pages stay short, and what they draw and say of rights and places is true."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 import subprocess
 import sys
@@ -159,3 +160,76 @@ def test_picture_of_the_tiers_is_what_its_script_draws() -> None:
         [sys.executable, DOCS / "images" / "tiers.py"], capture_output=True, text=True, check=True
     ).stdout
     assert drawn == (DOCS / "images" / "tiers.svg").read_text()
+
+
+# python docs/images/journeys.py
+
+FOLDER = ROOT / "docs" / "images"
+
+
+def test_committed_drawings_are_what_the_script_draws(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("journeys", FOLDER / "journeys.py")
+    assert spec is not None
+    assert spec.loader is not None
+    journeys = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(journeys)
+    journeys.main(tmp_path)
+    drawn = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert len(drawn) == 4
+    assert {file.name: file.read_bytes() for file in FOLDER.glob("journey-*.svg")} == drawn
+
+
+def granted() -> set[tuple[str, str, str]]:
+    """(API group, resource, verb) by the manifest."""
+    found = set()
+    for document in yaml.safe_load_all((ROOT / "deploy" / "operator.yaml").read_text()):
+        if document["kind"] in ("ClusterRole", "Role"):
+            for rule in document["rules"]:
+                found |= {
+                    (g, r, v) for g in rule["apiGroups"] for r in rule["resources"] for v in rule["verbs"]
+                }
+    return found
+
+
+def told() -> set[tuple[str, str, str]]:
+    page = (
+        (ROOT / "docs" / "operate" / "security.md")
+        .read_text()
+        .partition("\n## The operator's rights\n")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| ")
+    ]
+    assert rows[0][:3] == ["API", "resources", "verbs"]
+    return {
+        ("" if api == "core" else api, resource, verb)
+        for api, resources, verbs, *_ in rows[2:]
+        for resource in re.split(r", *", resources)
+        for verb in re.split(r", *", verbs)
+    }
+
+
+def test_table_of_rights_is_what_the_manifest_grants() -> None:
+    assert told() == granted()
+
+
+WALK = (ROOT / "docs/understand/how-it-works.md").read_text().partition("\n## A stranger's walk\n")[2]
+ROWS = re.findall(r"^\| (.*\?)? \| (`.+`) \| `(.+)` \|$", WALK, re.MULTILINE)
+NAMES = [(name, path) for _, names, path in ROWS for name in re.findall(r"`([\w.]+)`", names)]
+
+
+def test_ten_questions_are_answered() -> None:
+    assert len([question for question, _, _ in ROWS if question]) == 10
+    assert len(ROWS) == len(re.findall(r"^\| ", WALK, re.MULTILINE)) - 2  # the table's head
+
+
+@pytest.mark.parametrize(("name", "path"), NAMES)
+def test_name_is_defined_in_its_file(name: str, path: str) -> None:
+    text = (ROOT / path).read_text()
+    for part in name.split("."):
+        assert re.search(rf"^ *(class|def|async def) {part}\b", text, re.MULTILINE), (
+            f"{part} is not in {path}"
+        )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.packaging.wheels import build_wheel
+from tests.packaging.dockerfile import build_wheel
 from tiercheck.about import __version__
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from losses import Step, gap_around
 from report import Report, Row
 from training import WORKER, Training
 
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 
 _CAUSES = {cause.value for cause in Cause if not cause.planned}
 

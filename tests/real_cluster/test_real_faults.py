@@ -19,7 +19,7 @@ from testbed.processes import wait_for
 from training import WORKER, Training
 from unhurt import UnhurtRun
 
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 
 PROCESS, POD, RACK = 5.0, 10.0, 15.0
 """Seconds of a recovery that may be ours, on an idle cluster."""

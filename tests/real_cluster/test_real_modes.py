@@ -15,7 +15,7 @@ from stage import SYSTEM, TRAINING, Stage, indexed_job, job, policy, wait_until_
 from testbed.processes import wait_for
 from training import Begin, Training
 
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 
 PRIVILEGED = "memory-of-nodes"
 """A namespace that allows hostPath volumes, as NodeMemory needs them."""

@@ -18,7 +18,7 @@ from training import WORKER, Begin, Training
 from unhurt import UnhurtRun
 
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import ANNOTATION_AVOIDED
 
 DELETED = (Cause.POD_DELETED,)

@@ -484,10 +484,8 @@ class Checker:
         if not common:
             self._say("it goes on", f"{passed} no step had been made by all ranks")
             return
-        bare = self.told[1] in (
-            "NoCopies",
-            "UnprotectedWorkers",
-        )  # no node is left for copies, or none are wanted
+        # No node is left for copies, or none are wanted.
+        bare = self.told[1] in ("NoCopies", "UnprotectedWorkers")
         for name in ("local", *(() if bare else ("peer",)), *(("remote",) if self.keep else ())):
             if self.newest.get(name, (0, 0))[0] < min(common):
                 self._say("it is protected again", f"{passed} {name} was at {self.newest.get(name)}")

@@ -1,4 +1,4 @@
-"""What strikes, and how all of it is healed in the end."""
+"""Strikes a simulated job, pods of others with its labels included, and heals all in the end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.simulation import pages
-from tests.simulation.neighbours import make_neighbour
-from tests.simulation.pages import Volumes
-from tests.simulation.plan import Fault
+from tests.operator.kubelet_words import at, pod, up
+from tests.simulation import store
+from tests.simulation.plan import FIRST_OF_ALL_FAULTS, Fault
+from tests.simulation.store import Volumes
+from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_operator.kubernetes.watches import ClusterView
+from tiercheck_operator.model import parsing
 from tiercheck_operator.model.actions import Action, CreatePod, CreateSpare
+from tiercheck_operator.model.observed import Observation
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.frames import Ask, WireBroken
 
@@ -173,8 +177,8 @@ def forge(world: Simulation, uid: str) -> None:
     victims = [each for each in range(directive.workers) if each not in (peer.worker, directive.worker)]
     step = max((pod.launcher.position for pod in world.sidecars.values()), default=0) + 1
     name = Artifact(victims[0], Version(step, directive.attempt), Kind.SNAPSHOT)
-    area = memoryview(bytearray(pages.SNAPSHOT_BYTES))
-    pages.write_snapshot(area, name, directive.workers, b"\xff" * 8)
+    area = memoryview(bytearray(store.SNAPSHOT_BYTES))
+    store.write_snapshot(area, name, directive.workers, b"\xff" * 8)
     with contextlib.suppress(WireBroken):
         offer(liar, peer, name, area)
 
@@ -205,12 +209,12 @@ def mend(world: Simulation) -> None:
     world.step_clock(0.0)
     bucket = world.bucket
     bucket.down, bucket.trouble, bucket.slow, bucket.behind = False, 0.0, 0.0, 0.0
-    for pod in world.sidecars.values():
-        if pod.hung:
-            pod.hung = False
-            if pod.process is not None:
-                pod.process._pending = False
-                pod.process._bump()
+    for each in world.sidecars.values():
+        if each.hung:
+            each.hung = False
+            if each.process is not None:
+                each.process._pending = False
+                each.process._bump()
 
 
 def heal(world: Simulation) -> None:
@@ -229,3 +233,60 @@ def heal(world: Simulation) -> None:
     world.nodes = {
         name: replace(node, cordoned=False, schedulable=True) for name, node in world.nodes.items()
     }
+
+
+# Whoever may make pods may label them. Each says that it is the newest pod of a worker, and that it has
+# failed, or is being deleted, or runs where the real one does: a decision that believed it would end a
+# healthy attempt, or delete the wrong pod.
+
+if TYPE_CHECKING:
+    from tests.simulation.whole import Simulation
+
+Raw = dict[str, Any]
+
+
+def make_neighbour(world: Simulation, number: int, amount: float) -> Raw:
+    """One more, like the real pod of a worker but for what its maker cannot have."""
+    real = [view for view in world.pods.values() if view.ip]
+    job, like = world.job, real[number % len(real)] if real else None
+    raw = pod(up(world.now), phase=("Failed", "Running", "Succeeded")[number % 3])
+    meta, uid = raw["metadata"], f"neighbour-{len(world.neighbours)}"
+    meta |= {"name": uid, "uid": uid, "namespace": job.namespace, "creationTimestamp": at(world.now)}
+    raw["status"]["podIP"] = like.ip if like else "127.0.0.1"
+    raw["spec"]["nodeName"] = like.node if like else "n00"
+    meta["labels"] |= {
+        names.LABEL_JOB_UID: job.identity,
+        names.LABEL_WORKER: str(like.worker if like else 0),
+        names.LABEL_INCARNATION: "999",
+    }
+    if number % 2:
+        meta["deletionTimestamp"] = at(world.now)
+    other = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "of-another", "controller": True}
+    match int(amount * (5 if world.plan.seed < FIRST_OF_ALL_FAULTS else 6)):
+        case 0:
+            meta["ownerReferences"] = []  # made by hand
+        case 1:
+            meta["ownerReferences"] = [other]
+        case 2:
+            meta["ownerReferences"] = [other]
+            meta["labels"][names.LABEL_JOBSET_UID] = job.identity
+            if number > 3:
+                meta["annotations"] = {names.ANNOTATION_ATTACHED: '{"container": "trainer"}'}
+        case 3:
+            meta["namespace"] = "of-another"  # all else copied
+        case 4:
+            meta["ownerReferences"] = [other | {"uid": job.identity, "controller": False}]
+        case _:  # another job's pod, whose template has our labels
+            ours = f"{names.API_GROUP}/{names.API_VERSION}"
+            meta["ownerReferences"] = [other | {"apiVersion": ours, "kind": names.KIND}]
+    return raw
+
+
+def with_neighbours(found: Observation, neighbours: list[Raw]) -> Observation:
+    """What the operator takes for pods of the job, beside those that are. As its loop does it for a job that
+    is not attached."""
+    seen = ClusterView()
+    for raw in neighbours:
+        seen.put_pod(raw["metadata"]["uid"], parsing.parse_pod(raw), 1)
+    taken = seen.pods_of(found.job.namespace, found.job.identity)
+    return replace(found, pods=(*found.pods, *(view for view in taken if not view.attached)))

@@ -224,7 +224,7 @@ def _silent_means_dead() -> list[Patch]:
 
     def hasty(obs: Any, heard: Any) -> Any:
         from tiercheck_operator.controller.members.suspicion import Doubt
-        from tiercheck_operator.model.causes import Cause
+        from tiercheck_operator.model.conditions import Cause
 
         found = dict(real(obs, heard))
         for pod in obs.pods:
@@ -243,7 +243,7 @@ def _restart_for_nothing() -> list[Patch]:
         found = real(obs)
         step = obs.job.status.step or 0
         if found is None and step and step % 17 == 0:
-            from tiercheck_operator.model.causes import Cause
+            from tiercheck_operator.model.conditions import Cause
 
             return trigger.Trigger(
                 Cause.TRAINER_FAILED if hasattr(Cause, "TRAINER_FAILED") else Cause.HUNG, "no reason", obs.now

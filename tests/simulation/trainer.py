@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation import pages
+from tests.simulation import store
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import DeltaMode, Phase
 from tiercheck.protocol.local import Hello, LauncherEvent, Order, Welcome
@@ -167,16 +167,14 @@ class Launcher:
         if welcome.error:
             return None
         self._session, self._served_by = session, process
-        self._every = (
-            welcome.snapshot_every or self._every
-        )  # a sidecar that has just begun may not know it yet
+        # A sidecar that has just begun may not know it yet.
+        self._every = welcome.snapshot_every or self._every
         self._deltas = welcome.delta is not DeltaMode.NONE
-        deltas = pages.DELTA_BYTES if self._deltas else 0
-        self._ask(ReserveSlots(pages.SNAPSHOT_BYTES, deltas))
+        deltas = store.DELTA_BYTES if self._deltas else 0
+        self._ask(ReserveSlots(store.SNAPSHOT_BYTES, deltas))
         if self.loaded:
-            self._ask(
-                ReportRestored()
-            )  # a sidecar that was started again keeps what it would load, until it hears this
+            # A sidecar that was started again keeps what it would load, until it hears this.
+            self._ask(ReportRestored())
         return welcome
 
     def _submit(self, kind: Kind, work: Any) -> None:
@@ -220,12 +218,11 @@ class Launcher:
     def _read(self, welcome: Welcome) -> bytes:
         """The snapshot, and each delta applied to what came before. Raises KeyError, NotASlot."""
         files = self.world.volumes.files
-        state = pages.read_snapshot(files[Path(welcome.restore_path)])
+        state = store.read_snapshot(files[Path(welcome.restore_path)])
         for path in welcome.restore_deltas:
-            before, after = pages.read_delta(files[Path(path)])
-            state = (
-                after if before == state else trained(state, -1, 0, 0)
-            )  # a replay on another state gives neither
+            before, after = store.read_delta(files[Path(path)])
+            # A replay on another state gives neither.
+            state = after if before == state else trained(state, -1, 0, 0)
         return state
 
     def _ask(self, request: Request) -> Any:
@@ -253,7 +250,7 @@ class Launcher:
             self._save(Kind.SNAPSHOT, before)
 
     def _save(self, kind: Kind, before: bytes) -> None:
-        size = pages.SNAPSHOT_BYTES if kind is Kind.SNAPSHOT else pages.DELTA_BYTES
+        size = store.SNAPSHOT_BYTES if kind is Kind.SNAPSHOT else store.DELTA_BYTES
         reply = self._ask(BeginSlot(self.position, size, kind))
         self._every = (
             reply.snapshot_every or self._every or (self._session._state.every if self._session else 0)
@@ -274,9 +271,9 @@ class Launcher:
                 self._given_up = True
                 return
             if kind is Kind.SNAPSHOT:
-                pages.write_snapshot(area, name, world_size, state)
+                store.write_snapshot(area, name, world_size, state)
             else:
-                pages.write_delta(area, name, world_size, before, state)
+                store.write_delta(area, name, world_size, before, state)
             session._answer(CompleteSlot(reply.path, bytes=size, kind=kind))
 
         self.world.later(self.world.rng.uniform(0.05, 0.8), write)

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.operator.world_in_memory import START, World
-from tests.simulation.neighbours import Raw, with_neighbours
-from tests.simulation.pages import Volumes
+from tests.simulation.faults import Raw, heal, strike, with_neighbours
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.process import Process, in_simulation
-from tests.simulation.store import Bucket
+from tests.simulation.store import Bucket, Volumes
 from tests.simulation.trainer import Launcher
 from tiercheck.clocks import SteadyClock
 from tiercheck.protocol.directive import Directive
@@ -122,7 +121,6 @@ class Simulation(World):
         self._seen: tuple[Any, ...] = ()
         self._asked: set[str] = set()
         self._verdicts: dict[str, Any] = {}
-        self._serials: dict[str, int] = {}
         self._told: Any = None
         self._heard_since: dict[str, float] = {}
         """Since when each pod (UID) has answered whenever it was asked."""
@@ -181,15 +179,11 @@ class Simulation(World):
         self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
-        from tests.simulation.faults import strike
-
         strike(self, fault)
         self._struck_at = self.now
 
     def play(self) -> list[Entry]:
         """The schedule, then everything is healed, and then it must go on."""
-        from tests.simulation.faults import heal
-
         with in_simulation(self):
             spec = self.plan.spec
             keep = spec.remote["keep"] if spec.remote else 0

@@ -14,8 +14,7 @@ from tiercheck_cli.failure import USAGE, CannotDo, program
 from tiercheck_cli.layout import JobLayout
 from tiercheck_cli.simulate.assumptions import PEER_BANDWIDTH, REMOTE_BANDWIDTH
 from tiercheck_cli.simulate.scenario import Saving
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import plural
+from tiercheck_operator.model.conditions import Cause, plural
 from tiercheck_operator.planning.placement.placement import Placement
 from tiercheck_operator.planning.recovery.availability import Artifacts, JobInventory, RemoteInventory
 from tiercheck_operator.planning.recovery.recovery import (
@@ -358,7 +357,7 @@ def find_comeback(placement: Placement, state: HeldSteps, lost: Collection[int])
         return Comeback(0, {})
     assert isinstance(decision, Recover)
     stock = problem.stock
-    needed = {worker: stock.tier_of(worker, decision.version) for worker in workers}
+    needed = {worker: stock.of(decision.version).tier_of(worker, decision.version) for worker in workers}
     by_tier = {tier: tuple(w for w in workers if needed[w] is tier) for tier in Tier}
     return Comeback(decision.version.step, {tier: those for tier, those in by_tier.items() if those})
 

@@ -19,8 +19,8 @@ from tiercheck_cli.layout import JobLayout, compute_placement, policy_of
 from tiercheck_cli.simulate.measured import times_of
 from tiercheck_cli.simulate.play import exact_ettr
 from tiercheck_cli.simulate.scenario import FailureRates, RecoveryTimes, Saving, Scenario
-from tiercheck_operator.model.quantity import parse_quantity
 from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.planning.placement.problem import WorkerSite
 from tiercheck_operator.planning.topology import Topology
 

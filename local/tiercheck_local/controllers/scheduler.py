@@ -13,7 +13,7 @@ from tiercheck_cli.api_server import PODS, Object
 from tiercheck_local import clock
 from tiercheck_local.apiserver.store.selectors import matches_selector
 from tiercheck_local.client import Cache, Client, WokenController, attempt
-from tiercheck_operator.model.quantity import parse_amount
+from tiercheck_operator.model.spelling import parse_amount
 
 # Pure.
 Item = Mapping[str, Any]

@@ -12,16 +12,16 @@ import base64
 import binascii
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any
 
 from cryptography import x509
 
 from tiercheck_operator.config import WebhookConfig
-from tiercheck_operator.kubernetes.certificates import issue_pair
+from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
 from tiercheck_operator.kubernetes.client import CORE, ApiFailure, Kube
-from tiercheck_operator.kubernetes.cluster_facts import DEPLOYMENT, owner_metadata
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT, owner_metadata
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{name}"
 _SECRETS = CORE + "/secrets"
@@ -29,25 +29,17 @@ _LIFETIME = datetime.timedelta(days=90)
 _END = b"-----END CERTIFICATE-----\n"
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """What the Secret holds, PEM. `authorities`: the newest first, then the one before it."""
-
-    authorities: bytes
-    certificate: bytes
-    key: bytes
-
-
-def renew_when_due(current: Bundle | None, hosts: Sequence[str], now: datetime.datetime) -> Bundle | None:
-    """The bundle that should take the place of `current`; None: it is good for long enough."""
+def renew_when_due(current: KeyPair | None, hosts: Sequence[str], now: datetime.datetime) -> KeyPair | None:
+    """What should take the place of `current`; None: it is good for long enough. Its authorities: the newest,
+    and then the one before it."""
     if current is not None and _good(current, hosts, now):
         return None
     pair = issue_pair("tiercheck webhook", hosts, _LIFETIME, now)
-    last = current.authorities.partition(_END) if current is not None else (b"", b"", b"")
-    return Bundle(pair.ca + last[0] + last[1], pair.certificate, pair.key)
+    last = current.ca.partition(_END) if current is not None else (b"", b"", b"")
+    return replace(pair, ca=pair.ca + last[0] + last[1])
 
 
-def _good(bundle: Bundle, hosts: Sequence[str], now: datetime.datetime) -> bool:
+def _good(bundle: KeyPair, hosts: Sequence[str], now: datetime.datetime) -> bool:
     try:
         certificate = x509.load_pem_x509_certificate(bundle.certificate)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -76,7 +68,7 @@ class Trust:
         self._secret, self._configuration = settings.secret, settings.configuration
         self._hosts, self._issuer = settings.hosts, settings.issuer
 
-    async def establish(self, now: datetime.datetime) -> tuple[Bundle, bool]:
+    async def establish(self, now: datetime.datetime) -> tuple[KeyPair, bool]:
         """The bundle to show, and whether the API server can know its authority by now. Raises ApiFailure."""
         namespace, name = self._secret
         raw = await self._kube.get(_SECRETS + "/{name}", namespace=namespace, name=name)
@@ -112,12 +104,12 @@ class Trust:
                 return {}
             raise
 
-    async def _announced(self, bundle: Bundle) -> bool:
+    async def _announced(self, bundle: KeyPair) -> bool:
         """Whether the configuration named the bundle's authorities already; it does afterwards."""
         raw = await self._kube.get(CONFIGURATION, name=self._configuration)
         if raw is None:
             raise ApiFailure(404, f"there is no MutatingWebhookConfiguration {self._configuration}")
-        text = base64.b64encode(bundle.authorities).decode()
+        text = base64.b64encode(bundle.ca).decode()
         stale = [
             hook
             for hook in raw.get("webhooks") or []
@@ -131,8 +123,8 @@ class Trust:
         return False
 
 
-def _secret(namespace: str, name: str, bundle: Bundle) -> dict[str, Any]:
-    data = {"ca.crt": bundle.authorities, "tls.crt": bundle.certificate, "tls.key": bundle.key}
+def _secret(namespace: str, name: str, bundle: KeyPair) -> dict[str, Any]:
+    data = {"ca.crt": bundle.ca, "tls.crt": bundle.certificate, "tls.key": bundle.key}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -146,11 +138,11 @@ def _secret(namespace: str, name: str, bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _parsed(raw: Mapping[str, Any]) -> Bundle | None:
+def _parsed(raw: Mapping[str, Any]) -> KeyPair | None:
     """None if it is not usable, so that it is made anew."""
     data = raw.get("data") or {}
     try:
         parts = [base64.b64decode(data[key], validate=True) for key in ("ca.crt", "tls.crt", "tls.key")]
     except (KeyError, binascii.Error):
         return None
-    return Bundle(*parts)
+    return KeyPair(*parts)

@@ -45,10 +45,11 @@ from tiercheck_operator.attach.injection import (
     mark_refused,
 )
 from tiercheck_operator.attach.owners import Owner, Unattachable, find_owner, find_seat
-from tiercheck_operator.attach.trust import Bundle, Trust
+from tiercheck_operator.attach.trust import Trust
 from tiercheck_operator.config import Config
+from tiercheck_operator.kubernetes.certificates import KeyPair
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube, fill
-from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity
+from tiercheck_operator.kubernetes.owned_objects import ClusterIdentity
 
 # It reads from the API server and changes nothing there.
 
@@ -280,7 +281,7 @@ class Webhook:
     def __init__(self, host: str, port: int, trust: Trust, admission: Admission) -> None:
         self._address = host, port
         self._trust, self._admission = trust, admission
-        self._shown: Bundle | None = None
+        self._shown: KeyPair | None = None
         """The certificate that new connections get."""
         self.serving = asyncio.Event()
         """Set once it answers."""
@@ -313,7 +314,7 @@ class Webhook:
                 pause = _RETRY
             await asyncio.sleep(pause)
 
-    async def _show(self, bundle: Bundle) -> None:
+    async def _show(self, bundle: KeyPair) -> None:
         """New connections get this certificate; the context takes files only."""
         with tempfile.TemporaryDirectory() as folder:
             certificate, key = Path(folder) / "tls.crt", Path(folder) / "tls.key"

@@ -22,19 +22,24 @@ from tiercheck_operator.controller.attempt.readiness import (
     find_late_trainers,
     waiting_for_pods,
 )
-from tiercheck_operator.controller.failures.failure_policy import GivenUp, reset_restart_count
 from tiercheck_operator.controller.failures.standstill import describe_stalled_restore
-from tiercheck_operator.controller.failures.trigger import find_trigger, update_recovery
-from tiercheck_operator.controller.finish import after_finish, find_passed_deadline, suspend
-from tiercheck_operator.controller.members.capacity import (
-    describe_ill_device,
-    describe_owner,
-    refused_beside_workers,
+from tiercheck_operator.controller.failures.trigger import (
+    GivenUp,
+    find_trigger,
+    reset_restart_count,
+    update_recovery,
 )
+from tiercheck_operator.controller.finish import after_finish, find_passed_deadline, suspend
 from tiercheck_operator.controller.members.departures import describe_departures
 from tiercheck_operator.controller.members.elastic import resize, seconds_to_growth
 from tiercheck_operator.controller.members.lost_nodes import describe_unready_nodes
-from tiercheck_operator.controller.members.replacing import evict_lost, replace_pods
+from tiercheck_operator.controller.members.replacing import (
+    describe_ill_device,
+    describe_owner,
+    evict_lost,
+    refused_beside_workers,
+    replace_pods,
+)
 from tiercheck_operator.controller.members.spares import Upkeep, keep_spares
 from tiercheck_operator.controller.members.suspicion import due_probes, seconds_to_next_look
 from tiercheck_operator.controller.observe.memory import equal_share, why_too_small
@@ -50,7 +55,7 @@ from tiercheck_operator.controller.placement.placing import (
     place_members,
 )
 from tiercheck_operator.controller.placement.replanning import replan
-from tiercheck_operator.controller.status.events import notices
+from tiercheck_operator.controller.status.saving import notices
 from tiercheck_operator.controller.status.status import add_final_words, derive_status, with_refusal
 from tiercheck_operator.manifests import owned
 from tiercheck_operator.manifests.template import refuse_pods
@@ -220,7 +225,8 @@ def replace_lost_pods(situation: Situation, draft: DecisionDraft) -> DecisionDra
     if resized is not None:
         # What is written wakes us at once. If it is not kept, as by an older definition, we try again with a
         # pause.
-        return conclude(situation, replace(draft, status=resized.status, findings=resized.findings, wake=1.0))
+        status, findings = resized
+        return conclude(situation, replace(draft, status=status, findings=findings, wake=1.0))
     draft = draft.with_actions(*_missing_belongings(situation), *upkeep.takeovers)
     if not situation.all_in_place:
         pods, put_off = replace_pods(situation, upkeep.taken)

@@ -19,8 +19,7 @@ from tiercheck.protocol.directive import Phase
 from tiercheck.redaction import redacted
 from tiercheck_operator.config import Config
 from tiercheck_operator.kubernetes.client import BACKOFF, CORE, JOBS, ApiFailure, Kube, NameTaken, evict
-from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity
-from tiercheck_operator.kubernetes.owned_objects import Belongings
+from tiercheck_operator.kubernetes.owned_objects import Belongings, ClusterIdentity
 from tiercheck_operator.manifests.pod import Unbuildable, build_pod, build_spare
 from tiercheck_operator.manifests.pod_settings import with_pull_settings
 from tiercheck_operator.model.actions import (

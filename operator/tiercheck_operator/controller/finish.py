@@ -18,8 +18,7 @@ from tiercheck_operator.controller.observe.inventories import pods_by_their_own_
 from tiercheck_operator.controller.observe.situation import Situation, is_suspending
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, Decision, DeleteJob, DeletePod, RemoveBudget
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Observation, PodView, soonest
 from tiercheck_operator.model.status import JobRecord, Recovery, parse_time
 

@@ -25,9 +25,13 @@ from tiercheck_operator.controller.members.lost_nodes import find_silent_members
 from tiercheck_operator.controller.members.replacing import choose_sidecar_image
 from tiercheck_operator.controller.status.status import with_unreadable
 from tiercheck_operator.kubernetes.client import BACKOFF, JOBS, ApiFailure, Kube
-from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity, NodeLeases, TopologySource
 from tiercheck_operator.kubernetes.events import EventPoster, ObjectEvents, without_credentials
-from tiercheck_operator.kubernetes.owned_objects import Belongings
+from tiercheck_operator.kubernetes.owned_objects import (
+    Belongings,
+    ClusterIdentity,
+    NodeLeases,
+    TopologySource,
+)
 from tiercheck_operator.kubernetes.watches import copy_of_job, version_in
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
@@ -361,9 +365,7 @@ class JobLoop:
         if self._sidecars is not None:
             hosts = {pod.uid: pod.address for pod in pods if pod.ip and not pod.terminal}
             self._followed = {**self._unseen(job, pods), **hosts}
-            heard = (
-                self._sidecars.reports
-            )  # the last words of those that are followed no more are looked at once
+            heard = self._sidecars.reports  # the last words of those followed no more are looked at once
             self._sidecars.want_holdings(_holdings_matter(job, self._belongings.placement))
             self._sidecars.follow(self._followed)
         return Observation(

@@ -26,7 +26,7 @@ _CLOCK_SKEW = datetime.timedelta(hours=1)
 
 @dataclass(frozen=True)
 class KeyPair:
-    """PEM texts: the authority, and the certificate and key that a server shows."""
+    """PEM texts: the authority (or authorities), and the certificate and key that a server shows."""
 
     ca: bytes
     certificate: bytes

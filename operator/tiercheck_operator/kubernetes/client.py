@@ -26,8 +26,13 @@ from urllib3.exceptions import HTTPError
 from tiercheck.about import __version__
 from tiercheck.protocol import names
 from tiercheck.protocol.plain_json import parse_json
-from tiercheck_operator.kubernetes.login import Access
-from tiercheck_operator.kubernetes.object_reader import MOST_ANSWER, most_of, read_object, without_depth
+from tiercheck_operator.kubernetes.object_reader import (
+    MOST_ANSWER,
+    Access,
+    most_of,
+    read_object,
+    without_depth,
+)
 from tiercheck_operator.model.parsing import UNREADABLE
 
 
@@ -301,9 +306,10 @@ class Kube:
             raise ApiFailure(_TOO_LARGE, f"the API server's answer has more than {MOST_ANSWER} bytes")
         if not 200 <= response.status < 300:
             status = _status_of(data)
+            text = "" if data[:1] == b"{" else data[:500].decode(errors="replace")
             raise ApiFailure(
                 int(response.status),
-                str(status.get("message") or "") or _cut(data) or str(response.reason),
+                str(status.get("message") or "") or text or str(response.reason),
                 _retry_after(response.headers),
                 # Priority and fairness answer in plain text, before anything of the call is looked at.
                 considered=response.status == 429
@@ -383,7 +389,3 @@ def _status_of(body: bytes) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _cut(body: bytes) -> str:
-    return body[:500].decode(errors="replace") if body[:1] != b"{" else ""

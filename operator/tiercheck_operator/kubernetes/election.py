@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from tiercheck.failpoints import failpoint
 from tiercheck_operator.kubernetes.client import ApiFailure
-from tiercheck_operator.kubernetes.cluster_facts import DEPLOYMENT, owner_metadata
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT, owner_metadata
 
 
 # As client-go's leaderelection does it: a replica leads while it keeps renewing, and takes over from another

@@ -1,10 +1,14 @@
-"""The job's Service, Secret and placement ConfigMap: read once, kept in mind, made when missing."""
+"""Reads and makes what a job owns, and remembers what jobs have to know of the cluster.
+
+A job owns its Service, Secret and placement ConfigMap; each is made when it is missing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from tiercheck_operator.kubernetes.certificates import issue
@@ -22,7 +26,9 @@ from tiercheck_operator.manifests.owned import (
     parse_secret,
 )
 from tiercheck_operator.model.observed import JobView
-from tiercheck_operator.model.saved_placement import SavedPlacement
+from tiercheck_operator.model.saved_placement import SavedPlacement, placement_name
+from tiercheck_operator.model.status import parse_time
+from tiercheck_operator.planning.topology import HOST, levels_of
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +61,7 @@ class Belongings:
         self.have_secret = secret is not None
         self.credentials = _parsed(job, secret, parse_secret) or self.credentials
         self.have_service = await self._own(_SERVICE, owned.service_name(job), job) is not None
-        saved = await self._own(_PLACEMENT, owned.placement_name(job), job)
+        saved = await self._own(_PLACEMENT, placement_name(job.name), job)
         self.placement = _parsed(job, saved, parse_placement)
         self.gang_problem = ""  # worth another try
         if job.spec.attach is None:
@@ -68,7 +74,7 @@ class Belongings:
 
     async def _refresh_budget(self, job: JobView) -> None:
         """A budget is worth having, and worth no failure."""
-        self.budget, self.budget_problem, name = None, "", owned.budget_name(job)
+        self.budget, self.budget_problem, name = None, "", job.name
         try:
             found = await self._kube.get(_BUDGETS + "/{name}", namespace=job.namespace, name=name)
         except ApiFailure as error:
@@ -87,7 +93,7 @@ class Belongings:
         next `refresh`."""
         if self.gang_problem or job.spec.gang is None:
             return
-        kind, name, body = GANGS[job.spec.gang], owned.gang_name(job), build_gang(job)
+        kind, name, body = GANGS[job.spec.gang], job.name, build_gang(job)
         try:
             await self._kube.create(kind.path, body, namespace=job.namespace)
             self.have_gang = True
@@ -118,14 +124,14 @@ class Belongings:
     async def remove_gang(self, job: JobView) -> None:
         if job.spec.gang is not None:
             path = GANGS[job.spec.gang].path + "/{name}"
-            await self._kube.delete(path, {}, namespace=job.namespace, name=owned.gang_name(job))
+            await self._kube.delete(path, {}, namespace=job.namespace, name=job.name)
         self.have_gang = False
 
     async def ensure_budget(self, job: JobView, min_available: int) -> None:
         """Raises nothing: `budget_problem` says what went wrong, and the next `refresh` looks again."""
         if self.budget_problem:
             return
-        names = {"namespace": job.namespace, "name": owned.budget_name(job)}
+        names = {"namespace": job.namespace, "name": job.name}
         body = build_budget(job, min_available)
         try:
             if self.budget is None:
@@ -144,7 +150,7 @@ class Belongings:
 
     async def remove_budget(self, job: JobView) -> None:
         """As `ensure_budget`."""
-        names = {"namespace": job.namespace, "name": owned.budget_name(job)}
+        names = {"namespace": job.namespace, "name": job.name}
         try:
             await self._kube.delete(_BUDGETS + "/{name}", {}, **names)
             self.budget = None
@@ -154,7 +160,7 @@ class Belongings:
                 self.budget = None
 
     def _no_budget(self, job: JobView, problem: str) -> None:
-        problem = f"the PodDisruptionBudget {owned.budget_name(job)} {problem}"
+        problem = f"the PodDisruptionBudget {job.name} {problem}"
         self.budget_problem = problem[:500]
         log.warning("%s/%s: %s", job.namespace, job.name, problem)
 
@@ -172,7 +178,7 @@ class Belongings:
     async def save_placement(self, job: JobView, placement: SavedPlacement) -> None:
         body = build_placement(job, placement)
         if not await self._create("configmaps", body, job):
-            name = owned.placement_name(job)
+            name = placement_name(job.name)
             await self._kube.replace(_PLACEMENT, body, namespace=job.namespace, name=name)
         self.placement = placement
 
@@ -209,3 +215,141 @@ def _owned_by(raw: dict[str, Any], job: JobView) -> bool:
     metadata = raw.get("metadata")
     owners = metadata.get("ownerReferences") if isinstance(metadata, dict) else None
     return any(owner.get("uid") == job.uid for owner in owners or [])
+
+
+# What the operator makes for itself belongs to its Deployment, so that Kubernetes removes it when the
+# operator is uninstalled. The reference is set when such a thing is made, and never changed: to change one,
+# an account must be allowed to delete the thing.
+#
+# Clusters that share a bucket know each other by the UID of the namespace kube-system, which lives as long
+# as its cluster does.
+
+DEPLOYMENT = "/apis/apps/v1/namespaces/{namespace}/deployments/{name}"
+
+
+def owner_metadata(deployment: Mapping[str, Any] | None) -> dict[str, Any]:
+    """To be merged into an object's metadata; nothing without a Deployment, as for one started by hand."""
+    if deployment is None:
+        return {}
+    metadata = deployment["metadata"]
+    reference = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+    }
+    return {"ownerReferences": [reference]}
+
+
+_SYSTEM = "/api/v1/namespaces/kube-system"
+
+
+class ClusterIdentity:
+    """Asked for when a pod is made, and remembered."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._uid = ""
+        self._warned = False
+
+    async def uid(self) -> str:
+        """Empty if this operator may not know it. Raises ApiFailure if the server does not answer."""
+        if not self._uid:
+            try:
+                found = await self._kube.get(_SYSTEM) or {}
+            except ApiFailure as error:
+                if not error.refused:
+                    raise
+                if not self._warned:
+                    log.warning(
+                        "the namespace kube-system cannot be read (%s): a job that is created again under "
+                        "its old name has to take over its remote tier explicitly. Give the operator the "
+                        "right to get it (deploy/operator.yaml)",
+                        error,
+                    )
+                self._warned, found = True, {}
+            self._uid = str((found.get("metadata") or {}).get("uid") or "")
+        return self._uid
+
+
+_LEASE = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{name}"
+
+
+class NodeLeases:
+    """Of one cluster. Times are unix seconds by the operator's clock."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._seen: dict[str, tuple[str, float]] = {}
+
+    async def heard(self, nodes: Iterable[str], now: float) -> dict[str, float]:
+        """When each was heard of last; without those whose lease cannot be read."""
+        found: dict[str, float] = {}
+        for node in nodes:
+            try:
+                raw = await self._kube.get(_LEASE, name=node)
+            except ApiFailure:
+                continue
+            renewed = str(((raw or {}).get("spec") or {}).get("renewTime") or "")
+            before = self._seen.get(node)
+            if before is None:  # by the node's clock, until it is seen to change
+                self._seen[node] = (renewed, min(parse_time(renewed) or 0.0, now))
+            elif before[0] != renewed:
+                self._seen[node] = (renewed, now)
+            if renewed:
+                found[node] = self._seen[node][1]
+        return found
+
+
+_VERSIONS = ("v1beta2", "v1beta1")
+"""Newest first. A server that serves neither answers 404 to both."""
+_TOPOLOGY = "/apis/kueue.x-k8s.io/{version}/topologies/{name}"
+
+
+class TopologySource:
+    """Of one job. Levels of a Topology never change (to Kueue immutable), so once found they are kept."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._name = ""
+        self._levels: tuple[dict[str, str], ...] = ()
+
+    async def resolve(self, job: JobView) -> JobView:
+        """The job with levels, or with `topology_problem` and the host as the only one."""
+        name = job.spec.kueue_topology
+        if name is None:
+            return job
+        problem = ""
+        if name != self._name or not self._levels:
+            self._name = name
+            self._levels, problem = await self._find(name)
+        if problem:
+            host = ({"name": HOST.name, "label": HOST.label},)
+            return replace(
+                job, spec=replace(job.spec, topology_levels=host, spread_level=None, topology_problem=problem)
+            )
+        return replace(job, spec=replace(job.spec, topology_levels=self._levels))
+
+    async def _find(self, name: str) -> tuple[tuple[dict[str, str], ...], str]:
+        try:
+            for version in _VERSIONS:
+                raw = await self._kube.get(_TOPOLOGY, version=version, name=name)
+                if raw is not None:
+                    return levels_of(raw), ""
+        except ApiFailure as error:
+            if not error.refused:
+                raise
+            return (), (
+                f"the Kueue Topology {name} cannot be read: {error}. Let the operator read it (chart: "
+                "rbac.kueueTopologies=true), or name levels in spec.topology.levels"
+            )
+        except ValueError as error:
+            return (
+                (),
+                f"the Kueue Topology {name} cannot be used: {error}. Mend it, or name levels in "
+                "spec.topology.levels",
+            )
+        return (), (
+            f"there is no Kueue Topology {name} (topologies.kueue.x-k8s.io). Create it, or name levels in "
+            "spec.topology.levels or a spec.topology.preset"
+        )

@@ -22,9 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercheck.protocol import names
-from tiercheck_operator.model import saved_placement
 from tiercheck_operator.model.observed import JobView
-from tiercheck_operator.model.saved_placement import SavedPlacement, placement_data, read_placement_data
+from tiercheck_operator.model.saved_placement import (
+    SavedPlacement,
+    placement_data,
+    placement_name,
+    read_placement_data,
+)
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 SIDECAR_CREDENTIALS = ("ca.crt", "tls.crt", "tls.key", "token", names.OPERATOR_PUBLIC)
@@ -60,18 +64,6 @@ def credentials_name(job: JobView) -> str:
     return f"{job.name}-credentials"
 
 
-def budget_name(job: JobView) -> str:
-    return job.name
-
-
-def gang_name(job: JobView) -> str:
-    return job.name
-
-
-def placement_name(job: JobView) -> str:
-    return saved_placement.placement_name(job.name)
-
-
 def spare_name(job: JobView, number: int) -> str:
     """No worker's pod has such a name, because their second part is a number."""
     return f"{job.name}-spare-{number}"
@@ -81,22 +73,19 @@ def pod_name(job: JobView, worker: int, incarnation: int) -> str:
     return f"{job.name}-{worker}-{incarnation}"
 
 
+def _owned(api_version: str, kind: str, job: JobView, name: str, **fields: Any) -> dict[str, Any]:
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata(job, name), **fields}
+
+
 def build_service(job: JobView) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(job, service_name(job)),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {names.LABEL_JOB_UID: job.uid},
-            "ports": [
-                {"name": "control", "port": names.CONTROL_PORT, "targetPort": names.CONTROL_PORT},
-                {"name": "exchange", "port": names.EXCHANGE_PORT, "targetPort": names.EXCHANGE_PORT},
-                {"name": "metrics", "port": names.METRICS_PORT, "targetPort": names.METRICS_PORT},
-            ],
-        },
+    ports = {"control": names.CONTROL_PORT, "exchange": names.EXCHANGE_PORT, "metrics": names.METRICS_PORT}
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {names.LABEL_JOB_UID: job.uid},
+        "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports.items()],
     }
+    return _owned("v1", "Service", job, service_name(job), spec=spec)
 
 
 @dataclass(frozen=True)
@@ -121,14 +110,8 @@ def build_secret(job: JobView, credentials: Credentials) -> dict[str, Any]:
         names.OPERATOR_PUBLIC: credentials.operator_public,
         _OPERATOR_KEY: credentials.operator_key,
     }
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "type": "Opaque",
-        "immutable": True,
-        "metadata": metadata(job, credentials_name(job)),
-        "data": {name: base64.b64encode(value).decode() for name, value in data.items()},
-    }
+    coded = {name: base64.b64encode(value).decode() for name, value in data.items()}
+    return _owned("v1", "Secret", job, credentials_name(job), type="Opaque", immutable=True, data=coded)
 
 
 def parse_secret(secret: dict[str, Any]) -> Credentials:
@@ -155,12 +138,7 @@ def parse_secret(secret: dict[str, Any]) -> Credentials:
 
 def build_placement(job: JobView, placement: SavedPlacement) -> dict[str, Any]:
     """`data` as `model.saved_placement` writes it."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(job, placement_name(job)),
-        "data": placement_data(placement),
-    }
+    return _owned("v1", "ConfigMap", job, placement_name(job.name), data=placement_data(placement))
 
 
 def parse_placement(raw: Mapping[str, Any]) -> SavedPlacement:
@@ -169,19 +147,15 @@ def parse_placement(raw: Mapping[str, Any]) -> SavedPlacement:
 
 
 def build_budget(job: JobView, min_available: int) -> dict[str, Any]:
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(job, budget_name(job)),
-        "spec": {
-            "minAvailable": min_available,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {
-                "matchLabels": {names.LABEL_JOB_UID: job.uid},
-                "matchExpressions": [{"key": names.LABEL_WORKER, "operator": "Exists"}],
-            },
+    spec = {
+        "minAvailable": min_available,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {
+            "matchLabels": {names.LABEL_JOB_UID: job.uid},
+            "matchExpressions": [{"key": names.LABEL_WORKER, "operator": "Exists"}],
         },
     }
+    return _owned("policy/v1", "PodDisruptionBudget", job, job.name, spec=spec)
 
 
 @dataclass(frozen=True)
@@ -228,19 +202,14 @@ def build_gang(job: JobView) -> dict[str, Any]:
     if job.spec.gang == "Volcano":
         spec |= {"queue": job.spec.gang_queue} if job.spec.gang_queue else {}
         spec |= {"priorityClassName": priority} if priority else {}
-    return {
-        "apiVersion": f"{kind.group}/{kind.version}",
-        "kind": "PodGroup",
-        "metadata": metadata(job, gang_name(job)),
-        "spec": spec,
-    }
+    return _owned(f"{kind.group}/{kind.version}", "PodGroup", job, job.name, spec=spec)
 
 
 def join_gang(job: JobView, metadata: dict[str, Any], spec: dict[str, Any]) -> None:
     """Make a pod of these one of the job's gang, if it has one."""
     if job.spec.gang is None:
         return
-    kind, name = GANGS[job.spec.gang], gang_name(job)
+    kind, name = GANGS[job.spec.gang], job.name
     if kind.annotation:
         metadata["annotations"][kind.annotation] = name
     if kind.label:

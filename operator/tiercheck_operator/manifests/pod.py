@@ -27,7 +27,7 @@ from tiercheck_operator.manifests.pod_settings import (
 )
 from tiercheck_operator.manifests.resources import Resources, share_out
 from tiercheck_operator.model.observed import ANNOTATION_AVOIDED, JobView
-from tiercheck_operator.model.quantity import parse_quantity
+from tiercheck_operator.model.spelling import parse_quantity
 from tiercheck_operator.planning.topology import levels_from_spec, spread_level
 
 HOSTNAME = "kubernetes.io/hostname"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tiercheck_operator.model.quantity import parse_amount, parse_quantity
 from tiercheck_operator.model.spec import JobSpec
+from tiercheck_operator.model.spelling import parse_amount, parse_quantity
 
 OVERHEAD = 512 * 2**20
 """Bytes of the sidecar's own process, on top of the memory volume that is charged to it."""
@@ -67,8 +67,8 @@ def resources_problem(job: JobSpec, pod: Mapping[str, Any]) -> str:
         if memory is not None and not job.node_memory and parse_quantity(memory) < needed:
             return (
                 f"spec.sidecar.resources.{kind}.memory is {memory}, and the sidecar needs "
-                f"{_mebibytes(needed)}: tiers.local.sizeLimit ({job.size_limit}), because its memory volume "
-                "is charged to it, and 512Mi; raise the one or lower the other"
+                f"{-(-needed // 2**20)}Mi: tiers.local.sizeLimit ({job.size_limit}), because its memory "
+                "volume is charged to it, and 512Mi; raise the one or lower the other"
             )
     requests, limits = (job.sidecar_resources.get(kind, {}) for kind in ("requests", "limits"))
     for name in requests.keys() & limits.keys():
@@ -169,15 +169,8 @@ def _with_ours(whole: Mapping[str, Any], sidecar: Resources) -> Resources:
     for kind in ("requests", "limits"):
         given = {name: str(quantity) for name, quantity in (whole.get(kind) or {}).items()}
         for name in given.keys() & ours.keys():
-            given[name] = _quantity(parse_amount(given[name]) + ours[name])
+            amount = parse_amount(given[name]) + ours[name]
+            given[name] = str(int(amount)) if amount % 1 == 0 else f"{math.ceil(amount * 1000)}m"
         if given:
             grown[kind] = given
     return grown
-
-
-def _quantity(amount: Decimal) -> str:
-    return str(int(amount)) if amount % 1 == 0 else f"{math.ceil(amount * 1000)}m"
-
-
-def _mebibytes(size: int) -> str:
-    return f"{-(-size // 2**20)}Mi"

@@ -140,7 +140,8 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView | None:
         raise ValueError(raw[UNREADABLE])
     metadata, spec, status = raw.get("metadata") or {}, raw.get("spec") or {}, raw.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    maker = _controller(metadata)
+    owners = metadata.get("ownerReferences") or []
+    maker: Mapping[str, Any] = next((entry for entry in owners if entry.get("controller")), {})
     own = _group(maker) == names.API_GROUP
     attached = "" if own else str(annotations.get(names.ANNOTATION_ATTACHED) or "")
     if not (own or attached) or labels.get(names.LABEL_JOB_UID) not in _vouched_for(maker, labels):
@@ -217,11 +218,6 @@ def _text(value: object) -> str:
 def _shared(text: object) -> str:
     """One string for all the pods that say the same: of thousands, these are most of what is kept."""
     return sys.intern(str(text))
-
-
-def _controller(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The owner reference of the one that made a pod; empty: nobody did."""
-    return next((entry for entry in metadata.get("ownerReferences") or [] if entry.get("controller")), {})
 
 
 def _group(maker: Mapping[str, Any]) -> str:

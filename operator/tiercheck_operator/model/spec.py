@@ -18,8 +18,7 @@ from typing import Annotated, Any
 
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import RESTORE_STALL, DeltaMode, HealthCheck
-from tiercheck_operator.model.quantity import parse_duration, parse_quantity
-from tiercheck_operator.model.spelling import OURS, As, At, read_as
+from tiercheck_operator.model.spelling import OURS, As, At, parse_duration, parse_quantity, read_as
 
 
 class RuleAction(str, Enum):

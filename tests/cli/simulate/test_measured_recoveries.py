@@ -12,7 +12,7 @@ from tests.examples import examples
 from tiercheck.protocol.directive import Tier
 from tiercheck_cli.simulate.measured import CAUSES, KINDS, measure, measured_recoveries
 from tiercheck_cli.simulate.scenario import RecoveryTimes
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 
 USUAL = RecoveryTimes()
 LEVELS = ("zone", "rack", "host")

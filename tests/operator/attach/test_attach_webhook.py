@@ -19,17 +19,17 @@ from aiohttp import web
 
 from tests.operator.attach import attach_shapes as shapes
 from tests.operator.attach.test_attach_admission import Server
-from tests.operator.moments import until
+from tests.operator.sidecar_over_https import until_turn
 from tiercheck.protocol import names
 from tiercheck_local.addresses import free_ports
 from tiercheck_local.apiserver.store.patch import json_patch
 from tiercheck_operator.attach import webhook
-from tiercheck_operator.attach.trust import Bundle, Trust, renew_when_due
+from tiercheck_operator.attach.trust import Trust, renew_when_due
 from tiercheck_operator.attach.webhook import LARGEST, PATH, Admission, Doors, Webhook
 from tiercheck_operator.config import Config, WebhookConfig
-from tiercheck_operator.kubernetes.certificates import issue_pair
+from tiercheck_operator.kubernetes.certificates import KeyPair, issue_pair
 from tiercheck_operator.kubernetes.client import ApiFailure
-from tiercheck_operator.kubernetes.cluster_facts import DEPLOYMENT
+from tiercheck_operator.kubernetes.owned_objects import DEPLOYMENT
 
 NOW = datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)
 DAY = datetime.timedelta(days=1)
@@ -92,7 +92,7 @@ async def test_first_replica_makes_the_certificate_and_the_second_takes_it() -> 
     cluster = Cluster()
     first, announced = await trust(cluster).establish(NOW)
     assert not announced
-    assert cluster.authorities == first.authorities
+    assert cluster.authorities == first.ca
     assert await trust(cluster).establish(NOW) == (first, True)
 
 
@@ -122,7 +122,7 @@ async def test_certificate_of_another_issuer_is_awaited_announced_and_never_writ
 async def test_of_two_replicas_that_begin_at_once_one_gives_way() -> None:
     cluster = Cluster()
 
-    async def begin() -> Bundle | None:
+    async def begin() -> KeyPair | None:
         with contextlib.suppress(Conflict):
             return (await trust(cluster).establish(NOW))[0]
         return None
@@ -131,7 +131,7 @@ async def test_of_two_replicas_that_begin_at_once_one_gives_way() -> None:
     one, two = await begin(), await begin()
     assert one == two
     assert one is not None
-    assert cluster.authorities == one.authorities
+    assert cluster.authorities == one.ca
 
 
 async def test_renewed_certificate_is_shown_only_when_its_authority_was_announced() -> None:
@@ -144,10 +144,10 @@ async def test_renewed_certificate_is_shown_only_when_its_authority_was_announce
     new, announced = await trust(cluster).establish(NOW + 61 * DAY)
     assert new.certificate != old.certificate
     assert not announced, "the API server may not have heard of it"
-    assert old.authorities in cluster.authorities, "replicas that still show the old certificate are trusted"
+    assert old.ca in cluster.authorities, "replicas that still show the old certificate are trusted"
     assert await trust(cluster).establish(NOW + 61 * DAY) == (new, True)
     third, _ = await trust(cluster).establish(NOW + 130 * DAY)
-    assert third.authorities.count(b"BEGIN CERTIFICATE") == 2, "no authority is kept for ever"
+    assert third.ca.count(b"BEGIN CERTIFICATE") == 2, "no authority is kept for ever"
 
 
 def test_certificate_for_other_names_or_none_at_all_is_made_anew() -> None:
@@ -155,7 +155,7 @@ def test_certificate_for_other_names_or_none_at_all_is_made_anew() -> None:
     assert bundle is not None
     assert renew_when_due(bundle, ["a.ns.svc", "10.0.0.7"], NOW) is None
     assert renew_when_due(bundle, ["b.ns.svc"], NOW) is not None
-    assert renew_when_due(Bundle(b"", b"nonsense", b""), ["a.ns.svc"], NOW) is not None
+    assert renew_when_due(KeyPair(b"", b"nonsense", b""), ["a.ns.svc"], NOW) is not None
 
 
 async def asked(cluster: Cluster, port: int, body: object) -> tuple[int, Any]:
@@ -366,9 +366,9 @@ async def test_few_large_reviews_are_held_in_memory_at_a_time(tmp_path: Path) ->
     async with opened(tmp_path) as house:
         house.go_on.clear()
         calls = [asyncio.create_task(house.post(b"x" * 2**20)) for _ in range(6)]
-        await until(lambda: len(house.heard) == webhook._LARGE_AT_ONCE)
+        await until_turn(lambda: len(house.heard) == webhook._LARGE_AT_ONCE)
         small = asyncio.create_task(house.post(b"x"))
-        await until(lambda: 1 in house.heard)
+        await until_turn(lambda: 1 in house.heard)
         assert sorted(house.heard) == [1, 2**20, 2**20], "a small one does not wait for the large ones"
         house.go_on.set()
         assert all([b"200" in await call for call in (*calls, small)])
@@ -383,7 +383,7 @@ async def test_connections_of_one_address_are_few_and_room_is_free_again_when_th
         with pytest.raises((ConnectionError, ssl.SSLError)):
             await house.dial()
         held[0][1].close()
-        await until(lambda: house.doors._guests().total() < 3)
+        await until_turn(lambda: house.doors._guests().total() < 3)
         assert b"200" in await house.post(b"x")
         for streams in held[1:]:
             streams[1].close()

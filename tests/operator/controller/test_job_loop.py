@@ -12,13 +12,13 @@ from typing import Any, cast
 import kopf
 import pytest
 
-from tests.operator.moments import TURNS, Woken, ends, turns, until
+from tests.operator.sidecar_over_https import TURNS, Woken, ends, turns, until_turn
 from tests.operator.world_in_memory import TEMPLATE, World
 from tiercheck_operator.app import Operator
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings, find_unwelcome
 from tiercheck_operator.kubernetes.client import JOBS, ApiFailure, Kube
-from tiercheck_operator.kubernetes.login import Access
+from tiercheck_operator.kubernetes.object_reader import Access
 from tiercheck_operator.kubernetes.watches import copy_of_job
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model.actions import CreatePod, Decision, EnsureService, SavePlacement
@@ -122,8 +122,7 @@ def finished_job() -> dict[str, Any]:
 @pytest.mark.parametrize(("phase", "asks"), [("Succeeded", False), ("Running", True)])
 async def test_finished_job_that_is_kept_costs_the_api_server_nothing(phase: str, asks: bool) -> None:
     kube = StandIn(finished_job())
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     pod: PodView = replace(next(iter(world.pods.values())), phase=phase, job_uid="u")
     loop = JobLoop(finished_job(), surroundings(kube, [pod]))
     with pytest.MonkeyPatch.context() as patch:
@@ -160,8 +159,7 @@ async def test_owner_of_another_size_is_read_again_soon_so_that_its_return_is_to
     raw = new_job()
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "job"}
     raw["spec"] |= {"attach": {"owner": owner, "container": "train"}}
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     pod: PodView = replace(next(iter(world.pods.values())), attached=json.dumps({"container": "train"}))
 
     async def read(job: object) -> int:
@@ -187,7 +185,7 @@ async def test_loop_keeps_nothing_of_the_event_that_started_it() -> None:
     kube.job = None
     event.set("the whole job")
     loop.start()
-    await until(lambda: seen)
+    await until_turn(lambda: seen)
     await ends(loop.stop())
     assert seen == ["nothing"]
 
@@ -198,7 +196,7 @@ async def test_loop_ends_with_its_job_even_if_news_came_at_the_same_moment(betwe
     loop = JobLoop(finished_job(), surroundings(StandIn(finished_job())))
     woken = loop._woken = Woken()
     loop.start()
-    await until(lambda: woken.waits)
+    await until_turn(lambda: woken.waits)
     loop.wake()
     await turns(between)
     await ends(loop.stop())
@@ -222,7 +220,7 @@ async def test_job_that_the_api_server_does_not_have_is_forgotten_whatever_the_w
     around.metrics.job_seen(parse_job(new_job()))
     loop = JobLoop(new_job(), around)
     loop.start()
-    await until(lambda: bool(forgotten) and loop.dead)
+    await until_turn(lambda: bool(forgotten) and loop.dead)
     assert forgotten == ["u"]
     assert kube.pods_made == 1, "after the first 404 it gets no more pods"
     assert b'tiercheck_job="j"' not in around.metrics.text()
@@ -241,9 +239,9 @@ async def test_after_a_404_nothing_is_made_until_the_job_was_found() -> None:
     found: list[int] = []
     loop = JobLoop(new_job(), surroundings(kube))
     loop.start()
-    await until(lambda: kube.away in (1, 2))
+    await until_turn(lambda: kube.away in (1, 2))
     kube.job = new_job()
-    await until(lambda: bool(found))
+    await until_turn(lambda: bool(found))
     assert set(found) == {0}
     await ends(loop.stop())
 
@@ -296,7 +294,7 @@ async def test_late_news_of_a_job_that_is_gone_make_nothing() -> None:
     kube, forgotten = StandIn(None), list[str]()
     loop = JobLoop(new_job(), surroundings(kube, gone=forgotten.append))
     loop.start()
-    await until(lambda: bool(forgotten) and loop.dead)
+    await until_turn(lambda: bool(forgotten) and loop.dead)
     assert not kube.made
 
 
@@ -315,7 +313,7 @@ async def test_operator_has_forgotten_a_job_and_is_well_when_its_loop_found_it_g
     operator = knowing_operator(kube, monkeypatch)
     operator._job_changed(new_job())
     (loop,) = operator._loops.values()
-    await until(lambda: loop.dead)
+    await until_turn(lambda: loop.dead)
     assert not operator._loops
     assert not operator._jobs.uids()
     assert not operator._known_as

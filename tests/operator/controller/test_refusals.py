@@ -79,15 +79,12 @@ ODD_FIELDS: tuple[Mapping[str, Any], ...] = (
 def test_a_template_that_is_no_pod_is_refused_with_a_sentence(odd: Mapping[str, Any]) -> None:
     world = World(make_spec(template={"spec": {**TEMPLATE["spec"], **odd}}))
     world.train(3)
-    placed = world.condition("Placed")
-    assert (placed.status, placed.reason) == (False, "InvalidTemplate")
-    assert "kubectl explain pod.spec" in placed.message
+    world.assert_told("Placed", (False, "InvalidTemplate"), "kubectl explain pod.spec")
     assert not world.created
 
 
 async def test_of_a_job_that_trains_a_template_that_became_no_pod_is_told_as_a_refusal() -> None:
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     job = world.observe().job
     spoilt = replace(
         job, spec=replace(job.spec, template={"spec": {**TEMPLATE["spec"], "securityContext": "x"}})

@@ -211,8 +211,7 @@ def test_job_that_is_resumed_while_its_pods_still_end_takes_none_of_them_back() 
     reached = world.newest_step()
     world.change(suspend=False)
     world.recovered()
-    world.train(20)
-    assert world.status.attempt == 2
+    world.train(20, attempt=2)
     assert world.summary["cause"] == "Resumed"
     assert world.summary["step"] >= reached - 1, "what they owed was waited for"
     assert not {"PodFailed", "PodDeleted"} & set(world.notices)
@@ -311,8 +310,7 @@ def test_container_that_cannot_start_is_the_reason_at_once_and_names_pod_and_con
 
 
 def test_container_that_cannot_start_beside_training_that_runs_alarms_nobody() -> None:
-    world = World(make_spec())
-    world.until("Running")
+    world = World(make_spec()).running(0)
     hold(world, 1, "ImagePullBackOff")
     world.train(3)
     assert world.status.holds("Placed")

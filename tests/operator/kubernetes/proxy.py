@@ -1,7 +1,8 @@
-"""Stands between an operator and an API server whose watches say nothing, or one of whose lists waits."""
+"""Stands between an operator and an API server, and sends raw requests to a real one."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import threading
@@ -11,9 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import yaml
+
 from tests.access import Access, load
+from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.controlplane.planes import write_kubeconfig
 
 _PASSED_ON = ("Accept", "Content-Type")
@@ -146,3 +151,68 @@ def _standing_between(kubeconfig: Path, target: Path, respond: Callable[[_Reques
         ended.set()
         server.shutdown()
         server.server_close()
+
+
+def post(kubeconfig: Path, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any], list[str]]:
+    """Status, answer and warnings."""
+    access = load(kubeconfig)
+    headers = {**access.headers, "Content-Type": "application/json"}
+    request = urllib.request.Request(access.server + path, json.dumps(body).encode(), headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=30, context=access.tls) as answer:
+            return answer.status, json.load(answer), answer.headers.get_all("Warning") or []
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error), error.headers.get_all("Warning") or []
+
+
+def service_account_kubeconfig(admin: Path, namespace: str, name: str, target: Path) -> Path:
+    """A kubeconfig in `target` that is the service account and nobody else."""
+    request = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"expirationSeconds": 3600},
+    }
+    status, answer, _ = post(admin, f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token", request)
+    assert status == 201, answer
+    cluster = yaml.safe_load(admin.read_text())["clusters"][0]["cluster"]
+    ca = base64.b64decode(cluster["certificate-authority-data"])
+    write_kubeconfig(target, cluster["server"], answer["status"]["token"], ca)
+    return target
+
+
+_DEADLINE = 90.0
+JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
+
+
+def short_job(name: str, namespace: str, command: str = "exit 0", **changes: Any) -> dict[str, Any]:
+    """Two workers without anything to learn."""
+    secure = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+    container = {
+        "name": "trainer",
+        "image": "i",
+        "command": ["/bin/sh", "-c", command],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    pod = {"terminationGracePeriodSeconds": 3, "securityContext": secure, "containers": [container]}
+    return {
+        "apiVersion": "tiercheck.io/v1alpha1",
+        "kind": "TierCheckJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "workers": 2,
+            "tiers": {"local": {"sizeLimit": "16Mi"}},
+            "template": {"spec": pod},
+            **changes,
+        },
+    }
+
+
+def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
+    found = cluster.api.request("GET", f"{JOBS.format(namespace)}/{name}")
+    return dict(found.get("status") or {})
+
+
+def in_phase(cluster: LocalCluster, name: str, namespace: str, phase: str) -> None:
+    cluster.wait_for(
+        lambda: status(cluster, name, namespace).get("phase") == phase, _DEADLINE, f"{name} to be {phase}"
+    )

@@ -14,8 +14,12 @@ from tiercheck.protocol import names
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.execute import Executor
 from tiercheck_operator.kubernetes.client import ApiFailure, Kube
-from tiercheck_operator.kubernetes.cluster_facts import ClusterIdentity, NodeLeases, TopologySource
-from tiercheck_operator.kubernetes.owned_objects import Belongings
+from tiercheck_operator.kubernetes.owned_objects import (
+    Belongings,
+    ClusterIdentity,
+    NodeLeases,
+    TopologySource,
+)
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import CreatePod, CreateSpare
 from tiercheck_operator.model.observed import JobView
@@ -90,8 +94,7 @@ def test_a_job_does_not_start_without_its_topology_and_starts_when_it_is_there()
     problem = resolved(TopologySource(Server()), job()).spec
     world = World(problem)
     world.tick()
-    condition = world.condition(conditions.PLACED)
-    assert (condition.status, condition.reason) == (False, conditions.TOPOLOGY_NOT_FOUND)
+    world.assert_told(conditions.PLACED, (False, conditions.TOPOLOGY_NOT_FOUND))
     assert not world.pods
     assert world.last.wake_after == 10.0
     world.job = replace(world.job, spec=make_spec())
@@ -104,8 +107,7 @@ def test_a_job_that_runs_keeps_its_copies_where_they_are_and_comes_back_without_
     world.job = replace(world.job, spec=resolved(TopologySource(Server()), job()).spec)
     world.train(20)
     assert world.saved.holders() == before
-    condition = world.condition(conditions.PLACED)
-    assert condition.reason == conditions.TOPOLOGY_NOT_FOUND
+    world.assert_told(conditions.PLACED, conditions.TOPOLOGY_NOT_FOUND)
     world.crash(1)
     world.until("Running", attempt=2)
 

@@ -255,7 +255,7 @@ def test_lease_that_somebody_deleted_or_annotated_is_no_reason_to_lead_twice() -
 
 def test_longer_terms_of_the_other_side_are_respected() -> None:
     candidate = Candidate("b", TERMS)
-    held = Record("a", 60.0, 0, "x")
+    held = Record("a", 60.0, "x")
     assert candidate.see(held, 0.0) is LeaseMove.WAIT
     assert candidate.see(held, 59.0) is LeaseMove.WAIT
     assert candidate.see(held, 60.0) is LeaseMove.TAKE

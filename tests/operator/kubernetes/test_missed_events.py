@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.access import load
 from tests.cluster.replicas import Replica
 from tests.operator.kubernetes.proxy import withholding
-from tests.operator.moments import TURNS, Woken, ends, turns, until
+from tests.operator.sidecar_over_https import TURNS, Woken, ends, turns, until_turn
 from tests.operator.test_operator_process import DEADLINE, JOBS, ROOT, job, owned
 from tests.operator.world_in_memory import World
 from tiercheck_cli.api_server import NODES, PODS
@@ -125,7 +125,7 @@ class Listing:
         """Returns when it has looked once, and waits."""
         self._began.set()
         self._task = asyncio.create_task(self.resync.run(self._began))
-        await until(lambda: self.due.waits)
+        await until_turn(lambda: self.due.waits)
 
     async def end(self) -> None:
         assert self._task is not None
@@ -173,8 +173,7 @@ async def test_why_no_job_is_served_is_told(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.fixture
 def pod() -> PodView:
-    world = World()
-    world.until("Running")
+    world = World().running(0)
     return next(iter(world.pods.values()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import pytest
 import yaml
 
 from tests.access import REAL_SERVER
-from tests.operator.kubernetes.real_cluster import post, service_account_kubeconfig
+from tests.operator.kubernetes.proxy import (
+    JOBS,
+    in_phase,
+    post,
+    service_account_kubeconfig,
+    short_job,
+    status,
+)
 from tiercheck_local.cluster import LocalCluster
 from tiercheck_local.nodespec import NodeSpec
 from tiercheck_operator.manifests.owned import build_service
@@ -218,45 +226,14 @@ def test_shipped_manifests_are_valid_and_their_pod_is_restricted(cluster: LocalC
 # The operator as its own service account.
 
 
-JOBS = "/apis/tiercheck.io/v1alpha1/namespaces/{}/tiercheckjobs"
-
-
-def short_job(name: str, namespace: str, **changes: Any) -> dict[str, Any]:
-    """Two workers that have nothing to do; everything in it is allowed in a restricted namespace."""
-    container = {
-        "name": "trainer",
-        "image": "i",
-        "command": ["/bin/sh", "-c", "exit 0"],
-        "securityContext": SECURE,
-    }
-    secure = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
-    return {
-        "apiVersion": "tiercheck.io/v1alpha1",
-        "kind": "TierCheckJob",
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {
-            "workers": 2,
-            "tiers": {"local": {"sizeLimit": "16Mi"}},
-            "template": {
-                "spec": {
-                    "terminationGracePeriodSeconds": 3,
-                    "securityContext": secure,
-                    "containers": [container],
-                }
-            },
-            **changes,
-        },
-    }
-
-
-def status(cluster: LocalCluster, name: str, namespace: str) -> dict[str, Any]:
-    found = cluster.api.request("GET", f"{JOBS.format(namespace)}/{name}")
-    return dict(found.get("status") or {})
-
-
 def condition(cluster: LocalCluster, name: str, namespace: str, kind: str) -> dict[str, Any]:
     conditions = status(cluster, name, namespace).get("conditions") or []
     return next((entry for entry in conditions if entry["type"] == kind), {})
+
+
+def until_refused(cluster: LocalCluster, name: str) -> None:
+    placed = partial(condition, cluster, name, RESTRICTED, "Placed")
+    cluster.wait_for(lambda: placed().get("reason") == "Refused", DEADLINE, "the reason")
 
 
 def gone(cluster: LocalCluster, name: str, namespace: str) -> bool:
@@ -289,9 +266,7 @@ def stopped_operator(cluster: LocalCluster) -> Iterator[None]:
 def test_shipped_rights_are_enough_for_the_whole_life_of_a_job(cluster: LocalCluster, tmp_path: Path) -> None:
     log = run_as_service_account(cluster, tmp_path)
     cluster.apply(short_job("whole", RESTRICTED, ttlSecondsAfterFinished=3))
-    cluster.wait_for(
-        lambda: status(cluster, "whole", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
-    )
+    in_phase(cluster, "whole", RESTRICTED, "Completed")
     core = f"/api/v1/namespaces/{RESTRICTED}"
     for path in ("services/whole", "secrets/whole-credentials", "configmaps/whole-placement"):
         assert (
@@ -326,9 +301,7 @@ def test_operator_of_one_namespace_needs_rights_there_only(cluster: LocalCluster
     log = run_as_service_account(cluster, tmp_path, "narrow", TIERCHECK_NAMESPACES=RESTRICTED)
     cluster.apply(short_job("elsewhere", "default"))
     cluster.apply(short_job("here", RESTRICTED))
-    cluster.wait_for(
-        lambda: status(cluster, "here", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
-    )
+    in_phase(cluster, "here", RESTRICTED, "Completed")
     assert status(cluster, "elsewhere", "default") == {}
     said = log.read_text()
     assert not re.findall(r".*(?:[Ff]orbidden|Not enough permissions|Traceback).*", said), said
@@ -342,11 +315,7 @@ def test_pods_that_admission_refuses_are_explained_and_made_once_it_allows_them(
     manifest = short_job("careless", RESTRICTED)
     del manifest["spec"]["template"]["spec"]["securityContext"]
     cluster.apply(manifest)
-    cluster.wait_for(
-        lambda: condition(cluster, "careless", RESTRICTED, "Placed").get("reason") == "Refused",
-        DEADLINE,
-        "the reason",
-    )
+    until_refused(cluster, "careless")
     placed = condition(cluster, "careless", RESTRICTED, "Placed")
     assert placed["status"] == "False"
     assert "violates PodSecurity" in placed["message"]
@@ -364,11 +333,7 @@ def test_pods_that_admission_refuses_are_explained_and_made_once_it_allows_them(
         cluster.api.resource("v1", "Namespace"), None, RESTRICTED, {"metadata": {"labels": labels}}
     )
     try:
-        cluster.wait_for(
-            lambda: status(cluster, "careless", RESTRICTED).get("phase") == "Completed",
-            DEADLINE,
-            "completion",
-        )
+        in_phase(cluster, "careless", RESTRICTED, "Completed")
     finally:
         labels = {"pod-security.kubernetes.io/enforce": "restricted"}
         cluster.api.patch(
@@ -387,11 +352,7 @@ def test_misspelt_field_of_the_template_is_named(cluster: LocalCluster, tmp_path
     manifest = short_job("misspelt", RESTRICTED)
     manifest["spec"]["template"]["spec"]["priorityClasName"] = "high"
     cluster.apply(manifest)
-    cluster.wait_for(
-        lambda: condition(cluster, "misspelt", RESTRICTED, "Placed").get("reason") == "Refused",
-        DEADLINE,
-        "the reason",
-    )
+    until_refused(cluster, "misspelt")
     assert (
         'unknown field "spec.priorityClasName"'
         in condition(cluster, "misspelt", RESTRICTED, "Placed")["message"]
@@ -404,18 +365,12 @@ def test_secret_of_somebody_else_is_left_alone_and_named(cluster: LocalCluster, 
     foreign = {"name": "taken-credentials", "namespace": RESTRICTED}
     cluster.apply({"apiVersion": "v1", "kind": "Secret", "metadata": foreign, "stringData": {"mine": "x"}})
     cluster.apply(short_job("taken", RESTRICTED))
-    cluster.wait_for(
-        lambda: condition(cluster, "taken", RESTRICTED, "Placed").get("reason") == "Refused",
-        DEADLINE,
-        "the reason",
-    )
+    until_refused(cluster, "taken")
     assert "taken-credentials" in condition(cluster, "taken", RESTRICTED, "Placed")["message"]
     secret = f"/api/v1/namespaces/{RESTRICTED}/secrets/taken-credentials"
     assert set(cluster.api.request("GET", secret)["data"]) == {"mine"}
     cluster.api.request("DELETE", secret)
-    cluster.wait_for(
-        lambda: status(cluster, "taken", RESTRICTED).get("phase") == "Completed", DEADLINE, "completion"
-    )
+    in_phase(cluster, "taken", RESTRICTED, "Completed")
 
 
 @pytest.mark.parametrize("level", ["baseline", "restricted"])

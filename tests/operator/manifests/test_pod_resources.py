@@ -24,7 +24,7 @@ from tiercheck_operator.manifests.pod import build_pod, build_spare
 from tiercheck_operator.manifests.resources import resources_problem
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.observed import JobView, Observation
-from tiercheck_operator.model.quantity import parse_amount
+from tiercheck_operator.model.spelling import parse_amount
 
 Object = dict[str, Any]
 OURS = (names.LIBRARY_CONTAINER, names.NODE_MEMORY_CONTAINER, names.SIDECAR_CONTAINER)

@@ -18,12 +18,12 @@ from tiercheck_operator.controller.attempt.readiness import (
     waiting_to_retry,
 )
 from tiercheck_operator.controller.failures.exits import MatchedRule, match_rule, note_failed_start
-from tiercheck_operator.controller.failures.failure_policy import (
+from tiercheck_operator.controller.failures.standstill import find_hang, note_hang
+from tiercheck_operator.controller.failures.trigger import (
     fail_by_restart_limit,
     fail_by_rule,
     fail_hopeless_start,
 )
-from tiercheck_operator.controller.failures.standstill import find_hang, note_hang
 from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.observe.inventories import (
     adopted_history,
@@ -43,8 +43,7 @@ from tiercheck_operator.controller.placement.placing import (
     place_members,
 )
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.status import JobRecord, Recovery
 from tiercheck_operator.planning.recovery.availability import RemoteInventory

@@ -34,9 +34,9 @@ from tiercheck_operator.controller.observe.inventories import (
 from tiercheck_operator.controller.placement.placing import distance_between
 from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation, PodView
-from tiercheck_operator.model.quantity import parse_duration, parse_quantity
 from tiercheck_operator.model.saved_placement import SavedPlacement
 from tiercheck_operator.model.spec import REMOTE_EVERY, HangSpec, JobSpec
+from tiercheck_operator.model.spelling import parse_duration, parse_quantity
 from tiercheck_operator.model.status import JobRecord
 from tiercheck_operator.planning.recovery.availability import Missing
 

@@ -20,13 +20,16 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck.protocol.version import Version
 from tiercheck_operator.controller.failures.exits import crash_pause
-from tiercheck_operator.controller.members.capacity import describe_owner, describe_shortage, refused_workers
-from tiercheck_operator.controller.members.replacing import describe_newest_place
+from tiercheck_operator.controller.members.replacing import (
+    describe_newest_place,
+    describe_owner,
+    describe_shortage,
+    refused_workers,
+)
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import ProbeSidecar
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding, listed
+from tiercheck_operator.model.conditions import Cause, Finding, listed
 from tiercheck_operator.model.limits import cut_sentences
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import JobRecord, Recovery, rfc3339

@@ -21,7 +21,7 @@ from tiercheck.protocol.names import (
     VANISHED,
 )
 from tiercheck.protocol.report import Report, TrainerReport, TrainerState
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import NodeView, Observation, PodView
 from tiercheck_operator.model.parsing import trainer_name
 from tiercheck_operator.model.spec import FailureRule, RuleAction
@@ -52,9 +52,8 @@ class MatchedRule:
 def match_rule(obs: Observation, recovery: Recovery) -> MatchedRule:
     """Of the failure behind `recovery`."""
     cause = Cause.parse(recovery.cause)
-    if (
-        not cause.planned and cause is not Cause.RESTORE_FAILED
-    ):  # TierCheck's own trouble is no matter for rules
+    # TierCheck's own trouble is no matter for rules.
+    if not cause.planned and cause is not Cause.RESTORE_FAILED:
         rule = first_match(obs.job.spec.rules, cause, recovery.facts, obs.nodes)
         if rule is not None:
             return MatchedRule(rule.action, rule.name)

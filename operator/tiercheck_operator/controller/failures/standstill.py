@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding, listed
+from tiercheck_operator.model.conditions import Cause, Finding, listed
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import HangRecord, JobRecord, Recovery
 

@@ -1,13 +1,15 @@
-"""Whether the job needs a new attempt, and what made it need one."""
+"""Decides whether the job needs a new attempt and what made it need one, or whether it is given up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tiercheck.protocol.report import RestoreState, TrainerState
+from tiercheck.protocol import names
+from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck.protocol.version import Kind
 from tiercheck_operator.controller.failures.exits import (
+    MatchedRule,
     cause_of_exit,
     describe_exit,
     facts_of_exit,
@@ -17,10 +19,11 @@ from tiercheck_operator.controller.failures.exits import (
 from tiercheck_operator.controller.failures.standstill import find_hang
 from tiercheck_operator.controller.members.membership import Loss, members_digest
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import listed
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.conditions import Cause, Finding, listed, plural
 from tiercheck_operator.model.observed import Observation
-from tiercheck_operator.model.status import NO_FACTS, Facts, Recovery
+from tiercheck_operator.model.spec import RuleAction
+from tiercheck_operator.model.status import NO_FACTS, Facts, JobRecord, Recovery
 from tiercheck_operator.planning.topology import Level, Topology
 
 _OF_NODES = (Cause.NODE_LOST, Cause.NODE_SILENT, Cause.SIDECAR_SILENT)
@@ -261,23 +264,106 @@ def _lost_members(situation: Situation) -> Trigger:
     nobody_left = len(saved) > 1 and not any(member.pod_uid in alive for member in saved)
     domain, certain = lost_domain(situation) or ("", False)
     cause = Cause.ALL_PODS_LOST if nobody_left else Cause.DOMAIN_LOST if certain else losses[0].cause
+    nodes = (loss.node if loss.pod is None else loss.pod.node for loss in losses)
     facts = Facts(
         None,
         (
             *(loss.cause.value for loss in losses),  # a rule on lost nodes means those of a lost rack as well
             *(loss.pod.disruption for loss in losses if loss.pod is not None and loss.pod.disruption),
         ),
-        tuple(dict.fromkeys(node for node in map(_node_of, losses) if node)),
+        tuple(dict.fromkeys(filter(None, nodes))),
     )
     stalled = tuple(loss.worker for loss in losses if loss.cause is Cause.RESTORE_STALLED)
     message = "; ".join(filter(None, [domain, _summary(losses)]))
     return Trigger(cause, message, min(times, default=None), merge_facts(NO_FACTS, facts), stalled)
 
 
-def _node_of(loss: Loss) -> str | None:
-    return loss.pod.node if loss.pod is not None else loss.node
-
-
 def _summary(losses: Sequence[Loss]) -> str:
     text = "; ".join(loss.message for loss in losses[:4])
     return f"{text}; and {len(losses) - 4} more" if len(losses) > 4 else text
+
+
+# A limit on all restarts of a job would end a run of three months for ten unrelated crashes. A job that
+# gets beyond where it last crashed and trains on for failurePolicy.resetAfterSeconds has shown that it is
+# not stuck, and begins to count anew.
+
+_HOPELESS = {
+    names.TORCH_MISSING: (
+        conditions.TORCH_MISSING,
+        "The training image needs Python 3.11 or newer with torch 2.6 or newer; use another image.",
+    ),
+    names.CANNOT_START: (
+        conditions.CANNOT_START,
+        "Check command, args and image of the container trainer in spec.template.",
+    ),
+}
+
+_NOT_RUN = (126, 127)
+
+
+class GivenUp(Finding):
+    """The job has failed for good."""
+
+
+def fail_hopeless_start(situation: Situation) -> GivenUp | None:
+    """A trainer that can never start: nothing is gained by trying again."""
+    for report in failed_trainers(situation, situation.members):
+        trainer = report.trainer
+        # A shell that does not find the command, or may not run it, says so with these codes.
+        shell = (
+            trainer.exit_code in _NOT_RUN
+            and trainer.first_step_at is None
+            and trainer.reason == names.CRASHED
+        )
+        known = _HOPELESS.get(names.CANNOT_START if shell else trainer.reason)
+        if known is not None:
+            reason, advice = known
+            return GivenUp(reason, f"{describe_exit(report, situation.members[report.worker])}. {advice}")
+    return None
+
+
+def fail_by_rule(recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
+    """A failure that the user has said is final."""
+    if verdict.action is not RuleAction.FAIL:
+        return None
+    return GivenUp(
+        conditions.FAILURE_POLICY_RULE,
+        f"{recovery.message.rstrip('.')}. Rule {verdict.rule} of failurePolicy.rules says Fail "
+        f"({recovery.cause}).",
+    )
+
+
+def fail_by_restart_limit(obs: Observation, recovery: Recovery, verdict: MatchedRule) -> GivenUp | None:
+    """Asked once the crash is certainly one. Disruptions never lead here: they are not the job's fault."""
+    if not verdict.counts or obs.job.status.counted < obs.job.spec.max_restarts:
+        return None
+    times = plural(obs.job.status.counted, "time")
+    ruled = (
+        f" Rule {verdict.rule} of failurePolicy.rules says that this failure counts." if verdict.rule else ""
+    )
+    return GivenUp(
+        conditions.MAX_RESTARTS_EXCEEDED,
+        f"{recovery.message.rstrip('.')}. It had been restarted {times} after training failed, and "
+        f"failurePolicy.maxRestarts is {obs.job.spec.max_restarts}.{ruled}",
+    )
+
+
+def reset_restart_count(
+    obs: Observation, record: JobRecord, reports: Mapping[int, Report]
+) -> tuple[JobRecord, float | None]:
+    """`record` with the count set to zero if training went well for long enough, and the seconds until it may
+    be.
+
+    `reports`: those of the current attempt, by worker. The moment of the first step is by the nodes' clocks.
+    """
+    if not record.counted or record.recovery is not None or len(reports) < obs.size:
+        return record, None
+    first_steps = [report.trainer.first_step_at for report in reports.values()]
+    steps = [report.trainer.step for report in reports.values()]
+    began = [moment for moment in first_steps if moment is not None]
+    if len(began) < len(first_steps) or min(step or 0 for step in steps) <= record.crash_step:
+        return record, None
+    left = max(began) + obs.job.spec.reset_seconds - obs.now
+    if left > 0:
+        return record, left
+    return replace(record, counted=0), None

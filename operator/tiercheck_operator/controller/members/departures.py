@@ -18,10 +18,9 @@ from tiercheck.protocol.names import GPU_FAULT
 from tiercheck.protocol.report import Report, RestoreState, TrainerState
 from tiercheck_operator.controller.failures.exits import describe_exit, fails_again
 from tiercheck_operator.controller.failures.standstill import held_up_again, why_stalled
-from tiercheck_operator.controller.members.suspicion import is_heard
+from tiercheck_operator.controller.members.suspicion import Doubt, is_heard
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Observation, PodView, Refusal
 
 _TOGETHER = 60.0
@@ -110,16 +109,8 @@ def is_ready(obs: Observation, pod: PodView) -> bool:
     return report is not None and report.trainer.state is TrainerState.WAITING
 
 
-@dataclass(frozen=True)
-class Move:
-    pod: PodView
-    cause: Cause
-    why: str
-    at: float | None
-
-
-def find_moves(obs: Observation) -> list[Move]:
-    """The pods that are to be replaced on other nodes."""
+def find_moves(obs: Observation) -> Mapping[str, Doubt]:
+    """The pods that are to be replaced on other nodes, by UID."""
     pods = _accused(obs)
     barred = _barred(obs, pods)
     if barred:
@@ -130,23 +121,23 @@ def find_moves(obs: Observation) -> list[Move]:
             f"{describe_exit(start)}; that was before its first step, as the last time on this node, "
             "which is avoided"
         )
-        return [Move(pods[start.worker], Cause.START_FAILED, why, start.trainer.ended_at)]
+        return {pods[start.worker].uid: Doubt(Cause.START_FAILED, why, start.trainer.ended_at)}
     if not _shared(obs):
-        return []
+        return {}
     again = held_up_again(obs, pods)
     if again is not None:
-        return [Move(again, Cause.HUNG, "it held all others up again; its node is avoided", None)]
+        return {again.uid: Doubt(Cause.HUNG, "it held all others up again; its node is avoided", None)}
     faulty = [(pod, report) for pod in pods.values() if (report := _gpu_fault(obs, pod)) is not None]
     if len(faulty) != 1:
-        return []  # what several GPUs say at once is not the fault of one
+        return {}  # what several GPUs say at once is not the fault of one
     pod, report = faulty[0]
     said = report.trainer.failure
     why = pod.ill or (f"rank {said.rank}: {said.message}" if said is not None else "")
     why = f"{why}; its node is avoided"
-    return [Move(pod, Cause.GPU_FAULT, why, report.trainer.ended_at)]
+    return {pod.uid: Doubt(Cause.GPU_FAULT, why, report.trainer.ended_at)}
 
 
-def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
+def _barred(obs: Observation, pods: Mapping[int, PodView]) -> Mapping[str, Doubt]:
     """Of pods in which no attempt can begin. All others wait for them, so there is time to let them have what
     such a pod holds."""
     # Not all need to have heard of the attempt: an operator that died while it told them left some out, and
@@ -159,28 +150,25 @@ def _barred(obs: Observation, pods: Mapping[int, PodView]) -> list[Move]:
         if pod.uid in obs.current_reports or report.restore.state is RestoreState.READY
     }
     found = {
-        worker: _bar(obs, pods[worker], reports[worker])
+        worker: _bar(obs, reports[worker])
         for worker in sorted(reports)
         if pods[worker].uid in obs.current_reports
     }
     moves = {worker: move for worker, move in found.items() if move is not None}
     if not moves or len(moves) == obs.size > 1:
-        return []  # what keeps all of them is not the fault of one node: storage perhaps, or the check itself
+        return {}  # what keeps all of them is not the fault of one node: storage perhaps, or the check itself
     comes_back = _shared(obs) or _from_scratch(obs) or bool(obs.job.status.tiers.get("remote"))
     if len(reports) < obs.size or not comes_back:
-        return []
+        return {}
     others = [report for worker, report in reports.items() if worker not in moves]
     stalled = {worker for worker, move in moves.items() if move.cause is Cause.RESTORE_STALLED}
     running = {worker for worker, report in reports.items() if report.restore.state is RestoreState.RUNNING}
     if running - stalled or any(report.trainer.busy for report in others):
-        return []
-    if _from_scratch(obs):
-        return list(moves.values())
-    return [
-        move
-        for worker, move in moves.items()
-        if not _needed(obs, reports[worker], restored=worker not in stalled)
-    ][:1]
+        return {}
+    going = list(moves)
+    if not _from_scratch(obs):
+        going = [n for n in moves if not _needed(obs, reports[n], restored=n not in stalled)][:1]
+    return {pods[worker].uid: moves[worker] for worker in going}
 
 
 def _needed(obs: Observation, report: Report, *, restored: bool) -> bool:
@@ -194,16 +182,14 @@ def _needed(obs: Observation, report: Report, *, restored: bool) -> bool:
     return report.owes or unheard
 
 
-def _bar(obs: Observation, pod: PodView, report: Report) -> Move | None:
+def _bar(obs: Observation, report: Report) -> Doubt | None:
     trainer = report.trainer
     if trainer.stuck:
-        return Move(pod, Cause.STUCK, f"{trainer.stuck}; its node is avoided", None)
+        return Doubt(Cause.STUCK, f"{trainer.stuck}; its node is avoided", None)
     if trainer.unhealthy:
-        return Move(pod, Cause.HEALTH_CHECK_FAILED, f"{trainer.unhealthy}; its node is avoided", None)
+        return Doubt(Cause.HEALTH_CHECK_FAILED, f"{trainer.unhealthy}; its node is avoided", None)
     stalled = why_stalled(obs, report)
-    if stalled:
-        return Move(pod, Cause.RESTORE_STALLED, f"{stalled}; its node is avoided", None)
-    return None
+    return Doubt(Cause.RESTORE_STALLED, f"{stalled}; its node is avoided", None) if stalled else None
 
 
 def _shared(obs: Observation) -> bool:

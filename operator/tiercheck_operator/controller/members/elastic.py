@@ -15,22 +15,21 @@ grows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tiercheck.protocol.report import SPARE, TrainerState
-from tiercheck_operator.controller.members.capacity import (
+from tiercheck_operator.controller.members.membership import members_digest
+from tiercheck_operator.controller.members.replacing import (
     describe_lack,
     describe_refusal,
     describe_shortage,
     is_overdue,
     possible_size,
 )
-from tiercheck_operator.controller.members.membership import members_digest
 from tiercheck_operator.controller.members.spares import Upkeep
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Findings, Observation
 from tiercheck_operator.model.status import JobRecord, Recovery, SizeRecord, TierRecord, rfc3339
 
@@ -46,12 +45,8 @@ against it."""
 _LOOK_EVERY = 1.0
 
 
-@dataclass(frozen=True)
-class Resized:
-    """The status with another size, to be written before anything else is done."""
-
-    status: JobRecord
-    findings: Findings
+Resized = tuple[JobRecord, Findings]
+"""The status with another size, to be written before anything else is done, and what there is to tell."""
 
 
 def resize(situation: Situation, upkeep: Upkeep) -> Resized | None:
@@ -88,9 +83,7 @@ def _shrunk(situation: Situation) -> Resized | None:
     shrunk = f"The job goes on with {size} of {situation.job.spec.workers} workers."
     text = f"{describe_lack(situation)} {shrunk}"
     found = Finding(conditions.UNSCHEDULABLE, text)
-    return Resized(
-        replace(situation.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found)
-    )
+    return replace(situation.job.status, size=SizeRecord(size)), Findings(unplaced=found, waiting=found)
 
 
 def _whole(situation: Situation) -> Resized | None:
@@ -114,11 +107,9 @@ def _planned(situation: Situation) -> Resized | None:
     if members_digest(situation.members) != status.members or not _trains(situation):
         return None
     if not _room(situation) or situation.membership.departures:
-        return (
-            Resized(replace(status, size=SizeRecord(size.workers)), Findings()) if size.room_since else None
-        )
+        return (replace(status, size=SizeRecord(size.workers)), Findings()) if size.room_since else None
     if size.room_since is None:
-        return Resized(replace(status, size=SizeRecord(size.workers, situation.now)), Findings())
+        return replace(status, size=SizeRecord(size.workers, situation.now)), Findings()
     waited = situation.now - size.room_since
     if waited < situation.patience.grow or not _own_version(situation):
         return None
@@ -126,7 +117,7 @@ def _planned(situation: Situation) -> Resized | None:
         return None
     why = f"there is room for all {wanted} workers again, so the job does not go on with {size.workers}"
     recovery = Recovery(Cause.GROWN.value, why, situation.now, situation.now)
-    return Resized(replace(status, size=None, recovery=recovery), Findings())
+    return replace(status, size=None, recovery=recovery), Findings()
 
 
 def _back(situation: Situation, upkeep: Upkeep) -> Resized | None:
@@ -137,7 +128,7 @@ def _back(situation: Situation, upkeep: Upkeep) -> Resized | None:
     late = status.recovery is not None and situation.now - status.recovery.detected_at > _GROWTH_SECONDS
     if not 0 < before < situation.size or not (late or (lacking and not set(lacking) <= upkeep.taken)):
         return None
-    return Resized(replace(status, size=SizeRecord(before), recovery=None), Findings())
+    return replace(status, size=SizeRecord(before), recovery=None), Findings()
 
 
 def _trains(situation: Situation) -> bool:
@@ -150,7 +141,7 @@ def _trains(situation: Situation) -> bool:
 def _all(obs: Observation) -> Resized:
     wanted = obs.job.spec.workers
     waiting = Finding(conditions.WAITING_FOR_PODS, f"the job goes on with all {wanted} workers")
-    return Resized(replace(obs.job.status, size=None), Findings(waiting=waiting))
+    return replace(obs.job.status, size=None), Findings(waiting=waiting)
 
 
 def _room(situation: Situation) -> bool:

@@ -20,7 +20,7 @@ from tiercheck_operator.controller.members.departures import (
 )
 from tiercheck_operator.controller.members.lost_nodes import silent_at, why_left_down, why_lost
 from tiercheck_operator.controller.members.suspicion import Doubt, restart_due, seconds_silent, was_up
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import ContainerState, Observation, PodView
 from tiercheck_operator.model.status import PlaceRecord
 
@@ -101,11 +101,11 @@ def find_members(obs: Observation, doubted: Mapping[str, Doubt]) -> Membership:
     lost: dict[str, Loss] = {}
     beyond: list[PodView] = []
     well = obs.all_trainers_well and not obs.job.status.on_way_back
-    moves = {} if well else {move.pod.uid: move for move in find_moves(obs)}
+    moves = {} if well else find_moves(obs)
     for pod in sorted(obs.pods, key=lambda pod: (pod.worker, -pod.incarnation, -pod.created)):
-        loss, move = classify_pod(obs, pod, doubted), moves.get(pod.uid)
-        if loss is None and move is not None:
-            loss = _lost(pod, move.cause, move.why, node=pod.node, at=move.at, of_place=True)
+        loss = classify_pod(obs, pod, doubted)
+        if loss is None and pod.uid in moves:
+            loss = _given_up_by_us(pod, moves[pod.uid])
         if loss is not None:
             lost[pod.uid] = loss
         elif pod.worker < obs.size:
@@ -173,6 +173,11 @@ def _lost(
     return Loss(pod.worker, cause, message, pod, node, at, why, of_place)
 
 
+def _given_up_by_us(pod: PodView, doubt: Doubt) -> Loss:
+    here = pod.node if doubt.of_node else None
+    return _lost(pod, doubt.cause, doubt.why, node=here, at=doubt.since, of_place=doubt.of_node)
+
+
 def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -> Loss | None:
     """Why the pod is lost; None: it is not."""
     lost = partial(_lost, pod)
@@ -201,8 +206,7 @@ def classify_pod(obs: Observation, pod: PodView, doubted: Mapping[str, Doubt]) -
         return lost(Cause.POD_FAILED, "the pod ended although the job had not")
     doubt = doubted.get(pod.uid)
     if doubt is not None:
-        here = pod.node if doubt.of_node else None
-        return lost(doubt.cause, doubt.why, node=here, at=doubt.since, of_place=doubt.of_node)
+        return _given_up_by_us(pod, doubt)
     stuck = _why_not_started(obs, pod)
     if stuck:
         return lost(Cause.POD_FAILED, stuck, of_place=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from tiercheck.protocol.report import SPARE
-from tiercheck_operator.controller.members.capacity import describe_refusal
 from tiercheck_operator.controller.members.membership import Membership, SparePool, classify_pod
 from tiercheck_operator.controller.members.replacing import (
+    describe_refusal,
     is_held_by_avoidance,
     next_incarnation,
     preferred_against,

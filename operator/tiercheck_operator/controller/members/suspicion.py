@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from tiercheck.protocol.report import Break, TrainerState
 from tiercheck_operator.model.actions import ProbeSidecar
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import listed
+from tiercheck_operator.model.conditions import Cause, listed
 from tiercheck_operator.model.observed import ContainerState, HostSign, Observation, PodView
 from tiercheck_operator.planning.suspicion import (
     Accusation,
@@ -101,13 +100,13 @@ def describe_training(obs: Observation) -> Training:
 
 @dataclass(frozen=True)
 class Doubt:
-    """A pod that is given up on our own account."""
+    """Why a pod is given up on our own account."""
 
     cause: Cause
     why: str
-    since: float
-    of_node: bool
-    """Its node is to be avoided: nothing of the job answers there, or nothing at all."""
+    since: float | None
+    of_node: bool = True
+    """Its node is to be avoided: nothing of the job answers there, nothing at all, or not as it should."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tiercheck_operator.controller.members.membership import (
 )
 from tiercheck_operator.controller.members.suspicion import Testimony, find_doubts, hear_witnesses
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.status import JobRecord, PlaceRecord, Recovery, parse_time
 from tiercheck_operator.planning.topology import Level, Topology, levels_from_spec, spread_level

@@ -15,8 +15,7 @@ from tiercheck_operator.controller.members.membership import Membership
 from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.model import conditions
 from tiercheck_operator.model.actions import Action, EnsureBudget, Push, RemoveBudget
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding, listed, numbered
+from tiercheck_operator.model.conditions import Cause, Finding, listed, numbered
 from tiercheck_operator.model.observed import Observation, PodView
 from tiercheck_operator.model.saved_placement import CodeGroup, SavedMember, SavedPlacement
 from tiercheck_operator.model.status import JobRecord, PlacementRecord, parse_time, rfc3339

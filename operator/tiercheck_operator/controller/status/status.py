@@ -12,9 +12,9 @@ from typing import Any
 
 from tiercheck.protocol.report import Report
 from tiercheck_operator.controller.failures.standstill import restored_bytes
-from tiercheck_operator.controller.members.capacity import describe_refusal
 from tiercheck_operator.controller.members.elastic import describe_size
 from tiercheck_operator.controller.members.lost_nodes import describe_sidecar_end, describe_silent_sidecars
+from tiercheck_operator.controller.members.replacing import describe_refusal
 from tiercheck_operator.controller.members.spares import SparesStanding, describe_spares
 from tiercheck_operator.controller.observe.inventories import find_remote_trouble
 from tiercheck_operator.controller.observe.memory import (
@@ -34,8 +34,7 @@ from tiercheck_operator.controller.status.saving import (
     newest_proofs,
 )
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
-from tiercheck_operator.model.conditions import Finding
+from tiercheck_operator.model.conditions import Cause, Finding
 from tiercheck_operator.model.observed import Findings, Observation
 from tiercheck_operator.model.status import (
     Condition,

@@ -118,19 +118,13 @@ def place_parity(
     """
     if policy.data < 1 or policy.parity < 1:
         raise ValueError("a parity group needs data and parity of at least 1")
-    if policy.level is not None and policy.level not in topology.level_names:
-        raise ValueError(f"no topology level {policy.level!r}; there are {', '.join(topology.level_names)}")
     ground = PlacementProblem.of(sites, topology, policy.parity, None, frozenset(suspects))
     if ground.workers < policy.data + policy.parity:
         raise ValueError(
             f"a group of {policy.data} + {policy.parity} needs as many workers, and there are "
             f"{ground.workers}"
         )
-    last = len(ground.levels) - 1
-    if policy.level is not None:
-        starts = [topology.level_index(policy.level)]
-    else:
-        starts = [level for level in range(last) if not ground.unlabelled[level]] + [last]
+    starts = ground.levels_to_try(policy.level)
     for start in starts:
         groups = _best(ground, start, policy.data, previous)
         complete = _complete(ground, start, groups)

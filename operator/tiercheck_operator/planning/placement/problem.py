@@ -119,6 +119,16 @@ class PlacementProblem:
         """Whether there is no other node to keep a copy on. Asked for each worker, so found out once."""
         return len(set(self.node)) <= 1
 
+    def levels_to_try(self, wanted: str | None) -> list[int]:
+        """The wanted level; None: all at which workers may be parted, widest first, then the last. Raises
+        ValueError if there is no such level."""
+        if wanted is not None:
+            if wanted not in self.levels:
+                raise ValueError(f"no topology level {wanted!r}; there are {', '.join(self.levels)}")
+            return [self.levels.index(wanted)]
+        last = len(self.levels) - 1
+        return [*(n for n in range(last) if not self.unlabelled[n] and len(self.domain_name[n]) > 1), last]
+
     def apart(self, level: int, a: int, b: int) -> bool:
         """Whether two workers are known to be in different domains of that level."""
         domain = self.domain[level]

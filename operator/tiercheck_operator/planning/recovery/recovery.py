@@ -42,10 +42,8 @@ class RecoveryProblem:
     ranks_per_worker: int
     history: History
     inventories: Sequence[JobInventory]
-    """Of the sidecars that answered."""
+    """Of all sidecars: each has answered before anything is decided."""
     remote: RemoteInventory
-    silent: Collection[int] = frozenset()
-    """Workers whose sidecar has not answered yet."""
     distance: Distance | None = None
     step_seconds: float | None = None
     last_step: int | None = None
@@ -119,7 +117,9 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
     if situation.ranks < 1 or situation.ranks_per_worker < 1 or situation.ranks % situation.ranks_per_worker:
         raise ValueError("ranks must be a positive multiple of ranks_per_worker")
     stock = situation.stock
-    rebuildable = [version for version in stock.versions if stock.farthest_tier(version) is not None]
+    rebuildable = [
+        version for version in stock.versions if stock.of(version).farthest_tier(version) is not None
+    ]
     if situation.target_step is not None:
         rebuildable = [version for version in rebuildable if version.step == situation.target_step]
     if not rebuildable:
@@ -134,7 +134,7 @@ def decide_recovery(situation: RecoveryProblem) -> Decision:
     assert not isinstance(sources, Missing)
     counts = {tier: 0 for tier in Tier}
     for rank in range(stock.ranks_of(chosen)):
-        tier = stock.tier_of(rank, chosen)
+        tier = stock.of(chosen).tier_of(rank, chosen)
         assert tier is not None
         counts[tier] += 1
     tier_counts = {tier: count for tier, count in counts.items() if count}
@@ -157,7 +157,7 @@ def _expected_loss(
     version: Version, newest_step: int, stock: ResizedStock, situation: RecoveryProblem
 ) -> float:
     """Seconds until training is where it was. Without a step time a step counts more than any restore."""
-    tier = stock.farthest_tier(version)
+    tier = stock.of(version).farthest_tier(version)
     estimate = situation.restore_seconds
     restore = {Tier.LOCAL: estimate.local, Tier.PEER: estimate.peer, Tier.REMOTE: estimate.remote}
     assert tier is not None
@@ -176,7 +176,7 @@ def _leave_steps_to_prove(
 ) -> Version:
     """Returns the version `prove_steps` before `best` if `best` leaves no step to train again, and no farther
     tier is needed for the older one; else `best`."""
-    farthest = stock.farthest_tier(best)
+    farthest = stock.of(best).farthest_tier(best)
     if farthest is None or best.step != newest_step:
         return best
     tiers = list(Tier)[: list(Tier).index(farthest) + 1]
@@ -186,7 +186,7 @@ def _leave_steps_to_prove(
         if (
             version.step == newest_step - situation.prove_steps
             and own
-            and stock.farthest_tier(version) in tiers
+            and stock.of(version).farthest_tier(version) in tiers
         ):
             return version
     return best
@@ -203,10 +203,6 @@ def _without_version(situation: RecoveryProblem, stock: ResizedStock) -> Decisio
         state = "has not been tried yet" if situation.remote.reachable is None else "is unreachable"
         return Wait(
             f"{what} can be rebuilt from memory, and the remote tier {state}: it may hold one{detail}"
-        )
-    if situation.silent:
-        return Wait(
-            f"{what} can be rebuilt from what answered; waiting for {numbered(situation.silent, 3)}{detail}"
         )
     remote = "the remote tier holds none" if situation.remote.configured else "no remote tier is configured"
     if asked is not None:
@@ -244,10 +240,7 @@ def _why(
     for position, (tier, count) in enumerate(tier_counts.items()):
         unit = ("rank " if count == 1 else "ranks ") if position == 0 else ""
         parts.append(f"{count} {unit}{places[tier]}")
-    sentences = [head, ", ".join(parts)]
-    if situation.silent:
-        sentences.append(f"{numbered(situation.silent, 3)} had not answered")
-    return sentences
+    return [head, ", ".join(parts)]
 
 
 def _resized(chosen: Version, stock: ResizedStock, situation: RecoveryProblem) -> list[str]:
@@ -260,12 +253,12 @@ def _incomplete(versions: Sequence[Version], stock: ResizedStock) -> list[str]:
     """Why the newest of `versions` cannot be rebuilt, one clause each, newest first."""
     clauses = []
     for version in reversed(versions):
-        lacking = stock.lacking(version)
+        lacking = stock.of(version).lacking(version)
         if not lacking:
             continue
         gaps: dict[str, list[int]] = {}
         for rank in lacking:
-            gaps.setdefault(stock.gap(rank, version), []).append(rank)
+            gaps.setdefault(stock.of(version).gap(rank, version), []).append(rank)
         gap, ranks = max(gaps.items(), key=lambda item: (len(item[1]), -item[1][0]))
         verb = gap if len(ranks) == 1 else gap.replace("has ", "have ").replace("lacks ", "lack ")
         clauses.append(f"step {version.step} is incomplete: {numbered(ranks, 3, 'rank')} {verb}")

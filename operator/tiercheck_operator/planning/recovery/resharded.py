@@ -91,7 +91,7 @@ _BY_PARITY = 2**31
 
 
 class ResizedStock:
-    """A `Stock` for each number of ranks that the history knows, behind the same questions.
+    """An `Availability` for each number of ranks that the history knows.
 
     `ranks` is what the job has now, and what branches count as of which it is not known.
     """
@@ -131,28 +131,13 @@ class ResizedStock:
         """Whether it was made by another number of ranks than there are now."""
         return self.ranks_of(version) != self._ranks
 
-    def farthest_tier(self, version: Version) -> Tier | None:
-        """As of `Stock`."""
-        return self._of(version).farthest_tier(version)
-
-    def tier_of(self, rank: int, version: Version) -> Tier | None:
-        """As of `Stock`; `rank` is one of those that made the version."""
-        return self._of(version).tier_of(rank, version)
-
-    def lacking(self, version: Version) -> tuple[int, ...]:
-        """As of `Stock`."""
-        return self._of(version).lacking(version)
-
-    def gap(self, rank: int, version: Version) -> str:
-        """As of `Stock`."""
-        return self._of(version).gap(rank, version)
-
     def sources(self, version: Version, distance: Distance | None = None) -> Sources | Missing:
-        """As of `Stock`, for each rank that made the version. Where resized, no order is nearest for all who
-        read."""
-        return self._of(version).sources(version, None if self.is_resized(version) else distance)
+        """As of `Availability`, for each rank that made the version. Where resized, no order is nearest for
+        all who read."""
+        return self.of(version).sources(version, None if self.is_resized(version) else distance)
 
-    def _of(self, version: Version) -> Availability:
+    def of(self, version: Version) -> Availability:
+        """What there is of each rank that made the version."""
         return self._stocks[self.ranks_of(version)]
 
     def _made_by(

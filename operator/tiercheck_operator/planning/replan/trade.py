@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
-from tiercheck_operator.planning.placement.leftover_workers import cover_bare
+from tiercheck_operator.planning.placement.groups import cover_bare
 from tiercheck_operator.planning.placement.problem import PlacementProblem
 
 _MOST_CHAINS = 64

@@ -237,8 +237,7 @@ def change(world: World, **fields: object) -> None:
 def test_change_from_copies_to_parity_takes_effect_with_the_next_attempt_and_loses_nothing() -> None:
     world = running_world()
     change(world, copies=0, parity=(2, 1))
-    world.train(3)
-    assert world.status.attempt == 1
+    world.train(3, attempt=1)
     assert all(sidecar.hosted for sidecar in world.sidecars.values()), "until then copies go on"
     assert world.status.holds("Protected")
     world.kill_node(world.home(3))
@@ -287,33 +286,26 @@ def test_job_that_diverges_goes_back_to_the_last_good_version_and_it_counts() ->
     world = running_world(rollback_after=3)
     good = world.newest_step()
     world.poisoned = {1}
-    world.train(2)
-    assert world.status.attempt == 1
-    summary = world.recovered()
-    assert summary["cause"] == "Diverged"
+    world.train(2, attempt=1)
+    summary = world.recovered_from("Diverged", "not finite for 3 steps in a row")
     assert summary["step"] == good
-    assert "not finite for 3 steps in a row" in summary["message"]
     assert "Diverged" in world.notices
     assert (world.status.crashes, world.status.disruptions) == (1, 0)
-    world.train(20)
-    assert world.status.attempt == 2
+    world.train(20, attempt=2)
 
 
 def test_job_that_diverges_again_and_again_is_given_up() -> None:
     world = running_world(rollback_after=2, max_restarts=2)
     world.poisoned = {1, 2, 3}
     world.until("Failed")
-    failed = world.condition("Failed")
-    assert failed.reason == "MaxRestartsExceeded"
-    assert "not finite" in failed.message
+    world.assert_told("Failed", "MaxRestartsExceeded", "not finite")
     assert world.status.crashes == 2
 
 
 def test_without_the_policy_a_job_that_diverged_trains_on() -> None:
     world = running_world()
     world.poisoned = {1}
-    world.train(30)
-    assert world.status.attempt == 1
+    world.train(30, attempt=1)
 
 
 # Replays that differ
@@ -338,14 +330,11 @@ def test_state_that_is_not_what_was_saved_is_not_chosen_again_and_its_failure_is
         world.unequal = {Version(back[0], 1)}
         back, said = (back[0] - 1, 3), "replicas held different bits"
         world.crash(0)
-    summary = world.recovered(3)
-    assert summary["cause"] == "RestoreFailed"
-    assert said in summary["message"]
+    summary = world.recovered_from("RestoreFailed", said, attempt=3)
     assert (summary["step"], summary["deltas"]) == back
     struck = 0 if how == "on a replaced worker" else 1
     assert world.status.crashes == struck, "the exit after the replay is no other one"
-    world.train(20)
-    assert world.status.attempt == 3
+    world.train(20, attempt=3)
 
 
 # Memory
@@ -356,10 +345,7 @@ def test_job_that_cannot_fit_is_refused_with_numbers_before_any_pod_is_made() ->
         make_spec(delta=DeltaMode.AUTO, snapshot_every=None, state_size=300 * 2**20, size_limit="1Gi")
     )
     world.train(5)
-    placed = world.condition("Placed")
-    assert (placed.status, placed.reason) == (False, "MemoryTooSmall")
-    assert "1Gi" in placed.message
-    assert "at least 1.2 GiB" in placed.message
+    world.assert_told("Placed", (False, "MemoryTooSmall"), "1Gi", "at least 1.2 GiB")
     assert not world.created
     assert world.status.phase == "Pending"
     memory = world.status.memory
@@ -378,8 +364,7 @@ def test_parity_lets_a_job_fit_that_copies_do_not() -> None:
     world = World(make_spec(copies=2, **size), racks=4)
     world.train(5)
     assert not world.created
-    world = World(make_spec(copies=0, parity=(4, 2), **size), racks=4)
-    world.until("Running")
+    world = World(make_spec(copies=0, parity=(4, 2), **size), racks=4).running(0)
     assert world.status.memory is not None
     assert world.status.memory.peer < 3 * 230 * 2**20
 

@@ -1,4 +1,4 @@
-"""Whether a resume was exact: from what the ranks compared to status, condition, Event and metric."""
+"""Whether a resume was exact is told everywhere; directives may arrive in any order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import pytest
 
 from tests.operator.world_in_memory import World, make_spec, trained
 from tiercheck.protocol.directive import DeltaMode
-from tiercheck.protocol.report import Exact, ResumeProof
+from tiercheck.protocol.report import Exact, Report, ResumeProof
 from tiercheck.protocol.version import Artifact, Version
-from tiercheck_operator.controller.status.events import notices
+from tiercheck_operator.controller.status.saving import notices
 from tiercheck_operator.metrics import Metrics
 from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import ProbeSidecar, Push
 from tiercheck_operator.model.limits import bytes_of, fit_status
+from tiercheck_operator.model.observed import Observation, WorkerReport
 from tiercheck_operator.model.status import JobRecord, parse_record, render_record
 
 
@@ -116,8 +118,7 @@ def test_difference_is_one_event_and_every_result_is_counted_once() -> None:
 
 
 def test_start_from_scratch_has_nothing_to_compare() -> None:
-    world = World(make_spec(workers=4))
-    world.until("Running")
+    world = World(make_spec(workers=4)).running(0)
     world.crash(1)
     world.until("Running", attempt=2)
     assert (world.status.last_recovery or {"step": 0})["step"] == 0
@@ -139,8 +140,7 @@ def test_long_word_of_a_trainer_leaves_the_status_small() -> None:
 
 def test_newest_version_still_counts_if_the_older_one_that_was_to_prove_it_is_gone() -> None:
     """It was chosen by reports, and may be freed before the sidecars are asked for it."""
-    world = World(make_spec(workers=4, prove_steps=1, delta=DeltaMode.AUTO))
-    world.until("Running")
+    world = World(make_spec(workers=4, prove_steps=1, delta=DeltaMode.AUTO)).running(0)
     while world.newest_step() < 12:
         world.train(1)
     world.crash(1)
@@ -156,3 +156,91 @@ def test_newest_version_still_counts_if_the_older_one_that_was_to_prove_it_is_go
     assert parse_record(render_record(world.status)).history == world.status.history
     assert world.status.history.owner(12) == 1
     assert world.status.history.owner(13) == 3
+
+
+class Listening(World):
+    """Keeps what was sent, with what was known of the sidecar then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Push] = []
+
+    def observe(self) -> Observation:
+        self.known = super().observe()
+        return self.known
+
+    def _do(self, item: object) -> None:
+        if isinstance(item, Push):
+            known = self.known.reports[item.pod_uid].report
+            assert known is not None
+            assert (item.directive.instance, item.directive.number) == (known.instance, known.followed + 1)
+            self.sent.append(item)
+        super()._do(item)  # type: ignore[arg-type]
+
+
+def test_each_directive_follows_what_the_sidecar_has_said_whoever_leads() -> None:
+    world = Listening()
+    world.until("Running")
+    world.crash(1)
+    world.recovered()
+    world.evict(world.member(2))
+    world.forget()  # the operator was started again
+    world.recovered(attempt=3)
+    uid = world.member(0)
+    told = [push.directive for push in world.sent if push.pod_uid == uid]
+    assert [each.number for each in told] == list(range(1, len(told) + 1))
+    assert len(told) >= 5
+
+
+def test_directive_is_the_same_however_often_it_is_decided_upon() -> None:
+    """The answer to it may have been lost."""
+    world = Listening()
+    while not world.sent:
+        world.tick()
+    told = list(world.sent)
+    world.reconcile()  # nothing was heard since
+    assert world.sent == [*told, *told]
+
+
+# No version is chosen before all have said what they hold.
+
+
+def bare(known: WorkerReport) -> WorkerReport:
+    report = known.report
+    assert isinstance(report, Report)
+    return replace(known, report=replace(report, holdings=(), tells_holdings=False))
+
+
+class Terse(World):
+    """Some sidecars answer, and do not say what they hold."""
+
+    terse: frozenset[str] = frozenset()
+
+    def observe(self) -> Observation:
+        seen = super().observe()
+        reports = {
+            uid: bare(known) if uid in self.terse and known.report is not None else known
+            for uid, known in seen.reports.items()
+        }
+        return replace(seen, reports=reports)
+
+
+def test_no_attempt_begins_before_a_sidecar_that_answers_has_said_what_it_holds() -> None:
+    world = Terse().running(5)
+    attempt, silent = world.status.attempt, world.member(0)
+    world.terse = frozenset({silent})
+    world.crash(1)
+    world.train(10, attempt=attempt)
+    assert ProbeSidecar(silent) in world.last.after
+    world.terse = frozenset()
+    world.recovered(attempt=attempt + 1)
+    assert world.summary["lostSteps"] <= 1
+
+
+def test_answer_counts_for_what_is_held_from_when_that_was_told() -> None:
+    world = World().running(0)
+    known = world.reports[world.member(0)]
+    assert known.holdings_at == known.answered_at
+    later = replace(bare(known), held_at=known.answered_at, answered_at=(known.answered_at or 0.0) + 60)
+    assert later.holdings_at == known.answered_at
+    assert replace(later, held_at=None).holdings_at is None

@@ -42,8 +42,7 @@ def test_pod_that_somebody_deleted_is_told_as_deleted_however_its_containers_end
     world = watched()
     world.ends_as, world.grace = phase, grace
     world.end_gracefully(world.member(1))
-    summary = world.recovered()
-    assert summary["cause"] == "PodDeleted"
+    summary = world.recovered_from("PodDeleted")
     assert "no reason given" not in summary["message"]
     assert "PodFailed" not in world.notices
 
@@ -76,9 +75,7 @@ def test_pod_that_is_evicted_for_its_own_storage_limit_spends_restarts_until_the
         world.change_pod(uid, phase="Failed", disruption="Evicted", message=said)
         world._vanish(uid)
     world.until("Failed")
-    failed = world.condition("Failed")
-    assert failed.reason == "MaxRestartsExceeded"
-    assert said.strip().rstrip(".") in failed.message
+    world.assert_told("Failed", "MaxRestartsExceeded", said.strip().rstrip("."))
     assert not world.status.places
 
 
@@ -103,8 +100,7 @@ def test_pod_that_was_given_up_keeps_the_cause_for_which_it_was() -> None:
     world = watched()
     world.cut_off(world.home(3))
     world.grace = 1.0
-    summary = world.recovered()
-    assert summary["cause"] == "NodeSilent"
+    summary = world.recovered_from("NodeSilent")
     assert "PodFailed" not in world.notices
     assert "no reason given" not in summary["message"]
 
@@ -113,9 +109,7 @@ def test_pod_that_failed_by_itself_is_told_so_when_we_have_deleted_it() -> None:
     world = watched()
     uid = world.member(1)
     world.change_pod(uid, phase="Failed", disruption="UnexpectedAdmissionError")
-    summary = world.recovered()
-    assert summary["cause"] == "PodFailed"
-    assert "UnexpectedAdmissionError" in summary["message"]
+    world.recovered_from("PodFailed", "UnexpectedAdmissionError")
 
 
 def test_drain_that_ends_with_the_node_switched_off_was_a_drain() -> None:
@@ -266,8 +260,7 @@ def test_second_failure_on_the_way_back_does_not_make_the_first_one_look_noticed
     world = watched()
     world.end_gracefully(world.member(1))
     world.slow_trainers.add(1)
-    world.train(40)
-    assert world.status.attempt == 2
+    world.train(40, attempt=2)
     assert world.status.recovery is not None
     world.end_gracefully(world.member(2))
     world.slow_trainers.clear()
@@ -284,8 +277,7 @@ def test_job_on_a_lost_node_is_down_since_its_sidecar_fell_silent() -> None:
     world.train(3)
     assert world.status.recovery is None, "silence alone is not enough yet"
     world.change_nodes(node, lost="node is not ready (NodeStatusUnknown)")
-    summary = world.recovered()
-    assert summary["cause"] == "NodeLost"
+    summary = world.recovered_from("NodeLost")
     assert 1 <= summary["detectSeconds"] <= world.now - struck
     assert summary["totalSeconds"] <= world.now - struck
 
@@ -335,9 +327,7 @@ def test_killed_rank_is_blamed_even_if_its_report_comes_after_a_long_sentence_of
     assert world.status.recovery is not None
     assert "worker 1" in world.status.recovery.message
     world.sidecars[killed].reachable = True
-    summary = world.recovered()
-    assert "worker 0" in summary["message"]
-    assert summary["cause"] == "TrainerCrash"
+    world.recovered_from("TrainerCrash", "worker 0")
 
 
 def test_worker_of_which_no_rank_could_say_why_is_blamed_before_those_that_name_a_peer() -> None:
@@ -393,6 +383,4 @@ def test_origin_is_blamed_whatever_the_clocks_say_and_in_whatever_order_the_side
     for each in seen:
         world.sidecars[world.member(each)].reachable = True
         world.tick()
-    summary = world.recovered()
-    assert f"worker {worker}" in summary["message"]
-    assert summary["cause"] == ("OOMKilled" if origin == "OOMKilled" else "TrainerCrash")
+    world.recovered_from("OOMKilled" if origin == "OOMKilled" else "TrainerCrash", f"worker {worker}")

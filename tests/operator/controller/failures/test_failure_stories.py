@@ -14,7 +14,7 @@ from tiercheck.protocol.report import RankFailure, TrainerState
 from tiercheck_operator.controller.failures.exits import first_match
 from tiercheck_operator.controller.failures.trigger import update_recovery
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import ContainerView
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, HangSpec, RuleAction
 from tiercheck_operator.model.spelling import read_as
@@ -40,10 +40,7 @@ def test_exit_code_that_a_rule_calls_final_fails_the_job_at_once_and_names_the_r
     world = trained(rules=rules(on_codes("bad-data", "Fail", 42)))
     world.crash(1, code=42)
     world.until("Failed")
-    _, reason, message = world.told("Failed")
-    assert reason == "FailurePolicyRule"
-    assert "bad-data" in message
-    assert "exit code 42" in message
+    world.assert_told("Failed", "FailurePolicyRule", "bad-data", "exit code 42")
     assert world.status.attempt == 1, "no attempt was spent on it"
 
 
@@ -72,9 +69,7 @@ def test_eviction_counts_if_a_rule_says_so() -> None:
     world.train(4)
     world.evict(world.member(1))
     world.until("Failed")
-    _, reason, message = world.told("Failed")
-    assert reason == "MaxRestartsExceeded"
-    assert "evicted" in message
+    world.assert_told("Failed", "MaxRestartsExceeded", "evicted")
 
 
 def test_pods_own_reason_is_still_known_when_the_pod_is_gone() -> None:
@@ -183,9 +178,7 @@ def test_shell_that_does_not_find_the_command_ends_the_job_before_it_spends_rest
 def test_exit_in_the_middle_of_training_is_a_crash(code: int, reason: str, said: str) -> None:
     world = trained(rules=rules(on_codes("bad-data", "Fail", 42)))
     world.crash(1, code, reason)
-    summary = world.recovered()
-    assert summary["cause"] == "TrainerCrash"
-    assert said in summary["message"]
+    world.recovered_from("TrainerCrash", said)
     assert (world.status.crashes, world.status.counted) == (1, 1)
 
 
@@ -194,10 +187,7 @@ def test_process_that_the_kernel_killed_for_memory_is_told_from_other_kills_with
     uid = world.member(1)
     world.change_pod(uid, trainer=ContainerView(memory_limit="64Gi"))
     world.crash(1, code=137, reason="OOMKilled")
-    summary = world.recovered()
-    assert summary["cause"] == "OOMKilled"
-    assert "64Gi" in summary["message"]
-    assert "resources.limits.memory" in summary["message"]
+    world.recovered_from("OOMKilled", "64Gi", "resources.limits.memory")
     assert "OOMKilled" in world.notices
     assert (world.status.crashes, world.status.counted) == (1, 1), "to try again forever would not help"
 
@@ -245,9 +235,7 @@ def test_ranks_own_words_are_in_the_message_and_its_own_exit_code_goes_before_to
     say(world, 2, "Exited", "SystemExit: 42", 42)
     world.crash(2, code=1)
     world.until("Failed")
-    _, reason, message = world.told("Failed")
-    assert reason == "FailurePolicyRule"
-    assert "rank 2: SystemExit: 42 (exit code 42)" in message
+    world.assert_told("Failed", "FailurePolicyRule", "rank 2: SystemExit: 42 (exit code 42)")
 
 
 def test_broken_collective_is_an_echo_of_the_exception_elsewhere_even_if_it_ended_first() -> None:
@@ -275,9 +263,7 @@ def test_worker_with_a_broken_gpu_moves_and_nobody_is_blamed() -> None:
     survivors = {world.member(worker) for worker in (0, 1, 3)}
     say(world, 2, "GPUFault", "RuntimeError: CUDA error: uncorrectable ECC error encountered")
     world.crash(2)
-    summary = world.recovered()
-    assert summary["cause"] == "GPUFault"
-    assert "uncorrectable ECC" in summary["message"]
+    summary = world.recovered_from("GPUFault", "uncorrectable ECC")
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
     assert world.home(2) != node
     assert survivors <= set(world.pods)
@@ -357,9 +343,7 @@ def test_job_that_makes_no_step_is_restarted_in_place_and_the_one_behind_is_name
     pods = set(world.pods)
     world.train(15)
     assert world.status.attempt == 1, "not before its time"
-    summary = world.recovered()
-    assert summary["cause"] == "Hung"
-    assert "worker 2 (rank 2) is at step" in summary["message"]
+    summary = world.recovered_from("Hung", "worker 2 (rank 2) is at step")
     assert summary["tiers"] == {"local": 4, "peer": 0, "remote": 0}
     assert summary["detectSeconds"] >= 20
     assert set(world.pods) == pods
@@ -382,9 +366,7 @@ def test_worker_that_holds_the_others_up_again_moves_to_another_node() -> None:
     world.recovered()
     world.train(4)
     world.hung = (2, 2)
-    summary = world.recovered(3)
-    assert summary["cause"] == "Hung"
-    assert "again" in summary["message"]
+    summary = world.recovered_from("Hung", "again", attempt=3)
     assert world.home(2) != node
     assert survivors <= set(world.pods)
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
@@ -413,8 +395,7 @@ def test_hang_can_be_ruled_no_fault_of_training() -> None:
 def test_job_whose_owner_wants_no_hang_detection_is_left_alone() -> None:
     world = trained(hang=None)
     world.hung = (1, 2)
-    world.train(500)
-    assert world.status.attempt == 1
+    world.train(500, attempt=1)
 
 
 def test_lost_node_explains_a_hang() -> None:
@@ -449,10 +430,9 @@ def test_sidecar_that_ended_is_told_until_a_version_is_complete_again_and_traini
     uid = world.member(1)
     world.change_pod(uid, sidecar=ContainerView(1, "Error", world.now, 137))
     world.train(3)
-    status, reason, message = world.told("Protected")
-    assert (status, reason) == (False, "SidecarRestarted")
-    assert "worker 1 ended (Error, exit code 137)" in message
-    assert "--previous" in message
+    world.assert_told(
+        "Protected", (False, "SidecarRestarted"), "worker 1 ended (Error, exit code 137)", "--previous"
+    )
     world.train(20)
     assert world.told("Protected")[:2] == (True, "CopiesComplete")
     assert world.status.attempt == 1
@@ -464,8 +444,7 @@ def test_sidecar_without_enough_memory_says_which_number_to_raise() -> None:
     uid = world.member(1)
     world.change_pod(uid, sidecar=ContainerView(1, "OOMKilled", world.now, 137, "1342177280"))
     world.tick()
-    assert "limit of 1342177280" in world.told("Protected")[2]
-    assert "tiers.local.sizeLimit" in world.told("Protected")[2]
+    world.assert_told("Protected", "", "limit of 1342177280", "tiers.local.sizeLimit")
 
 
 # Pods.
@@ -476,8 +455,7 @@ def test_pod_that_fails_for_no_known_reason_is_replaced_alone() -> None:
     survivors = {world.member(worker) for worker in (0, 2, 3)}
     uid = world.member(1)
     world.change_pod(uid, phase="Failed", disruption="UnexpectedAdmissionError")
-    summary = world.recovered()
-    assert summary["cause"] == "PodFailed"
+    summary = world.recovered_from("PodFailed")
     assert summary["rule"] == "odd"
     assert survivors <= set(world.pods)
 
@@ -510,8 +488,7 @@ def test_nodes_that_are_no_whole_rack_are_lost_nodes(
 ) -> None:
     world = trained(racks=racks, **spec)
     lose(world, *lost)
-    summary = world.recovered()
-    assert summary["cause"] == "NodeLost"
+    summary = world.recovered_from("NodeLost")
     assert "rack" not in summary["message"]
 
 
@@ -521,8 +498,7 @@ def test_rack_of_which_a_node_is_well_is_said_to_have_lost_what_the_job_had_ther
     world.change_nodes("n12", schedulable=False)
     world.running()
     lose(world, "n00", "n01")
-    summary = world.recovered()
-    assert summary["cause"] == "NodeLost"
+    summary = world.recovered_from("NodeLost")
     assert summary["message"].startswith("all nodes of the job in rack r0 lost: workers ")
 
 
@@ -542,9 +518,7 @@ def test_zone_is_named_where_more_than_one_rack_of_it_is_gone() -> None:
 def test_job_that_takes_longer_than_it_may_fails_and_its_pods_go() -> None:
     world = trained(active_deadline=40.0)
     world.until("Failed")
-    _, reason, message = world.told("Failed")
-    assert reason == "DeadlineExceeded"
-    assert "40 s" in message
+    world.assert_told("Failed", "DeadlineExceeded", "40 s")
     world.train(60)
     assert all(pod.terminal or pod.deleting for pod in world.pods.values())
 

@@ -48,9 +48,7 @@ def test_worker_whose_restore_hangs_is_named_and_then_moves_to_another_node() ->
         in message
     )
     assert conditions.RESTORE_STALLED in world.notices
-    summary = world.recovered(3)
-    assert summary["cause"] == "RestoreStalled"
-    assert "it waits for the remote tier" in summary["message"]
+    summary = world.recovered_from("RestoreStalled", "it waits for the remote tier", attempt=3)
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
     assert summary["lostSteps"] <= 1
     assert "RestoreStalled" in world.notices
@@ -131,9 +129,7 @@ def test_mount_that_fails_a_restore_twice_is_gone_round_by_another_node() -> Non
     assert world.status.disruptions == 2, "it was tried again where it was, and then elsewhere"
     assert world.home(2) != node
     assert len(pods - set(world.pods)) == 1
-    summary = world.summary
-    assert summary["cause"] == "RestoreStalled"
-    assert "nothing came from the remote tier" in summary["message"]
+    world.assert_back_from("RestoreStalled", "nothing came from the remote tier")
 
 
 def test_mount_that_is_dead_everywhere_moves_nobody_for_good() -> None:

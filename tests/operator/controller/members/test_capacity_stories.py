@@ -1,18 +1,30 @@
-"""A job without a node waits, says why, loses nothing of what is left, and comes back."""
+"""A job that gets no node, or no pod, waits, says why, loses nothing of what is left, and comes back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.operator.world_in_memory import START, World, make_spec, trained
-from tiercheck_operator.controller.members.capacity import possible_size
+from tests.operator.world_in_memory import REMOTE, START, World, make_spec, trained
+from tiercheck_operator.config import Config
+from tiercheck_operator.controller.members.replacing import choose_sidecar_image, possible_size
 from tiercheck_operator.controller.observe.situation import Situation
-from tiercheck_operator.model.status import rfc3339
+from tiercheck_operator.manifests.pod_settings import with_pull_settings
+from tiercheck_operator.model import conditions
+from tiercheck_operator.model.actions import (
+    Action,
+    CreatePod,
+    CreateSpare,
+    DeletePod,
+    EnsureCredentials,
+    Promote,
+)
+from tiercheck_operator.model.status import parse_record, render_record, rfc3339
 
 
 def crowded(**changes: object) -> World:
@@ -86,8 +98,7 @@ def test_job_that_never_found_its_nodes_is_told_since_when_it_waits() -> None:
     world = World(make_spec(capacity_timeout=20.0), racks=1, nodes_per_rack=1)
     world.change_nodes(schedulable=False)
     world.train(40)
-    assert world.condition("Placed").reason == "NoCapacity"
-    assert rfc3339(START + 1) in world.condition("Placed").message
+    world.assert_told("Placed", "NoCapacity", rfc3339(START + 1))
     assert "hold in memory" not in world.condition("Placed").message
     assert world.status.phase == "Pending"
 
@@ -134,3 +145,250 @@ def test_size_is_that_of_the_workers_that_have_nodes_or_none(
     count = sum(housed)
     allowed = least is not None and least <= count < len(housed) and (parity is None or sum(parity) <= count)
     assert size == (count if allowed and not on_its_way else None)
+
+
+QUOTA = 'pods "j" is forbidden: exceeded quota: gpus, used: 4, limited: 4'
+
+
+def refusing(*kinds: type[Action]) -> Callable[[Action], str]:
+    return lambda action: QUOTA if isinstance(action, kinds) else ""
+
+
+def test_job_whose_spare_is_refused_trains_and_comes_back_and_says_so_until_it_has_one() -> None:
+    world = World(make_spec(spares=1), nodes_per_rack=3)
+    world.refuses = refusing(CreateSpare)
+    world.running(5)
+    assert (world.condition("Placed").status, world.condition("SparesReady").reason) == (
+        True,
+        conditions.REFUSED,
+    )
+    assert QUOTA in world.condition("SparesReady").message
+    world.crash(1)
+    world.recovered(2)
+    world.end_gracefully(world.member(2))
+    world.recovered(3)
+    world.refuses = refusing()
+    world.train(15)
+    assert world.condition("SparesReady").status
+
+
+def test_worker_whose_move_is_refused_trains_on_and_others_are_restarted_in_place() -> None:
+    world = World(nodes_per_rack=3).running(0)
+    world.refuses = refusing(CreatePod)
+    node = world.home(1)
+    world.change_nodes(node, leaving="it is tainted karpenter.sh/disrupted")
+    world.train(5)
+    world.assert_told("Placed", (True, conditions.REFUSED), QUOTA)
+    pods = set(world.pods)
+    world.crash(2)
+    world.recovered(2)
+    assert set(world.pods) == pods
+    world.change_nodes(node, leaving="")
+    world.train(2)
+    assert world.condition("Placed").reason != conditions.REFUSED
+
+
+@pytest.mark.parametrize("kind", [DeletePod, Promote])
+def test_lost_worker_comes_back_although_its_old_pod_or_its_spare_may_not_be_changed(
+    kind: type[Action],
+) -> None:
+    world = trained(nodes_per_rack=3, spares=1)
+    world.refuses = refusing(kind)
+    world.kill_node(world.home(1))
+    world.train(20)
+    world.until("Running", attempt=2)
+    if kind is DeletePod:
+        assert world.told("Placed")[:2] == (True, conditions.REFUSED)
+
+
+def test_worker_that_is_refused_is_missing_capacity_and_the_job_goes_on_smaller() -> None:
+    world = trained(nodes_per_rack=3, min_workers=2, capacity_timeout=60.0)
+    world.refuses = refusing(CreatePod, CreateSpare)
+    world.end_gracefully(world.member(1))
+    world.train(20)
+    for kind in ("Placed", "Restoring", "Running", "FullSize"):
+        assert (world.condition(kind).reason, QUOTA in world.condition(kind).message) == (
+            conditions.REFUSED,
+            True,
+        ), kind
+    assert "the job goes on with 3 workers at" in world.condition("Placed").message
+    assert world.notices.count("Refused") == 1
+    world.until("Running", attempt=2)
+    assert (world.status.size is not None, world.condition("FullSize").status) == (True, False)
+    world.train(2)
+    assert QUOTA in world.condition("FullSize").message
+    world.refuses = refusing()
+    world.train(200)
+    assert (world.status.size, world.condition("FullSize").status) == (None, True)
+
+
+def test_job_that_may_not_shrink_waits_for_the_quota_and_says_that_and_nothing_else() -> None:
+    world = World(make_spec(remote=REMOTE, capacity_timeout=30.0)).running(0)
+    world.refuses = refusing(CreatePod)
+    world.end_gracefully(world.member(1))
+    world.train(60)
+    running = world.condition("Running")
+    assert (running.reason, QUOTA in running.message) == (conditions.REFUSED, True)
+    before = world.status
+    world.train(60)
+    assert world.status == before, "time alone writes no status"
+    world.refuses = refusing()
+    world.train(12)
+    world.until("Running", attempt=2)
+    assert world.condition("Placed").reason != conditions.REFUSED
+
+
+def test_name_that_is_anothers_is_told_and_the_next_one_is_taken() -> None:
+    world = World(make_spec(spares=1), nodes_per_rack=3)
+    world.strangers = {"j-0-0", "j-0-1"}
+    world.until("Running")
+    assert world.pods[world.member(0)].name == "j-0-2"
+    assert "Refused" in world.notices
+
+
+def test_what_is_awaited_does_not_change_from_look_to_look() -> None:
+    world = World(nodes_per_rack=3).running(0)
+    world.start_seconds = 40.0
+    world.end_gracefully(world.member(1))
+    world.train(8)
+    said = set()
+    for _ in range(20):
+        world.tick()
+        said.add(world.condition("Running").message)
+    assert said == {"no answer yet from the sidecars of workers 1"}
+
+
+# A Secret that is lost: no other is made under running sidecars.
+
+
+def training_without_secret(unreadable: bool = False) -> World:
+    """As another process of the operator finds it."""
+    world = trained()
+    world.have_credentials, world.knows_credentials = unreadable, False
+    for sidecar in world.sidecars.values():
+        sidecar.reachable = False
+    world.reports.clear()
+    return world
+
+
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_lost_secret_is_told_with_the_remedy_and_training_is_left_alone(unreadable: bool) -> None:
+    world = training_without_secret(unreadable)
+    pods, attempt = set(world.pods), world.status.attempt
+    for _ in range(200):
+        world.tick()
+        assert not any(isinstance(action, EnsureCredentials) for action in world.last.before)
+    world.assert_told("Placed", (False, "CredentialsLost"), "Secret j-credentials", "backup")
+    assert (set(world.pods), world.status.attempt) == (pods, attempt)
+
+
+def test_secret_that_is_back_is_used_and_the_condition_goes() -> None:
+    world = training_without_secret()
+    world.tick()
+    world.have_credentials = world.knows_credentials = True
+    for sidecar in world.sidecars.values():
+        sidecar.reachable = True
+    world.train(5)
+    assert world.told("Placed")[0] is True
+    assert world.status.attempt == 1
+
+
+def test_new_secret_is_made_once_no_pod_runs_with_the_old_one() -> None:
+    world = training_without_secret()
+    world.tick()
+    for uid in list(world.pods):
+        world.evict(uid)
+    world.until("Running")
+    assert world.have_credentials
+
+
+def test_secret_that_the_operator_remembers_is_written_again() -> None:
+    world = World().running(0)
+    world.have_credentials = False
+    world.tick()
+    assert world.have_credentials
+    assert world.status.attempt == 1
+
+
+# A replacement speaks the language of its neighbours.
+
+
+def images(world: World) -> set[str]:
+    return {pod.sidecar_image for pod in world.pods.values()}
+
+
+def upgraded(world: World) -> None:
+    world.image = "sidecar:2"
+    world.forget()
+
+
+def test_new_operator_spends_no_attempt_and_touches_no_pod() -> None:
+    world = World(make_spec(workers=4)).running(0)
+    attempt, pods, created = world.status.attempt, set(world.pods), len(world.created)
+    upgraded(world)
+    world.train(20, attempt=attempt)
+    assert (set(world.pods), len(world.created)) == (pods, created)
+
+
+def test_replacement_after_an_upgrade_has_the_sidecar_that_the_job_began_with() -> None:
+    world = World(make_spec(workers=4)).running(0)
+    upgraded(world)
+    attempt = world.status.attempt
+    world.evict(world.member(2))
+    world.until("Running", attempt=attempt + 1)
+    assert world.status.attempt == attempt + 1
+    assert images(world) == {"sidecar:1"}
+    assert world.status.sidecar_image == "sidecar:1"
+
+
+def test_suspended_and_resumed_job_gets_the_new_sidecar() -> None:
+    world = World(make_spec(workers=2)).running(0)
+    upgraded(world)
+    world.suspended()
+    assert world.status.sidecar_image == ""
+    world.change(suspend=False)
+    world.until("Running")
+    assert images(world) == {"sidecar:2"}
+
+
+def test_job_of_an_operator_that_wrote_no_image_down_keeps_that_of_its_pods() -> None:
+    world = World(make_spec(workers=2)).running(0)
+    world.job = replace(world.job, status=replace(world.status, sidecar_image=""))
+    upgraded(world)
+    world.tick()
+    assert world.status.sidecar_image == "sidecar:1"
+
+
+def test_image_is_remembered_in_the_status_and_an_operator_of_no_pods_uses_its_own() -> None:
+    world = World()
+    record = replace(world.status, sidecar_image="a:1")
+    assert parse_record(render_record(record)).sidecar_image == "a:1"
+    assert choose_sidecar_image(record, [], "b:2") == "a:1"
+    assert choose_sidecar_image(world.status, [], "b:2") == "b:2"
+
+
+POD: dict[str, Any] = {
+    "metadata": {"name": "p"},
+    "spec": {
+        "initContainers": [{"name": "tiercheck-library"}, {"name": "tiercheck-sidecar"}, {"name": "theirs"}],
+        "containers": [{"name": "trainer", "imagePullPolicy": "Never"}],
+        "imagePullSecrets": [{"name": "theirs"}],
+    },
+}
+
+
+def test_pull_settings_are_for_our_containers_and_their_secrets_stay() -> None:
+    spec = with_pull_settings(POD, "Always", ("ours", "theirs", "ours"))["spec"]
+    policies = {
+        entry["name"]: entry.get("imagePullPolicy") for entry in spec["initContainers"] + spec["containers"]
+    }
+    assert policies == {
+        "tiercheck-library": "Always", "tiercheck-sidecar": "Always", "theirs": None, "trainer": "Never",
+    }  # fmt: skip
+    assert spec["imagePullSecrets"] == [{"name": "theirs"}, {"name": "ours"}]
+    assert with_pull_settings(POD, "", ()) == POD
+
+
+def test_pull_policy_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="TIERCHECK_SIDECAR_PULL_POLICY='Sometimes': expected one of Always"):
+        Config.from_env({"TIERCHECK_SIDECAR_PULL_POLICY": "Sometimes"})

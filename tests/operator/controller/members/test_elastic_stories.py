@@ -108,16 +108,14 @@ def test_owner_is_told_before_when_and_why() -> None:
     assert world.told("FullSize")[:2] == (True, "AllWorkers")
     lose(world, 1)
     world.train(15)
-    placed = world.condition("Placed")
-    assert "1 of 4 pods have no node" in placed.message
-    assert "If that stays so, the job goes on with 3 workers at 2027-" in placed.message
+    world.assert_told(
+        "Placed", "", "1 of 4 pods have no node", "If that stays so, the job goes on with 3 workers at 2027-"
+    )
     assert world.status.size is None, "not before time is up"
     world.until("Running", attempt=2)
     world.train(3)
-    assert world.told("FullSize")[:2] == (False, "Shrunk")
-    assert (
-        "3 of 4 workers: no node takes j-spare-0. Unschedulable: 0 nodes fit"
-        in world.condition("FullSize").message
+    world.assert_told(
+        "FullSize", (False, "Shrunk"), "3 of 4 workers: no node takes j-spare-0. Unschedulable: 0 nodes fit"
     )
     assert world.notices.count("Shrunk") == 1
     assert "NoCapacity" not in world.notices
@@ -180,12 +178,11 @@ def test_further_loss_makes_it_smaller_again_but_not_below_the_least() -> None:
     world.train(8)
     attempt = world.status.attempt
     lose(world, 1)
-    world.train(80)
-    assert world.status.attempt == attempt
-    placed = world.condition("Placed")
-    assert placed.reason == "NoCapacity"
-    assert (
-        "It cannot go on smaller: elastic.minWorkers is 2, and only 1 workers have a node" in placed.message
+    world.train(80, attempt=attempt)
+    world.assert_told(
+        "Placed",
+        "NoCapacity",
+        "It cannot go on smaller: elastic.minWorkers is 2, and only 1 workers have a node",
     )
 
 
@@ -230,9 +227,7 @@ def test_job_that_cannot_go_on_smaller_waits_and_says_why(changes: dict[str, Any
     world = elastic(**changes)
     lose(world, 1)
     world.train(80)
-    placed = world.condition("Placed")
-    assert placed.reason == "NoCapacity"
-    assert f"It cannot go on smaller: {says}." in placed.message
+    world.assert_told("Placed", "NoCapacity", f"It cannot go on smaller: {says}.")
     assert world.status.attempt == 1
 
 
@@ -240,8 +235,7 @@ def test_job_in_a_queue_waits_for_the_queue() -> None:
     world = elastic()
     world.job = replace(world.job, queue_labels={"kueue.x-k8s.io/queue-name": "team"})
     lose(world, 1)
-    world.train(80)
-    assert world.status.attempt == 1
+    world.train(80, attempt=1)
     assert "which decides when there is room" in str(world.status.condition("Placed"))
 
 
@@ -258,8 +252,7 @@ def test_job_with_parity_goes_on_smaller_from_what_the_blocks_give() -> None:
 def test_job_with_parity_waits_where_more_is_lost_than_the_blocks_give() -> None:
     world = elastic(workers=6, least=3, copies=0, parity=(2, 1))
     lose(world, *world.saved.groups[0].members)
-    world.train(80)
-    assert world.status.attempt == 1
+    world.train(80, attempt=1)
     assert "what the others hold leads back to no version without" in str(world.status.condition("Placed"))
     world = elastic(workers=6, least=3, copies=0, parity=(2, 1), remote=REMOTE)
     newest = max(world.remote)
@@ -274,10 +267,8 @@ def test_job_waits_for_a_worker_whose_state_nobody_else_has() -> None:
     lose(world, 1, *pairs[1])
     world.train(80)
     assert world.status.attempt == 1, "nothing is begun from scratch"
-    placed = world.condition("Placed")
-    assert (
-        "It cannot go on smaller: what the others hold leads back to no version without them"
-        in placed.message
+    world.assert_told(
+        "Placed", "", "It cannot go on smaller: what the others hold leads back to no version without them"
     )
 
 
@@ -410,8 +401,7 @@ def test_room_that_does_not_last_changes_nothing() -> None:
     (spare,) = (uid for uid, pod in world.pods.items() if pod.is_spare)
     world.change_nodes(schedulable=False)
     world.evict(spare)
-    world.train(100)
-    assert world.status.attempt == 2
+    world.train(100, attempt=2)
     assert world.status.size == SizeRecord(3)
     world.change_nodes(schedulable=True)
     world.until("Running", attempt=3)
@@ -423,8 +413,7 @@ def test_job_does_not_grow_before_the_smaller_one_has_a_complete_version_of_its_
     world.change(snapshot_every=1000)
     shrunk(world, 1)
     world.change_nodes(schedulable=True)
-    world.train(200)
-    assert world.status.attempt == 2
+    world.train(200, attempt=2)
     world.change(snapshot_every=2)
     world.until("Running", attempt=3)
     assert begun(world)[1].attempt == 2
@@ -463,8 +452,7 @@ def test_growth_that_copies_do_not_allow_stops_nobody() -> None:
     world.train(8)
     for name, view in world.nodes.items():
         world.nodes[name] = replace(view, schedulable=view.labels[RACK] == "r0")
-    world.train(120)
-    assert world.status.attempt == 2
+    world.train(120, attempt=2)
     step = world.newest_step()
     world.train(400)
     assert world.newest_step() == step + 400, "it trains on all the while"
@@ -510,8 +498,7 @@ def test_job_that_finds_room_for_some_workers_only_begins_with_those() -> None:
             )
             world.sidecars.pop(pod.uid, None)
     world.change_nodes(schedulable=False)
-    world.train(5)
-    assert world.status.attempt == 0
+    world.train(5, attempt=0)
     (beyond,) = (pod for pod in world.pods.values() if pod.worker == 2)
     tick_until(world, lambda: world.pods.get(beyond.uid, beyond).deleting)
     assert beyond.node is not None

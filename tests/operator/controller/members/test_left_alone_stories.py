@@ -145,9 +145,7 @@ def test_sidecar_that_answers_nobody_is_told_and_left_alone_although_its_kubelet
     assert_trains_on(world, 4)
     assert not world.told("Protected")[0]
     assert_trains_on(world, 120)
-    holds, reason, message = world.told("Protected")
-    assert (holds, reason) == (False, "SidecarNotAnswering")
-    assert "worker 1" in message
+    world.assert_told("Protected", (False, "SidecarNotAnswering"), "worker 1")
 
 
 def test_sidecar_that_nobody_reaches_is_left_alone_as_long_as_training_makes_steps() -> None:
@@ -245,10 +243,12 @@ def test_all_nodes_not_ready_while_every_sidecar_answers_costs_nothing() -> None
         world.stop_kubelet(name)
     assert_trains_on(world, 115)
     assert all(each.lost for each in world.nodes.values())
-    holds, reason, message = world.told("Placed")
-    assert (holds, reason) == (True, "NodeNotReady")
-    assert "trains on" in message
-    assert "node is not ready (NodeStatusUnknown), and so it is with those of" in message
+    world.assert_told(
+        "Placed",
+        (True, "NodeNotReady"),
+        "trains on",
+        "node is not ready (NodeStatusUnknown), and so it is with those of",
+    )
     assert "NodeNotReady" in world.notices
     for name in world.nodes:
         world.start_kubelet(name)

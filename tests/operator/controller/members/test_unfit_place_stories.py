@@ -18,7 +18,7 @@ from tiercheck.protocol.directive import HealthCheck
 from tiercheck.protocol.report import TrainerState
 from tiercheck_operator.controller.members.membership import Loss, note_places
 from tiercheck_operator.model import conditions
-from tiercheck_operator.model.causes import Cause
+from tiercheck_operator.model.conditions import Cause
 from tiercheck_operator.model.observed import PodView
 from tiercheck_operator.model.spec import ExitCodes, FailureRule, RuleAction
 
@@ -38,8 +38,7 @@ def test_worker_whose_processes_do_not_end_moves_to_another_node_and_nobody_star
     world.until("Running", attempt=3)
     assert world.starts.keys() == {1, 3}, "nobody began attempt 2 beside the old rank"
     summary = world.summary
-    assert summary["cause"] == "Stuck"
-    assert "SIGKILL does not end process 7" in summary["message"]
+    world.assert_back_from("Stuck", "SIGKILL does not end process 7")
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
     assert summary["lostSteps"] <= 1
     assert "Stuck" in world.notices
@@ -57,11 +56,9 @@ def test_processes_that_end_after_a_while_cost_a_wait_and_no_pod() -> None:
     world = trained(6)
     pods = set(world.pods)
     crash_beside_undying(world, 2)
-    world.train(10)
-    assert world.status.attempt == 2
+    world.train(10, attempt=2)
     assert 2 not in world.starts
-    restoring = world.condition(conditions.RESTORING)
-    assert "worker 2 (1 in all) ends the command of attempt 1" in restoring.message
+    world.assert_told(conditions.RESTORING, "", "worker 2 (1 in all) ends the command of attempt 1")
     world.undying.clear()
     assert world.recovered()["cause"] == "TrainerCrash"
     assert set(world.pods) == pods
@@ -133,9 +130,7 @@ def test_worker_whose_command_fails_twice_on_a_node_before_its_first_step_moves_
     survivors = {world.member(worker) for worker in (0, 1, 3)}
     world.bad_starts = {node}
     world.crash(2)
-    summary = world.recovered(4)
-    assert summary["cause"] == "StartFailed"
-    assert "exit code 1" in summary["message"]
+    summary = world.recovered_from("StartFailed", "exit code 1", attempt=4)
     assert summary["tiers"] == {"local": 3, "peer": 1, "remote": 0}
     assert "StartFailed" in world.notices
     assert world.home(2) != node
@@ -236,8 +231,7 @@ def test_worker_whose_node_fails_the_users_check_moves_before_anybody_has_starte
     world.until("Running", attempt=3)
     assert world.starts.keys() == {1, 3}
     summary = world.summary
-    assert summary["cause"] == "HealthCheckFailed"
-    assert "ended with exit code 3: no GPU" in summary["message"]
+    world.assert_back_from("HealthCheckFailed", "ended with exit code 3: no GPU")
     assert summary["tiers"]["remote"] == 0
     assert summary["lostSteps"] <= 2
     assert "HealthCheckFailed" in world.notices
@@ -335,10 +329,8 @@ def test_node_that_starts_no_pod_is_tried_twice_at_most(how: tuple[str, str, str
 def test_what_the_kubelet_said_stands_in_the_condition_with_the_node() -> None:
     world = lose_on_bad_node(REFUSED)
     world.train(5)
-    placed = world.condition("Placed")
-    assert (
-        f"node {world.liked} is avoided: the pod failed (UnexpectedAdmissionError) {NO_DEVICE}"
-        in placed.message
+    world.assert_told(
+        "Placed", "", f"node {world.liked} is avoided: the pod failed (UnexpectedAdmissionError) {NO_DEVICE}"
     )
 
 

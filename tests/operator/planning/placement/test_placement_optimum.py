@@ -1,8 +1,10 @@
-"""The heuristic against the exact optimum, found by integer programming, on small clusters."""
+"""The heuristic against the exact optimum, with first copies before second ones, and read back."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +14,31 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from tests.examples import examples
 from tests.operator.planning.clusters import Cluster, racks, uneven
-from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, Unplaceable, place
+from tiercheck_operator.model.saved_placement import (
+    SavedDomains,
+    SavedMember,
+    SavedPlacement,
+    placement_data,
+    read_placement_data,
+)
+from tiercheck_operator.planning.parity.parity import ParityPolicy, describe_parity, place_parity
+from tiercheck_operator.planning.placement.groups import cover_bare, is_bare
+from tiercheck_operator.planning.placement.placement import (
+    Placement,
+    PlacementPolicy,
+    Unplaceable,
+    WorkerSite,
+    describe,
+    place,
+)
+from tiercheck_operator.planning.placement.problem import PlacementProblem
+from tiercheck_operator.planning.topology import (
+    PRESETS,
+    Topology,
+    domains_to_save,
+    levels_from_spec,
+    spread_level,
+)
 
 
 def most_protected(cluster: Cluster, level: str, copies: int, suspects: Collection[str] = ()) -> int:
@@ -145,3 +171,146 @@ def test_replanning_from_any_past_protects_as_many_as_planning_afresh(
 def test_known_optima(sizes: tuple[int, ...], best: int) -> None:
     cluster = racks(*sizes)
     assert most_protected(cluster, "rack", 1) == best
+
+
+GENERIC = levels_from_spec("generic", None)
+SEATS = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+@given(SEATS, st.integers(1, 3), st.data())
+@settings(deadline=None, max_examples=examples(150))
+def test_covering_takes_only_further_copies_and_breaks_no_limit(seats, copies: int, data) -> None:  # type: ignore[no-untyped-def]
+    cluster = uneven(seats)
+    ground = PlacementProblem.of(cluster.sites, cluster.topology, copies, None, ())
+    workers = range(ground.workers)
+    holders = [
+        tuple(
+            data.draw(st.lists(st.sampled_from([h for h in workers if h != w]), unique=True, max_size=copies))
+        )
+        if ground.workers > 1
+        else ()
+        for w in workers
+    ]
+    before = [sum(h in kept for kept in holders) for h in workers]
+    start = cluster.topology.level_index(spread_level(GENERIC, "rack"))
+    covered = cover_bare(ground, start, holders)
+    for worker in workers:
+        assert len(set(covered[worker])) == len(covered[worker]) <= copies
+        assert worker not in covered[worker]
+        assert not is_bare(ground, worker, covered[worker]) or is_bare(ground, worker, holders[worker])
+    after = [sum(h in kept for kept in covered) for h in workers]
+    assert all(after[h] <= max(before[h], ground.limit[h]) for h in workers)
+    assert sum(after) >= sum(before)
+    bare = [w for w in workers if is_bare(ground, w, covered[w])]
+    if copies > 1:
+        for worker in bare:
+            for holder in workers:
+                if holder in (worker, *covered[worker]) or is_bare(ground, worker, (holder,)):
+                    continue
+                guests = [w for w in workers if holder in covered[w]]
+                assert len(guests) >= ground.limit[holder]
+                rests = [tuple(h for h in covered[w] if h != holder) for w in guests]
+                assert all(is_bare(ground, w, rest) for w, rest in zip(guests, rests, strict=True))
+
+
+class CountedNodes(list[int]):
+    """Counts how often somebody looks through all of them."""
+
+    looks = 0
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_whether_there_is_another_node_is_not_found_out_anew_for_each_worker() -> None:
+    cluster = uneven([[2, 2], [2, 2]])
+    ground = PlacementProblem.of(cluster.sites, cluster.topology, 1, None, ())
+    nodes = CountedNodes(ground.node)
+    ground = replace(ground, node=nodes)
+    assert [worker for worker in range(ground.workers) if is_bare(ground, worker, (worker,))] == [*range(8)]
+    assert nodes.looks <= 1
+
+
+@st.composite
+def grounds(draw: st.DrawFn) -> tuple[list[WorkerSite], Topology]:
+    racks = draw(st.lists(st.integers(0, 4), min_size=2, max_size=12))
+    labels = {
+        f"node-{index}": {
+            "kubernetes.io/hostname": f"node-{index}",
+            "topology.kubernetes.io/zone": f"zone-{rack % 2}",
+            **({} if draw(st.integers(0, 9)) == 0 else {"topology.kubernetes.io/rack": f"rack-{rack}"}),
+        }
+        for index, rack in enumerate(racks)
+    }
+    seats = draw(st.lists(st.sampled_from(sorted(labels)), min_size=2, max_size=16))
+    return [WorkerSite(worker, node) for worker, node in enumerate(seats)], Topology.build(
+        labels, PRESETS["generic"]
+    )
+
+
+@given(ground=grounds(), copies=st.integers(0, 2), level=st.sampled_from(["zone", "rack", "host"]))
+def test_copies(ground: tuple[list[WorkerSite], Topology], copies: int, level: str) -> None:
+    sites, topology = ground
+    made = place(sites, topology, PlacementPolicy(min(copies, len(sites) - 1), level, required=False))
+    assert isinstance(made, Placement)
+    full = all(len(kept) == max(map(len, made.holders)) for kept in made.holders)
+    held = PlacementPolicy(max(map(len, made.holders)), level, required=False)
+    read = describe(sites, topology, held, dict(enumerate(made.holders)))
+    assert read.tolerates == made.tolerates
+    assert read.tolerated_levels == made.tolerated_levels
+    if full:  # how many copies were asked for is not written down
+        assert dataclasses.replace(read, reason="") == dataclasses.replace(made, reason="")
+
+
+@given(ground=grounds(), parity=st.integers(1, 2), level=st.sampled_from(["zone", "rack", "host"]))
+def test_parity(ground: tuple[list[WorkerSite], Topology], parity: int, level: str) -> None:
+    sites, topology = ground
+    if len(sites) < 2 + parity:
+        return
+    made = place_parity(sites, topology, ParityPolicy(2, parity, level, required=False))
+    assert isinstance(made, Placement)
+    most = max(len(group.holders) for group in made.groups)
+    read = describe_parity(sites, topology, ParityPolicy(2, most, level, required=False), made.groups)
+    assert read.tolerates == made.tolerates
+    if all(len(group.holders) == parity for group in made.groups):
+        assert dataclasses.replace(read, reason="") == dataclasses.replace(made, reason="")
+
+
+@given(ground=grounds())
+def test_what_is_written_down_is_read_back(ground: tuple[list[WorkerSite], Topology]) -> None:
+    sites, topology = ground
+    made = place(sites, topology, PlacementPolicy(1, "rack", required=False))
+    assert isinstance(made, Placement)
+    members = (
+        SavedMember(s.worker, f"pod-{s.worker}", f"uid-{s.worker}", 2, s.node, made.holders[s.worker])
+        for s in sites
+    )
+    saved = SavedPlacement(
+        7, tuple(members), domains=domains_to_save(topology, (site.node for site in sites))
+    )
+    read = read_placement_data(placement_data(saved))
+    assert read == saved
+    assert read.domains is not None
+    again = Topology.build(read.domains.labels(), PRESETS["generic"])
+    for site in sites:
+        for level in again.level_names:
+            assert again.domain(site.node, level) == topology.domain(site.node, level) or not again.domain(
+                site.node, "rack"
+            )
+
+
+def test_where_nodes_stand_is_left_out_rather_than_the_map_being_too_large() -> None:
+    members = tuple(
+        SavedMember(w, f"a-long-name-of-a-job-{w}-0", "u" * 36, 0, f"node-{w}", (w,)) for w in range(9_000)
+    )
+    domains = SavedDomains(
+        ("rack", "host"), tuple((f"node-{w}", ("rack-1", f"node-{w}")) for w in range(9_000))
+    )
+    data = placement_data(SavedPlacement(1, members, domains=domains))
+    assert sum(map(len, data.values())) < 2**20
+    assert "nodes" not in data
+    small = placement_data(
+        SavedPlacement(1, members[:1000], domains=SavedDomains(domains.keys, domains.values[:1000]))
+    )
+    assert "nodes" in small

@@ -107,7 +107,6 @@ def situations(draw: st.DrawFn) -> RecoveryProblem:
         history=history,
         inventories=inventories,
         remote=remote,
-        silent=set(range(workers)) - answered if draw(st.booleans()) else frozenset(),
         distance=draw(st.sampled_from((None, lambda a, b: abs(a - b)))),
         step_seconds=draw(st.none() | st.floats(0.01, 100)),
         last_step=draw(st.none() | st.integers(0, 12)),
@@ -211,7 +210,7 @@ def test_decision_is_one_that_brute_force_agrees_with(job: RecoveryProblem) -> N
             assert decision.version == max(possible)
     else:
         assert not possible
-        maybe = bool(job.silent) or (job.remote.configured and not job.remote.reachable)
+        maybe = job.remote.configured and not job.remote.reachable
         if isinstance(decision, StartFresh):
             assert job.target_step is None
             assert not job.history.branches or not maybe
@@ -346,12 +345,6 @@ def test_nothing_is_started_afresh_while_the_remote_tier_cannot_be_seen(
     assert says in decision.reason
 
 
-def test_nothing_is_started_afresh_while_a_sidecar_is_silent() -> None:
-    decision = decide_recovery(situation(JobInventory(0), ranks=2, silent={1}))
-    assert isinstance(decision, Wait)
-    assert "waiting for worker 1" in decision.reason
-
-
 def test_job_that_lost_everything_starts_afresh_and_says_why() -> None:
     decision = decide_recovery(situation(JobInventory(0), ranks=1, remote=RemoteInventory(True, True)))
     assert isinstance(decision, StartFresh)
@@ -360,7 +353,7 @@ def test_job_that_lost_everything_starts_afresh_and_says_why() -> None:
 
 def test_first_attempt_starts_at_once_without_asking_the_remote_tier() -> None:
     decision = decide_recovery(
-        situation(JobInventory(0), ranks=1, history=History(), remote=RemoteInventory(True, None), silent={0})
+        situation(JobInventory(0), ranks=1, history=History(), remote=RemoteInventory(True, None))
     )
     assert isinstance(decision, StartFresh)
 
@@ -403,7 +396,8 @@ def test_asked_for_step_is_taken_refused_or_waited_for() -> None:
     refused = decide_recovery(situation(memory, ranks=1, target_step=35))
     assert isinstance(refused, Refuse)
     assert refused.reason.startswith("step 35 was asked for, but no source holds it for every rank")
-    assert isinstance(decide_recovery(situation(memory, ranks=1, target_step=35, silent={0})), Wait)
+    unseen = RemoteInventory(True, None)
+    assert isinstance(decide_recovery(situation(memory, ranks=1, target_step=35, remote=unseen)), Wait)
 
 
 def test_ranks_that_do_not_fill_the_workers_are_refused() -> None:

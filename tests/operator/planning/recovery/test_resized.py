@@ -83,7 +83,7 @@ def test_it_is_recovered_exactly_if_nobody_is_missing(job: RecoveryProblem) -> N
     if job.history.ranks_of(OLD) == job.ranks:
         return
     outcome = decide_recovery(job)
-    complete = not job.stock.lacking(OLD)
+    complete = not job.stock.of(OLD).lacking(OLD)
     assert isinstance(outcome, Recover) == complete
     if isinstance(outcome, Recover):
         assert sum(outcome.tier_counts.values()) == job.history.ranks_of(OLD)
@@ -115,8 +115,8 @@ def test_artifacts_of_both_sizes_are_never_one_chain() -> None:
         inventories=[JobInventory(rank, {rank: Artifacts({OLD}, {after})}) for rank in range(2)],
         remote=RemoteInventory(False),
     )
-    assert job.stock.lacking(after) == (0, 1)
-    assert job.stock.lacking(OLD) == (2, 3)
+    assert job.stock.of(after).lacking(after) == (0, 1)
+    assert job.stock.of(OLD).lacking(OLD) == (2, 3)
 
 
 STEPS = [Version(step, 1) for step in range(4, 9)]
@@ -170,9 +170,11 @@ def test_other_ranks_come_back_to_the_newest_snapshot_that_all_old_ones_had_and_
         return
     common, stock = common_snapshots(job), job.stock
     for version in stock.versions:
-        assert (not stock.lacking(version)) == (version in common), version
-        assert all(stock.gap(rank, version) for rank in stock.lacking(version))
-        assert stock.farthest_tier(version) in ((Tier.PEER, Tier.REMOTE) if version in common else (None,))
+        assert (not stock.of(version).lacking(version)) == (version in common), version
+        assert all(stock.of(version).gap(rank, version) for rank in stock.of(version).lacking(version))
+        assert stock.of(version).farthest_tier(version) in (
+            (Tier.PEER, Tier.REMOTE) if version in common else (None,)
+        )
     outcome = decide_recovery(job)
     assert isinstance(outcome, Recover) == bool(common)
     if isinstance(outcome, Recover):
@@ -238,7 +240,7 @@ def test_rank_is_missing_exactly_if_nobody_has_it_and_no_group_gives_it(kept: li
     )
     stock = situation(kept).stock
     if stock.versions:
-        assert stock.lacking(OLD) == missing
+        assert stock.of(OLD).lacking(OLD) == missing
     found = stock.sources(OLD)
     if missing:
         assert found == Missing(missing)
@@ -298,4 +300,4 @@ def test_what_turned_out_bad_everywhere_is_not_rebuilt_either() -> None:
     ]
     history = History().after(1, 0, 3).after(2, 8, 2)
     job = RecoveryProblem(2, 1, history, kept, RemoteInventory(False), bad={Artifact(2, OLD, Kind.SNAPSHOT)})
-    assert job.stock.lacking(OLD) == (2,)
+    assert job.stock.of(OLD).lacking(OLD) == (2,)
