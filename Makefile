@@ -16,7 +16,7 @@ export TORCH_INDEX
 # Files of tests run beside each other, one more than there are cores, as most of them wait a lot; PYTEST_FLAGS="-n 0" runs
 # one after the other.
 SIDE_BY_SIDE := -n $(shell $(PYTHON) -c "import os; print(min(4, 1 + len(os.sched_getaffinity(0))))") --dist loadfile --no-loadscope-reorder
-PURE := tests/operator tests/protocol tests/redaction tests/simulation tests/sidecar/model tests/sidecar/versions tests/sidecar/rehearsal tests/sidecar/control/test_own_credentials.py
+PURE := tests/operator tests/protocol tests/redaction tests/simulation tests/sidecar/model tests/sidecar/versions tests/sidecar/rehearsal tests/sidecar/control/test_credentials.py
 
 # The images, under the names that chart and examples give them. BUILD_ARGS="NAME=value ..." are arguments of the Dockerfile,
 # BUILD_FLAGS whatever else the builder shall be told.

@@ -21,9 +21,8 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks.machine import describe, load
+from benchmarks.harness import CACHE, FULL, QUICK, ROOT, Scale, describe, load
 from benchmarks.report import Entry, Run, name_machine, print_table, publish
-from benchmarks.scale import CACHE, FULL, QUICK, ROOT, Scale
 
 BENCHMARKS = {
     "blocked": "training blocked per snapshot, against a copy and against peers",

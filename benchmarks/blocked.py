@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.amounts import bytes_text, seconds_text
-from benchmarks.figure import Figure, Outcome, Sense
+from benchmarks.harness import Figure, Outcome, Scale, Sense, bytes_text, seconds_text, shared_memory
 from benchmarks.job import Job, until
-from benchmarks.machine import shared_memory
 from benchmarks.peers.environment import DLROVER, NVRX, OURS, CannotInstall, Environment
-from benchmarks.scale import Scale
 
 THREADS = 1
 """Cores that a step computes on. One is left for what happens beside it, as on a host whose devices do the

@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.amounts import seconds_text
-from benchmarks.figure import Figure, Outcome
-from benchmarks.machine import shared_memory
-from benchmarks.scale import Scale
+from benchmarks.harness import Figure, Outcome, Scale, seconds_text, shared_memory
 from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import DeltaMode, Directive, Peer, Phase, Policy, Tier
@@ -28,13 +25,11 @@ from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
 from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.model.cadence import Cadence
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Cadence, TierVerdict
 from tiercheck_sidecar.replicate import replicate
 from tiercheck_sidecar.replicate.replicate import Replicator
-from tiercheck_sidecar.replicate.sender import Pushed
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tiers import TierClient
@@ -202,8 +197,8 @@ class _Worker:
         )  # fmt: skip
 
 
-def _kept(*_: object) -> Pushed:
-    return Pushed.KEPT
+def _kept(*_: object) -> bool:
+    return True
 
 
 def _content(rank: int, version: Version, kind: Kind) -> bytes:

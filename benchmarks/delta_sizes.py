@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.amounts import MIB, bytes_text
-from benchmarks.figure import Figure, Outcome
+from benchmarks.harness import MIB, Figure, Outcome, Scale, bytes_text
 from benchmarks.job import Job, until
-from benchmarks.models import Gpt, MasterAdamW
-from benchmarks.scale import Scale
+from benchmarks.workload import Gpt, MasterAdamW
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.version import Kind

@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.figure import Figure, Outcome
-from benchmarks.scale import Scale
+from benchmarks.harness import Figure, Outcome, Scale
 from benchmarks.simulate_validation import PAGE, page_times, real_rows
 from tiercheck_cli.simulate.assumptions import CountedFailures, published_failures
 from tiercheck_cli.simulate.play import exact_ettr, play

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.amounts import MIB, bytes_text, seconds_text
-from benchmarks.figure import Figure, Outcome
+from benchmarks.harness import MIB, Figure, Outcome, Scale, bytes_text, seconds_text
 from benchmarks.job import Job
-from benchmarks.models import Turn
-from benchmarks.scale import Scale
+from benchmarks.workload import Turn
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import DeltaMode
 

@@ -34,19 +34,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.amounts import MIB
-from benchmarks.figure import Figure, Outcome, Sense
-from benchmarks.machine import shared_memory
+from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, shared_memory
 from benchmarks.plain_wire import plain_wires
-from benchmarks.scale import Scale
 from tests.sidecar.stations import Station, Stations
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.exchange.fetch import fetch
-from tiercheck_sidecar.exchange.network.transport import CONGESTION_CONTROL
-from tiercheck_sidecar.exchange.sources import Dial
+from tiercheck_sidecar.exchange.channel import CONGESTION_CONTROL
+from tiercheck_sidecar.exchange.fetch import Dial, fetch
 from tiercheck_sidecar.exchange.streams import STREAMS, Line
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import push
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault import Seal
 
@@ -56,11 +52,11 @@ _LIMIT_SECONDS = 1.0
 def run(scale: Scale) -> Outcome:
     """Whole artifacts, verified and sealed, against sockets that carry bytes that nobody looks at."""
     found = measure(64, 2) if scale.quick else measure()
-    limit = f"{found['limit is']}: {_rate_text(found['limit, GB/s'])}"
+    limit = f"{found['limit is']}: {rate_text(1e9 * found['limit, GB/s'])}"
     rows = [
         Figure(
             f"peer copy throughput, {name}",
-            _rate_text(found[f"{key}, GB/s"]),
+            rate_text(1e9 * found[f"{key}, GB/s"]),
             limit,
             found[f"{key} / limit"],
             0.85,
@@ -73,8 +69,8 @@ def run(scale: Scale) -> Outcome:
     rows += [
         Figure(
             f"peer copy {way}, {name}, for each second of a core",
-            _rate_text(found[f"{prefix}{key}, GB for a core-second"]),
-            f"without tags: {_rate_text(found[f'plain {key}, GB for a core-second'])}",
+            rate_text(1e9 * found[f"{prefix}{key}, GB for a core-second"]),
+            f"without tags: {rate_text(1e9 * found[f'plain {key}, GB for a core-second'])}",
             found[f"{prefix}{key} / plain, for a core-second"],
             bound,
             Sense.AT_LEAST,
@@ -88,10 +84,6 @@ def run(scale: Scale) -> Outcome:
 
 
 _WAYS = (("sent to a holder", "push"), ("fetched from a holder", "fetch"))
-
-
-def _rate_text(gigabytes_per_second: float) -> str:
-    return f"{gigabytes_per_second:.2f} GB/s"
 
 
 def measure(mebibytes: int = 512, rounds: int = 11) -> dict[str, Any]:
@@ -165,8 +157,8 @@ def measure(mebibytes: int = 512, rounds: int = 11) -> dict[str, Any]:
 
 def _push(owner: Station, seal: Seal, line: Line) -> None:
     deadline = time.monotonic() + 30
-    while (
-        push(owner.vault, seal, line) is not Pushed.KEPT
+    while not push(
+        owner.vault, seal, line
     ):  # the holder frees its older copy a moment after the newer one came
         if time.monotonic() > deadline:
             raise RuntimeError("the holder stays busy")
@@ -289,19 +281,7 @@ def _iperf(streams: int) -> tuple[int, float]:
             pass
         extra = ["-C", CONGESTION_CONTROL.decode()]
         client = subprocess.run(
-            [
-                "iperf3",
-                "-c",
-                "127.0.0.1",
-                "-p",
-                port,
-                "-J",
-                "-P",
-                str(streams),
-                "-t",
-                str(_LIMIT_SECONDS),
-                *extra,
-            ],
+            ["iperf3", *f"-c 127.0.0.1 -p {port} -J -P {streams} -t {_LIMIT_SECONDS}".split(), *extra],
             capture_output=True,
             text=True,
             check=True,

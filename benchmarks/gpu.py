@@ -11,13 +11,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.amounts import rate_text
-from benchmarks.figure import Figure, Outcome, Sense
 from benchmarks.gpu_acceptance.checks import Setting
 from benchmarks.gpu_acceptance.steps import every_step_kept
 from benchmarks.gpu_acceptance.transfers import copy_rates
-from benchmarks.machine import shared_memory
-from benchmarks.scale import Scale
+from benchmarks.harness import Figure, Outcome, Scale, Sense, rate_text, shared_memory
 
 OVERHEAD = Figure("GPU: step longer, small GPT in bf16, a delta at every step", bound=0.02, unit="%")
 COPY = Figure("GPU: copy off the device into a slot", bound=0.85, sense=Sense.AT_LEAST, unit="%")

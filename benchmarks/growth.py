@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import blocked
-from benchmarks.amounts import GIB, MIB, bytes_text, rate_text, seconds_text
-from benchmarks.figure import Figure, Outcome
+from benchmarks.harness import GIB, MIB, Figure, Outcome, Scale, bytes_text, rate_text, seconds_text
 from benchmarks.job import Job, until
-from benchmarks.scale import Scale
 from tests.sidecar.world import FakeRank
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Tier

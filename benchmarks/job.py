@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.machine import shared_memory
+from benchmarks.harness import shared_memory
 from tests.sidecar.world import World
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import DeltaMode, Policy

@@ -24,16 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.amounts import MIB, rate_text
-from benchmarks.figure import Figure, Outcome, Sense
-from benchmarks.machine import shared_memory
-from benchmarks.scale import Scale
+from benchmarks.harness import MIB, Figure, Outcome, Scale, Sense, rate_text, shared_memory
 from tests.sidecar.parity.group import Group
 from tests.sidecar.stations import Stations
 from tiercheck.protocol.directive import ParityGroup
 from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.parity.rebuild import rebuild
 
 CODES = {"XOR 4+1": (4, 1), "RS 4+2": (4, 2)}

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from tiercheck_sidecar.exchange import handshake, server
+from tiercheck_sidecar.exchange.channel import TAG, Direction, Frame
 from tiercheck_sidecar.exchange.frames import Wire
-from tiercheck_sidecar.exchange.protection import TAG, Direction, Frame
 from tiercheck_sidecar.pacing import Portion
 from tiercheck_sidecar.tags import ChunkTag
 

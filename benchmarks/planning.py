@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from benchmarks.figure import Figure, Outcome
-from benchmarks.scale import Scale
+from benchmarks.harness import Figure, Outcome, Scale
 from tiercheck.protocol.version import History, Share, Version
 from tiercheck_operator.planning.parity.parity import ParityPolicy, place_parity
 from tiercheck_operator.planning.placement.placement import Placement, PlacementPolicy, WorkerSite, place

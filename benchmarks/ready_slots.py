@@ -18,12 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.amounts import GIB, MIB, bytes_text, seconds_text
-from benchmarks.figure import Figure, Outcome
-from benchmarks.machine import shared_memory
-from benchmarks.scale import Scale
+from benchmarks.harness import GIB, MIB, Figure, Outcome, Scale, bytes_text, seconds_text, shared_memory
 from tiercheck.protocol.artifacts.sizing import Room
-from tiercheck_sidecar.throttling import spare_hands
+from tiercheck_sidecar.pacing import spare_hands
 from tiercheck_sidecar.vault import Vault
 
 PROMISED = 0.3

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from benchmarks.figure import Figure, Outcome
-from benchmarks.scale import Scale
+from benchmarks.harness import Figure, Outcome, Scale
 from tiercheck.protocol.directive import Directive, Phase, Tier
 from tiercheck.protocol.report import (
     Holding,
@@ -32,6 +31,7 @@ from tiercheck.protocol.report import (
     Watermarks,
 )
 from tiercheck.protocol.version import Version
+from tiercheck_local.apiserver.store.patch import merge
 from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
@@ -90,10 +90,10 @@ class Server:
         key = path.format(**names).removesuffix("/status")
         known = self.objects[key]
         if "status" not in body:
-            return self._stored(key, _merged(known, body))
+            return self._stored(key, merge(known, body))
         if body["metadata"]["resourceVersion"] != known["metadata"]["resourceVersion"]:
             raise ApiFailure(409, "conflict")
-        return self._stored(key, {**known, "status": _merged(known.get("status") or {}, body["status"])})
+        return self._stored(key, {**known, "status": merge(known.get("status") or {}, body["status"])})
 
     async def delete(self, path: str, options: Mapping[str, Any], **names: str) -> bool:
         self.calls.append(f"DELETE {path}")
@@ -111,20 +111,6 @@ class Server:
         }
         self.objects[key] = {**body, "metadata": metadata}
         return self.objects[key]
-
-
-def _merged(old: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """RFC 7386."""
-    new = dict(old)
-    for key, value in patch.items():
-        if value is None:
-            new.pop(key, None)
-        elif isinstance(value, Mapping):
-            before = new.get(key)
-            new[key] = _merged(before if isinstance(before, Mapping) else {}, value)
-        else:
-            new[key] = value
-    return new
 
 
 class Sidecars:
@@ -244,10 +230,6 @@ class BenchJob:
     def object(self) -> dict[str, Any]:
         return self._server.objects[self.key]
 
-    @property
-    def phase(self) -> str:
-        return str((self.object.get("status") or {}).get("phase"))
-
     async def look(self) -> None:
         """One reconcile."""
         await self.loop._reconcile()
@@ -259,7 +241,7 @@ class BenchJob:
                 return
             self.later(0.1)
             await self.look()
-        raise AssertionError(f"{self.key} is {self.phase}: {json.dumps(self.object.get('status'))[:2000]}")
+        raise AssertionError(f"{self.key} does not run: {json.dumps(self.object.get('status'))[:2000]}")
 
     def uid_of(self, worker: int) -> str:
         return next(pod.uid for pod in self.pods.values() if pod.worker == worker)
@@ -280,8 +262,8 @@ def ground(workers: int) -> dict[str, NodeView]:
     }
 
 
-async def _event(job: BenchJob, server: Server, happen: Callable[[int], None]) -> tuple[float, float, float]:
-    """Median processor seconds, calls to the API server, and pods named in them, of `EVENTS` events."""
+async def _event(job: BenchJob, server: Server, happen: Callable[[int], None]) -> tuple[float, float]:
+    """Median processor seconds, and calls to the API server, of `EVENTS` events."""
     seconds, calls = [], []
     for number in range(EVENTS):
         job.later(1.0)
@@ -291,7 +273,7 @@ async def _event(job: BenchJob, server: Server, happen: Callable[[int], None]) -
         await job.look()
         seconds.append(time.process_time() - began)
         calls.append(len(server.calls))
-    return sorted(seconds)[len(seconds) // 2], max(calls), 0.0
+    return sorted(seconds)[len(seconds) // 2], max(calls)
 
 
 async def of_workers(workers: int) -> dict[str, float]:
@@ -312,8 +294,8 @@ async def of_workers(workers: int) -> dict[str, float]:
         name, pod = next(iter(job.pods.items()))
         job.pods[name] = replace(pod, resource_version=str(number))
 
-    heartbeat, heartbeat_calls, _ = await _event(job, server, step)
-    pod, pod_calls, _ = await _event(job, server, touched)
+    heartbeat, heartbeat_calls = await _event(job, server, step)
+    pod, pod_calls = await _event(job, server, touched)
     attempt = job.object["status"]["attempt"]
     failed = TrainerReport(TrainerState.FAILED, 1, "Crashed", ended_at=job.now())
     job.sidecars.change(job.uid_of(1), trainer=failed)

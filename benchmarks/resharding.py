@@ -28,11 +28,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks import ranks
-from benchmarks.amounts import MIB, bytes_text, seconds_text
-from benchmarks.figure import Figure, Outcome, Sense
-from benchmarks.machine import shared_memory
-from benchmarks.scale import Scale
+from benchmarks.harness import (
+    MIB,
+    Figure,
+    Outcome,
+    Scale,
+    Sense,
+    be_rank,
+    bytes_text,
+    run_ranks,
+    seconds_text,
+    shared_memory,
+)
 from benchmarks.sharing import paired
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import Directive
@@ -42,7 +49,7 @@ from tiercheck.protocol.version import Artifact
 from tiercheck.trainer.backends.backend import Offer, Ranges
 from tiercheck.trainer.checkpointer import Found, find
 from tiercheck_sidecar.digest import chunk_view, digest, digest_chunk
-from tiercheck_sidecar.restore.resharded_reads import Lender
+from tiercheck_sidecar.restore.sources import Lender
 from tiercheck_sidecar.vault import NotHeld, Vault
 
 CHANGES = {
@@ -65,10 +72,10 @@ def run(scale: Scale) -> Outcome:
         for before in sorted({change[0] for change in CHANGES.values()}):
             saved = folder / str(before)
             saved.mkdir()
-            ranks.run("benchmarks.resharding", before, saved, "save", size, rounds)
+            run_ranks("benchmarks.resharding", before, saved, "save", size, rounds)
         for name, (before, kind, after) in CHANGES.items():
             found[name] = together(
-                ranks.run("benchmarks.resharding", after, folder / str(before), kind, size, rounds)
+                run_ranks("benchmarks.resharding", after, folder / str(before), kind, size, rounds)
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -263,4 +270,4 @@ def theirs(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> 
 
 
 if __name__ == "__main__":
-    ranks.be_rank(measure)
+    be_rank(measure)

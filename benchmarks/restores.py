@@ -17,13 +17,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.amounts import MIB, bytes_text, rate_text, seconds_text
 from benchmarks.exchange import over_sockets
-from benchmarks.figure import Figure, Outcome, Sense
+from benchmarks.harness import (
+    MIB,
+    Figure,
+    Outcome,
+    Scale,
+    Sense,
+    bytes_text,
+    rate_text,
+    seconds_text,
+    shared_memory,
+)
 from benchmarks.job import Job, until
-from benchmarks.machine import shared_memory
 from benchmarks.peers.environment import TORCHFT, CannotInstall
-from benchmarks.scale import Scale
 from benchmarks.workload import Training
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import Phase
@@ -33,7 +40,6 @@ from tiercheck_sidecar.exchange.streams import STREAMS
 LOCAL = "verified local restore"
 PEER = "verified peer restore, against torchft's HTTP transport"
 PLAIN = "verified peer restore, against plain sockets and a copy"
-_POLL = 0.002
 
 
 def run(scale: Scale) -> Outcome:

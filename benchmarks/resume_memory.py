@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.amounts import MIB, bytes_text
-from benchmarks.figure import Figure, Outcome
+from benchmarks.harness import MIB, ROOT, Figure, Outcome, Scale, bytes_text
 from benchmarks.job import Job
-from benchmarks.scale import ROOT, Scale
 from benchmarks.workload import Training
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Version

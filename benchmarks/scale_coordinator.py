@@ -3,9 +3,6 @@
 It runs in a process of its own, behind the port and the loops of a real sidecar. All sidecars of the job are
 simulated in this one: they say what real ones say, as often as those may, over TLS. Processor seconds are the
 kernel's, so that what else runs here hardly counts; it makes words late.
-
-python -m benchmarks.scale_coordinator 64 512         prints what it finds at these sizes
-python -m benchmarks.scale_coordinator --beside 512   what it takes of transfers that share its interpreter
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
-import json
 import os
 import random
 import ssl
@@ -30,9 +26,7 @@ from typing import Any
 
 from aiohttp import web
 
-from benchmarks.figure import Figure, Outcome
-from benchmarks.scale import ROOT, Scale
-from benchmarks.transfer_turns import transfer
+from benchmarks.harness import ROOT, Figure, Outcome, Scale
 from tiercheck.connections import Strangers
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Peer, Phase, Policy
@@ -40,16 +34,13 @@ from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.app import prepare_process
-from tiercheck_sidecar.control import tier_port
-from tiercheck_sidecar.control.api import ControlApi, server_context
-from tiercheck_sidecar.control.ports import GuardedPort
+from tiercheck_sidecar.control import api as control_api
+from tiercheck_sidecar.control.api import ControlApi, GuardedPort, TierPort, server_context
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
-from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.model.span import Span
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Needs, Span, TierVerdict
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import Coordinator
@@ -87,8 +78,6 @@ _CADENCE = 3
 _FIRST = 1000
 _SERVER = "127.77.0.1"
 _UID, _TOKEN = "uid-of-the-job", "token"
-_TURNS = 10
-"""Of transfers."""
 _FLEETS = 2
 """One after the other, of which the one that took less counts."""
 _UPLOADING = 6.0
@@ -131,7 +120,7 @@ def measure(workers: int, seconds: float) -> dict[str, float]:
     """Figures of one job."""
     with tempfile.TemporaryDirectory(prefix="tcb-") as folder:
         _issue_credentials(Path(folder))
-        command = [sys.executable, "-m", "benchmarks.scale_coordinator", "--serve", folder, str(workers)]
+        command = [sys.executable, "-m", "benchmarks.scale_coordinator", folder, str(workers)]
         with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -168,7 +157,7 @@ def serve(folder: Path, workers: int) -> None:
     slower = SLOWER.get(workers, 1)
     coordinating.pace = lambda callers: slower * pace(callers)
     coordinating._MOMENT *= slower
-    tier_port._LEAST_SILENCE *= slower * 5
+    control_api._LEAST_SILENCE *= slower * 5
     coordinator = Coordinator(state)
     coordinator.stored((Version(10**9, 1),))  # so nothing is owed to the remote tier
     me = Peer(0, _SERVER)
@@ -183,40 +172,16 @@ def serve(folder: Path, workers: int) -> None:
 
     async def live() -> None:
         control = ControlApi(state, Reporter(state, vault))
-        api = control.build(web.get(PATH, tier_port.TierPort(coordinator).upgrade))
+        api = control.build(web.get(PATH, TierPort(coordinator).upgrade))
         port = GuardedPort(api, Strangers(lambda: 256 + workers), server_context(config))
         control.on_proof = port.believe
         await port.start(_SERVER, names.CONTROL_PORT)
         state.threads.loop("coordinate", coordinator.run, vital=True)
         print("ready", flush=True)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            if line == "transfer\n":
-                print(await asyncio.to_thread(transfer), flush=True)
-            else:
-                coordinator.stored(())
+        while await asyncio.to_thread(sys.stdin.readline):
+            coordinator.stored(())
 
     asyncio.run(live())
-
-
-def measure_beside(workers: int) -> dict[str, float]:
-    """GB/s of a transfer in the coordinator's process and in one of its own, by turns, while the job of so
-    many workers trains in real time."""
-    SLOWER[workers] = 1
-    with tempfile.TemporaryDirectory(prefix="tcb-") as folder:
-        _issue_credentials(Path(folder))
-        serving = [sys.executable, "-m", "benchmarks.scale_coordinator", "--serve", folder, str(workers)]
-        pipes: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with (
-            subprocess.Popen(serving, **pipes) as shared,
-            subprocess.Popen([sys.executable, "-m", "benchmarks.transfer_turns"], **pipes) as alone,
-        ):
-            try:
-                assert shared.stdout is not None
-                assert shared.stdout.readline() == b"ready\n"
-                return asyncio.run(Fleet(Path(folder), workers).transfers(shared, alone))
-            finally:
-                shared.kill()
-                alone.kill()
 
 
 def _history(workers: int) -> History:
@@ -393,20 +358,6 @@ class Fleet:
             task.cancel()
         return {**quiet, **{f"uploading, {name}": value for name, value in uploading.items()}}
 
-    async def transfers(self, shared: Any, alone: Any) -> dict[str, float]:
-        """What both processes reach by turns, once all are connected."""
-        tasks = [asyncio.create_task(self._live(each)) for each in self.sidecars]
-        await self._until(lambda: all(map(_is_protected, (each.verdict for each in self.sidecars))))
-        found: dict[Any, list[float]] = {shared: [], alone: []}
-        for process in [shared, alone] * _TURNS:
-            process.stdin.write(b"transfer\n")
-            process.stdin.flush()
-            found[process].append(float(await asyncio.to_thread(process.stdout.readline)) / 1e9)
-        for task in tasks:
-            task.cancel()
-        one, other = (statistics.median(found[process]) for process in (shared, alone))
-        return {"beside the coordinator, GB/s": one, "alone, GB/s": other, "share": one / other}
-
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Looks whenever somebody is told something."""
         while not condition():
@@ -513,10 +464,4 @@ def _artifact(rank: int, version: Version) -> RankArtifact:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
-        serve(Path(sys.argv[2]), int(sys.argv[3]))
-    elif sys.argv[1] == "--beside":
-        print(json.dumps(measure_beside(int(sys.argv[2])), indent=1))
-    else:
-        for count in map(int, sys.argv[1:]):
-            print(count, json.dumps(measure(count, 10.0), indent=1))
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -22,11 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import ranks
-from benchmarks.amounts import MIB, bytes_text, seconds_text
-from benchmarks.figure import Figure, Outcome
-from benchmarks.machine import shared_memory
-from benchmarks.scale import Scale
+from benchmarks.harness import (
+    MIB,
+    Figure,
+    Outcome,
+    Scale,
+    be_rank,
+    bytes_text,
+    run_ranks,
+    seconds_text,
+    shared_memory,
+)
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
 from tiercheck.trainer.backends.folder_backend import FolderBackend
@@ -45,7 +51,7 @@ def run(scale: Scale) -> Outcome:
     size, rounds = (48 if scale.quick else 768) * MIB, 4 if scale.quick else 15
     folder = Path(tempfile.mkdtemp(prefix="tiercheck-bench-", dir=shared_memory()))
     try:
-        each = ranks.run("benchmarks.sharing", max(DEGREES), folder, size, rounds, *DEGREES)
+        each = run_ranks("benchmarks.sharing", max(DEGREES), folder, size, rounds, *DEGREES)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found = {
@@ -149,4 +155,4 @@ def capture(checkpointer: Checkpointer) -> float:
 
 
 if __name__ == "__main__":
-    ranks.be_rank(measure)
+    be_rank(measure)

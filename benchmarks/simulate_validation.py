@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure import Figure, Outcome
-from benchmarks.scale import ROOT, Scale
+from benchmarks.harness import ROOT, Figure, Outcome, Scale
 from tiercheck_cli.simulate.measured import ALL, DOMAIN, NODE, measure, measured_recoveries
 from tiercheck_cli.simulate.play import JobLife, Run
 from tiercheck_cli.simulate.scenario import POD, PROCESS, RecoveryTimes, Saving, Scenario

@@ -20,10 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.amounts import MIB, seconds_text
-from benchmarks.figure import Figure, Outcome
+from benchmarks.harness import MIB, Figure, Outcome, Scale, seconds_text
 from benchmarks.job import Job
-from benchmarks.scale import Scale
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import DeltaMode
 

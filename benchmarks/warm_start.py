@@ -14,9 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.amounts import seconds_text
-from benchmarks.figure import Figure, Outcome
-from benchmarks.scale import ROOT, Scale
+from benchmarks.harness import ROOT, Figure, Outcome, Scale, seconds_text
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.local import Order

@@ -14,11 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_acceptance.checks import CHECKS, Setting
+from benchmarks.gpu_acceptance.checks import CHECKS, Setting, line, numbers, page, summary
 from benchmarks.gpu_acceptance.runner import run_all, run_here
-from benchmarks.gpu_acceptance.table import line, numbers, page, summary
-from benchmarks.machine import shared_memory
-from benchmarks.scale import ROOT
+from benchmarks.harness import ROOT, shared_memory
 
 
 def main() -> int:
@@ -86,7 +84,7 @@ def _names(text: str) -> list[str]:
 
 def _machine() -> dict[str, Any]:
     """Asked by a process of its own, so that this one never opens the GPU."""
-    code = "import json; from benchmarks.machine import describe; print(json.dumps(describe()))"
+    code = "import json; from benchmarks.harness import describe; print(json.dumps(describe()))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, stdout=subprocess.PIPE, check=True
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks.amounts import GIB, MIB
 from benchmarks.gpu_acceptance.checks import Found, Setting
 from benchmarks.gpu_acceptance.station import Station, ensure_room
+from benchmarks.harness import GIB, MIB
 from tiercheck import Checkpointer
 from tiercheck.protocol.directive import DeltaMode
 from tiercheck.protocol.requests import CompleteSlot

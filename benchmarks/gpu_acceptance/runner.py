@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu_acceptance.checks import CHECKS, Check, Found, Result, Setting, Skip, Status, judge
-from benchmarks.scale import ROOT
+from benchmarks.harness import ROOT
 
 BUDGET = 540.0
 """Seconds after which no check is begun on a GPU."""

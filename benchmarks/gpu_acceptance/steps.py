@@ -1,13 +1,19 @@
-"""Measures what it costs a training to be kept: its steps, its memory, its thread of Python.
+"""Measures what it costs a training to be kept: its steps, memory, thread of Python and start.
 
 Steps are measured as a training has them: many in a row, and nobody waits for the device between. To
 synchronise after each step hides what a lost lead of the host costs; a median hides the steps that save.
+
+A warm start must stay possible with a CUDA build of torch: a driver that was opened before a fork is lost to
+the child.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.amounts import bytes_text, seconds_text
-from benchmarks.figure import Figure
 from benchmarks.gpu_acceptance.checks import Found, Setting, Skip
 from benchmarks.gpu_acceptance.station import PATIENT, Station
-from benchmarks.models import Turn
+from benchmarks.harness import MIB, ROOT, Figure, bytes_text, seconds_text
+from benchmarks.workload import Turn
 from tiercheck import Checkpointer
 from tiercheck.protocol.version import Kind
 
@@ -205,3 +210,52 @@ def _forget_peak(setting: Setting) -> None:
 
 def _peak(setting: Setting) -> int:
     return int(torch.cuda.max_memory_allocated()) if setting.gpu else 0
+
+
+_WARM = """
+import json, os, sys, time
+began = time.perf_counter()
+import torch, torch.distributed, torch.distributed.run, torch._dynamo
+import tiercheck.trainer.checkpointer
+from tiercheck.warm.ranks import _cuda_is_spoilt
+found = {"imports": time.perf_counter() - began}
+reading, writing = os.pipe()
+if os.fork() == 0:
+    began = time.perf_counter()
+    told = {"spoilt": _cuda_is_spoilt(), "works": False, "error": ""}
+    try:
+        told["works"] = float(torch.ones(1, device=sys.argv[1]).sum()) == 1
+    except Exception as error:
+        told["error"] = str(error)[:200]
+    os.write(writing, json.dumps({**told, "kernel": time.perf_counter() - began}).encode())
+    os._exit(0)
+os.close(writing)
+found["threads"] = len(os.listdir("/proc/self/task"))
+private = [l for l in open("/proc/self/smaps_rollup") if l.startswith("Private")]
+found["private"] = 1024 * sum(int(l.split()[1]) for l in private)
+print(json.dumps({**found, **json.loads(os.read(reading, 4096))}))
+"""
+
+
+def warm(setting: Setting) -> Found:
+    """P6. What the launcher imports beside a running command, and what a rank does that torchrun starts from
+    it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _WARM, setting.device],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return Found(f"it ended with {done.returncode}: {done.stderr[-200:]}", good=False)
+    found = json.loads(done.stdout)
+    alone = found["threads"] == 1
+    told = "driver touched" if found["spoilt"] else "no driver touched"
+    works = "the child computes" if found["works"] else f"the child fails: {found['error']}"
+    return Found(
+        f"imports {seconds_text(found['imports'])}, {found['threads']} threads after the fork, {told}, "
+        f"{works}, its first kernel after "
+        f"{seconds_text(found['kernel'])}, {bytes_text(max(found['private'], MIB))} of private memory",
+        good=found["works"] and not found["spoilt"] and alone,
+    )

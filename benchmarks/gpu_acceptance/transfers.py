@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.amounts import GIB, MIB, rate_text
-from benchmarks.figure import Figure, Sense
 from benchmarks.gpu_acceptance.checks import Found, Setting
 from benchmarks.gpu_acceptance.station import slot_of
+from benchmarks.harness import GIB, MIB, Figure, Sense, rate_text
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.version import Version
 from tiercheck.trainer.save import staging

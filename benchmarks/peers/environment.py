@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.scale import CACHE, ROOT
+from benchmarks.harness import CACHE, ROOT
 
 _SECONDS = 600.0
 

@@ -1,16 +1,174 @@
-"""Measures what many workers, and many jobs, cost the operator: directives and memory."""
+"""Measures what many workers, and many jobs, cost the operator: directives and memory.
+
+Peak memory is that of the real operator process, beside the laptop's API server and simulated sidecars.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+import base64
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from benchmarks.figure import Figure, Outcome
-from benchmarks.scale import Scale
-from benchmarks.scale_operator.memory import measure
-from benchmarks.scale_operator.pushes import ask, push
-from benchmarks.scale_operator.stage import crowded_job
+from benchmarks.harness import MIB, ROOT, Figure, Outcome, Scale
+from benchmarks.reconcile import ground
+from benchmarks.scale_operator.stage import RANKS, Crowd, ask, crowded_job, push
+from tiercheck.protocol import names
+from tiercheck_cli.api_server import NODES, PODS, Object
+from tiercheck_local.cluster import LocalCluster
+
+_JOBS = f"/apis/{names.API_GROUP}/{names.API_VERSION}/namespaces/default/{names.PLURAL}"
+_DEADLINE = 1800.0
+_THREADS = 4
+_CALM = 40.0
+"""Seconds after which an operator that was started again has heard from everybody."""
+
+
+class Cluster(LocalCluster):
+    """An API server alone. What scheduler and kubelets would do to pods is done by `Kubelets`."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, [])
+
+    def start_controllers(self) -> None:
+        """Nobody is to say that nodes without a kubelet are gone."""
+
+
+class Kubelets:
+    """Gives every pod a node, an address and a sidecar that answers there, as soon as it is seen."""
+
+    def __init__(self, cluster: Cluster, crowd: Crowd, nodes: int, workers: int, folder: Path) -> None:
+        self._cluster, self._crowd, self._nodes, self._workers = cluster, crowd, nodes, workers
+        self._folder, self._up = folder, set[str]()
+
+    def look(self) -> None:
+        """All pods that are new."""
+        new = [pod for pod in self._cluster.pods() if pod["metadata"]["uid"] not in self._up]
+        hosts = [self._sidecar(pod) for pod in new]
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(self._bring_up, new, range(len(self._up), len(self._up) + len(new)), hosts))
+        self._up |= {pod["metadata"]["uid"] for pod in new}
+
+    def _sidecar(self, pod: Object) -> str:
+        metadata = pod["metadata"]
+        job, uid = metadata["labels"][names.LABEL_JOB], metadata["labels"][names.LABEL_JOB_UID]
+        place = self._folder / uid
+        if not place.exists():
+            place.mkdir()
+            path = f"/api/v1/namespaces/default/secrets/{job}-credentials"
+            for name, text in self._cluster.api.request("GET", path)["data"].items():
+                (place / name).write_bytes(base64.b64decode(text))
+        worker = int(metadata["labels"][names.LABEL_WORKER])
+        return self._crowd.add(place, uid, metadata["uid"], worker, self._workers)
+
+    def _bring_up(self, pod: Object, number: int, host: str) -> None:
+        name, api = pod["metadata"]["name"], self._cluster.api
+        target = {"apiVersion": "v1", "kind": "Node", "name": f"node-{number // 8 % self._nodes}"}
+        binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
+        api.request("POST", PODS.path("default", name, "binding"), binding)
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        status = {
+            "phase": "Running",
+            "podIP": host,
+            "podIPs": [{"ip": host}],
+            "startTime": now,
+            "initContainerStatuses": [_running(names.SIDECAR_CONTAINER, now)],
+            "containerStatuses": [_running(names.TRAINER_CONTAINER, now)],
+        }
+        api.patch(PODS, "default", name, {"status": status}, subresource="status")
+
+
+def _running(name: str, now: str) -> dict[str, Any]:
+    state = {"running": {"startedAt": now}}
+    return {
+        "name": name, "state": state, "ready": True, "started": True, "restartCount": 0, "image": "i",
+        "imageID": "",
+    }  # fmt: skip
+
+
+def measure(jobs: int, workers: int) -> dict[str, float]:
+    """MiB of an operator that sees so many jobs begin, and of one that is started beside them all, which is
+    ready when it knows all there is."""
+    with tempfile.TemporaryDirectory() as name, Cluster(Path(name)) as cluster:
+        cluster.apply_crds(ROOT / "crds")
+        nodes = ground(jobs * workers)
+        for node in nodes.values():
+            made = {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "metadata": {"name": node.name, "labels": dict(node.labels)},
+            }
+            cluster.api.create(NODES, None, made)
+            ready = {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": {"pods": "1000"}}
+            cluster.api.patch(NODES, None, node.name, {"status": ready}, subresource="status")
+        (folder := Path(name) / "tls").mkdir()
+        crowd = Crowd()
+        try:
+            kubelets = Kubelets(cluster, crowd, len(nodes), workers, folder)
+            first = cluster.start_operator(_PATIENT)
+            for number in range(jobs):
+                cluster.apply(_job(number, workers))
+            _until_running(cluster, kubelets, jobs)
+            began = {"peak while they begin, MiB": _peak(first)}
+            first.kill()
+            first.wait()
+            second = cluster.start_operator(_PATIENT)
+            cluster.wait_for(lambda: _is_ready(cluster.metrics_address), _DEADLINE, "another operator")
+            time.sleep(_CALM)
+            return {**began, "peak of another operator, MiB": _peak(second)}
+        finally:
+            crowd.end()
+
+
+_PATIENT = {f"TIERCHECK_{name}_SECONDS": "600" for name in ("ACCUSED", "SUSPECT", "SILENT", "ISOLATED")}
+
+
+def _job(number: int, workers: int) -> Object:
+    template = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["train"]}]}}
+    spec = {"workers": workers, "procsPerWorker": RANKS, "template": template}
+    return {
+        "apiVersion": f"{names.API_GROUP}/{names.API_VERSION}",
+        "kind": names.KIND,
+        "metadata": {"name": f"job-{number}", "namespace": "default"},
+        "spec": spec,
+    }
+
+
+def _until_running(cluster: Cluster, kubelets: Kubelets, jobs: int) -> None:
+    end = time.monotonic() + _DEADLINE
+    while sum(1 for _ in _running_jobs(cluster)) < jobs:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{jobs} jobs do not all run after {_DEADLINE:.0f} s")
+        began = time.monotonic()
+        kubelets.look()
+        time.sleep(max(1.0, 2 * (time.monotonic() - began)))
+
+
+def _running_jobs(cluster: Cluster) -> Iterator[Mapping[str, Any]]:
+    for job in cluster.api.request("GET", _JOBS)["items"]:
+        status = job.get("status") or {}
+        if status.get("phase") == "Running" and not status.get("recovery"):
+            yield job
+
+
+def _is_ready(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}/readyz", timeout=_DEADLINE):
+            return True
+    except OSError:
+        return False
+
+
+def _peak(process: subprocess.Popen[bytes]) -> float:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / MIB for line in lines if line.startswith("VmHWM:"))
+
 
 WORKERS = (512, 4000)
 PUBLISHED = {512: 84.0, 4000: 5700.0}

@@ -1,6 +1,7 @@
 """Runs the real operator for one job of many workers, against simulated sidecars over TLS.
 
-The API server lives in this process."""
+The API server lives in this process. Telling every worker of a restore of another size is measured here too.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +18,26 @@ from typing import Any, cast
 
 import msgspec
 
+from benchmarks.harness import ROOT
 from benchmarks.reconcile import BenchJob, Server, ground
-from benchmarks.scale import ROOT
-from benchmarks.scale_operator.crowd import Wanted
+from benchmarks.scale_operator.crowd import SAVED, Wanted
+from tiercheck.protocol.directive import Phase
+from tiercheck.protocol.version import Branch, History
 from tiercheck_local.addresses import Octet
 from tiercheck_operator.app import prepare_process
 from tiercheck_operator.config import Config
+from tiercheck_operator.controller.attempt.directives import due_directives
+from tiercheck_operator.controller.observe.situation import Situation
 from tiercheck_operator.controller.reconciler import JobLoop, Surroundings
 from tiercheck_operator.kubernetes.certificates import issue
 from tiercheck_operator.kubernetes.client import Kube
 from tiercheck_operator.manifests.owned import Credentials, build_secret
 from tiercheck_operator.metrics import Metrics
+from tiercheck_operator.model.actions import Push
 from tiercheck_operator.model.observed import Observation, Patience
 from tiercheck_operator.model.parsing import parse_job, parse_pod
 from tiercheck_operator.model.status import Recovery
-from tiercheck_operator.sidecars import JobSidecars
+from tiercheck_operator.sidecars import DirectiveEncoder, JobSidecars
 
 _PATIENCE = Patience(accused=600, suspect=600, silent=600, isolated=600)
 """On a busy machine nobody is to be taken for lost."""
@@ -55,20 +61,17 @@ class Crowd:
         host = f"127.{self._octet.value}.{128 + (self._members >> 8)}.{self._members & 255}"
         self._members += 1
         wanted = Wanted(host, str(folder), job_uid, pod_uid, worker, workers, RANKS)
-        self._say(msgspec.json.encode(wanted).decode())
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(msgspec.json.encode(wanted).decode(), file=self._process.stdin, flush=True)
+        if not self._process.stdout.readline():
+            raise RuntimeError(f"the simulated sidecars ended with {self._process.wait()}")
         return host
 
     def end(self) -> None:
         """Their standard input ends, and so do they."""
         self._process.communicate(timeout=60)
         self._octet.release()
-
-    def _say(self, text: str) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(text, file=self._process.stdin, flush=True)
-        if not self._process.stdout.readline():
-            raise RuntimeError(f"the simulated sidecars ended with {self._process.wait()}")
 
 
 class CrowdedJob(BenchJob):
@@ -141,18 +144,13 @@ def crowded_job(workers: int) -> Iterator[CrowdedJob]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            write_certificate(folder, job.credentials)
+            (folder / "tls.crt").write_bytes(job.credentials.certificate)
+            (folder / "tls.key").write_bytes(job.credentials.key)
             for worker in range(workers):
                 job.hosts.append(crowd.add(folder, job.loop.uid, _pod_uid(worker), worker, workers))
             yield job
         finally:
             crowd.end()
-
-
-def write_certificate(folder: Path, credentials: Credentials) -> None:
-    """Of a job, for its simulated sidecars."""
-    (folder / "tls.crt").write_bytes(credentials.certificate)
-    (folder / "tls.key").write_bytes(credentials.key)
 
 
 def _pod_uid(worker: int) -> str:
@@ -167,3 +165,48 @@ class Stopwatch:
 
     def read(self) -> tuple[float, float]:
         return time.monotonic() - self._wall, time.process_time() - self._cpu
+
+
+async def ask(job: CrowdedJob) -> None:
+    """Has all sidecars report what they hold, as after a failure."""
+    client = job.client
+    client.want_holdings(True)
+    while not all(entry.report and entry.report.holdings for entry in client.reports.values()):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def push(job: CrowdedJob, number: int) -> dict[str, float]:
+    """One round of directives to restore in attempt `number` what one worker more has saved: what is to be
+    told is decided, and told."""
+    now = time.time()
+    recovery = Recovery(
+        cause="NodeLost", message="", detected_at=now, failed_at=now, attempt=number, step=SAVED.step,
+        version_attempt=SAVED.attempt, decided_at=now,
+    )  # fmt: skip
+    watch = Stopwatch()
+    obs = job.observe(recovery)
+    situation = Situation.of(obs)
+    history = History((Branch(1, 0, (obs.size + 1) * RANKS),)).after(number, SAVED.step, obs.size * RANKS)
+    status = replace(obs.job.status, attempt=number, history=history)
+    due = due_directives(obs, status, situation.members, situation.placement, Phase.HOLD)
+    decided = watch.read()
+    watch = Stopwatch()
+    await job.loop._executor.run(obs.job, due, job.client)
+    told = watch.read()
+    lacking = [action for action in due if not _follows(job, action)]
+    if lacking or len(due) != obs.size:
+        raise RuntimeError(f"{len(due)} directives were due, and {len(lacking)} of them are not followed")
+    encoder = DirectiveEncoder()
+    size = max(sum(map(len, encoder.encode(action.directive))) for action in due)
+    return {
+        "deciding, s": decided[0],
+        "deciding, CPU s": decided[1],
+        "telling, s": told[0],
+        "telling, CPU s": told[1],
+        "bytes of a directive": size,
+    }
+
+
+def _follows(job: CrowdedJob, action: Push) -> bool:
+    report = job.client.reports[action.pod_uid].report
+    return report is not None and report.revision == action.directive.revision

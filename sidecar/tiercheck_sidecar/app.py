@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import hashlib
 import logging
 import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 from aiohttp import web
 
@@ -17,42 +20,33 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Directive, Phase
 from tiercheck.protocol.report import SPARE
 from tiercheck.redaction import log_redacted
-from tiercheck_sidecar.control import metrics
-from tiercheck_sidecar.control.api import ControlApi, server_context
-from tiercheck_sidecar.control.own_credentials import own_credentials
-from tiercheck_sidecar.control.ports import GuardedPort
-from tiercheck_sidecar.control.report import Reporter
-from tiercheck_sidecar.control.tier_port import TierPort
+from tiercheck_sidecar.control.api import ControlApi, GuardedPort, TierPort, server_context
+from tiercheck_sidecar.control.report import Reporter, own_credentials, render
+from tiercheck_sidecar.exchange.addresses import OwnAddress, own_addresses
 from tiercheck_sidecar.exchange.handshake import Identity
 from tiercheck_sidecar.exchange.heartbeat import HeartbeatSender
-from tiercheck_sidecar.exchange.network.interfaces import OwnAddress, own_addresses
-from tiercheck_sidecar.exchange.network.ucx import why_no_ucx
 from tiercheck_sidecar.exchange.server import ExchangeServer
+from tiercheck_sidecar.exchange.ucx import why_no_ucx
 from tiercheck_sidecar.model.config import ConfigError, SidecarConfig
-from tiercheck_sidecar.model.peer_watch import named_addresses
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.watches import named_addresses
 from tiercheck_sidecar.node_memory import FolderClaim, sweep_job
-from tiercheck_sidecar.offload.remote_inventory import RemoteListing
-from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
-from tiercheck_sidecar.offload.renewal import wait_for_renewal
-from tiercheck_sidecar.offload.upload import Uploader
-from tiercheck_sidecar.parity.holder import ParityHolder
-from tiercheck_sidecar.parity.sender import ParitySender
-from tiercheck_sidecar.parity.session import serving
+from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Uploader
+from tiercheck_sidecar.pacing import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
+from tiercheck_sidecar.parity.holder import ParityHolder, serving
+from tiercheck_sidecar.parity.link import ParitySender
 from tiercheck_sidecar.rehearsal.rehearser import Rehearser
 from tiercheck_sidecar.replicate.replicate import Replicator
-from tiercheck_sidecar.restore.resharded_reads import FOLDER
 from tiercheck_sidecar.restore.restore import Restorer
-from tiercheck_sidecar.restore.sources import RestoreSources
-from tiercheck_sidecar.throttling import EVERY, ThrottleWatch, read_cpu_stat, spare_hands
+from tiercheck_sidecar.restore.sources import FOLDER, RestoreSources
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import MemoryStock
 from tiercheck_sidecar.versions.coordinator import Coordinator
-from tiercheck_sidecar.versions.ending import may_go
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 from tiercheck_sidecar.versions.tier_line import PATH
 from tiercheck_sidecar.versions.tiers import TierClient
+from tiercheck_sidecar.versions.watermark import may_go
 
 log = logging.getLogger(__name__)
 
@@ -295,7 +289,7 @@ class Sidecar:
 
         async def scrape(_: web.Request) -> web.Response:
             return web.Response(
-                body=metrics.render(self.reporter), headers={"Content-Type": "text/plain; version=0.0.4"}
+                body=render(self.reporter), headers={"Content-Type": "text/plain; version=0.0.4"}
             )
 
         @web.middleware
@@ -320,6 +314,49 @@ class Sidecar:
         """All workers may call worker 0 at once."""
         directive = self.state.directive
         return _MOST_STRANGERS + (directive.workers if directive else 0)
+
+
+_LOOK_EVERY = 2.0
+"""Seconds between two looks at the remote tier's credentials."""
+
+
+async def wait_for_renewal(folder: Path | None, reachable: Callable[[], bool | None]) -> None:
+    """Returns when the Secret mounted at `folder` differs from what it was and the remote tier is not
+    reachable. May never.
+
+    An environment never follows its Secret. The kubelet starts the process again with the new values, and
+    everything it holds is found again on the memory volume. It ends only while the remote tier cannot be
+    reached: changed credentials are no reason to disturb what works.
+    """
+    if folder is None:
+        await asyncio.Event().wait()
+        return
+    before = fingerprint(folder)
+    while True:
+        await asyncio.sleep(_LOOK_EVERY)
+        if reachable() is False and fingerprint(folder) != before:
+            log.warning(
+                "the remote tier's credentials have changed; the sidecar ends to be started with them"
+            )
+            return
+
+
+def fingerprint(folder: Path) -> str:
+    """Of names and contents; a Secret that does not exist is an empty folder."""
+    seen = hashlib.sha256()
+    # The kubelet's own links and time-stamped folders begin with two dots.
+    for file in sorted(path for path in _entries(folder) if not path.name.startswith("..")):
+        with contextlib.suppress(OSError):
+            content = file.read_bytes()
+            seen.update(f"{file.name}\0{len(content)}\0".encode() + content)
+    return seen.hexdigest()
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def prepare_process() -> None:

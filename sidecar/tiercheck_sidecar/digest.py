@@ -6,7 +6,7 @@ against an adversary; who may write is decided by the job's credentials.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import xxhash
 
@@ -69,6 +69,17 @@ def chunk_view(view: memoryview, digests: Digests, index: int) -> memoryview:
 def length_of(digests: Digests, index: int) -> int:
     """Bytes of chunk `index`."""
     return min(digests.chunk, digests.size - index * digests.chunk)
+
+
+def chunks_of(ranges: Iterable[tuple[int, int]], digests: Digests) -> set[int]:
+    """The indices of the chunks that hold these ranges of bytes."""
+    last = len(digests.values) - 1
+    return {
+        index
+        for begin, end in ranges
+        if begin < end
+        for index in range(max(begin, 0) // digests.chunk, min((end - 1) // digests.chunk, last) + 1)
+    }
 
 
 def is_well_formed(digests: Digests) -> bool:

@@ -1,15 +1,19 @@
-"""Bounds the bytes per second of uploads and copies, so that training keeps its network.
+"""Bounds the bandwidth of uploads and copies, and tells when the kernel bounds this sidecar's CPU.
 
-A token bucket in its time-based form: instead of counting tokens it remembers when the bytes already granted
-will be paid for. A piece of any size is granted as soon as the ones before it are paid, so a piece may exceed
-a second's worth.
+Training keeps its network by a token bucket in its time-based form: instead of counting tokens it remembers
+when the bytes already granted will be paid for. A piece of any size is granted as soon as the ones before it
+are paid, so a piece may exceed a second's worth.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 BURST_SECONDS = 0.25
 """Unused time that may be made up for, so that small objects after a pause are not delayed."""
@@ -83,3 +87,102 @@ class Portion:
     def take(self, size: int) -> None:
         """Return when `size` bytes may be sent."""
         self._bucket.take(size)
+
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container sees its own cgroup."""
+EVERY = 5.0
+"""Seconds between two looks."""
+_WINDOW = 60.0
+_MUCH, _LITTLE = 0.25, 0.1
+"""Parts of the periods of the window: from the one on a problem is stated, below the other it is withdrawn.
+"""
+_LEAST = 50
+"""Periods in which it had work, usually of 0.1 s each; of fewer nothing is concluded."""
+_MOST_HANDS = 16
+"""Fewer fill the memory's bandwidth."""
+_V2, _V1 = ("cpu.stat", "cpu.max"), ("cpu.stat", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+_V1_FOLDERS = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
+
+
+@dataclass(frozen=True)
+class CpuStat:
+    """The kernel's counters, which only grow."""
+
+    periods: int
+    """In which there was work and a limit."""
+    throttled: int
+    """Of these, in which the limit was used up."""
+    limit: float | None = None
+    """Cores; None: not known."""
+
+
+class ThrottleWatch:
+    """Used by one thread."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, CpuStat]] = deque()
+        self._stated = False
+
+    def look(self, now: float, stat: CpuStat | None) -> str:
+        """What to state as a problem; empty: nothing. `stat`: None if there is no limit."""
+        if stat is None:
+            self._seen.clear()
+            return ""
+        self._seen.append((now, stat))
+        while len(self._seen) > 1 and self._seen[1][0] <= now - _WINDOW:
+            self._seen.popleft()
+        first = self._seen[0][1]
+        periods, throttled = stat.periods - first.periods, stat.throttled - first.throttled
+        share = throttled / periods if periods >= _LEAST else 0.0
+        self._stated = share >= (_LITTLE if self._stated else _MUCH)
+        if not self._stated:
+            return ""
+        limit = "its CPU limit" if stat.limit is None else f"its limit of {stat.limit:g} cores"
+        return (
+            f"the kernel holds this sidecar back again and again, because it uses up {limit}: copies and "
+            "restores are "
+            "slow. Raise spec.sidecar.resources.limits.cpu, or the LimitRange of the namespace if the "
+            "limit comes from there"
+        )
+
+
+def spare_hands(folder: Path) -> int:
+    """How many threads may be busy for long: as many as there are cores, but no more than half of the limit
+    of the cgroup at `folder`, or the kernel would hold up all the others."""
+    stat, cores = read_cpu_stat(folder), len(os.sched_getaffinity(0))
+    limit = stat.limit if stat is not None else None
+    return max(1, min(_MOST_HANDS, cores if limit is None else int(limit / 2)))
+
+
+def read_cpu_stat(folder: Path) -> CpuStat | None:
+    """Of the cgroup at `folder`, v2 or v1. None: there is no limit, or nothing can be read."""
+    if (folder / _V2[0]).is_file():
+        quota, period = _words(folder / _V2[1], 2)
+        return _stat(folder / _V2[0], quota, period)
+    for name in _V1_FOLDERS:
+        place = folder / name
+        if (place / _V1[0]).is_file():
+            return _stat(place / _V1[0], *_words(place / _V1[1], 1), *_words(place / _V1[2], 1))
+    return None
+
+
+def _stat(path: Path, quota: str, period: str) -> CpuStat | None:
+    try:
+        counters = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
+        periods, throttled = int(counters["nr_periods"]), int(counters["nr_throttled"])
+    except (OSError, ValueError, KeyError):
+        return None
+    if quota in ("max", "-1"):
+        return None
+    limited = quota.isdigit() and period.isdigit() and int(period) > 0
+    return CpuStat(periods, throttled, int(quota) / int(period) if limited else None)
+
+
+def _words(path: Path, count: int) -> list[str]:
+    """The file's words; empty ones if it cannot be read."""
+    try:
+        found = path.read_text().split()
+    except OSError:
+        found = []
+    return (found + [""] * count)[:count]

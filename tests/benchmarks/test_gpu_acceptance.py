@@ -13,11 +13,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figure import Figure
 from benchmarks.gpu_acceptance import runner
-from benchmarks.gpu_acceptance.checks import CHECKS, Check, Found, Result, Setting, Status, judge
-from benchmarks.gpu_acceptance.table import page, summary
-from benchmarks.scale import ROOT
+from benchmarks.gpu_acceptance.checks import (
+    CHECKS,
+    Check,
+    Found,
+    Result,
+    Setting,
+    Status,
+    judge,
+    page,
+    summary,
+)
+from benchmarks.harness import ROOT, Figure
 
 NAMES = [*(f"C{number}" for number in range(1, 11)), *(f"P{number}" for number in range(1, 9))]
 ABSENT = ("msgspec", "rich", "aiohttp", "xxhash", "kubernetes", "numpy")

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import blocked, delta_sizes
 from benchmarks.growth import slope
-from benchmarks.scale import ROOT, Scale
+from benchmarks.harness import ROOT, Scale
 from benchmarks.workload import Training, run_cycles
 
 TINY = Scale(

@@ -9,9 +9,8 @@ import re
 
 import pytest
 
-from benchmarks.figure import Figure
+from benchmarks.harness import ROOT, Figure
 from benchmarks.report import Entry, Run, page
-from benchmarks.scale import ROOT
 
 FOLDER = ROOT / "docs" / "benchmarks"
 RUN = Run.read(FOLDER)

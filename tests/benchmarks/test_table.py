@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.causes import explain
-from benchmarks.figure import Figure, Sense
-from benchmarks.report import Entry, Run, page, publish, summary
+from benchmarks.harness import Figure, Sense
+from benchmarks.report import Entry, Run, explain, page, publish, summary
 
 REACHED = Figure("copy", "1 s", "2 s", 0.5, 1.0)
 MISSED = Figure("rate", "1 GB/s", "2 GB/s", 0.5, 0.85, Sense.AT_LEAST, "the sockets were slow", "%")

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import machine
+from benchmarks import harness
 from tests.chaos.campaign import Course, Outcome
 from tests.chaos.injections import FAULTS, POINTS, Injection
 
@@ -112,7 +112,7 @@ def write(course: Course, folder: Path) -> None:
     page = folder / PAGE
     before = page.read_text() if page.exists() else ""
     rest = before[before.index(_FOUND) :] if _FOUND in before else f"{_FOUND}\n\nNothing yet.\n"
-    about = machine.describe()
+    about = harness.describe()
     lines = [
         "# Strikes on real processes",
         "",
@@ -140,7 +140,7 @@ def draw(course: Course, folder: Path) -> None:
     """Each strike as a dot: its pause, by where it struck."""
     import matplotlib as mpl  # takes longer to import than all else here
 
-    from benchmarks.plots import LIMIT, MISSED, OURS, plt
+    from benchmarks.report import LIMIT, MISSED, OURS, plt
 
     names = [
         name for name in (*POINTS, *FAULTS) if any(each.injection.name == name for each in course.strikes)

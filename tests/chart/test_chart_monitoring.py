@@ -32,7 +32,7 @@ from tiercheck.protocol.report import (
 from tiercheck.protocol.version import Version
 from tiercheck_operator.metrics import JobDurations, JobSeries, Metrics
 from tiercheck_operator.model import conditions
-from tiercheck_sidecar.control.metrics import ReportCollector
+from tiercheck_sidecar.control.report import ReportCollector
 
 MONITORED = {
     "metrics": {

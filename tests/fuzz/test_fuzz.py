@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.fuzz.mutations import mutate
+from tests.fuzz.__main__ import mutate
 from tests.fuzz.targets import TARGETS
 
 

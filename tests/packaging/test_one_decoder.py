@@ -93,13 +93,13 @@ OPENING = ("sidecar/tiercheck_sidecar", "cli/tiercheck_cli/checkpoint")
 PLAIN = {"open_plain", "create_plain", "create_in"}
 OTHERS = {
     "model/config.py": "the Secret, which the kubelet wrote",
-    "offload/renewal.py": "the Secret, which the kubelet wrote",
+    "tiercheck_sidecar/app.py": "the Secret, which the kubelet wrote",
     "remote/s3/s3_clients.py": "certificates of the image, or what the Secret names",
     "remote/directory.py": "files below a folder that was opened without links",
     "node_memory.py": "`.owner` of the own folder, made anew unless it is a plain file",
     "rehearsal/routes.py": "/dev/null",
-    "throttling.py": "the kernel's",
-    "vault/pages.py": "the kernel's",
+    "pacing.py": "the kernel's",
+    "vault/slots.py": "the kernel's",
     "to_safetensors.py": "what the command itself makes, in a new folder",
 }
 

@@ -1,4 +1,7 @@
-"""Real sidecars in this process, on loopback, with the loops that a test asks for."""
+"""Real sidecars in this process, on loopback, with the loops that a test asks for.
+
+The plain values that tests of the sidecar begin with are built here too.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,58 @@ from pathlib import Path
 from typing import Any
 
 from tests import operator_key
-from tests.sidecar.values import config_of, directive_of
-from tests.sidecar.world import JOB_UID, until
+from tests.sidecar.world import JOB_UID, content, until
 from tiercheck.protocol import names
 from tiercheck.protocol.artifacts.slot import SlotLayout
-from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Policy, Tier
+from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Phase, Policy, Tier
 from tiercheck.protocol.report import RestoreReport, RestoreState, Watermarks
-from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
+from tiercheck.protocol.version import Artifact, Branch, History, Kind, Share, Version
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.exchange.addresses import OwnAddress
+from tiercheck_sidecar.exchange.channel import TcpChannel
+from tiercheck_sidecar.exchange.fetch import Dial
 from tiercheck_sidecar.exchange.frames import Wire
 from tiercheck_sidecar.exchange.handshake import dial
-from tiercheck_sidecar.exchange.network.interfaces import OwnAddress
-from tiercheck_sidecar.exchange.network.transport import TcpChannel
-from tiercheck_sidecar.exchange.sources import Dial
 from tiercheck_sidecar.exchange.streams import Line
+from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity.rebuild import rebuild
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import push
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import NOTHING
+
+TOKEN = "token"
+
+
+def config_of(folder: Path = Path(), **changes: Any) -> SidecarConfig:
+    """The only worker of a job without a remote tier, with all its files in `folder`, but for `changes`."""
+    plain = SidecarConfig(
+        job="default/gpt", job_uid=JOB_UID, worker=0, procs_per_worker=1, pod_uid="pod-0", pod_ip="127.0.0.1",
+        memory_dir=folder, memory_limit=1 << 20, run_dir=folder, credentials_dir=folder, remote=None,
+        token=TOKEN, operator_public=operator_key.PUBLIC,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def directive_of(**changes: Any) -> Directive:
+    """The release of a job's only worker in attempt 1, with nothing to restore, but for `changes`."""
+    plain = Directive(
+        job_uid=JOB_UID, worker=0, workers=1, procs_per_worker=1, attempt=1, phase=Phase.RELEASE,
+        history=History((Branch(1, 0),)), policy=Policy(None, 1_000_000, 5), restore=None, holders=(),
+        hosted=(), coordinator=Peer(0, "127.0.0.1"), master_host="127.0.0.1", master_port=29500,
+        pod_uid="pod-0",
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def image(
+    rank: int, version: Version, plan: SlotLayout, kind: Kind = Kind.SNAPSHOT, world_size: int = 8
+) -> bytes:
+    """A whole artifact as a trainer would have written it."""
+    body = content(rank, version.step, plan.size - plan.data_begin)
+    return plan.state_word + plan.header(rank, version, world_size, {}, kind) + body
+
 
 MakeStations = Callable[..., "Stations"]
 _NETWORKS = itertools.count(1)
@@ -208,7 +243,7 @@ class Station:
     def line(self, worker: int) -> Line:
         return Line(lambda: self.connect(worker))
 
-    def push(self, seal: Seal, worker: int) -> Pushed:
+    def push(self, seal: Seal, worker: int) -> bool:
         """Bring the worker a copy, on a line of its own."""
         with self.line(worker) as line:
             return push(self.vault, seal, line)

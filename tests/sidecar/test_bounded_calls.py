@@ -12,7 +12,7 @@ from tests.sidecar.world import until
 from tiercheck_sidecar import bounded_calls
 from tiercheck_sidecar.bounded_calls import BoundedCall, BoundedCalls, LeftBehind, Stalled
 from tiercheck_sidecar.exchange.frames import Say, Wire, WireBroken
-from tiercheck_sidecar.model.progress_meter import ProgressMeter
+from tiercheck_sidecar.model.watches import ProgressMeter
 
 PLACE = "the remote tier"
 

@@ -26,9 +26,8 @@ from tiercheck.supervised import FIRST, LONGEST, REMEMBERED, describe, supervise
 from tiercheck_sidecar.exchange.frames import WireBroken
 from tiercheck_sidecar.exchange.server import _MOST_STRANGERS
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.restore import rank_restore
-from tiercheck_sidecar.restore.rank_restore import RankRestorer
-from tiercheck_sidecar.restore.restore import Restorer
+from tiercheck_sidecar.restore import restore
+from tiercheck_sidecar.restore.restore import RankRestorer, Restorer
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.supervision import INTERNAL_ERROR, MOST_DEATHS, Threads, incoming
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
@@ -357,7 +356,7 @@ def restoring(job: Stations, monkeypatch: pytest.MonkeyPatch) -> SidecarState:
 def test_restore_that_fails_unforeseen_is_tried_again(
     stations: MakeStations, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    monkeypatch.setattr(rank_restore, "fault_of", failing_first(failures, rank_restore.fault_of))
+    monkeypatch.setattr(restore, "fault_of", failing_first(failures, restore.fault_of))
     state = restoring(stations(), monkeypatch)
     until(lambda: state.restore.state is RestoreState.READY, "restored")
 
@@ -365,7 +364,7 @@ def test_restore_that_fails_unforeseen_is_tried_again(
 def test_restore_that_always_fails_is_reported_instead_of_being_waited_for(
     stations: MakeStations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_restore, "fault_of", fail)
+    monkeypatch.setattr(restore, "fault_of", fail)
     state = restoring(stations(), monkeypatch)
     until(lambda: state.restore.state is RestoreState.FAILED, "given up")
     (rank,) = state.restore.ranks

@@ -26,17 +26,17 @@ from tiercheck_operator.controller.observe import inventories, situation
 from tiercheck_operator.controller.status import status
 from tiercheck_operator.model import parsing
 from tiercheck_operator.planning.recovery import recovery
+from tiercheck_sidecar import offload
 from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import Say
 from tiercheck_sidecar.exchange.session import Session
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload import upload
-from tiercheck_sidecar.remote import retention
+from tiercheck_sidecar.remote import keys
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
-from tiercheck_sidecar.restore import rank_restore, restore_plan
+from tiercheck_sidecar.restore import restore, restore_plan
 from tiercheck_sidecar.trainer import session
-from tiercheck_sidecar.versions import coordinator, forgetting, reclaim, watermark, words
+from tiercheck_sidecar.versions import coordinator, reclaim, watermark, words
 
 Patch = tuple[Any, str, Any]
 
@@ -102,7 +102,7 @@ def _minimum_of_newest() -> list[Patch]:
 
 
 def _reclaim_one_too_many() -> list[Patch]:
-    real = forgetting.expendable
+    real = reclaim.expendable
 
     def greedy(place: Any, history: History, verdict: Any, owed: Any = None) -> Any:
         gone = real(place, history, verdict, owed)
@@ -129,7 +129,7 @@ def _acknowledge_before_verification() -> list[Patch]:
 
 
 def _restore_what_is_at_hand() -> list[Patch]:
-    real = rank_restore.plan
+    real = restore.plan
 
     def newest(own: Any, history: History) -> Version | None:
         found = (each.version for each in own if each.kind is Kind.SNAPSHOT and history.accepts(each.version))
@@ -147,7 +147,7 @@ def _restore_what_is_at_hand() -> list[Patch]:
         at_hand = newest(self._vault.own(self._hello.rank), directive.history)
         return None if at_hand is None else Chain(at_hand)
 
-    return [(rank_restore, "plan", near_enough), (session.RankSession, "_chain", chain)]
+    return [(restore, "plan", near_enough), (session.RankSession, "_chain", chain)]
 
 
 def _restore_the_oldest() -> list[Patch]:
@@ -176,7 +176,6 @@ def _attempt_goes_back() -> list[Patch]:
 def _manifest_before_artifacts() -> list[Patch]:
     def early(self: remote_store.RemoteStore, manifest: Any) -> bool:
         from tiercheck.protocol.encoding import to_json
-        from tiercheck_sidecar.remote import keys
 
         return self._objects.create(keys.manifest_key(manifest.version), to_json(manifest))
 
@@ -202,8 +201,8 @@ def _manifest_before_artifacts() -> list[Patch]:
 
 
 def _retention_keeps_too_few() -> list[Patch]:
-    real = retention.to_delete
-    return [(retention, "to_delete", lambda committed, keep, *more: real(committed, keep - 1, *more))]
+    real = keys.to_delete
+    return [(keys, "to_delete", lambda committed, keep, *more: real(committed, keep - 1, *more))]
 
 
 def _objects_before_their_manifest() -> list[Patch]:
@@ -213,7 +212,7 @@ def _objects_before_their_manifest() -> list[Patch]:
         self: Any, keep: int, protect: Any = frozenset(), seconds: Any = None, history: Any = None
     ) -> Any:
         committed = self._committed()
-        for version in retention.to_delete(committed, keep, protect, seconds, history):
+        for version in keys.to_delete(committed, keep, protect, seconds, history):
             real(self, version)
         return self.versions()
 
@@ -274,8 +273,8 @@ def _holes_in_chains() -> list[Patch]:
 
     return [
         (session, "chain_to", leap), (stock, "rebuildable", everything),
-        (forgetting, "rebuildable", everything),
-        (forgetting, "chain_to", leap),
+        (reclaim, "rebuildable", everything),
+        (reclaim, "chain_to", leap),
     ]  # fmt: skip
 
 
@@ -358,7 +357,7 @@ MUTATIONS = (
     Mutation("early acknowledgement", "a holder acknowledges what it has not kept",
         _acknowledge_before_verification, _copies),
     Mutation("unverified restore", "own memory is loaded without a look at digests",
-        lambda: [(rank_restore, "fault_of", lambda *_: "")],
+        lambda: [(restore, "fault_of", lambda *_: "")],
         _soon(("flip", "rot"), ("crash",), 2.5)),
     Mutation("uncommitted restore", "a rank restores what it has at hand, not the version of the attempt",
         _restore_what_is_at_hand, _struck("crash")),
@@ -372,11 +371,11 @@ MUTATIONS = (
     Mutation("early manifest", "a manifest is written before all artifacts are there",
         _manifest_before_artifacts, _remote),
     Mutation("newest deleted", "retention deletes the newest",
-        lambda: [(retention, "to_delete", lambda committed, keep, *_: tuple(sorted(committed)[keep:]))],
+        lambda: [(keys, "to_delete", lambda committed, keep, *_: tuple(sorted(committed)[keep:]))],
         _remote),
     Mutation("one too few", "retention keeps one version less", _retention_keeps_too_few, _remote),
     Mutation("orphans", "artifacts of versions that are on their way pass for abandoned",
-        lambda: [(retention, "is_abandoned", lambda version, kept, protect, history=None: bool(kept))],
+        lambda: [(keys, "is_abandoned", lambda version, kept, protect, history=None: bool(kept))],
         _remote),
     Mutation("objects first", "retention deletes artifacts and leaves their manifest",
         _objects_before_their_manifest, _remote),
@@ -407,7 +406,7 @@ MUTATIONS = (
     Mutation("credentials anew", "a lost Secret is issued anew under running sidecars",
         _credentials_issued_anew, _struck("secret")),
     Mutation("rotten upload", "a snapshot that rotted is tried to be uploaded for ever",
-        lambda: [(upload, "evict_if_bad", lambda *_: "")],
+        lambda: [(offload, "evict_if_bad", lambda *_: "")],
         _both(_remote, _struck("rot"), lambda plan: plan.spec.copies == 0)),
     Mutation("copies given up", "copies that a holder gave up still count", _copies_given_up_count,
         _struck("wipe")),

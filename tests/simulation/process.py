@@ -20,33 +20,30 @@ from tests.simulation.store import Folder, in_place
 from tiercheck.protocol.directive import Directive, Peer, Source, Tier
 from tiercheck.protocol.report import Break, Quarantined, Report
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar import offload
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.digest import first_mismatch
-from tiercheck_sidecar.exchange import transfers
+from tiercheck_sidecar.exchange import session as exchange_session
 from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, PeerSilent, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.session import Session
+from tiercheck_sidecar.exchange.session import Inbox, Session
 from tiercheck_sidecar.exchange.streams import TooDamaged
-from tiercheck_sidecar.exchange.transfers import Inbox
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.model.peer_watch import neighbours
 from tiercheck_sidecar.model.state import DirectiveRefused, SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.offload import remote_inventory
-from tiercheck_sidecar.offload.remote_inventory import RemoteListing
-from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
-from tiercheck_sidecar.offload.upload import Uploader
+from tiercheck_sidecar.model.watches import neighbours
+from tiercheck_sidecar.offload import JobStore, RemoteListing, RemoteSource, Uploader
 from tiercheck_sidecar.remote import preflight
 from tiercheck_sidecar.remote import store as remote_store
 from tiercheck_sidecar.replicate import lane, replicate
+from tiercheck_sidecar.replicate.lane import PushRefused
 from tiercheck_sidecar.replicate.replicate import Replicator
-from tiercheck_sidecar.replicate.sender import Pushed, PushRefused
-from tiercheck_sidecar.restore import rank_restore, restore
+from tiercheck_sidecar.restore import restore
 from tiercheck_sidecar.restore.restore import Restorer
-from tiercheck_sidecar.restore.restore_plan import SourceOffer
-from tiercheck_sidecar.restore.sources import Brought, TriedInVain
+from tiercheck_sidecar.restore.restore_plan import Brought, SourceOffer
+from tiercheck_sidecar.restore.sources import TriedInVain
 from tiercheck_sidecar.trainer.pod_socket import TrainerSocket
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
 from tiercheck_sidecar.vault.slots import Slot
@@ -403,7 +400,7 @@ class _Lane:
             process._bump()
 
 
-def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = None) -> Pushed:
+def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = None) -> bool:
     """As `sender.push`, with the bytes in one piece."""
     sender, peer = line
     world, attempt = sender.world, sender.state.attempt
@@ -412,9 +409,9 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
     ask = Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind)
     said = session._offer(ask)
     if said.state == "have":
-        return Pushed.KEPT
+        return True
     if said.state == "busy":
-        return Pushed.BUSY
+        return False
     if said.state != "send":
         raise PushRefused(said.message)
     with (
@@ -442,7 +439,7 @@ def push(vault: Vault, seal: Seal, line: tuple[Process, Peer], pace: object = No
         raise PushRefused(last.message)
     if world.rng.random() < world.plan.loss:
         raise WireBroken("the answer was lost")
-    return Pushed.KEPT
+    return True
 
 
 class Reach:
@@ -623,21 +620,19 @@ def in_simulation(world: Simulation) -> Iterator[None]:
         in_place(
             (tiers, "time", clock),
             (tiers, "TierLine", _Line),
-            (remote_inventory, "time", clock),
+            (offload, "time", clock),
             (lane, "time", clock),
             (replicate, "time", clock),
             (replicate, "push", push),
             (restore, "time", clock),
             (restore, "ThreadPoolExecutor", Inline),
-            (rank_restore, "time", clock),
-            (rank_restore, "ThreadPoolExecutor", Inline),
             (remote_store, "ThreadPoolExecutor", Inline),
             (preflight, "CHUNK", 64),
             (preflight, "SIZE", 17 * 64),
             (preflight, "uuid", named),
             (coordinator, "time", clock),
-            (transfers, "time", clock),
-            (transfers, "uuid", named),
+            (exchange_session, "time", clock),
+            (exchange_session, "uuid", named),
         ),
     ):
         yield

@@ -16,9 +16,8 @@ from typing import Any
 
 from tiercheck.protocol.artifacts.slot import TORN, NotASlot, SlotLayout, read_header
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.remote.errors import Reason, RemoteError
+from tiercheck_sidecar.remote.errors import Reason, RemoteError, ignore
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored
-from tiercheck_sidecar.remote.verify import ignore
 from tiercheck_sidecar.vault import Seal, slots, vault
 from tiercheck_sidecar.vault.inventory import fault
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState

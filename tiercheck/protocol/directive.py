@@ -217,7 +217,7 @@ class Policy:
     """The part of the job's spec that may change while it runs."""
 
     snapshot_every: int | None
-    """Steps between snapshots; None: chosen from the sizes (`tiercheck_sidecar.model.cadence`)."""
+    """Steps between snapshots; None: chosen from the sizes (`tiercheck_sidecar.model.tier_verdict`)."""
     remote_every: int
     """Steps between snapshots that also go to the remote tier."""
     remote_keep: int

@@ -45,7 +45,7 @@ class RankArtifact:
     size: int = 0
     """Bytes; 0 where `digests` say it."""
     digest: str = ""
-    """Of the digests (`tiercheck_sidecar.remote.verify.digest_of`); empty where they are here."""
+    """Of the digests (`tiercheck_sidecar.remote.errors.digest_of`); empty where they are here."""
 
     @property
     def bytes(self) -> int:

@@ -1,19 +1,32 @@
-"""Gathers the report: all that the controller knows about this worker.
+"""Gathers the report: what the controller knows of this worker, and what a dashboard shows of it.
 
 Its serial grows only with facts that the controller may act on. What a worker holds and which version is
 complete change at every step, and wake nobody: the controller looks at them when it decides on a recovery,
 and before that it asks every sidecar anew. That they are there at all, and the snapshot watermark by the
 coordinator's word, are news.
+
+No credential that this process holds is in either, whatever it looks like.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from functools import lru_cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.encoding import field_names
 from tiercheck.protocol.report import (
     Holding,
     MemoryReport,
@@ -24,10 +37,56 @@ from tiercheck.protocol.report import (
     TrainerState,
     Watermarks,
 )
-from tiercheck.protocol.version import Version
-from tiercheck_sidecar.control.own_credentials import Discretion, own_credentials
+from tiercheck.protocol.version import Kind, Version
+from tiercheck.redaction import known_secrets, redacted
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Seal, Vault
+
+_NO_TEXT = frozenset({int, float, bool, type(None)})
+_TOLD = ("restore", "trainer", "remote", "quarantined", "problems")
+"""Parts of a report that hold what libraries, scripts and servers said."""
+
+
+def own_credentials(env: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The job's token, and the values of variables that are named like credentials."""
+    folder = Path(env.get(names.ENV_CREDENTIALS_DIR) or names.CREDENTIALS_DIR)
+    return known_secrets(env, folder / "token")
+
+
+class Discretion:
+    """Takes credentials out of reports. Not for two threads at once."""
+
+    def __init__(self, known: frozenset[str]) -> None:
+        self._hide: Callable[[str], str] = lru_cache(maxsize=512)(lambda text: redacted(text, known))
+        self._seen: dict[str, tuple[Any, Any]] = {}
+        """By part: how it was last, and that without credentials; None: it has none."""
+
+    def without_credentials(self, report: Report) -> Report:
+        """The same, with REDACTED in place of credentials."""
+        changes = {}
+        for name in _TOLD:
+            value = getattr(report, name)
+            if name not in self._seen or self._seen[name][0] != value:
+                clean = self._without(value)
+                self._seen[name] = (value, None if clean == value else clean)
+            if self._seen[name][1] is not None:
+                changes[name] = self._seen[name][1]
+        return dataclasses.replace(report, **changes) if changes else report
+
+    def _without(self, value: Any) -> Any:
+        if isinstance(value, str) and not isinstance(value, Enum):
+            return self._hide(value) if value else value
+        if isinstance(value, tuple):
+            return tuple(self._without(entry) for entry in value)
+        changes = {}
+        for name in field_names(type(value)) or ():
+            content = getattr(value, name)
+            if type(content) in _NO_TEXT:
+                continue
+            clean = self._without(content)
+            if clean != content:
+                changes[name] = clean
+        return dataclasses.replace(value, **changes) if changes else value
 
 
 class Reporter:
@@ -158,3 +217,127 @@ def _essence(report: Report) -> tuple[Any, ...]:
 
 def _present(version: Version | None) -> Version | None:
     return version and Version(0, 0)
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
+    ("attempt", "Attempt of the newest accepted directive.", lambda report: report.attempt),
+    ("memory_limit_bytes", "Bytes the memory volume may hold.", lambda report: report.memory.limit),
+    ("memory_used_bytes", "Bytes of slots and seals.", lambda report: report.memory.used),
+    ("memory_needed_bytes", "Bytes for all slots of this worker.", lambda report: report.memory.needed),
+    ("trainer_step", "Newest step reported by a local rank.", lambda report: report.trainer.step or 0),
+    (
+        "trainer_running",
+        "1 while the training command runs.",
+        lambda report: report.trainer.state is TrainerState.RUNNING,
+    ),
+    ("restore_seconds", "Duration of the newest restore.", lambda report: report.restore.seconds),
+    (
+        "restore_failed",
+        "1 if the newest restore failed.",
+        lambda report: report.restore.state is RestoreState.FAILED,
+    ),
+    (
+        "remote_reachable",
+        "1 if the remote tier answered last time, 0 if it did not or was not tried yet.",
+        lambda report: report.remote.reachable is True,
+    ),
+    ("remote_versions", "Complete versions in the remote tier.", lambda report: len(report.remote.versions)),
+    ("snapshot_every", "Steps between snapshots; 0: not decided yet.", lambda report: report.snapshot_every),
+    (
+        "not_finite_steps",
+        "Steps in a row that the sanity gate refused.",
+        lambda report: report.trainer.not_finite,
+    ),
+    (
+        "chain_length",
+        "Deltas between the newest whole snapshot and the newest step.",
+        lambda report: _chain_length(report.watermarks),
+    ),
+)
+_COUNTERS = (
+    ("captured", "Snapshots sealed.", "captured"),
+    ("deltas", "Deltas sealed.", "deltas"),
+    ("skipped", "Snapshots skipped because no slot was free.", "skipped"),
+    ("deltas_skipped", "Deltas that were due and not taken.", "deltas_skipped"),
+    ("replay_mismatches", "Restores whose replay did not give the recorded state.", "replay_mismatches"),
+    ("not_finite", "Steps that the sanity gate refused.", "not_finite"),
+    ("replicated", "Artifacts acknowledged by a holder.", "replicated"),
+    ("rehearsals", "Rehearsals of one tier that proved it.", "proved"),
+    ("rehearsals_failed", "Rehearsals of one tier that found what would not come back.", "disproved"),
+    ("uploaded", "Artifacts brought to the remote tier.", "uploaded"),
+    ("refused_stale", "Messages of older attempts refused.", "refused_stale"),
+    ("refused_reports", "Senseless tier reports refused.", "refused_reports"),
+)
+"""Names, words, and fields of the report's counters."""
+
+
+class ReportCollector(Collector):
+    """`tiercheck_*` metrics of one sidecar."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def collect(self) -> Iterable[Metric]:
+        report = self._reporter.report()
+        for name, text, of in _GAUGES:
+            yield GaugeMetricFamily(f"tiercheck_{name}", text, value=float(of(report)))
+        marks = {tier: getattr(report.watermarks, tier) for tier in ("local", "peer", "remote", "snapshot")}
+        yield _labelled(
+            "watermark_step",
+            "Newest step complete for every rank, per tier; snapshot: of which every rank holds a whole one.",
+            ("tier",),
+            {(tier,): version.step for tier, version in marks.items() if version is not None},
+        )
+        held = {
+            tier: [each for each in report.holdings if each.tier is tier] for tier in (Tier.LOCAL, Tier.PEER)
+        }
+        yield _labelled(
+            "held_bytes",
+            "Bytes of verified artifacts, per tier.",
+            ("tier",),
+            {(tier.value,): sum(each.bytes for each in here) for tier, here in held.items()},
+        )
+        yield _labelled(
+            "held",
+            "Verified artifacts here.",
+            ("tier", "kind"),
+            {
+                (tier.value, kind.value): sum(each.kind is kind for each in here)
+                for tier, here in held.items()
+                for kind in Kind
+            },
+        )
+        yield _labelled(
+            "artifact_bytes",
+            "Bytes of the largest slot of an own rank.",
+            ("kind",),
+            {(Kind.SNAPSHOT.value,): report.memory.snapshot, (Kind.DELTA.value,): report.memory.delta},
+        )
+        yield _labelled(
+            "problem",
+            "1 for each problem that is present.",
+            ("reason",),
+            {(problem.reason,): 1 for problem in report.problems},
+        )
+        for name, text, field in _COUNTERS:
+            yield CounterMetricFamily(f"tiercheck_{name}", text, value=getattr(report.counters, field))
+
+
+def _labelled(
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]
+) -> Metric:
+    found = GaugeMetricFamily(f"tiercheck_{name}", text, labels=labels)
+    for each, value in values.items():
+        found.add_metric(each, value)
+    return found
+
+
+def _chain_length(marks: Watermarks) -> int:
+    return max(0, marks.local.step - marks.snapshot.step) if marks.local and marks.snapshot else 0
+
+
+def render(reporter: Reporter) -> bytes:
+    """The text that Prometheus scrapes."""
+    registry = CollectorRegistry()
+    registry.register(ReportCollector(reporter))
+    return generate_latest(registry)

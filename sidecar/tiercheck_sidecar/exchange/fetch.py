@@ -2,23 +2,286 @@
 
 All holders of an artifact have the same digests, so any of them can bring any chunk. One that breaks off or
 brings damaged chunks drops out, and the others go on; what has arrived verified is never asked for again.
+
+A chunk is received into its place and checked there. Its place is one stream's at a time, and nobody's once
+it is verified. What a second holder brings of a chunk that the first is late with waits beside its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.exchange.collection import ChunkCollection
-from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire, WireBroken
+from tiercheck_sidecar.digest import chunk_view, length_of
+from tiercheck_sidecar.exchange.frames import Altered, Ask, ListedArtifact, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.sources import BadCopy, Dial, Opening, Senseless, open_copy
+from tiercheck_sidecar.exchange.session import Chunks
+from tiercheck_sidecar.exchange.streams import OVERDUE, Gathering, stream_count
+from tiercheck_sidecar.tags import is_well_described
 from tiercheck_sidecar.vault import Seal, Vault
+
+
+@dataclass(frozen=True)
+class Dial:
+    """A way to reach one holder."""
+
+    worker: int
+    connect: Callable[[], Wire]
+    """Raises WireBroken, PeerRefused."""
+
+
+@dataclass(frozen=True)
+class BadCopy:
+    """A holder whose copy does not match its own digests. It must not be asked again."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A connection on which chunks of a holder's copy can be asked for."""
+
+    dial: Dial
+    wire: Wire
+    seal: Seal
+    """What we will hold, if its copy is as it says."""
+
+    def chunks(self) -> Chunks:
+        """What it sends."""
+        return Chunks.over(self.wire, self.seal.artifact, self.seal.digests, self.seal.tags)
+
+
+class NotOffered(WireBroken):
+    """It has no such artifact, or not any more."""
+
+
+class Senseless(Exception):
+    """What it says about its copy cannot be true."""
+
+
+def open_copy(artifact: Artifact, dial: Dial, tier: Tier, bare: bool = False) -> Opening:
+    """`bare`: whether its chunks may come so; they are received with `Opening.chunks` then.
+
+    Raises WireBroken (NotOffered, if it has no such artifact), PeerRefused, Senseless.
+    """
+    wire = dial.connect()
+    try:
+        wire.send(Ask("read", artifact.rank, artifact.version, kind=artifact.kind, bare=bare))
+        said = wire.receive(Say)
+        if said.state != "found" or said.digests is None:
+            raise NotOffered(said.message or "it has no such artifact")
+        if not is_well_described(said.digests, said.tags):
+            raise Senseless(f"the copy of worker {dial.worker} has senseless digests")
+    except BaseException:
+        wire.close()
+        raise
+    seal = Seal(
+        artifact.rank, artifact.version, said.world_size, tier, said.digests, artifact.kind, tags=said.tags
+    )
+    return Opening(dial, wire, seal)
+
+
+_AHEAD = 2
+"""Chunks asked for before the previous one has arrived, so that the line is never idle."""
+
+
+class ChunkCollection:
+    """Raises NoFreeSlot, OSError. After `run`, `reasons` and `bad` tell what went wrong, and `workers` who
+    helped."""
+
+    def __init__(self, vault: Vault, seal: Seal, openings: Sequence[Opening]) -> None:
+        self.seal = seal
+        self.reasons: list[str] = []
+        self.bad: list[BadCopy] = []
+        self._openings = openings
+        self._changed = threading.Condition()
+        self._gathering = Gathering(len(seal.digests.values), [each.dial.worker for each in openings])
+        self._streams: Counter[int] = Counter()
+        self._wires: set[Wire] = set()
+        self._brought: set[int] = set()
+        self._doubted: set[int] = set()
+        """Whose bare chunks were not what was sealed."""
+        self._writers: dict[int, Wire] = {}
+        self._draft = vault.draft(seal)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return tuple(sorted(self._brought))
+
+    def run(self) -> bool:
+        """Whether it is here, verified and sealed. Raises NotASlot, OSError; then no slot is taken."""
+        each = max(1, stream_count(self.seal.digests) // len(self._openings))
+        streams = [(one.dial, one if n == 0 else None) for one in self._openings for n in range(each)]
+        self._streams.update(dial.worker for dial, _ in streams)
+        try:
+            with ThreadPoolExecutor(len(streams), thread_name_prefix="fetch") as pool:
+                futures = [pool.submit(self._stream, dial, opening) for dial, opening in streams]
+            for future in futures:
+                future.result()
+            self._examine()
+            if not self._gathering.complete:
+                return False
+            self._draft.keep()
+            return True
+        finally:
+            self._draft.release()
+
+    def _stream(self, dial: Dial, opening: Opening | None) -> None:
+        """Chunks from one holder, over a connection that is made anew as often as that brings anything; bare,
+        until one of them is altered."""
+        brought, reason, bare = 1, "", True
+        try:
+            while brought and not self._gathering.over:
+                brought = 0
+                try:
+                    with self._connection(dial, opening, bare) as connected:
+                        for _ in self._chunks(connected):
+                            brought += 1
+                    return
+                except Altered as error:
+                    brought, reason, bare = int(bare), str(error), False
+                    self._doubted.add(dial.worker)
+                except WireBroken as error:
+                    reason = str(error)
+                opening = None
+        except (PeerRefused, Senseless, OSError) as error:
+            reason = str(error)
+        finally:
+            with self._changed:
+                self._streams[dial.worker] -= 1
+                if not self._streams[dial.worker]:
+                    self._gathering.drop(dial.worker)
+                self._settle()
+        if not self._gathering.complete:
+            self.reasons.append(f"worker {dial.worker}: {reason}")
+
+    @contextlib.contextmanager
+    def _connection(self, dial: Dial, opening: Opening | None, bare: bool) -> Iterator[Opening]:
+        if opening is None:
+            opening = open_copy(self.seal.artifact, dial, self.seal.tier, bare)
+            if opening.seal != self.seal:
+                opening.wire.close()
+                raise WireBroken("its copy changed while it was being read")
+        with contextlib.closing(opening.wire) as wire:
+            with self._changed:
+                self._wires.add(wire)
+                self._settle()
+            try:
+                yield opening
+            finally:
+                with self._changed:
+                    self._wires.discard(wire)
+
+    def _chunks(self, opening: Opening) -> Iterator[int]:
+        """Ask, receive, verify; one item for each good chunk. Raises WireBroken, OSError."""
+        worker, wire, chunks = opening.dial.worker, opening.wire, opening.chunks()
+        owed: deque[int] = deque()
+        try:
+            while self._order(worker, wire, owed):
+                index, length = wire.receive_chunk_header()
+                if index != owed[0] or length != length_of(self.seal.digests, index):
+                    raise WireBroken("it sent a chunk that was not asked for")
+                good = self._take_in(index, worker, wire, chunks)
+                owed.popleft()
+                if good:
+                    yield index
+        finally:
+            with self._changed:
+                self._gathering.lost(owed, worker)
+                self._settle()
+
+    def _take_in(self, index: int, worker: int, wire: Wire, chunks: Chunks) -> bool:
+        """Receive a chunk; whether it is good. Raises WireBroken."""
+        place = chunk_view(self._draft.view, self.seal.digests, index)
+        with self._changed:
+            mine = index not in self._writers and not self._gathering.is_here(index)
+            if mine:
+                self._writers[index] = wire
+        target = place if mine else memoryview(bytearray(len(place)))
+        good = over = False
+        try:
+            good = chunks.receive(wire, index, target)
+            over = True
+        finally:
+            with self._changed:
+                if mine:
+                    del self._writers[index]
+                elif good:
+                    self._clear(index)
+                    if not self._gathering.is_here(index):
+                        place[:] = target
+                if good:
+                    self._brought.add(worker)
+                    self._gathering.arrived(index, worker)
+                elif over:
+                    self._gathering.damaged(index, worker)
+                self._settle()
+        return good
+
+    def _clear(self, index: int) -> None:
+        """Under the lock. Nobody writes to the chunk's place any more: who is late with it, on a slow line,
+        is cut off."""
+        if index in self._writers:
+            self._writers[index].cut()
+            self._changed.wait_for(lambda: index not in self._writers)
+
+    def _order(self, worker: int, wire: Wire, owed: deque[int]) -> bool:
+        """Keep a few chunks on order. Waits for something to ask for while nothing is owed; False: there is
+        nothing more."""
+        while True:
+            with self._changed:
+                index = self._gathering.take(worker, time.monotonic()) if len(owed) < _AHEAD else None
+                if index is None:
+                    if owed:
+                        return True
+                    if self._gathering.over or not self._gathering.is_live(worker):
+                        return False
+                    self._changed.wait(OVERDUE / 4)
+                    continue
+            owed.append(index)
+            wire.send_index(index)
+
+    def _settle(self) -> None:
+        """Under the lock, after any change. When all is here, whoever still waits for a slow holder is told
+        to stop."""
+        if self._gathering.complete:
+            for wire in self._wires:
+                wire.cut()
+        self._changed.notify_all()
+
+    def _examine(self) -> None:
+        """A holder whose chunks came damaged reads its copy again: is the copy bad, or the line? Of one whose
+        bare chunks were altered nothing bad is believed but its own word.
+        """
+        for opening in self._openings:
+            worker = opening.dial.worker
+            damaged = self._gathering.brought_damaged(worker)
+            if not damaged and worker not in self._doubted:
+                continue
+            word = self._word(opening.dial)
+            if word == "ok" or not (word or damaged):
+                self.reasons.append(f"worker {worker}: chunks came damaged, although its copy is good")
+            else:
+                self.bad.append(
+                    BadCopy(worker, f"the copy at worker {worker} is bad: chunks do not match their digests")
+                )
+                self.reasons.append(self.bad[-1].reason)
+
+    def _word(self, dial: Dial) -> str:
+        """What a holder says of its copy; empty if it says nothing."""
+        with contextlib.suppress(OSError, PeerRefused), contextlib.closing(dial.connect()) as wire:
+            wire.send(Ask("corrupt", self.seal.rank, self.seal.version, kind=self.seal.kind))
+            return wire.receive(Say).state
+        return ""
+
 
 _GRACE = 0.3
 """Seconds that the first source to answer waits for the others."""

@@ -1,6 +1,6 @@
 """Sends and receives on an exchange connection: JSON messages with a length, and chunks.
 
-Once the two ends have proved who they are, everything carries a tag (`protection`). Chunks whose tags were
+Once the two ends have proved who they are, everything carries a tag (`channel`). Chunks whose tags were
 made when their artifact was sealed (`tags`) travel bare: only their header is tagged here, and the kernel
 takes their bytes from the slot. Others pass through a small buffer that stays in the cache. All go from the
 connection to their place.
@@ -22,9 +22,8 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.decoding import Malformed, decode
-from tiercheck_sidecar.exchange.network.interfaces import NamedAddress
-from tiercheck_sidecar.exchange.network.transport import GIVEN_UP, TcpChannel
-from tiercheck_sidecar.exchange.protection import TAG, Direction, Forged, Frame
+from tiercheck_sidecar.exchange.addresses import NamedAddress
+from tiercheck_sidecar.exchange.channel import GIVEN_UP, TAG, Direction, Forged, Frame, TcpChannel
 from tiercheck_sidecar.pacing import Portion
 from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags
 

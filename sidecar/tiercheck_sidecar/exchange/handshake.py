@@ -4,7 +4,7 @@ The token itself never travels. Each side answers the other's fresh nonce with a
 was claimed and over the address at which the two met, so a recorded proof is worth nothing, and neither is a
 proof made for the other direction or passed on by somebody in between, such as whoever has a dead pod's
 address now. What was said so far, and the token, then give the keys for everything that follows
-(`protection`), so that nobody can speak in the place of either end later.
+(`channel`), so that nobody can speak in the place of either end later.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.names import endpoint
 from tiercheck.protocol.signing import SignedAttempt
 from tiercheck.protocol.version import Artifact
+from tiercheck_sidecar.exchange.addresses import PeerAddresses
+from tiercheck_sidecar.exchange.channel import directions
 from tiercheck_sidecar.exchange.frames import IO_TIMEOUT, LONGEST_STRANGER, Say, Wire, WireBroken, wire_error
-from tiercheck_sidecar.exchange.network.addresses import PeerAddresses
-from tiercheck_sidecar.exchange.network.ucx import ask_for_ucx
-from tiercheck_sidecar.exchange.protection import directions
+from tiercheck_sidecar.exchange.ucx import ask_for_ucx
 from tiercheck_sidecar.tags import Tagger
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from tiercheck.protocol.report import Break
 from tiercheck.protocol.signing import SignedAttempt
 from tiercheck_sidecar.exchange.frames import Ask, PeerSilent, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial_pod
-from tiercheck_sidecar.model.peer_watch import neighbours
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.watches import neighbours
 
 EVERY = 1.0
 ANSWER = 2.0

@@ -1,6 +1,6 @@
-"""Receives pushes and answers pulls, in one thread per connection.
+"""Listens at the pod's address and the interfaces that the job names; takes pushes, answers pulls.
 
-Nothing is acknowledged before it is verified.
+Each connection has a thread. Nothing is acknowledged before it is verified.
 """
 
 from __future__ import annotations
@@ -8,22 +8,143 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from tiercheck.connections import Guest, Strangers, hang_up
 from tiercheck.protocol.report import SPARE
+from tiercheck_sidecar.exchange.addresses import NamedAddress, OwnAddress, choose_addresses, own_addresses
 from tiercheck_sidecar.exchange.frames import Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, Identity, PeerRefused, admit
-from tiercheck_sidecar.exchange.network.interfaces import OwnAddress, own_addresses
-from tiercheck_sidecar.exchange.network.listeners import Listeners
-from tiercheck_sidecar.exchange.session import Language, Session
-from tiercheck_sidecar.exchange.transfers import Inbox
-from tiercheck_sidecar.model.peer_watch import named_addresses
+from tiercheck_sidecar.exchange.session import Inbox, Language, Session
+from tiercheck_sidecar.exchange.ucx import why_no_ucx
 from tiercheck_sidecar.model.state import SidecarState
+from tiercheck_sidecar.model.watches import named_addresses
+from tiercheck_sidecar.supervision import incoming
 from tiercheck_sidecar.vault import Vault
 
 log = logging.getLogger(__name__)
+
+_LOOK_EVERY = 30.0
+"""Seconds after which the pod's interfaces are looked at again."""
+_BACKLOG = 128
+
+
+class Listeners:
+    """Thread-safe. Never at all addresses at once: who is meant is proved by the address."""
+
+    def __init__(
+        self,
+        state: SidecarState,
+        identity: Identity,
+        port: int,
+        serve: Callable[[socket.socket], None],
+        own: Callable[[], Sequence[OwnAddress]] = own_addresses,
+    ) -> None:
+        """`serve` is given each new connection."""
+        self._state, self._identity, self._port = state, identity, port
+        self._serve, self._own = serve, own
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._listeners: dict[str, socket.socket] = {}
+
+    def start(self) -> None:
+        """Raises OSError if the pod's address cannot be used."""
+        self._listen(self._identity.host, vital=True)
+        self._port = self.address[1]
+        self._state.threads.loop("exchange-interfaces", self._follow)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the pod."""
+        host, port, *_ = self._listeners[self._identity.host].getsockname()
+        return str(host), int(port)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for host in [*self._listeners]:
+                self._close(host)
+
+    def _listen(self, host: str, *, vital: bool = False) -> None:
+        """Raises OSError."""
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, self._port))
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        self._listeners[host] = listener
+        name = "exchange" if vital else f"exchange-at-{host}"
+        self._state.threads.loop(name, partial(self._accept, name, host, listener), vital=vital)
+
+    def _close(self, host: str) -> None:
+        listener = self._listeners.pop(host)
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+    def _accept(self, name: str, host: str, listener: socket.socket) -> None:
+        def is_over() -> bool:
+            return self._state.stopping or self._listeners.get(host) is not listener
+
+        for connection in incoming(name, listener, self._state.threads, is_over):
+            self._serve(connection)
+
+    def _follow(self) -> None:
+        """What the newest directive names. A change is for connections that are made from then on."""
+        looked = 0.0
+        used: tuple[str, ...] = ()
+        by_ucx = False
+        for _ in self._state.looks(_LOOK_EVERY):
+            if self._stopped:
+                return
+            directive = self._state.directive
+            named = directive.policy.peer_interfaces if directive is not None else ()
+            now = time.monotonic()
+            changed = (named, self._state.peers_by_ucx) != (used, by_ucx)
+            if changed or (named and now - looked >= _LOOK_EVERY):
+                used, by_ucx, looked = named, self._state.peers_by_ucx, now
+                lacks_ucx = f"{why_no_ucx()}. TCP carries copies" if by_ucx and why_no_ucx() else ""
+                told = ". ".join(filter(None, [self._use(named), lacks_ucx]))
+                self._state.problem("InterfaceMissing", told)
+
+    def _use(self, entries: Sequence[str]) -> str:
+        """Listen there, and only there. Returns what a person should know; empty if all is well."""
+        own, pod = self._own(), self._identity.host
+        chosen = choose_addresses(entries, own, pod)
+        wanted = {each.host for each in chosen.addresses}
+        failures = [f"this pod has no interface {' or '.join(chosen.missing)}"] if chosen.missing else []
+        with self._lock:
+            if self._stopped:
+                return ""
+            for host in self._listeners.keys() - wanted - {pod}:
+                self._close(host)
+            for host in sorted(wanted - self._listeners.keys()):
+                try:
+                    self._listen(host)
+                except OSError as error:
+                    failures.append(f"{host} cannot be listened at: {error.strerror or error}")
+            open_now = tuple(each for each in chosen.addresses if each.host in self._listeners)
+        self._tell(open_now)
+        if not failures:
+            return ""
+        there = ", ".join(f"{each.interface} ({each.host})" for each in own)
+        return (
+            f"{'; '.join(failures)}. It has {there}. Copies go over the other addresses. Check "
+            "spec.tiers.peer.interfaces and the template's annotation k8s.v1.cni.cncf.io/networks"
+        )
+
+    def _tell(self, addresses: tuple[NamedAddress, ...]) -> None:
+        if addresses != self._identity.addresses.own:
+            self._identity.addresses.own = addresses
+            log.info("the exchange also listens at: %s", ", ".join(each.host for each in addresses))
+            self._state.bump()
+
 
 _MOST_STRANGERS = 256
 """Connections of unknown addresses that have not proved anything yet; each has a few seconds for it."""

@@ -1,19 +1,32 @@
-"""One proven connection, as the side that was called sees it: what the caller may offer, read and ask."""
+"""One proven connection, as the side that was called sees it: what the caller may offer, read and ask.
+
+What is arriving is kept, so that a broken stream costs only the chunks on the line. A transfer outlives the
+connections that fill it. Who offers the same artifact again is told which chunks are verified already. A
+chunk is received into its place and checked there, against its tag if it travels bare, or else its digest.
+Its place is one stream's at a time, and nobody's once it is verified.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import open_plain
 from tiercheck.protocol.artifacts.slot import NotASlot
-from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.directive import Directive, Tier
+from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact
-from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import (
     END,
     IDLE_TIMEOUT,
     IO_TIMEOUT,
+    Altered,
     Ask,
     ListedArtifact,
     Say,
@@ -21,11 +34,246 @@ from tiercheck_sidecar.exchange.frames import (
     WireBroken,
 )
 from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.network.ucx import answer_ucx
-from tiercheck_sidecar.exchange.transfers import Inbox, refuse_offer
+from tiercheck_sidecar.exchange.ucx import answer_ucx
+from tiercheck_sidecar.model.fence import Fence
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, Vault
+from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags, is_well_described
+from tiercheck_sidecar.vault import NoFreeSlot, NotHeld, Seal, SlotDraft, Vault
 from tiercheck_sidecar.vault.verification import evict_if_bad
+
+LINGER = 30.0
+"""Seconds that an unfinished transfer waits for its sender to come back. It gives way sooner to an artifact
+that needs its slot."""
+
+
+def refuse_offer(fence: Fence, directive: Directive | None, claim: CallerClaim, ask: Ask) -> Say | None:
+    """The answer to a proven caller's offer that is not taken: "busy", offer it again later; "refused", do
+    not. None if nothing here speaks against it."""
+    early = fence.refuse_future(claim.attempt, directive)
+    if early or directive is None:
+        return Say("busy", early)
+    late = fence.refuse_past(claim.attempt, directive)
+    if late:
+        return Say("refused", late)
+    if ask.version is None or ask.rank < 0 or not is_well_described(ask.digests, ask.tags):
+        return Say("refused", "the offer is malformed")
+    if ask.rank // directive.procs_per_worker != claim.worker:
+        return Say("refused", f"rank {ask.rank} is not of worker {claim.worker}")
+    if not directive.history.accepts(ask.version):
+        return Say("refused", f"{ask.version} is not of the accepted history")
+    return None
+
+
+class Transfer:
+    """One artifact that is arriving, over any number of streams. Thread-safe."""
+
+    def __init__(
+        self, draft: SlotDraft, claim: CallerClaim, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.draft, self.claim, self.name = draft, claim, uuid.uuid4().hex
+        self.verified: set[int] = set()
+        self._clock = clock
+        self._quiet = threading.Condition()
+        self._wires: set[Wire] = set()
+        self._over = False
+        self._touched = clock()
+        self._arriving: set[int] = set()
+
+    @property
+    def seal(self) -> Seal:
+        return self.draft.seal
+
+    def missing(self) -> tuple[int, ...]:
+        """The chunks that are not verified yet."""
+        return tuple(sorted(set(range(len(self.seal.digests.values))) - self.verified))
+
+    def receive(self, wire: Wire) -> tuple[int, ...]:
+        """Take chunks from `wire` until END; returns those that came damaged. Raises WireBroken, OSError."""
+        damaged: list[int] = []
+        digests = self.seal.digests
+        chunks = Chunks.over(wire, self.seal.artifact, digests, self.seal.tags)
+        with self._stream(wire):
+            while True:
+                index, length = wire.receive_chunk_header()
+                if index == END:
+                    return tuple(damaged)
+                if index >= len(digests.values) or length != length_of(digests, index):
+                    raise WireBroken("a chunk does not fit into the artifact")
+                with self._target(index) as target:
+                    if chunks.take(wire, index, target):
+                        self.verified.add(index)
+                    else:
+                        damaged.append(index)
+
+    @contextlib.contextmanager
+    def _target(self, index: int) -> Iterator[memoryview]:
+        """Where a chunk is received: its place in the slot, which is its stream's alone until it is verified,
+        and never again written then. Raises WireBroken if another stream is at it.
+        """
+        with self._quiet:
+            if index in self._arriving:
+                raise WireBroken("the chunk is being sent on another stream")
+            known = index in self.verified
+            if not known:
+                self._arriving.add(index)
+        try:
+            place = chunk_view(self.draft.view, self.seal.digests, index)
+            yield memoryview(bytearray(len(place))) if known else place
+        finally:
+            if not known:
+                with self._quiet:
+                    self._arriving.discard(index)
+
+    def idle(self) -> float:
+        """Seconds since the last stream ended; 0 while there is one."""
+        with self._quiet:
+            return 0.0 if self._wires else self._clock() - self._touched
+
+    def begin_again(self, seal: Seal) -> None:
+        """Cut off the streams that there are: their sender has offered the same bytes again, and may bring
+        tags now. Under the new name no stream that was begun before can join late, and be at a chunk."""
+        with self._quiet:
+            self.name = uuid.uuid4().hex
+            self._cut()
+            self._touched = self._clock()
+            self.draft.seal = seal
+
+    def keep(self) -> None:
+        """Every chunk is verified: seal. Raises NotASlot, OSError, WireBroken if the transfer is over."""
+        self._end()
+        self.draft.keep()
+
+    def release(self) -> None:
+        """Give the slot back. Harmless after `keep`, and twice."""
+        with contextlib.suppress(WireBroken):
+            self._end()
+        self.draft.release()
+
+    @contextlib.contextmanager
+    def _stream(self, wire: Wire) -> Iterator[None]:
+        with self._quiet:
+            if self._over:
+                raise WireBroken("the transfer is over")
+            self._wires.add(wire)
+        try:
+            yield
+        finally:
+            with self._quiet:
+                self._wires.discard(wire)
+                self._touched = self._clock()
+                self._quiet.notify_all()
+
+    def _end(self) -> None:
+        """No stream writes into the slot after this."""
+        with self._quiet:
+            if self._over:
+                raise WireBroken("the transfer is over")
+            self._over = True
+            self._cut()
+
+    def _cut(self) -> None:
+        for wire in self._wires:
+            wire.cut()
+        self._quiet.wait_for(lambda: not self._wires)
+
+
+class Inbox:
+    """Every transfer of this worker, by name. Thread-safe."""
+
+    def __init__(self, vault: Vault, clock: Callable[[], float] = time.monotonic) -> None:
+        self._vault, self._clock = vault, clock
+        self._lock = threading.Lock()
+        self._transfers: dict[str, Transfer] = {}
+
+    def open(self, claim: CallerClaim, seal: Seal) -> Transfer:
+        """Where the artifact goes: a transfer that broke off, or a new one. Raises NoFreeSlot, OSError."""
+        for transfer in self.of(claim.worker, lambda each: each.seal.artifact == seal.artifact):
+            if (transfer.seal, transfer.claim.attempt) == (seal, claim.attempt):
+                self._forget(transfer)
+                transfer.begin_again(seal)
+                return self._enter(transfer)
+            self.release(transfer)
+        try:
+            draft = self._vault.draft(seal)
+        except NoFreeSlot:
+            # One that its sender has left gives way: it may never come back.
+            rivals = self.of(
+                claim.worker,
+                lambda each: (each.seal.rank, each.seal.kind) == (seal.rank, seal.kind) and each.idle() > 0,
+            )
+            if not rivals:
+                raise
+            for transfer in rivals:
+                self.release(transfer)
+            draft = self._vault.draft(seal)
+        return self._enter(Transfer(draft, claim, self._clock))
+
+    def find(self, name: str, worker: int) -> Transfer | None:
+        with self._lock:
+            transfer = self._transfers.get(name)
+        return transfer if transfer is not None and transfer.claim.worker == worker else None
+
+    def keep(self, transfer: Transfer) -> None:
+        """Seal it. Raises as `Transfer.keep` does; then it is gone."""
+        self._forget(transfer)
+        transfer.keep()
+
+    def release(self, transfer: Transfer) -> None:
+        self._forget(transfer)
+        transfer.release()
+
+    def sweep(self) -> None:
+        """Give up what nobody came back for."""
+        for transfer in self.of(None, lambda each: each.idle() > LINGER):
+            self.release(transfer)
+
+    def of(self, worker: int | None, wanted: Callable[[Transfer], bool] = lambda _: True) -> list[Transfer]:
+        """What that worker brings, or any."""
+        with self._lock:
+            known = list(self._transfers.values())
+        return [each for each in known if worker in (None, each.claim.worker) and wanted(each)]
+
+    def _enter(self, transfer: Transfer) -> Transfer:
+        with self._lock:
+            self._transfers[transfer.name] = transfer
+        return transfer
+
+    def _forget(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._transfers.pop(transfer.name, None)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Thread-safe. Over one wire, or over several with the same other end."""
+
+    digests: Digests
+    tags: Tags | None
+    tagger: Tagger | None
+
+    @classmethod
+    def over(cls, wire: Wire, artifact: Artifact, digests: Digests, tags: Tags | None) -> Chunks:
+        """Those of `artifact`, as the other end of `wire` described it."""
+        return cls(digests, tags, wire.tagger(artifact, tags.salt) if tags else None)
+
+    def receive(self, wire: Wire, index: int, view: memoryview) -> bool:
+        """Fill `view` with chunk `index`, whose header came. Returns whether it is the artifact's: what came
+        bare is, by its tag.
+
+        Raises WireBroken, Altered.
+        """
+        tags, tagger = self.tags, self.tagger
+        sealed = tagger.running(index, tags.of(index)) if tags and tagger else ChunkTag()
+        return wire.receive_into(view, sealed) or digest_chunk(view) == self.digests.values[index]
+
+    def take(self, wire: Wire, index: int, view: memoryview) -> bool:
+        """The same where the sender is told what came damaged, and sends it again, not bare. Raises
+        WireBroken."""
+        try:
+            return self.receive(wire, index, view)
+        except Altered:
+            return False
+
 
 Handlers = Mapping[str, Callable[[Ask], Say | None]]
 """What is done with each message, by its `op`: returns what is answered, if that is not said yet. Raises

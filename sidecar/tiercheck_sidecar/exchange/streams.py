@@ -1,11 +1,16 @@
-"""Deals the chunks of one artifact over several connections, as many as measured throughput says.
+"""Deals the chunks of an artifact over several connections, and decides which source brings which.
 
-Whoever is free takes the next, so a slow stream holds up one chunk and not a quarter of the artifact.
-Connections to one peer are kept open between artifacts, so that a small delta pays for no handshake.
+Whoever is free takes the next, so a slow stream holds up one chunk and not a quarter of the artifact, and a
+fast source brings more. Connections to one peer are kept open between artifacts, so that a small delta pays
+for no handshake.
 
 Each stream keeps about one core busy at each end, and training needs some too. So a stream stays only if it
 brings a tenth more. What was found holds for a while; then one more, or one fewer, is tried again, because
 networks and neighbours change.
+
+A chunk that came damaged is asked of another source, if there is one. What a source owes for long may be
+asked of a second one as well, so that one that stalls holds up nobody. A source that brings damaged chunks
+repeatedly is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -23,6 +28,109 @@ from types import TracebackType
 
 from tiercheck.protocol.manifest import Digests
 from tiercheck_sidecar.exchange.frames import Wire
+
+DAMAGED_MOST = 2
+"""Damaged chunks after which a source is dropped."""
+OVERDUE = 1.0
+"""Seconds after which a chunk that was asked for is asked of another source too."""
+
+
+class Gathering:
+    """Not thread-safe. A source is a worker. Times are seconds of any monotonic clock."""
+
+    def __init__(self, chunks: int, sources: Collection[int]) -> None:
+        self._waiting = deque(range(chunks))
+        self._asked: dict[int, dict[int, float]] = {}
+        self._damaged: dict[int, set[int]] = {}
+        self._faults: Counter[int] = Counter()
+        self._live = set(sources)
+        self._missing = set(range(chunks))
+
+    @property
+    def complete(self) -> bool:
+        return not self._missing
+
+    @property
+    def over(self) -> bool:
+        """Complete, or nobody is left who could bring the rest."""
+        return not self._missing or not self._live
+
+    def is_here(self, index: int) -> bool:
+        return index not in self._missing
+
+    def is_live(self, source: int) -> bool:
+        return source in self._live
+
+    def brought_damaged(self, source: int) -> bool:
+        """Whether anything from it did not match: its copy may be bad, or the line."""
+        return self._faults[source] > 0
+
+    def take(self, source: int, now: float) -> int | None:
+        """The chunk that `source` should be asked for; None if there is none for it now."""
+        if source not in self._live:
+            return None
+        index = self._first_waiting(source)
+        if index is None:
+            index = self._overdue(source, now)
+        if index is not None:
+            self._asked.setdefault(index, {})[source] = now
+        return index
+
+    def arrived(self, index: int, source: int) -> bool:
+        """It came, and is verified. False if it was here already."""
+        self._answered(index, source)
+        if index not in self._missing:
+            return False
+        self._missing.discard(index)
+        if index in self._waiting:
+            self._waiting.remove(index)
+        return True
+
+    def damaged(self, index: int, source: int) -> None:
+        """It came, and does not match its digest."""
+        self._damaged.setdefault(index, set()).add(source)
+        self._faults[source] += 1
+        self.lost((index,), source)
+        if self._faults[source] >= DAMAGED_MOST:
+            self.drop(source)
+
+    def lost(self, indices: Iterable[int], source: int) -> None:
+        """They were asked for, and will not come."""
+        for index in indices:
+            self._answered(index, source)
+            if index in self._missing and index not in self._asked and index not in self._waiting:
+                self._waiting.append(index)
+
+    def drop(self, source: int) -> None:
+        """Nothing more is asked of it; what it owes is asked of others."""
+        self._live.discard(source)
+        self.lost([index for index, asked in self._asked.items() if source in asked], source)
+
+    def _answered(self, index: int, source: int) -> None:
+        asked = self._asked.get(index)
+        if asked is not None:
+            asked.pop(source, None)
+            if not asked:
+                del self._asked[index]
+
+    def _first_waiting(self, source: int) -> int | None:
+        for place, index in enumerate(self._waiting):
+            spoiled = self._damaged.get(index, set())
+            if source not in spoiled or self._live <= spoiled:
+                del self._waiting[place]
+                return index
+        return None
+
+    def _overdue(self, source: int, now: float) -> int | None:
+        late = [
+            (since, index)
+            for index, asked in self._asked.items()
+            if len(asked) == 1 and source not in asked and source not in self._damaged.get(index, set())
+            for since in asked.values()
+            if now - since >= OVERDUE and index in self._missing
+        ]
+        return min(late)[1] if late else None
+
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 """Most connections for one artifact. A restore uses them all, as nothing trains meanwhile; a copy what

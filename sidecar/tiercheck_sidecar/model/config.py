@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiercheck.protocol import names
 from tiercheck.protocol.report import SPARE
-from tiercheck_sidecar.throttling import CGROUP
+from tiercheck_sidecar.pacing import CGROUP
 
 ENV_CGROUP_DIR = "TIERCHECK_CGROUP_DIR"
 """Where the container's cgroup is to be seen; /sys/fs/cgroup if not set."""

@@ -29,10 +29,9 @@ from tiercheck.protocol.signing import SignedAttempt, attempt_statement
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.fence import Fence, is_signed
-from tiercheck_sidecar.model.peer_watch import PeerWatch
-from tiercheck_sidecar.model.progress_meter import ProgressMeter
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.model.trainer_watch import TrainerWatch
+from tiercheck_sidecar.model.watches import PeerWatch, ProgressMeter
 from tiercheck_sidecar.supervision import Threads
 from tiercheck_sidecar.tags import Tagger
 
@@ -52,10 +51,6 @@ class DirectiveRefused(Exception):
 class StaleRefused(DirectiveRefused):
     """It is of an older attempt, its phase would go back, or it was decided upon without knowing what is
     followed now."""
-
-
-class StrangerRefused(DirectiveRefused):
-    """It is meant for another job or another worker."""
 
 
 class SidecarState:
@@ -254,14 +249,14 @@ class SidecarState:
     def _check(self, directive: Directive) -> None:
         config, old = self.config, self.directive
         if directive.job_uid != config.job_uid:
-            raise StrangerRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
+            raise DirectiveRefused(f"this sidecar belongs to job {config.job_uid}, not {directive.job_uid}")
         if directive.pod_uid != config.pod_uid:
-            raise StrangerRefused(f"this is pod {config.pod_uid}, not {directive.pod_uid}")
+            raise DirectiveRefused(f"this is pod {config.pod_uid}, not {directive.pod_uid}")
         # Within an attempt nobody changes: who this is would then depend on which directive came last.
         begins = config.worker == SPARE or old is None or directive.attempt > old.attempt
         worker = directive.worker if begins else config.worker
         if (directive.worker, directive.procs_per_worker) != (worker, config.procs_per_worker):
-            raise StrangerRefused(
+            raise DirectiveRefused(
                 f"this is worker {worker} with {config.procs_per_worker} ranks, "
                 f"not worker {directive.worker} with {directive.procs_per_worker}"
             )

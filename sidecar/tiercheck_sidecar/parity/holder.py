@@ -1,27 +1,177 @@
-"""Keeps blocks of parity for others, and knows which are complete and which can be given up.
+"""Keeps blocks of parity for others, and says on a proven connection which are complete.
 
 What is complete lies sealed in the vault. What is being made is known here only, so a holder that restarts
-asks for it again.
+asks for it again. Members' chunks are folded in as they come, each once: twice would take it out again. So
+what counts is not what was sent but what is in: one set of missing chunks per member, which outlives every
+connection. A rule, not a clock, says when a block that is still being made is given up.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 
 from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
 from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Kind, Share, Version
-from tiercheck_sidecar import isal
-from tiercheck_sidecar.digest import CHUNK
-from tiercheck_sidecar.exchange.frames import Ask, Say
+from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
+from tiercheck_sidecar import coding
+from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk
+from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim
-from tiercheck_sidecar.exchange.transfers import refuse_offer
+from tiercheck_sidecar.exchange.session import Chunks, Handlers, refuse_offer
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.parity.block import Block, BlockGone, is_expendable
-from tiercheck_sidecar.parity.unfold import Scratch
-from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault
+from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.parity.parts import Scratch
+from tiercheck_sidecar.tags import Tags
+from tiercheck_sidecar.vault import NoFreeSlot, Seal, SlotDraft, Vault
+
+_STRIPES = 64
+
+
+class BlockGone(Exception):
+    """The block was given up while its chunks arrived. Offer again."""
+
+
+class Block:
+    """Thread-safe. Chunks of different members and of different places are folded at the same time."""
+
+    def __init__(self, share: Share, version: Version, kind: Kind, world_size: int, draft: SlotDraft) -> None:
+        self.share, self.version, self.kind, self.world_size = share, version, kind, world_size
+        self._draft = draft
+        self._coefficients = dict(zip(share.ranks, coding.row(len(share.ranks), share.index), strict=True))
+        self._digests: dict[int, Digests] = {}
+        self._tags: dict[int, Tags | None] = {}
+        self._missing: dict[int, set[int]] = {}
+        self._folded: Counter[int] = Counter()
+        self._values: dict[int, str] = {}
+        self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+        self._idle = threading.Condition()
+        self._folding = 0
+        self._over = self._sealing = False
+
+    def takes(self, rank: int, digests: Digests) -> bool:
+        """Whether this artifact of a member can be folded in: it fits, and nothing else of that member is
+        in.
+        """
+        with self._idle:
+            gone = self._over and not self._sealing
+            fits = digests.size <= self._draft.seal.digests.size
+            return not gone and fits and self._digests.get(rank, digests) == digests
+
+    def enter(self, rank: int, digests: Digests, tags: Tags | None = None) -> tuple[int, ...]:
+        """A member's artifact comes. Returns the chunks still to be sent. Raises BlockGone, also if it came
+        before with other digests: then nobody can say what is in the block.
+        """
+        with self._idle:
+            if self._digests.setdefault(rank, digests) != digests or (self._over and not self._sealing):
+                raise BlockGone
+            self._tags[rank] = tags
+            return tuple(sorted(self._missing.setdefault(rank, set(range(len(digests.values))))))
+
+    def artifacts(self) -> tuple[Artifact, ...]:
+        """Those that are wholly folded in."""
+        with self._idle:
+            ranks = [rank for rank, missing in self._missing.items() if not missing]
+        return tuple(Artifact(rank, self.version, self.kind) for rank in ranks)
+
+    def offered(self, rank: int) -> tuple[Digests | None, Tags | None]:
+        """How a member's artifact was described; None if it was not offered yet, or without tags."""
+        return self._digests.get(rank), self._tags.get(rank)
+
+    def fold(self, rank: int, index: int, chunk: memoryview) -> None:
+        """Fold a verified chunk in, unless it is in. Raises BlockGone."""
+        with self._idle:
+            if self._over:
+                raise BlockGone
+            if index not in self._missing[rank]:
+                return
+            self._missing[rank].discard(index)
+            self._folding += 1
+        done = False
+        try:
+            begin = index * CHUNK
+            with self._stripes[index % _STRIPES]:
+                coding.fold(self._draft.view[begin : begin + len(chunk)], self._coefficients[rank], chunk)
+            done = True
+            if self._count(index):
+                self._digest(index)  # while it is in the cache
+        finally:
+            with self._idle:
+                self._folding -= 1
+                self._over = self._over or not done  # nobody can say what is in the block
+                self._idle.notify_all()
+
+    def missing(self, rank: int) -> tuple[int, ...]:
+        """Raises BlockGone."""
+        with self._idle:
+            if self._over and not self._sealing:
+                raise BlockGone
+            return tuple(sorted(self._missing[rank]))
+
+    def seal(self) -> bool:
+        """Seal it if it is complete. True for the one caller who did. Raises OSError; then it is gone."""
+        with self._idle:
+            ready = set(self._missing) == set(self.share.ranks) and not any(self._missing.values())
+            if self._over or self._folding or not ready:
+                return False
+            self._over = self._sealing = True
+        members = tuple(self._digests[rank] for rank in self.share.ranks)
+        size = max(each.size for each in members)
+        for index in range(-(-size // CHUNK)):
+            self._digest(index, size)
+        digests = Digests(size, CHUNK, tuple(self._values[index] for index in sorted(self._values)))
+        rank = self.share.ranks[0]
+        seal = Seal(rank, self.version, self.world_size, Tier.PEER, digests, self.kind, self.share, members)
+        try:
+            self._draft.keep(seal)
+        finally:
+            self._draft.release()
+        return True
+
+    def release(self) -> None:
+        """Give it up: nothing is folded into it after this."""
+        with self._idle:
+            self._over = True
+            self._idle.wait_for(lambda: self._folding == 0)
+        self._draft.release()
+
+    def _count(self, index: int) -> bool:
+        """One more member's chunk is in. Whether it was the last for this place, of a block whose size is
+        known."""
+        with self._idle:
+            self._folded[index] += 1
+            if set(self._digests) != set(self.share.ranks):
+                return False
+            return self._folded[index] == sum(index < len(each.values) for each in self._digests.values())
+
+    def _digest(self, index: int, size: int | None = None) -> None:
+        if index not in self._values:
+            whole = max(each.size for each in self._digests.values()) if size is None else size
+            self._values[index] = digest_chunk(chunk_view(self._draft.view, Digests(whole, CHUNK, ()), index))
+
+
+def is_expendable(version: Version, kind: Kind, history: History, verdict: TierVerdict | None) -> bool:
+    """Whether an incomplete block of `version` can be given up in attempt `history.attempt`.
+
+    One snapshot is copied at a time, so one older than the named one will get no more chunks. The named one
+    is wanted even when deltas have carried the floor past it: later versions will be rebuilt from it. What
+    else is older than the floor will not be restored, or its block would be complete.
+    """
+    if not history.accepts(version):
+        return True
+    if verdict is None or verdict.attempt != history.attempt:
+        return False
+    if kind is Kind.SNAPSHOT:
+        if version == verdict.copy:
+            return False
+        if version in verdict.abandoned or (verdict.copy is not None and version < verdict.copy):
+            return True
+    return verdict.floor is not None and version < verdict.floor
+
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +222,7 @@ class ParityHolder:
         try:
             block = self._block(share, artifact, ask.world_size, digests)
             missing = block.enter(artifact.rank, digests, ask.tags)
-        except isal.LibraryMissing as error:
+        except coding.LibraryMissing as error:
             return Say("refused", str(error))
         except (NoFreeSlot, OSError) as error:
             return Say("busy", str(error))
@@ -198,3 +348,69 @@ class ParityHolder:
     def _shares(self, directive: Directive, group: ParityGroup) -> list[Share]:
         index = [holder.worker for holder in group.holders].index(directive.worker)
         return group.shares(index, directive.procs_per_worker)
+
+
+_STATUS_EVERY = 5.0
+"""Seconds after which an unchanged status is said again, so that both ends know that the other lives."""
+
+
+def serving(state: SidecarState, holder: ParityHolder) -> Callable[[Wire, CallerClaim], Handlers]:
+    """For the exchange server: what else a proven connection understands."""
+    return lambda wire, claim: ParitySession(state, holder, wire, claim).handlers
+
+
+class ParitySession:
+    """`handlers` are for one connection, and raise WireBroken."""
+
+    def __init__(self, state: SidecarState, holder: ParityHolder, wire: Wire, claim: CallerClaim) -> None:
+        self._state, self._holder, self._wire, self._claim = state, holder, wire, claim
+        self._said: Say | None = None
+        self.handlers: Handlers = {
+            "fold": lambda ask: holder.offer(claim, ask),
+            "chunks": self._chunks,
+            "status": self._status,
+        }
+
+    def _chunks(self, ask: Ask) -> Say:
+        self._must_be_current()
+        artifact = ask.artifact
+        block, rank = self._holder.block_for(self._claim, artifact), artifact.rank
+        digests, tags = block.offered(rank) if block else (None, None)
+        if block is None or digests is None:
+            raise WireBroken("no such block is being made")
+        chunks = Chunks.over(self._wire, artifact, digests, tags)
+        try:
+            while True:
+                index, length = self._wire.receive_chunk_header()
+                if index == END:
+                    return Say("ok", missing=block.missing(rank))
+                if index >= len(digests.values) or length != min(CHUNK, digests.size - index * CHUNK):
+                    raise WireBroken("a chunk does not fit into the artifact")
+                with self._holder.scratch.buffer() as buffer:
+                    chunk = buffer[:length]
+                    good = chunks.take(self._wire, index, chunk)
+                    self._must_be_current()
+                    if good:
+                        block.fold(rank, index, chunk)
+        except BlockGone as error:
+            raise WireBroken("the block was given up") from error
+        finally:
+            self._holder.settle(block)
+            self._state.bump()  # what is folded now is news for the status
+
+    def _must_be_current(self) -> None:
+        """Raises WireBroken."""
+        other = self._state.fence.refuse_other(self._claim.attempt, self._state.directive)
+        if other:
+            raise WireBroken(other)
+
+    def _status(self, ask: Ask) -> Say:
+        """Level-based: whatever was missed is in the next answer."""
+        until = time.monotonic() + _STATUS_EVERY
+        seen = -1
+        while True:
+            seen = self._state.wait(seen, max(0.0, until - time.monotonic()))
+            said = self._holder.status(self._claim)
+            if said != self._said or time.monotonic() >= until or self._state.stopping:
+                self._said = said
+                return said

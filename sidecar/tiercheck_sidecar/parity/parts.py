@@ -1,27 +1,32 @@
-"""The parts that a lost artifact is put together from, and what could be rebuilt of a rank.
+"""Finds the parts that a lost artifact is put together from, and adds them up, chunk by chunk.
 
-Parts are what other members still hold, and parity blocks. Everybody in the
-group is asked what there is, so that a restore plans with that and not with what was meant to be.
+Parts are what other members still hold, and parity blocks. Everybody in the group is asked what there is, so
+that a restore plans with that and not with what was meant to be.
+
+Chunks of every part are added up, verified, then written: a write costs less than touching a fresh mapping
+page by page, and the slot never holds a byte that was not checked. Arriving chunks wait in few buffers, and
+the last one used comes first, because it is in the cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 from tiercheck.protocol.directive import ParityGroup, Peer
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Share
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.bounded_calls import SourceFailed
-from tiercheck_sidecar.digest import CHUNK, is_well_formed
-from tiercheck_sidecar.exchange.fetch import holdings
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
+from tiercheck_sidecar.digest import CHUNK, digest_chunk, is_well_formed, length_of
+from tiercheck_sidecar.exchange.frames import Ask, ListedArtifact, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.sources import Dial
+from tiercheck_sidecar.exchange.streams import run_all
 
 DialPeer = Callable[[Peer], Wire]
 """A proven connection to a worker's sidecar. Raises WireBroken, PeerRefused."""
@@ -115,43 +120,229 @@ def obtainable(
     Raises SourceFailed if nobody who could know answers.
     """
     ranks = group.coded_with(rank, procs_per_worker)
-    others = [(peer, other) for peer, other in zip(group.members, ranks, strict=True) if other != rank]
-    questions = [
-        partial(_blocks, peer, Share(index, ranks), rank, connect) for index, peer in enumerate(group.holders)
+    questions = [(peer, Ask("list", share=Share(index, ranks))) for index, peer in enumerate(group.holders)]
+    questions += [
+        (peer, Ask("list", other)) for peer, other in zip(group.members, ranks, strict=True) if other != rank
     ]
-    questions += [partial(_held, peer, other, rank, connect) for peer, other in others]
     failures: list[str] = []
     parts: Counter[Artifact] = Counter()
     sizes: dict[Artifact, int] = {}
     with ThreadPoolExecutor(min(_PARALLEL, len(questions)), thread_name_prefix="obtainable") as pool:
-        for number, answer in enumerate([pool.submit(question) for question in questions]):
+        answers = [pool.submit(_listed, connect, peer, ask) for peer, ask in questions]
+        for number, answer in enumerate(answers):
             try:
-                found = answer.result()
+                listed = answer.result()
             except SourceFailed as error:
                 failures.append(str(error))
                 continue
-            parts.update(found.keys())
             if number < len(group.holders):
+                found = {each.artifact: each.bytes for each in listed if each.artifact.rank == rank}
                 sizes |= found
+                parts.update(found.keys())
+            else:  # of a member: it helps to rebuild this rank's artifact of the same version
+                parts.update({replace(each.artifact, rank=rank) for each in listed})
     if not sizes and failures:
         raise SourceFailed("; ".join(failures))
     return {artifact: size for artifact, size in sizes.items() if parts[artifact] >= len(ranks)}
 
 
-def _blocks(peer: Peer, share: Share, rank: int, connect: Callable[[Peer], Wire]) -> dict[Artifact, int]:
+def _listed(connect: Callable[[Peer], Wire], peer: Peer, ask: Ask) -> tuple[ListedArtifact, ...]:
     try:
         with contextlib.closing(connect(peer)) as wire:
-            wire.send(Ask("list", share=share))
-            listed = wire.receive(Say).listed
+            wire.send(ask)
+            return wire.receive(Say).listed
     except (WireBroken, PeerRefused) as error:
         raise SourceFailed(f"worker {peer.worker}: {error}") from error
-    return {each.artifact: each.bytes for each in listed if each.artifact.rank == rank}
 
 
-def _held(peer: Peer, other: int, rank: int, connect: Callable[[Peer], Wire]) -> dict[Artifact, int]:
-    """Named after `rank`, whose artifact each of them would help to rebuild."""
+class Scratch:
+    """At most `count` buffers of one chunk, made when first needed. Who finds none waits, and TCP holds back
+    the sender."""
+
+    def __init__(self, count: int = 8) -> None:
+        self._room = threading.BoundedSemaphore(count)
+        self._free: list[memoryview] = []
+
+    @contextlib.contextmanager
+    def buffer(self) -> Iterator[memoryview]:
+        with self._room:
+            try:
+                view = self._free.pop()
+            except IndexError:
+                view = memoryview(bytearray(CHUNK))
+            try:
+                yield view
+            finally:
+                self._free.append(view)
+
+
+FRAGMENT = 512 * 1024
+"""Bytes of each part that are added up at a time: of a few parts, they fit into a core's cache."""
+_AHEAD = 2
+"""Chunks asked for before the previous one has arrived, so that no line is ever idle."""
+_CHUNKS_PER_STREAM = 2
+
+Parts = Mapping[RebuildPart, tuple[int, DescribedPart]]
+"""What is read, with its weight."""
+
+
+class PartFailed(Exception):
+    """A part could not be read, or gave bytes that do not match its digests (`corrupt`), or has digests of
+    wrong bytes (`certain`)."""
+
+    def __init__(
+        self, part: RebuildPart, reason: str, *, corrupt: bool = False, certain: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.part, self.corrupt, self.certain = part, corrupt, certain
+
+
+class Unfolding:
+    """These chunks of one artifact, written to their places in an open file. What is finished stays finished
+    whatever parts fail."""
+
+    def __init__(self, file: int, digests: Digests, chunks: Iterable[int], dial: DialPeer) -> None:
+        self._file, self._digests, self._dial = file, digests, dial
+        self._lock = threading.Lock()
+        self._missing = set(chunks)
+        self._waiting: deque[int] = deque()
+        self._stopped = False
+
+    @property
+    def done(self) -> bool:
+        return not self._missing
+
+    def go_on(self, parts: Parts, streams: int) -> None:
+        """Do what is missing. Raises PartFailed, the first one; the rest can be tried again without that
+        part."""
+        self._waiting, self._stopped = deque(sorted(self._missing)), False
+        count = max(1, min(streams, len(self._missing) // _CHUNKS_PER_STREAM))
+        run_all([*[lambda: self._stream(parts, extra=True)] * (count - 1), lambda: self._stream(parts)])
+
+    def _stream(self, parts: Parts, extra: bool = False) -> None:
+        """`extra`: without it, the rebuild is only slower."""
+        try:
+            with contextlib.ExitStack() as stack:
+                wires: dict[RebuildPart, Wire] = {}
+                try:
+                    for part, (_, found) in parts.items():
+                        with _blaming(part):
+                            wires[part] = stack.enter_context(open_part(part, self._dial, found.digests))
+                except PartFailed:
+                    if extra:
+                        return
+                    raise
+                self._chunks(parts, wires)
+        except BaseException:
+            self._stopped = True
+            raise
+
+    def _chunks(self, parts: Parts, wires: Mapping[RebuildPart, Wire]) -> None:
+        buffers = [memoryview(bytearray(FRAGMENT)) for _ in parts]
+        chunk = memoryview(bytearray(length_of(self._digests, 0)))
+        adder = coding.Adder(chunk, [weight for weight, _ in parts.values()], buffers)
+        asked: deque[int] = deque()
+        while True:
+            while len(asked) < _AHEAD and (index := self._take()) is not None:
+                self._ask(index, parts, wires)
+                asked.append(index)
+            if not asked:
+                return
+            index = asked.popleft()
+            inflows = [
+                _Inflow(part, wires[part], found.length(index), buffer)
+                for (part, (_, found)), buffer in zip(parts.items(), buffers, strict=True)
+            ]
+            target = chunk[: length_of(self._digests, index)]
+            _receive(index, inflows, adder, len(target))
+            if digest_chunk(target) != self._digests.values[index]:
+                self._examine(index, parts, target)
+            _write_all(self._file, target, index * self._digests.chunk)
+            with self._lock:
+                self._missing.discard(index)
+
+    def _take(self) -> int | None:
+        with self._lock:
+            return None if self._stopped or not self._waiting else self._waiting.popleft()
+
+    def _ask(self, index: int, parts: Parts, wires: Mapping[RebuildPart, Wire]) -> None:
+        for part, (_, found) in parts.items():
+            if found.length(index):
+                with _blaming(part):
+                    wires[part].send_index(index)
+
+    def _examine(self, index: int, parts: Parts, target: memoryview) -> None:
+        """The sum is wrong: read every part again and find out why. Raises PartFailed; if it was the line,
+        `target` is right now."""
+        weights, pieces = [], []
+        for part, (weight, found) in parts.items():
+            length = found.length(index)
+            if not length:
+                continue
+            with _blaming(part), open_part(part, self._dial, found.digests) as wire:
+                wire.send_index(index)
+                if wire.receive_chunk_header() != (index, length):
+                    raise WireBroken("it sent a chunk that was not asked for")
+                chunk = memoryview(bytearray(length))
+                wire.receive_into(chunk)
+            if digest_chunk(chunk) != found.digests.values[index]:
+                raise PartFailed(part, f"chunk {index} does not match its digest", corrupt=True)
+            weights.append(weight)
+            pieces.append(chunk)
+        coding.combine(target, weights, pieces)
+        if digest_chunk(target) != self._digests.values[index]:
+            blocks = [part for part in parts if part.share is not None]
+            reason = f"chunk {index} matches its digest, and does not fit to the members'"
+            raise PartFailed(blocks[0], reason, certain=len(blocks) == 1)
+
+
+@dataclass(frozen=True)
+class _Inflow:
+    """One chunk of one part, as it streams in."""
+
+    part: RebuildPart
+    wire: Wire
+    length: int
+    buffer: memoryview
+
+    def begin(self, index: int) -> None:
+        """Raises PartFailed."""
+        if self.length:
+            with _blaming(self.part):
+                if self.wire.receive_chunk_header() != (index, self.length):
+                    raise WireBroken("it sent a chunk that was not asked for")
+
+    def fill(self, begin: int) -> int:
+        """Receive the fragment that begins there; returns its bytes. Raises PartFailed."""
+        size = max(0, min(FRAGMENT, self.length - begin))
+        if size:
+            with _blaming(self.part):
+                self.wire.receive_into(self.buffer[:size])
+        return size
+
+
+def _receive(index: int, inflows: list[_Inflow], adder: coding.Adder, size: int) -> None:
+    """Add up chunk `index`, which has `size` bytes; the parts' may have more."""
+    for each in inflows:
+        each.begin(index)
+    for begin in range(0, max(each.length for each in inflows), FRAGMENT):
+        filled = [each.fill(begin) for each in inflows]
+        if begin < size:
+            adder.add(begin, min(FRAGMENT, size - begin), filled)
+
+
+@contextlib.contextmanager
+def _blaming(part: RebuildPart) -> Iterator[None]:
+    """Whatever goes wrong is this part's. Raises PartFailed."""
     try:
-        listed = holdings(Dial(peer.worker, lambda: connect(peer)), other)
-    except (WireBroken, PeerRefused) as error:
-        raise SourceFailed(f"worker {peer.worker}: {error}") from error
-    return {Artifact(rank, each.artifact.version, each.artifact.kind): each.bytes for each in listed}
+        yield
+    except (WireBroken, PeerRefused, PartMissing) as error:
+        raise PartFailed(part, str(error)) from error
+
+
+def _write_all(file: int, view: memoryview, offset: int) -> None:
+    """Write `view` at `offset`. Raises OSError."""
+    while view:
+        written = os.pwrite(file, view, offset)
+        offset += written
+        view = view[written:]

@@ -17,12 +17,17 @@ from tiercheck.plain_files import open_plain
 from tiercheck.protocol.directive import ParityGroup, Tier
 from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Share
-from tiercheck_sidecar import isal
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.exchange.streams import STREAMS
-from tiercheck_sidecar.parity import coding
-from tiercheck_sidecar.parity.parts import DescribedPart, DialPeer, PartMissing, RebuildPart
-from tiercheck_sidecar.parity.unfold import PartFailed, Unfolding
+from tiercheck_sidecar.parity.parts import (
+    DescribedPart,
+    DialPeer,
+    PartFailed,
+    PartMissing,
+    RebuildPart,
+    Unfolding,
+)
 from tiercheck_sidecar.vault import Seal, Vault
 
 log = logging.getLogger(__name__)
@@ -135,7 +140,7 @@ class Rebuild:
         left = [index for index, part in self._blocks.items() if part in self._found]
         try:
             recipe = coding.recipe(self._data, self._me, lost, left)
-        except (coding.NotRecoverable, isal.LibraryMissing) as error:
+        except (coding.NotRecoverable, coding.LibraryMissing) as error:
             kind = SourceCorrupt if self._corrupt else SourceFailed
             raise kind("; ".join((str(error), *self._failures))) from error
         weights = {self._members[position]: weight for position, weight in recipe.members.items()}

@@ -1,7 +1,11 @@
-"""Rehearses each tier when its turn has come, never beside a restore or a save.
+"""Rehearses each tier when its turn has come, slowly, never beside a restore or a save.
 
 It reads only. What it finds is told and left as it lies: a bad copy that was freed while the job trains might
 have been the last one, and a restore finds it again by itself and goes round it.
+
+A version that training leaves behind is freed while it is read. Then the reading goes on in its successor,
+from the chunk where it stopped: so a state that is too large to be read within the life of one version is
+read whole all the same, in parts of several.
 """
 
 from __future__ import annotations
@@ -9,17 +13,185 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from tiercheck.protocol.directive import Directive, Tier
-from tiercheck.protocol.report import Proof
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.artifacts.slot import NotASlot
+from tiercheck.protocol.directive import Directive, Phase, Tier
+from tiercheck.protocol.report import Proof, RestoreState
+from tiercheck.protocol.version import Artifact, History, Version
+from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
+from tiercheck_sidecar.digest import length_of
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in
-from tiercheck_sidecar.rehearsal.routes import routes
-from tiercheck_sidecar.rehearsal.walk import Disproved, RehearsalGround, Stopped, TooSlow, Wait, Walk, Walked
+from tiercheck_sidecar.rehearsal.ledger import Ledger, Look, due_in, seconds_to_rest
+from tiercheck_sidecar.rehearsal.routes import Gone, Route, routes
 from tiercheck_sidecar.restore.sources import RestoreSources
 from tiercheck_sidecar.vault import Vault
+
+PAUSES = (2.0, 5.0, 15.0, 30.0)
+"""Seconds before what could not be read is tried again: a sidecar may be starting anew."""
+_FRUITLESS = 8
+"""Versions in a row that were freed before one chunk of them was read."""
+
+
+class Stopped(Exception):
+    """Something that matters more has begun, or there is nothing to be read: no verdict."""
+
+
+class TooSlow(Stopped):
+    """Versions are freed before they can be read; another try at once would find the same."""
+
+
+class Disproved(Exception):
+    """It would not come back; the message is a sentence."""
+
+
+_OUTLIVED = 5.0
+"""Seconds within which the word of a newer version follows the end of an older one."""
+_GIVES_WAY = 10.0
+"""Seconds that it waits for a save at most before it reads one more chunk: where deltas are written all the
+time, it gets on all the same."""
+
+Wait = Callable[[Callable[[], bool], float], bool]
+"""Waits until something is so, at most so many seconds; whether it is."""
+
+
+class RehearsalGround:
+    """What goes on around. All methods raise Stopped."""
+
+    def __init__(
+        self, state: SidecarState, vault: Vault, directive: Directive, tier: Tier, wait: Wait
+    ) -> None:
+        """`wait` as `SidecarState.wait_until`."""
+        self._state, self._vault, self._wait = state, vault, wait
+        self._directive, self._tier = directive, tier
+
+    def newest(self) -> Version:
+        """The newest version that is complete in the tier."""
+        with self._state.lock:
+            verdict = self._state.verdict
+            self._go_on()
+        if verdict is None:
+            raise Stopped("nothing is known to be complete")
+        marks = verdict.watermarks
+        version = {Tier.LOCAL: marks.local, Tier.PEER: marks.peer, Tier.REMOTE: marks.remote}[self._tier]
+        if version is None or not self._directive.history.continues(version):
+            raise Stopped("nothing is complete yet")
+        return version
+
+    def outlived(self, version: Version) -> bool:
+        """Whether there is a newer one, if need be after a moment."""
+        self._wait(lambda: self._is_over() or self._marks_another(version), _OUTLIVED)
+        return self.newest() != version
+
+    def rest(self, core: float, moved: int) -> None:
+        """Pause after a piece of work as its cost demands, and while something is being saved."""
+        policy = self._directive.policy
+        bandwidth = {Tier.PEER: policy.peer_bandwidth, Tier.REMOTE: policy.remote_bandwidth}.get(self._tier)
+        self.pause(seconds_to_rest(core, moved, bandwidth))
+        self._wait(lambda: self._is_over() or not self._vault.unfinished(), _GIVES_WAY)
+        self._go_on()
+
+    def pause(self, seconds: float) -> None:
+        self._wait(self._is_over, seconds)
+        self._go_on()
+
+    def _marks_another(self, version: Version) -> bool:
+        try:
+            return self.newest() != version
+        except Stopped:
+            return True
+
+    def _go_on(self) -> None:
+        if self._is_over():
+            raise Stopped("something else has begun")
+
+    def _is_over(self) -> bool:
+        """Whether the sidecar has something better to do than when this began."""
+        state, mine = self._state, self._directive
+        now = state.directive
+        return (
+            now is None
+            or (now.attempt, now.placement) != (mine.attempt, mine.placement)
+            or now.phase is not Phase.RELEASE
+            or now.policy.rehearse_every is None
+            or state.restore.state is not RestoreState.READY
+            or state.fenced
+            or state.ending
+            or state.stopping
+        )
+
+
+@dataclass(frozen=True)
+class Walked:
+    """It was read to its end, and nothing was wrong."""
+
+    version: Version
+    """The newest of which something was read."""
+    bytes: int
+    parts: int
+    """How many versions it was read of."""
+
+
+class Walk:
+    """Used once."""
+
+    def __init__(self, route: Route, rank: int, history: History, ground: RehearsalGround) -> None:
+        self._route, self._rank, self._history, self._ground = route, rank, history, ground
+        self._done = self._bytes = self._parts = 0
+        self._at: Artifact | None = None
+        """What is being read."""
+        self._fresh = True
+        """Whether nothing of the current version was read yet."""
+
+    def run(self) -> Walked:
+        """Raises Disproved, Stopped."""
+        troubles = fruitless = 0
+        while True:
+            version, before, self._fresh = self._ground.newest(), self._done, True
+            try:
+                self._read_on(version)
+                return Walked(version, self._bytes, max(1, self._parts))
+            except SourceCorrupt as error:
+                raise Disproved(self._sentence(version, error)) from error
+            except (SourceFailed, NotASlot, OSError) as error:
+                if self._done > before:
+                    troubles = fruitless = 0
+                if isinstance(error, Gone) and self._ground.outlived(version):
+                    fruitless += 1
+                    if fruitless > _FRUITLESS:
+                        raise TooSlow("versions are freed before they can be read") from error
+                    continue
+                if troubles == len(PAUSES):
+                    raise Disproved(self._sentence(version, error)) from error
+                self._ground.pause(PAUSES[troubles])
+                troubles += 1
+
+    def _read_on(self, version: Version) -> None:
+        began = time.thread_time()
+        for artifact, index, length in self._chunks(version):
+            moved = self._route.read(artifact, index)
+            self._done, self._bytes = self._done + 1, self._bytes + length
+            if self._fresh:
+                self._parts, self._fresh = self._parts + 1, False
+            self._ground.rest(time.thread_time() - began, moved)
+            began = time.thread_time()
+
+    def _chunks(self, version: Version) -> Iterator[tuple[Artifact, int, int]]:
+        """Chunks that are still to be read, each with its bytes."""
+        self._at, left = None, self._done
+        for artifact in self._route.chain(self._rank, version, self._history):
+            self._at = artifact
+            digests = self._route.digests(artifact)
+            count = len(digests.values)
+            for index in range(min(left, count), count):
+                yield artifact, index, length_of(digests, index)
+            left = max(0, left - count)
+
+    def _sentence(self, version: Version, error: Exception) -> str:
+        what = f"the {self._at}" if self._at is not None else f"{version} of rank {self._rank}"
+        return f"{what}, would not come back from {self._route.name}: {error}"
+
 
 log = logging.getLogger(__name__)
 

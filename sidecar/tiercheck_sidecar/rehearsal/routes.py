@@ -6,9 +6,10 @@ A holder's slot is pinned only while it sends, so each chunk is asked for anew, 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Source, Tier
 from tiercheck.protocol.manifest import Digests
@@ -16,15 +17,14 @@ from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, History, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.exchange.fetch import Dial, NotOffered, Opening, Senseless, open_copy
 from tiercheck_sidecar.exchange.frames import END, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.sources import Dial, NotOffered, Opening, Senseless, open_copy
 from tiercheck_sidecar.parity.rebuild import Rebuild
-from tiercheck_sidecar.restore.resharded_reads import receive_chunks
-from tiercheck_sidecar.restore.restore_plan import OutOfReach, RestorePlan, plan
-from tiercheck_sidecar.restore.sources import RestoreSources, name_of
+from tiercheck_sidecar.restore.restore_plan import OutOfReach, RestorePlan, name_of, plan
+from tiercheck_sidecar.restore.sources import RestoreSources, receive_chunks
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.inventory import header_fault
+from tiercheck_sidecar.vault.seal import header_fault
 from tiercheck_sidecar.vault.verification import fault_of_chunk
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Gone(SourceFailed):
     """It is not there, or not any more; the message is a sentence."""
 
 
-class Route(Protocol):
+class Route(ABC):
     """Used by one thread. Every method raises Gone, SourceCorrupt (what differs was read twice),
     SourceFailed, OSError."""
 
@@ -42,18 +42,22 @@ class Route(Protocol):
     name: str
     """As sentences call the place."""
 
+    @abstractmethod
     def chain(self, rank: int, version: Version, history: History) -> tuple[Artifact, ...]:
         """What a restore of `rank` would read, the snapshot first."""
 
+    @abstractmethod
     def digests(self, artifact: Artifact) -> Digests: ...
 
+    @abstractmethod
     def read(self, artifact: Artifact, index: int) -> int:
         """Read and verify a chunk. Returns the bytes that came from elsewhere for it."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027  (most hold nothing between two chunks)
+        """Let go of what is held."""
 
 
-class OwnMemory:
+class OwnMemory(Route):
     """The slots that a trainer would map."""
 
     tier, name = Tier.LOCAL, "own memory"
@@ -79,11 +83,8 @@ class OwnMemory:
             raise SourceCorrupt(reason)
         return 0
 
-    def close(self) -> None:
-        """Nothing is held."""
 
-
-class _Elsewhere:
+class _Elsewhere(Route):
     """What every place beyond own memory has in common: it is asked what it offers, as by a restore."""
 
     def __init__(self, reach: RestoreSources, source: Source) -> None:
@@ -200,9 +201,6 @@ class Parity(_Elsewhere):
             raise SourceCorrupt(f"what worker {bad.worker} gives for it is bad: {bad.reason}")
         return length_of(found.digests, index) * len(self._group.members)
 
-    def close(self) -> None:
-        self._current = None
-
     def _rebuild(self, artifact: Artifact) -> Rebuild:
         if self._current is None or self._current[0] != artifact:
             ranks = self._group.coded_with(artifact.rank, self._procs)
@@ -236,9 +234,6 @@ class RemoteObject(_Elsewhere):
         if index == 0:
             self._check_header(artifact, digests)
         return len(into)
-
-    def close(self) -> None:
-        """The store stays open for uploads."""
 
     def _present(self, artifact: Artifact, read: Callable[[], T]) -> T:
         """What was deleted meanwhile, because the job keeps only so many versions, is gone and not bad."""

@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tiercheck.plain_files import NotPlain, create_in, folder_beneath, open_plain, sync_folder
-from tiercheck_sidecar.remote.errors import Reason, RemoteCorrupt, RemoteError
+from tiercheck_sidecar.remote.errors import Reason, RemoteCorrupt, RemoteError, ignore
 from tiercheck_sidecar.remote.keys import ARTIFACTS, PROBE
 from tiercheck_sidecar.remote.objects import Arrived, Gate, Objects, Stored, read_all
-from tiercheck_sidecar.remote.verify import ignore
 
 PIECE = 4 * 1024 * 1024
 _TEMPORARY = ".tmp-"

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tiercheck_sidecar.remote import keys
-from tiercheck_sidecar.remote.errors import RemoteError
+from tiercheck_sidecar.remote.errors import RemoteError, ignore
 from tiercheck_sidecar.remote.objects import Objects
-from tiercheck_sidecar.remote.verify import ignore
 
 CHUNK = 1024 * 1024
 SIZE = 17 * CHUNK

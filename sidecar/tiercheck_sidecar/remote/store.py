@@ -25,19 +25,23 @@ from tiercheck.protocol.signing import SignedAttempt
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.pacing import TokenBucket
-from tiercheck_sidecar.remote import keys, retention
+from tiercheck_sidecar.remote import keys
 from tiercheck_sidecar.remote.errors import (
+    Arriving,
     Reason,
     RemoteArchived,
     RemoteClosed,
     RemoteCorrupt,
     RemoteError,
     RemoteMissing,
+    check_chunks,
+    check_shape,
+    digest_of,
+    ignore,
 )
 from tiercheck_sidecar.remote.objects import Objects, Stored
 from tiercheck_sidecar.remote.ownership import Claimant, Ownership
 from tiercheck_sidecar.remote.preflight import StoreFinding, examine
-from tiercheck_sidecar.remote.verify import Arriving, check_chunks, check_shape, digest_of, ignore
 
 _SEEDED = "imported"
 """In place of the job's UID: no job wrote it."""
@@ -296,7 +300,7 @@ class RemoteStore:
         committed = self._committed()
         kept, self.untidied, refused = set(committed), "", 0
         # The newest first: what was refused before is older, and a few of those are enough to know it.
-        for version in reversed(retention.to_delete(committed, keep, protect, keep_seconds, history)):
+        for version in reversed(keys.to_delete(committed, keep, protect, keep_seconds, history)):
             with self._tidying():
                 # Unreadable: nobody can restore it, so it may go.
                 with contextlib.suppress(RemoteCorrupt, RemoteArchived):
@@ -314,7 +318,7 @@ class RemoteStore:
             return (
                 version is not None
                 and version not in kept
-                and retention.is_abandoned(version, kept, protect, history)
+                and keys.is_abandoned(version, kept, protect, history)
             )
 
         with self._tidying():

@@ -1,7 +1,13 @@
 """Brings one holder what it lacks of one kind, artifact by artifact: copies, or parts of parity.
 
-What fails is tried again: a rank by itself, or the whole lane where the holder cannot be reached. Waits grow
-longer each time, so that a holder without room is not asked in a circle.
+What it lacks goes by what is sealed here, what the holder has acknowledged, and which snapshot is named.
+Snapshots of one named version at a time; deltas as they come, every one after the oldest snapshot that the
+holder keeps or is being sent, in the order of steps. The two go on lanes of their own, so that a delta never
+waits behind a snapshot.
+
+Only the holder's acknowledgement is believed. A push that is broken off goes on where it stopped, as long as
+each connection brought something. What fails is tried again: a rank by itself, or the whole lane where the
+holder cannot be reached. Waits grow longer each time, so that a holder without room is not asked in a circle.
 """
 
 from __future__ import annotations
@@ -9,19 +15,173 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tiercheck.failpoints import failpoint
+from tiercheck.plain_files import open_plain
 from tiercheck.protocol.directive import Peer, Tier
-from tiercheck.protocol.version import Kind
-from tiercheck_sidecar.exchange.frames import WireBroken
+from tiercheck.protocol.report import RestoreState
+from tiercheck.protocol.version import Artifact, History, Kind, Version
+from tiercheck_sidecar.digest import length_of
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import PeerRefused
-from tiercheck_sidecar.exchange.streams import Line, TooDamaged
+from tiercheck_sidecar.exchange.streams import Deal, Line, StreamCrew, Take, TooDamaged, stream_count
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.replicate.agenda import first_of_each_rank
-from tiercheck_sidecar.replicate.sender import PushRefused
+from tiercheck_sidecar.pacing import Portion
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
+from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
 from tiercheck_sidecar.vault.verification import evict_if_bad
+
+
+def due(
+    kind: Kind,
+    stocks: Mapping[Where, MemoryStock],
+    acknowledged: Mapping[int, MemoryStock],
+    copy: Version | None,
+    history: History,
+) -> list[Artifact]:
+    """Own artifacts that a holder should get now, first things first. `acknowledged`: what it has, by rank;
+    `copy`: the snapshot that is named.
+    """
+    found: list[Artifact] = []
+    for place, own in stocks.items():
+        if place.tier is not Tier.LOCAL or place.share is not None:
+            continue
+        has = acknowledged.get(place.rank, NOTHING)
+        sent = {copy} & own.snapshots if copy is not None and history.accepts(copy) else set()
+        if kind is Kind.SNAPSHOT:
+            wanted = sent - has.snapshots
+        else:
+            base = min(has.snapshots | sent, default=None)
+            lacking = own.deltas - has.deltas if base is not None else ()
+            wanted = {each for each in lacking if base is not None and each > base and history.accepts(each)}
+        found += (Artifact(place.rank, version, kind) for version in wanted)
+    return sorted(found, key=lambda each: (each.version, each.rank))
+
+
+def first_of_each_rank(due: Iterable[Seal]) -> list[Seal]:
+    """What may be sent next: a rank's deltas are sent in order, so only its first."""
+    firsts: dict[int, Seal] = {}
+    for seal in due:
+        firsts.setdefault(seal.rank, seal)
+    return list(firsts.values())
+
+
+def lacking(
+    state: SidecarState, vault: Vault, kind: Kind, attempt: int, has: Mapping[int, MemoryStock]
+) -> list[Seal]:
+    """What a holder of that attempt, which `has` so much of each own rank, should get now."""
+    with state.lock:
+        verdict, directive = state.verdict, state.directive
+        ready = state.restore.state is RestoreState.READY
+    if verdict is None or not ready or directive is None or directive.attempt != attempt:
+        return []
+    owed = due(kind, vault.stocks(), has, verdict.copy, directive.history)
+    found = (vault.find(each, Tier.LOCAL) for each in owed)
+    return [seal for seal in found if seal is not None]
+
+
+class PushRefused(Exception):
+    """The holder will not take it; the message is its sentence."""
+
+
+def push(vault: Vault, seal: Seal, line: Line, pace: Portion | None = None) -> bool:
+    """Send `seal`'s artifact. Returns whether the holder has verified every chunk and holds it; False: it has
+    no free slot now, or has not heard of this attempt yet. A stream that breaks is taken up again where it
+    stopped. Whatever is raised, `line` is hung up.
+
+    Raises NotHeld, OSError, WireBroken, PeerRefused, PushRefused, TooDamaged.
+    """
+    return push_on(vault, seal, line, lambda file: _push(seal, line, file, pace))
+
+
+def _push(seal: Seal, line: Line, file: int, pace: Portion | None) -> bool:
+    (wire,) = line.wires(1)
+    failpoint("before-push")
+    wire.send(
+        Ask("offer", seal.rank, seal.version, seal.world_size, seal.digests, kind=seal.kind, tags=seal.tags)
+    )
+    said = wire.receive(Say)
+    if said.state == "have":
+        return True
+    if said.state == "busy":
+        return False
+    if said.state != "send":
+        raise PushRefused(said.message)
+    chunks = len(seal.digests.values)
+    deal = Deal(chunks, set(range(chunks)) - set(said.missing))
+    sending = _Sending(said.transfer, seal, file, deal, pace)
+    StreamCrew(line, deal, stream_count(seal.digests, len(deal)), sending.stream).run()
+    while True:  # chunks that came back damaged after their stream had ended
+        wire.send(Ask("commit", transfer=said.transfer))
+        last = wire.receive(Say)
+        if last.state == "ok":
+            return True
+        if last.state != "again":
+            raise PushRefused(last.message)
+        if not deal:  # it lost what it had acknowledged: offering again tells what it has
+            raise WireBroken(last.message)
+        sending.stream(wire, deal.take)
+
+
+@dataclass(frozen=True)
+class _Sending:
+    transfer: str
+    seal: Seal
+    file: int
+    deal: Deal
+    pace: Portion | None
+
+    def stream(self, wire: Wire, take: Take) -> None:
+        """As many chunks as `wire` gets to carry. Raises WireBroken, PushRefused, TooDamaged."""
+        digests, deal = self.seal.digests, self.deal
+        index = take()
+        while index is not None:
+            wire.send(Ask("join", transfer=self.transfer))
+            while index is not None:
+                begin, length = index * digests.chunk, length_of(digests, index)
+                bare = self.seal.tags is not None and not deal.is_again(index)
+                wire.send_chunk(self.file, index, begin, length, self.pace, bare=bare)
+                index = take()
+            wire.send_end()
+            said = wire.receive(Say)
+            if said.state != "ok":
+                raise PushRefused(said.message)
+            for damaged in said.damaged:
+                deal.ask_again(damaged)
+            index = take()
+
+
+T = TypeVar("T")
+
+_MOST_BREAKS = 20
+
+
+def push_on(vault: Vault, seal: Seal, line: Line, once: Callable[[int], T]) -> T:
+    """What `once` says, which is given the open file of an own artifact and sends on `line` what is still
+    missing.
+
+    Raises NotHeld, OSError, WireBroken, and what `once` raises; then `line` is hung up.
+    """
+    try:
+        with vault.pin(seal.artifact, Tier.LOCAL) as slot, open(open_plain(slot.path), "rb") as file:
+            for _ in range(_MOST_BREAKS):
+                hopeful, before = line.is_open, line.sent
+                try:
+                    return once(file.fileno())
+                except WireBroken:
+                    # A connection that lay idle may have been closed by the other end long ago: that proves
+                    # nothing.
+                    if not hopeful and line.sent == before:
+                        raise
+                    line.drop()
+            raise WireBroken(f"the connection broke {_MOST_BREAKS} times")
+    except BaseException:
+        line.drop()
+        raise
+
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,10 @@ from tiercheck_sidecar.exchange.streams import Line
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.pacing import Portion, TokenBucket
-from tiercheck_sidecar.replicate.lane import PORTIONS, HolderTroubles, Lane
-from tiercheck_sidecar.replicate.sender import Pushed, lacking, push
+from tiercheck_sidecar.replicate.lane import PORTIONS, HolderTroubles, Lane, lacking, push
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, by_rank
-from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable
+from tiercheck_sidecar.versions.reclaim import MemoryPlace, expendable
 
 log = logging.getLogger(__name__)
 
@@ -130,10 +129,10 @@ class Replicator:
         pace = Portion(self.bucket, PORTIONS[kind])
 
         def bring(seal: Seal, line: Line) -> bool:
-            if push(self._vault, seal, line, pace) is not Pushed.KEPT:
-                return False
-            self._acknowledge(holder, seal, era)
-            return True
+            kept = push(self._vault, seal, line, pace)
+            if kept:
+                self._acknowledge(holder, seal, era)
+            return kept
 
         return Lane(
             self._state,

@@ -2,7 +2,8 @@
 
 Own memory first, then whatever the named sources have, each missing artifact from the nearest ones. Every
 byte is verified on the way in; what fails is reported by name, so that the controller can decide again
-without it.
+without it. Each failure takes an offer away, so that a rank's loop ends: with the whole chain in own memory,
+or with a sentence that names what is missing.
 """
 
 from __future__ import annotations
@@ -10,21 +11,216 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import groupby
 
 from tiercheck.failpoints import failpoint
-from tiercheck.protocol.directive import Directive, Phase, Restore, Tier
-from tiercheck.protocol.report import RankRestore, RestoreReport, RestoreState
+from tiercheck.protocol.artifacts.slot import NotASlot
+from tiercheck.protocol.directive import Directive, Phase, Restore, Source, Tier
+from tiercheck.protocol.report import Quarantined, RankRestore, RestoreReport, RestoreState
 from tiercheck.protocol.version import Artifact
 from tiercheck.supervised import describe
-from tiercheck_sidecar.bounded_calls import SourceFailed
+from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.restore.rank_restore import RankRestorer
-from tiercheck_sidecar.restore.sources import RestoreSources
-from tiercheck_sidecar.vault import MemoryTooSmall, Vault
+from tiercheck_sidecar.restore.restore_plan import (
+    Brought,
+    Need,
+    OutOfReach,
+    RestorePlan,
+    SourceOffer,
+    name_of,
+    plan,
+)
+from tiercheck_sidecar.restore.sources import RestoreSources, TriedInVain
+from tiercheck_sidecar.vault import MemoryTooSmall, NoFreeSlot, NotHeld, Vault
+from tiercheck_sidecar.vault.verification import fault_of
 
 log = logging.getLogger(__name__)
+
+_PARALLEL_ARTIFACTS = 4
+_FARNESS = list(Tier)
+
+
+class RankRestorer:
+    """Brings `rank` to the version that `directive` names. Used once."""
+
+    def __init__(
+        self,
+        state: SidecarState,
+        vault: Vault,
+        reach: RestoreSources,
+        verifiers: Executor,
+        *,
+        directive: Directive,
+        rank: int,
+        sources: Sequence[Source],
+    ) -> None:
+        assert directive.restore is not None
+        self._state, self._vault, self._reach, self._verifiers = state, vault, reach, verifiers
+        self._directive, self._rank, self._version = directive, rank, directive.restore.version
+        self._sources = [source for source in sources if source.tier is not Tier.LOCAL]
+        self._places: list[SourceOffer] | None = None
+        self._sound: set[Artifact] = set()
+        self._brought: dict[Artifact, Brought] = {}
+        self._failures: list[str] = []
+        self._making_room = threading.Lock()
+
+    def run(self) -> RankRestore:
+        began = time.monotonic()
+        failpoint("before-restore-load")
+        done = self._complete()
+        seconds, failures = time.monotonic() - began, tuple(self._failures)
+        if done is None:
+            return RankRestore(self._rank, None, None, 0, seconds, failures)
+        chain = done.artifacts(self._rank)
+        used = [
+            self._brought[artifact] for artifact in chain if artifact in self._brought
+        ]  # the snapshot first
+        tier = max((each.source.tier for each in used), key=_FARNESS.index, default=Tier.LOCAL)
+        rebuilt = chain[0] in self._brought and self._brought[chain[0]].source.parity is not None
+        worker = next((each.source.peer.worker for each in used if each.source.peer), None)
+        return RankRestore(
+            rank=self._rank,
+            tier=tier,
+            worker=worker if tier is Tier.PEER and not rebuilt else None,
+            bytes=sum(size for artifact, size in self._own().items() if artifact in chain),
+            seconds=seconds,
+            failures=failures,
+            deltas=len(chain) - 1,
+            rebuilt=rebuilt,
+        )
+
+    def _complete(self) -> RestorePlan | None:
+        """The chain, once all of it lies verified in own memory."""
+        while True:
+            if self._state.attempt != self._directive.attempt or self._state.stopping:
+                self._failures.append("a newer attempt began")
+                return None
+            found = plan(self._rank, self._version, self._directive.history, self._own(), self._places or ())
+            if isinstance(found, OutOfReach):
+                if self._places is None:
+                    self._places, failures = self._reach.ask(self._rank, self._version, self._sources)
+                    self._failures += failures
+                    continue
+                self._failures.append(
+                    str(found) + ("" if self._sources else ", and no other source is known")
+                )
+                return None
+            self._measure(found)
+            unsure = [
+                each
+                for each in found.artifacts(self._rank)
+                if each in self._own() and each not in self._sound
+            ]
+            if not found.needs and not unsure:
+                return found
+            with ThreadPoolExecutor(_PARALLEL_ARTIFACTS, thread_name_prefix="artifact") as pool:
+                fetching = [pool.submit(self._fetch, need, found) for need in found.needs]
+                for artifact in unsure:
+                    self._verify(artifact)
+                for fetched in fetching:
+                    fetched.result()
+
+    def _measure(self, found: RestorePlan) -> None:
+        """How far the way is, and how far we are."""
+        own, chain = self._own(), found.artifacts(self._rank)
+        wanted = sum(own[each] for each in chain if each in own) + sum(need.size for need in found.needs)
+        done = sum(own[each] for each in chain if each in own and each in self._sound)
+        self._state.meter.plan(self._rank, wanted, done)
+
+    def _own(self) -> dict[Artifact, int]:
+        return self._vault.own_artifacts(self._rank)
+
+    def _verify(self, artifact: Artifact) -> None:
+        meter = self._state.meter
+        try:
+            with meter.waiting("own memory"):
+                reason = fault_of(
+                    self._vault, artifact, self._verifiers, lambda count: meter.arrived(artifact.rank, count)
+                )
+        except NotHeld:
+            return
+        except OSError as error:
+            reason = str(error)
+        if not reason:
+            self._sound.add(artifact)
+            return
+        message = f"the {artifact}, in own memory is bad: {reason}"
+        self._failures.append(message)
+        self._free(artifact)
+        self._distrust(
+            Quarantined(artifact.rank, artifact.version, self._state.config.worker, message, artifact.kind)
+        )
+
+    def _fetch(self, need: Need, chosen: RestorePlan) -> None:
+        for group in _at_once(need.places):
+            try:
+                brought = self._bring(need.artifact, group, chosen)
+            except TriedInVain as error:
+                self._failures += error.reasons
+                for bad in error.bad:
+                    self._distrust(bad)
+            except SourceCorrupt as error:
+                self._failures.append(str(error))
+            except (SourceFailed, NoFreeSlot, NotASlot, OSError) as error:
+                self._failures.append(f"{', '.join(map(name_of, group))}: {error}")
+            except Exception as error:  # of this place: the next one may have it
+                log.exception("the %s cannot be brought", need.artifact)
+                self._failures.append(f"{', '.join(map(name_of, group))}: {describe(error)}")
+            else:
+                self._brought[need.artifact] = brought
+                self._sound.add(need.artifact)
+                for bad in brought.bad:
+                    self._failures.append(bad.reason)
+                    self._distrust(bad)
+                return
+            self._forget(need.artifact, group)
+
+    def _bring(self, artifact: Artifact, group: Sequence[Source], chosen: RestorePlan) -> Brought:
+        while True:
+            try:
+                return self._reach.bring(artifact, group)
+            except NoFreeSlot:
+                if not self._make_room(artifact, chosen):
+                    raise
+
+    def _make_room(self, artifact: Artifact, chosen: RestorePlan) -> bool:
+        """Give up one own artifact that the plan does not need: what the history has cut off first, it can
+        never be read again."""
+        with self._making_room:
+            accepts = self._directive.history.accepts
+            others = [each for each in self._own() if each not in chosen.artifacts(self._rank)]
+            if not others:
+                return False
+            victim = min(
+                others, key=lambda each: (accepts(each.version), each.kind is not artifact.kind, each.version)
+            )
+            return self._free(victim)
+
+    def _free(self, artifact: Artifact) -> bool:
+        return bool(self._vault.evict(lambda seal: (seal.artifact, seal.tier) == (artifact, Tier.LOCAL)))
+
+    def _forget(self, artifact: Artifact, group: Sequence[Source]) -> None:
+        self._places = [
+            SourceOffer(place.source, {each: size for each, size in place.offers.items() if each != artifact})
+            if place.source in group
+            else place
+            for place in self._places or ()
+        ]
+
+    def _distrust(self, bad: Quarantined) -> None:
+        log.warning("quarantined: %s", bad)
+        self._state.quarantine(bad)
+
+
+def _at_once(places: Sequence[Source]) -> Iterator[list[Source]]:
+    """Neighbours in the order that are asked together: peers are, as each can bring a part."""
+    for _, group in groupby(enumerate(places), lambda pair: -1 if pair[1].peer else pair[0]):
+        yield [source for _, source in group]
+
 
 _PARALLEL_RANKS = 8
 _TRIES = 3

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Source, Tier
+from tiercheck.protocol.report import Quarantined
 from tiercheck.protocol.version import Artifact, Chain, History, Kind, Version
 
 
@@ -21,6 +22,16 @@ class SourceOffer:
     source: Source
     offers: Mapping[Artifact, int]
     """Bytes of each."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """An artifact that is here now."""
+
+    source: Source
+    """The place that gave it; of several peers, the one named first that brought a part."""
+    bad: tuple[Quarantined, ...] = ()
+    """Copies that proved bad on the way."""
 
 
 @dataclass(frozen=True)
@@ -109,3 +120,10 @@ def _bytes_from(found: RestorePlan, tier: Tier | None) -> int:
         for need in found.needs
         if tier in (None, need.places[0].tier)
     )
+
+
+def name_of(source: Source) -> str:
+    """How sentences call it."""
+    if source.peer is not None:
+        return f"worker {source.peer.worker}"
+    return "parity" if source.parity is not None else f"the {source.tier.value} tier"

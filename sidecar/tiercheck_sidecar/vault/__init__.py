@@ -1,9 +1,8 @@
 """The local tier: slots in shared memory, what is held, what may be freed."""
 
 from tiercheck.protocol.artifacts.sizing import Room
-from tiercheck_sidecar.vault.draft import SlotDraft
 from tiercheck_sidecar.vault.seal import Seal
-from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Slot
+from tiercheck_sidecar.vault.slots import MemoryTooSmall, NoDeltas, NoFreeSlot, NotHeld, Slot, SlotDraft
 from tiercheck_sidecar.vault.vault import Vault
 
 __all__ = [

@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tiercheck.plain_files import is_plain
-from tiercheck.protocol.artifacts.slot import NotASlot, read_header
 from tiercheck_sidecar.digest import first_mismatch
-from tiercheck_sidecar.vault.seal import SUFFIX, Seal, read_seal, seal_path
+from tiercheck_sidecar.vault.seal import SUFFIX, Seal, header_fault, read_seal, seal_path
 from tiercheck_sidecar.vault.slots import Pool, Slot, SlotState, remove
 
 log = logging.getLogger(__name__)
@@ -73,19 +72,6 @@ def sealed(slot: Slot) -> Iterator[tuple[memoryview, Seal]]:
         raise OSError(f"it is {slot.size} bytes long, its seal says {seal.digests.size}")
     with slot.mapped(size=seal.digests.size) as view:
         yield view, seal
-
-
-def header_fault(view: memoryview, seal: Seal, size: int | None = None) -> str:
-    """Why the header is not that of the artifact the seal names; empty if it is. `size`: of all bytes, if
-    `view` is only their beginning."""
-    try:
-        header = read_header(view, size)
-    except NotASlot as error:
-        return str(error)
-    if (header.rank, header.version, header.kind) != (seal.rank, seal.version, seal.kind):
-        found = f"{header.kind.value} of rank {header.rank}, {header.version}"
-        return f"it says {found}, its seal says {seal}"
-    return ""
 
 
 def _clear(directory: Path, kept: Iterable[Path]) -> None:

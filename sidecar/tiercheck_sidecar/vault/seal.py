@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tiercheck.failpoints import failpoint
 from tiercheck.plain_files import create_plain
+from tiercheck.protocol.artifacts.slot import NotASlot, read_header
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
 from tiercheck.protocol.manifest import Digests
@@ -94,6 +95,19 @@ def _makes_sense(seal: Seal) -> bool:
     )
     whole = is_well_described(seal.digests, seal.tags) and all(map(is_well_formed, seal.members))
     return min(numbers) >= 0 and named and whole
+
+
+def header_fault(view: memoryview, seal: Seal, size: int | None = None) -> str:
+    """Why the header is not that of the artifact the seal names; empty if it is. `size`: of all bytes, if
+    `view` is only their beginning."""
+    try:
+        header = read_header(view, size)
+    except NotASlot as error:
+        return str(error)
+    if (header.rank, header.version, header.kind) != (seal.rank, seal.version, seal.kind):
+        found = f"{header.kind.value} of rank {header.rank}, {header.version}"
+        return f"it says {found}, its seal says {seal}"
+    return ""
 
 
 def break_seal(slot: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, History, Kind, Share, Version, rebuildable
-from tiercheck_sidecar.model.span import Span, spans
+from tiercheck_sidecar.model.tier_verdict import Span, spans
 from tiercheck_sidecar.vault.seal import Seal
 
 

@@ -22,9 +22,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.tags import Tagger, digest_and_tag
 from tiercheck_sidecar.vault.demand import Demand, deltas_refused, saving_refused
-from tiercheck_sidecar.vault.draft import SlotDraft
 from tiercheck_sidecar.vault.inventory import SLOT_SUFFIX, fault, take_inventory
-from tiercheck_sidecar.vault.pages import step_back, touch_on_node
 from tiercheck_sidecar.vault.seal import Seal, write_seal
 from tiercheck_sidecar.vault.slots import (
     MemoryTooSmall,
@@ -33,10 +31,13 @@ from tiercheck_sidecar.vault.slots import (
     NotHeld,
     Pool,
     Slot,
+    SlotDraft,
     SlotState,
     create,
     remove,
+    step_back,
     tear,
+    touch_on_node,
 )
 from tiercheck_sidecar.vault.stock import NOTHING, HeldStock, MemoryStock, Where, where
 

@@ -17,7 +17,8 @@ from tiercheck.protocol.version import Artifact, Share
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NotHeld, Seal, Vault
-from tiercheck_sidecar.vault.inventory import header_fault, sealed
+from tiercheck_sidecar.vault.inventory import sealed
+from tiercheck_sidecar.vault.seal import header_fault
 
 
 def fault_of(

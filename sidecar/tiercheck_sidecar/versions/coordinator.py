@@ -19,13 +19,16 @@ from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck.supervised import describe
 from tiercheck_sidecar.decoding import Malformed, decode
-from tiercheck_sidecar.model.cadence import Cadence, Needs, decide
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.versions.ending import is_hopeless, workers_present
-from tiercheck_sidecar.versions.sound_reports import find_objection
-from tiercheck_sidecar.versions.tally import Tally, WorkerWord
-from tiercheck_sidecar.versions.watermark import TierStanding, judge, next_upload
+from tiercheck_sidecar.model.tier_verdict import Cadence, Needs, TierVerdict, decide
+from tiercheck_sidecar.versions.tally import Tally, WorkerWord, find_objection
+from tiercheck_sidecar.versions.watermark import (
+    TierStanding,
+    is_hopeless,
+    judge,
+    next_upload,
+    workers_present,
+)
 from tiercheck_sidecar.versions.words import DoubtfulNews, TierAnswer, TierNews, Vocabulary, heartbeat, pace
 
 log = logging.getLogger(__name__)

@@ -13,15 +13,13 @@ from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.decoding import encode
-from tiercheck_sidecar.model.cadence import Needs
-from tiercheck_sidecar.model.span import intersect
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Needs, TierVerdict, intersect
 from tiercheck_sidecar.vault import Vault
 from tiercheck_sidecar.vault.stock import NOTHING, MemoryStock, Where
-from tiercheck_sidecar.versions.ending import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, RankOwn, WorkerHead, WorkerWord
 from tiercheck_sidecar.versions.tier_line import AnswerLate, CallFailed, TierLine
+from tiercheck_sidecar.versions.watermark import WorkerEnd, is_final, owes_nothing
 from tiercheck_sidecar.versions.words import (
     TierAnswer,
     Vocabulary,

@@ -1,21 +1,25 @@
-"""Which versions are complete where: the rules, as arithmetic on sets.
+"""Which versions are complete where, and when a sidecar may go: the rules, as arithmetic on sets.
 
 Ranks skip captures independently, and holders have two snapshot slots per rank. Left alone, ranks would hold
 disjoint sets for ever, and holders different halves of two versions. So the coordinator names one snapshot at
 a time for all ranks to copy: the newest that every rank has sealed. Deltas need no naming: every step has
 one, and a version is complete where it can be rebuilt from what every rank has. What may be forgotten for it
-is decided in `forgetting.py`.
+is decided in `reclaim.py`.
+
+At the end of a job Kubernetes ends each pod's sidecar when its own trainer has ended, so in any order and
+seconds apart. The coordinator writes the manifest: it stays until no worker can add anything, and then tells
+all. Nobody waits for one that has gone already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from tiercheck.protocol.report import Watermarks
+from tiercheck.protocol.directive import Directive, Phase
+from tiercheck.protocol.report import TrainerState, Watermarks
 from tiercheck.protocol.version import History, Version
-from tiercheck_sidecar.model.span import Span, intersect, newest, unite
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Span, TierVerdict, intersect, newest, unite
 from tiercheck_sidecar.versions.tally import RankHoldings, RankShape, Tally
 
 
@@ -222,3 +226,67 @@ def _newest(candidates: Iterable[Version], history: History) -> Version | None:
 def _later(one: Version | None, other: Version | None) -> Version | None:
     marks = [mark for mark in (one, other) if mark is not None]
     return max(marks, default=None)
+
+
+GONE = 10.0
+"""Seconds without a word after which the other side counts as gone. A container that is started anew is back
+before."""
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """What a sidecar knows when its job is over."""
+
+    final: bool
+    """Nothing will be added to what it holds."""
+    done: bool
+    """Everything that it holds is in the remote tier, or older than what is."""
+    told: bool
+    """The coordinator knows that it is done."""
+    over: bool
+    """The coordinator says that nothing more is to come."""
+    unanswered: float | None
+    """Seconds since the coordinator first gave no answer; None: it answered last time."""
+
+
+def may_go(end: WorkerEnd) -> bool:
+    """Whether a worker that is not the coordinator may end."""
+    if not end.final:
+        return False
+    if end.over or (end.unanswered is not None and end.unanswered >= GONE):
+        return True
+    return end.done and (end.told or end.unanswered is not None)
+
+
+def is_final(
+    directive: Directive, trainer: TrainerState, asked_to_end: bool, unfinished: Collection[object]
+) -> bool:
+    """Whether nothing will be added to what this worker holds. `asked_to_end`: a sidecar is, only after its
+    trainer."""
+    return (
+        directive.phase is Phase.FINISH
+        and (asked_to_end or trainer is not TrainerState.RUNNING)
+        and not unfinished
+    )
+
+
+def owes_nothing(own: Collection[Version | None], stored: Version | None) -> bool:
+    """Whether no version newer than `stored` can be uploaded with what is here. `own`: each rank's newest
+    snapshot."""
+    return any(newest is None or (stored is not None and newest <= stored) for newest in own) or not own
+
+
+def workers_present(quiet: Mapping[int, float], interval: float) -> set[int]:
+    """Workers that are there. `quiet`: seconds since each was heard; `interval`: between two words of one."""
+    return {worker for worker, seconds in quiet.items() if seconds < max(GONE, 3 * interval)}
+
+
+def is_hopeless(
+    upload: Version, world: int, ranks: Mapping[int, RankShape], uploaded: Collection[int]
+) -> bool:
+    """Whether some rank will never bring `upload`, when nobody adds anything any more. `ranks`: of workers
+    that are there."""
+    return any(
+        rank not in uploaded and (rank not in ranks or not can_upload(ranks[rank], upload))
+        for rank in range(world)
+    )

@@ -18,7 +18,6 @@ from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.decoding import decode, encode
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.versions.sound_reports import many_versions, objection_to_holdings
 from tiercheck_sidecar.versions.tally import (
     HeldCopies,
     RankHoldings,
@@ -27,6 +26,8 @@ from tiercheck_sidecar.versions.tally import (
     Shared,
     WorkerHead,
     WorkerWord,
+    many_versions,
+    objection_to_holdings,
 )
 
 T = TypeVar("T", RankHoldings, HeldCopies)

@@ -24,12 +24,11 @@ from tiercheck import connections
 from tiercheck.connections import Guest, Strangers, who_gives_way
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Peer
-from tiercheck_sidecar.control import ports
-from tiercheck_sidecar.control.api import ControlApi, server_context
-from tiercheck_sidecar.control.ports import GuardedPort
+from tiercheck_sidecar.control import api
+from tiercheck_sidecar.control.api import ControlApi, GuardedPort, server_context
 from tiercheck_sidecar.control.report import Reporter
 from tiercheck_sidecar.exchange import server
-from tiercheck_sidecar.model.peer_watch import named_addresses
+from tiercheck_sidecar.model.watches import named_addresses
 
 ROOM = 16
 
@@ -183,7 +182,7 @@ async def test_stranger_is_hung_up_on_and_who_has_the_token_may_stay(
         with ExitStack() as stack:
             friend = stack.enter_context(await asyncio.to_thread(port.dial))
             assert b" 200 " in await asyncio.to_thread(port.ask, wire=friend)
-            monkeypatch.setattr(ports, "PATIENCE", 0.3)
+            monkeypatch.setattr(api, "PATIENCE", 0.3)
             for say in STRANGE:
                 raw = stack.enter_context(await asyncio.to_thread(port.dial, False))
                 assert await asyncio.to_thread(ended, raw, say)

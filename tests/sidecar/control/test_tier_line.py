@@ -20,10 +20,10 @@ from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase
 from tiercheck.protocol.report import Break
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.control.tier_port import _Line
+from tiercheck_sidecar.control.api import _Line
 from tiercheck_sidecar.decoding import Malformed, encode
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.model.span import Span
+from tiercheck_sidecar.model.tier_verdict import Span
 from tiercheck_sidecar.versions import tier_line
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.tally import WorkerHead
@@ -137,7 +137,7 @@ def test_messages_come_in_pieces_of_any_size() -> None:
 
 
 Connect = Callable[..., ssl.SSLSocket]
-PORT = "tiercheck_sidecar.control.tier_port"
+PORT = "tiercheck_sidecar.control.api"
 
 
 @pytest.fixture

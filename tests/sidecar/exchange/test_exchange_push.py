@@ -1,7 +1,11 @@
-"""Copies are verified before they are acknowledged, and taken up again where they broke."""
+"""Copies are verified before they are acknowledged, and taken up again where they broke.
+
+Peers notice at once that one of them is gone, and one that was cut off learns from them that it is.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -10,16 +14,19 @@ from typing import Any
 import pytest
 
 from tests.sidecar.stations import MakeStations, send_bytes
-from tests.sidecar.world import until
-from tiercheck.protocol.directive import Tier
+from tests.sidecar.world import DEADLINE, FakeLauncher, MakeWorld, World, until
+from tiercheck.protocol import names
+from tiercheck.protocol.directive import Phase, Tier
+from tiercheck.protocol.report import Break, Report, Unreachable
 from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck_sidecar.decoding import decode
 from tiercheck_sidecar.digest import length_of
-from tiercheck_sidecar.exchange import server, transfers
+from tiercheck_sidecar.exchange import server, session
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
+from tiercheck_sidecar.exchange.session import Inbox
 from tiercheck_sidecar.exchange.streams import Line, TooDamaged
-from tiercheck_sidecar.exchange.transfers import Inbox
-from tiercheck_sidecar.replicate.sender import Pushed, PushRefused, push
+from tiercheck_sidecar.replicate.lane import PushRefused, push
 from tiercheck_sidecar.vault import NoFreeSlot, Seal
 
 MIB = 1 << 20
@@ -61,9 +68,9 @@ def test_copy_is_byte_for_byte_what_was_saved(stations: MakeStations) -> None:
     job = stations()
     seal = job[0].save(Version(5, 1), LARGE)
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert line.sent == seal.digests.size
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert line.sent == seal.digests.size, "what the holder has is not sent again"
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
 
@@ -75,7 +82,7 @@ def test_delta_shorter_than_its_slot_is_copied_up_to_its_end(stations: MakeStati
     with job[0].vault.pin(Artifact(0, Version(6, 1), Kind.DELTA)) as slot:
         assert slot.size > seal.digests.size
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert line.sent == seal.digests.size
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
     assert not job[1].holds(Artifact(0, Version(6, 1), Kind.SNAPSHOT))
@@ -90,7 +97,7 @@ def test_broken_stream_is_taken_up_where_it_stopped(stations: MakeStations) -> N
 
     cables = [Breaking(job[0].connect(1), 2, arrived)]
     with Line(lambda: cables.pop() if cables else job[0].connect(1)) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         resent = line.sent - seal.digests.size
     assert resent == 0, "both chunks had arrived"
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
@@ -113,7 +120,7 @@ def test_sender_that_comes_back_is_told_what_is_there(stations: MakeStations) ->
     assert (again.state, set(again.missing)) == ("send", set(range(chunks)) - {0, 3, 5})
     second.close()
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert line.sent == sum(length_of(seal.digests, index) for index in (1, 2, 4))
 
 
@@ -161,7 +168,7 @@ def test_stream_of_before_cannot_write_once_its_sender_began_again(stations: Mak
     inbox = job[1].server.inbox
     transfer = until(lambda: inbox.find(said.transfer, 0), "offered")
     until(lambda: transfer.idle() == 0, "the stream is open")
-    assert job[0].push(seal, 1) is Pushed.KEPT
+    assert job[0].push(seal, 1)
     with pytest.raises(WireBroken):
         old.receive(Say)
     old.close()
@@ -202,10 +209,10 @@ def test_idle_connection_that_the_holder_closed_costs_nothing(stations: MakeStat
     job = stations()
     first, second = job[0].save(Version(5, 1), MIB), job[0].save(Version(6, 1), MIB)
     with job[0].line(1) as line:
-        assert push(job[0].vault, first, line) is Pushed.KEPT
+        assert push(job[0].vault, first, line)
         for wire in line.wires(1):
             wire.cut()
-        assert push(job[0].vault, second, line) is Pushed.KEPT
+        assert push(job[0].vault, second, line)
 
 
 def test_one_connection_carries_many_deltas(stations: MakeStations) -> None:
@@ -220,7 +227,7 @@ def test_one_connection_carries_many_deltas(stations: MakeStations) -> None:
     job[0].save(Version(1, 1), MIB)
     with Line(connect) as line:
         for step in range(2, 6):
-            assert push(job[0].vault, job[0].save(Version(step, 1), 1000, Kind.DELTA), line) is Pushed.KEPT
+            assert push(job[0].vault, job[0].save(Version(step, 1), 1000, Kind.DELTA), line)
     assert made == 1
 
 
@@ -229,9 +236,9 @@ def test_holder_without_room_says_so_and_takes_it_later(stations: MakeStations) 
     seals = [job[0].save(Version(step, 1), MIB) for step in (1, 2, 3)]
     with job[0].line(1) as line:
         said = [push(job[0].vault, seal, line) for seal in seals]
-        assert said == [Pushed.KEPT, Pushed.KEPT, Pushed.BUSY]
+        assert said == [True, True, False]
         job[1].vault.evict(lambda seal: seal.version == Version(1, 1))
-        assert push(job[0].vault, seals[2], line) is Pushed.KEPT
+        assert push(job[0].vault, seals[2], line)
 
 
 def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(
@@ -244,7 +251,7 @@ def test_transfer_that_was_left_gives_way_to_one_that_needs_its_slot(
     abandoned.send(offer(old))
     assert abandoned.receive(Say).state == "send"
     abandoned.close()
-    assert job[0].push(new, 1) is Pushed.KEPT
+    assert job[0].push(new, 1)
 
 
 def test_transfer_that_nobody_comes_back_for_is_given_up(stations: MakeStations) -> None:
@@ -253,7 +260,7 @@ def test_transfer_that_nobody_comes_back_for_is_given_up(stations: MakeStations)
     now = 100.0
     inbox = Inbox(job[1].vault, lambda: now)
     transfer = inbox.open(CallerClaim("uid", 0, 1, ""), Seal(0, seal.version, 2, Tier.PEER, seal.digests))
-    now += transfers.LINGER
+    now += session.LINGER
     inbox.sweep()
     assert inbox.find(transfer.name, 0) is transfer
     assert inbox.find(transfer.name, 1) is None, "it is its sender's alone"
@@ -297,7 +304,7 @@ def test_one_worker_cannot_take_all_connections_in_whoevers_name(
     wires = [dial(thief, 1, job.peer(1), job.port) for _ in range(8)]
     seal = job[0].save(Version(5, 1), MIB)
     for _ in range(3):
-        assert job[0].push(seal, 1) is Pushed.KEPT
+        assert job[0].push(seal, 1)
     for wire in wires:
         wire.close()
 
@@ -306,3 +313,57 @@ def test_worker_that_the_job_does_not_have_is_refused(stations: MakeStations) ->
     job = stations(workers=3)
     with pytest.raises(PeerRefused, match="the job has no worker 1000"):
         dial(replace(job[2].identity, worker=1000), 1, job.peer(1), job.port)
+
+
+def lost(world: World, worker: int) -> dict[int, Unreachable]:
+    return {each.worker: each for each in world.report(worker).unreachable}
+
+
+def news(world: World, worker: int, after: int) -> Report:
+    """As the controller asks: the answer comes with the news, or when the time is over."""
+    status, body = world.call(worker, "GET", f"/v1/report?after={after}&wait={DEADLINE}")
+    assert status == 200
+    return decode(body, Report)
+
+
+def test_killed_neighbour_is_told_to_the_controller_in_its_open_call(make_world: MakeWorld) -> None:
+    world = make_world(workers=3).launch()
+    until(lambda: world.report(0).trainer.state is not None, "worker 0 to settle")
+    before = world.report(0)
+    assert before.unreachable == ()
+    killed = time.time()
+    world.kill(1)
+    report = news(world, 0, world.report(0).serial)
+    (gone,) = report.unreachable
+    assert (gone.worker, gone.host, gone.how) == (1, world.host(1), Break.REFUSED)
+    assert gone.since <= killed + 1
+    until(lambda: lost(world, 2), "its other neighbour notices as well")
+
+
+def test_silent_neighbour_is_told_apart_from_a_closed_one_and_well_again_when_it_answers(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(workers=2).launch()
+    world.pause(1)  # its kernel goes on to accept connections, and nobody answers
+    until(lambda: lost(world, 0), "worker 0 misses worker 1")
+    assert lost(world, 0)[1].how is Break.SILENT
+    world.resume(1)
+    until(lambda: not lost(world, 0), "worker 1 is back")
+
+
+def test_worker_that_was_cut_off_stops_its_trainer_when_it_hears_of_the_next_attempt(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(workers=2).launch()
+    launcher = FakeLauncher(world.run_dir(1) / names.SOCKET_NAME)
+    order = launcher.order()
+    while order.phase is not Phase.RELEASE:
+        order = launcher.order()
+    assert order.attempt == 1
+    launcher.tell("started", 1)
+    world.new_attempt()  # the controller reaches worker 0 only
+    for phase in (Phase.HOLD, Phase.RELEASE):
+        assert world.send(0, world.directive(0, phase))[0] == 200
+    order = launcher.order()
+    assert (order.attempt, order.phase) == (2, Phase.HOLD), "the command of attempt 1 has to stop"
+    launcher.close()

@@ -1,33 +1,44 @@
-"""Copies go over the interfaces that the job names, or the pod's address where none works."""
+"""Copies go over the interfaces that the job names, or the pod's address where none works.
+
+They go over further networks, as Multus gives them, and outlive the loss of one.
+"""
 
 from __future__ import annotations
 
+import re
 import socket
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sidecar.exchange.pod_networks import PodNetworks, why_not
+from tests.sidecar.nursery import nursery
 from tests.sidecar.stations import MakeStations, Stations
-from tests.sidecar.world import until
+from tests.sidecar.world import MakeWorld, World, until
 from tiercheck.protocol.directive import Peer, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_local.addresses import free_ports
 from tiercheck_sidecar.exchange import handshake
-from tiercheck_sidecar.exchange.fetch import fetch
-from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
-from tiercheck_sidecar.exchange.network.addresses import LEFT_ALONE, PeerAddresses, PeerRoute, pair
-from tiercheck_sidecar.exchange.network.interfaces import (
+from tiercheck_sidecar.exchange.addresses import (
+    LEFT_ALONE,
     NamedAddress,
     OwnAddress,
+    PeerAddresses,
+    PeerRoute,
     choose_addresses,
     own_addresses,
+    pair,
 )
+from tiercheck_sidecar.exchange.fetch import fetch
+from tiercheck_sidecar.exchange.frames import Ask, Say, Wire
 from tiercheck_sidecar.exchange.server import ExchangeServer
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import push
 
 MIB = 1 << 20
 LARGE = 21 * MIB
@@ -135,7 +146,7 @@ def test_one_copy_goes_over_all_named_interfaces_at_once(stations: MakeStations)
     job = with_rails(stations, "net1", "net2")
     seal = job[0].save(Version(5, 2), LARGE)
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         ends = {(wire.near_end[0], wire.far_end[0]) for wire in line.wires(2)}
     assert ends == {(job.rail(n, 0), job.rail(n, 1)) for n in (1, 2)}, "each from its own to the other's"
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
@@ -176,7 +187,7 @@ def test_copy_goes_on_over_the_other_interface_when_one_is_cut_in_mid_copy(
 
     monkeypatch.setattr(Wire, "send_chunk", send_and_pull)
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert {wire.far_end[0] for wire in line.wires(2)} == {job.rail(2, 1)}
         assert line.sent < 2 * seal.digests.size, "what had arrived is not sent again"
     assert cut.pulled == {victim}
@@ -218,7 +229,7 @@ def test_missing_interface_is_told_with_those_that_there_are_and_copies_are_made
     assert "no interface net7 or 10.99.0.0/16" in problem.message
     assert f"eth0 ({job.host(0)}), net1 ({job.rail(1, 0)})" in problem.message
     seal = job[0].save(Version(5, 2), MIB)
-    assert job[0].push(seal, 1) is Pushed.KEPT
+    assert job[0].push(seal, 1)
     assert job[1].holds(Artifact(0, seal.version))
     job.next_attempt(policy=Policy(None, 1_000_000, 5, peer_interfaces=("net1",)))
     until(lambda: not job[0].state.problems, "all is well")
@@ -283,3 +294,97 @@ class Cut:
 
     def pull(self, *hosts: str) -> None:
         self.pulled.update(hosts)
+
+
+SIZE = 16 * MIB
+
+
+@pytest.fixture
+def world(make_world: MakeWorld) -> Iterator[World]:
+    """Two workers; each pod has net1, and net2 for IPv6 only."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    nursery()  # whose network is that of other tests
+    networks = PodNetworks(2)
+    world = make_world(workers=2, limit=1 << 28)
+    world.network, world.networks = "10.88.0", networks
+    try:
+        with networks.entered():
+            yield world
+    finally:
+        world.close()
+        networks.close()
+
+
+def begin(world: World, *entries: str, bandwidth: int | None = None) -> None:
+    world.policy = replace(world.policy, peer_interfaces=entries, peer_bandwidth=bandwidth)
+    world.launch()
+    until(
+        lambda: all(len(listens_at(world, worker)) == len(entries) for worker in (0, 1)), "they listen there"
+    )
+
+
+def listens_at(world: World, worker: int) -> list[str]:
+    """Beside the pod's address."""
+    told = re.findall(r"the exchange also listens at: (.*)", world.logs(worker))
+    return told[-1].split(", ") if told else []
+
+
+def networks_of(world: World) -> PodNetworks:
+    assert world.networks is not None
+    return world.networks
+
+
+def sent(world: World, interface: str) -> int:
+    return networks_of(world).carried(0, interface)
+
+
+def test_copies_and_restores_go_over_the_named_interfaces_and_not_over_the_pods(world: World) -> None:
+    begin(world, "net1", "fd00:89::/32", bandwidth=32 * MIB)
+    assert listens_at(world, 0) == ["10.89.0.1", "fd00:89::1"]
+    with world.ranks(SIZE) as ranks:
+        for rank in ranks:
+            assert rank.save(5)
+        world.reach("peer", Version(5, 1))
+    assert sent(world, "net1") > SIZE / 8
+    assert sent(world, "net2") > SIZE / 8
+    assert sent(world, "net1") + sent(world, "net2") > SIZE
+    copied = networks_of(world).carried(1, "net1") + networks_of(world).carried(1, "net2")
+    world.lose(0)
+    world.start(0)
+    world.begin(Version(5, 1), {0: (world.from_peer(1),)})
+    (rank,) = world.report(0).restore.ranks
+    assert (rank.tier, rank.worker) == (Tier.PEER, 1)
+    back = networks_of(world).carried(1, "net1") + networks_of(world).carried(1, "net2") - copied
+    assert back > SIZE
+    assert max(networks_of(world).carried(pod, "eth0") for pod in (0, 1)) < SIZE / 4
+
+
+@pytest.mark.extended
+def test_copy_goes_on_over_the_other_interface_when_one_falls_silent(world: World) -> None:
+    begin(world, "net1", "net2", bandwidth=2 * MIB)
+    with world.ranks(SIZE) as ranks:
+        for rank in ranks:
+            assert rank.save(5)
+        until(lambda: min(sent(world, "net1"), sent(world, "net2")) > MIB, "it is on its way over both")
+        networks_of(world).cut(1, "net1")
+        assert not world.holds(1, 0, Version(5, 1), Tier.PEER)
+        until(lambda: world.holds(1, 0, Version(5, 1), Tier.PEER), "it arrives all the same")
+    assert "worker 1 is not reached at 10.89.0.2 from 10.89.0.1" in world.logs(0)
+    assert sent(world, "net2") > SIZE / 2
+    assert sent(world, "eth0") < SIZE / 4
+    assert not world.report(0).unreachable, "its pod's address answers all the time"
+
+
+def test_copies_go_over_the_pods_address_when_all_others_are_silent_and_a_missing_one_is_told(
+    world: World,
+) -> None:
+    world.policy = replace(world.policy, peer_interfaces=("net1", "net7"))
+    world.launch()
+    (problem,) = until(lambda: world.report(0).problems, "net7 is missing")
+    assert problem.reason == "InterfaceMissing"
+    assert "no interface net7" in problem.message
+    assert "net2 (fd00:89::1)" in problem.message, "what there is"
+    networks_of(world).cut(1, "net1")
+    world.save_everywhere(5)

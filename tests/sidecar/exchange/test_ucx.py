@@ -13,12 +13,12 @@ from tests.sidecar.stations import MakeStations, Stations
 from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.directive import Phase, Policy, Tier
 from tiercheck.protocol.version import Artifact, Version
+from tiercheck_sidecar.exchange import ucx
+from tiercheck_sidecar.exchange.channel import TcpChannel
 from tiercheck_sidecar.exchange.fetch import fetch
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import dial_pod
-from tiercheck_sidecar.exchange.network import ucx
-from tiercheck_sidecar.exchange.network.transport import TcpChannel
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import push
 
 MIB = 1 << 20
 LARGE = 21 * MIB
@@ -45,7 +45,7 @@ def test_copies_and_restores_are_carried_by_ucx(stations: MakeStations, encrypte
     job[0].identity.encrypts = lambda: encrypted
     seal = job[0].save(Version(5, 1), LARGE)
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert all(is_by_ucx(wire) for wire in line.wires(2))
         assert {wire.far_end[0] for wire in line.wires(2)} == {job.host(1)}
     content = job[0].content(seal, Tier.LOCAL)
@@ -113,6 +113,6 @@ def test_where_ucx_is_missing_it_is_told_and_tcp_carries_copies(stations: MakeSt
         station.identity.ucx = lambda: True  # as if it were there until it is needed
     seal = job[0].save(Version(5, 2), MIB)
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert type(line.wires(1)[0].channel) is TcpChannel
     assert job[1].holds(Artifact(0, seal.version))

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.operator_key import sign_attempt
-from tests.sidecar.stations import MakeStations, Stations, send_bytes
-from tests.sidecar.values import TOKEN
+from tests.sidecar.stations import TOKEN, MakeStations, Stations, send_bytes
 from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol.directive import Peer, Tier
 from tiercheck.protocol.version import Artifact, Version
 from tiercheck_sidecar.app import Sidecar
 from tiercheck_sidecar.exchange import handshake
+from tiercheck_sidecar.exchange.channel import TAG, directions
 from tiercheck_sidecar.exchange.frames import END, Ask, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import (
     CallerClaim,
@@ -34,9 +34,8 @@ from tiercheck_sidecar.exchange.handshake import (
     admit,
     dial,
 )
-from tiercheck_sidecar.exchange.protection import TAG, directions
 from tiercheck_sidecar.exchange.streams import Line
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.replicate.lane import push
 from tiercheck_sidecar.tags import ChunkTag, Tagger, Tags
 
 MIB = 1 << 20
@@ -440,7 +439,7 @@ def test_bit_that_turned_on_the_way_is_noticed_and_the_copy_is_right_in_the_end(
     seal = job[0].save(Version(5, 1), 2 * MIB)
     assert (seal.tags is None) == (how == "without tags")
     with on_the_path(job, monkeypatch, at=MIB) as (middle, line):
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert middle.at is None
         assert line.sent > seal.digests.size, "the chunk was sent again"
     assert job[1].content(seal, Tier.PEER) == job[0].content(seal, Tier.LOCAL)
@@ -456,7 +455,7 @@ def test_whoever_listens_reads_the_state_only_if_neither_end_wants_it_encrypted(
     seal = job[0].save(Version(5, 1), 2 * MIB)
     content = job[0].content(seal, Tier.LOCAL)
     with on_the_path(job, monkeypatch) as (middle, line):
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
     sides = middle.heard["caller"] + middle.heard["called"]
     secret = [content[MIB : MIB + 64], b'"offer"', b"weight"]
     assert [each in sides for each in secret] == [who == "nobody"] * 3

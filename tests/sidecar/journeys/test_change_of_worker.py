@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sidecar.restore.test_restore import DELTA, SIZE, training
-from tests.sidecar.values import image
+from tests.sidecar.stations import image
 from tests.sidecar.world import FakeLauncher, MakeWorld, World, layout, until
 from tiercheck.protocol import names
 from tiercheck.protocol.directive import Phase, Tier

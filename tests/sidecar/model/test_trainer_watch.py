@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tiercheck.protocol.directive import HangLimits
 from tiercheck.protocol.local import LauncherEvent
 from tiercheck.protocol.report import Exact, RankFailure, ResumeProof, TrainerReport, TrainerState
-from tiercheck_sidecar.model.stall_watch import StallWatch
-from tiercheck_sidecar.model.trainer_watch import COME_BACK_SECONDS, TrainerWatch
+from tiercheck_sidecar.model.trainer_watch import COME_BACK_SECONDS, StallWatch, TrainerWatch
 
 
 def running(attempt: int = 1) -> TrainerWatch:

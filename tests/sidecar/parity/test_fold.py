@@ -12,10 +12,10 @@ from tests.sidecar.world import JOB_UID, until
 from tiercheck.protocol.directive import Peer
 from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck_sidecar import coding
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim, PeerRefused, dial
-from tiercheck_sidecar.parity import coding
 from tiercheck_sidecar.tags import Tagger
 from tiercheck_sidecar.vault import Seal
 

@@ -1,15 +1,165 @@
-"""Whole sidecars under parity bring back what is lost by the directive alone."""
+"""Training never waits for a holder of parity; bandwidth is kept to, and a person is told.
+
+Whole sidecars under parity bring back what is lost by the directive alone.
+"""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.sidecar.journeys.strikes import Strikes
+from tests.sidecar.parity.group import Group, MakeJob
 from tests.sidecar.world import MakeWorld, World, content, layout, until
+from tiercheck import supervised
 from tiercheck.protocol.directive import Directive, ParityGroup, Phase, Policy, Source, Tier
 from tiercheck.protocol.report import Report
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Artifact, Kind, Version
+
+V = Version(10, 1)
+
+
+def problems(job: Group, worker: int) -> list[str]:
+    return [each.message for each in job.stations[worker].state.problems if each.reason == "PeerUnreachable"]
+
+
+def test_holder_that_does_not_answer_is_told_and_taken_back_when_it_does(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    job.stations[2].stop()
+    job.save(V, 100_000)
+    job.name(V)
+    (told,) = until(lambda: problems(job, 0), "the member says so")
+    assert told.startswith("Worker 2 takes no parity: ")
+    job.lose(2)
+    job.stations[2].follow(job.directive(2))
+    job.stations[2].name(V)
+    until(lambda: V in job.stations[0].copied(0), "protected")
+    until(lambda: not problems(job, 0), "the member takes it back")
+
+
+def test_last_word_of_a_holder_is_the_one_that_stays(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots and deltas are told of by two threads."""
+    job = make_job(data=2, parity=1)
+    job.save(V, 100_000)
+    job.name(V)
+    until(lambda: V in job.stations[0].copied(0), "linked")
+    state, (link,) = job.stations[0].state, job.stations[0].sender._links
+    real, held, go_on = state.problem, threading.Event(), threading.Event()
+
+    def late(reason: str, message: str) -> None:
+        if message:
+            held.set()
+            go_on.wait(60)
+        real(reason, message)
+
+    monkeypatch.setattr(state, "problem", late)
+    words = [(Kind.SNAPSHOT, "it is full"), (Kind.SNAPSHOT, "")]
+    threads = [threading.Thread(target=link._tell, args=word) for word in words]
+    threads[0].start()
+    assert held.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)  # if it does not wait for the first, it is over now
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert problems(job, 0) == []
+
+
+def test_holder_that_ends_is_left_for_the_one_that_takes_its_place(make_job: MakeJob) -> None:
+    """Or its last word, that it has everything, would be asked for again and again."""
+    job = make_job(data=2, parity=1)
+    job.protect(V, 100_000)
+    job.lose(2)
+    job.stations[2].follow(job.directive(2))
+    job.name(V)
+    until(job.stations[2].blocks, "the members bring it anew")
+
+
+def test_one_holder_in_trouble_does_not_hide_behind_the_other(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=2)
+    job.stations[3].stop()
+    for step in (10, 11):
+        job.save(Version(step, 1), 100_000)
+        job.name(Version(step, 1))
+        until(lambda: [1 for each in problems(job, 0) if each.startswith("Worker 3 ")], "worker 3 is named")
+    assert job.stations[0].copied(0) == [], "one block of two is not enough to count"
+    assert not [1 for each in problems(job, 0) if "Worker 2" in each]
+
+
+def test_what_was_brought_is_counted_once(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1, procs=2)
+    job.protect(V, 100_000)
+    state = job.stations[0].state
+    until(lambda: state.counters.replicated == 2, "two ranks at one holder")
+    job.next_attempt(V.step)
+    until(lambda: V in job.stations[0].copied(0), "the holder says again what it has")
+    assert state.counters.replicated == 2
+
+
+def test_own_artifact_that_rotted_is_quarantined_instead_of_being_sent_for_ever(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    member = job.stations[0]
+    job.save_rank(0, V, 1_000_000)
+    job.spoil(0, V, 500_000)
+    job.name(V)
+    until(lambda: member.state.quarantined, "the member looks at its own memory")
+    assert (member.state.quarantined[0].worker, member.state.quarantined[0].version) == (0, V)
+    assert member.vault.find(Artifact(0, V)) is None
+
+
+def test_deltas_and_snapshots_share_the_workers_bandwidth(make_job: MakeJob) -> None:
+    job = make_job(data=2, parity=1)
+    taken: list[int] = []
+    for station in job.members:
+        plain = station.sender.bucket.take
+        station.sender.bucket.set_rate(1 << 30)
+        station.sender.bucket.take = lambda size, plain=plain: (taken.append(size), plain(size))  # type: ignore[method-assign, misc]
+    saved = job.protect(V, 1_000_000)
+    job.save(Version(11, 1), 50_000, kind=Kind.DELTA)
+    until(lambda: Version(11, 1) in job.stations[0].copied(0, Kind.DELTA), "the delta is protected")
+    assert sum(taken) >= sum(map(len, saved.values())) + 2 * 50_000
+
+
+def test_blocks_are_made_and_counted_although_every_wait_of_every_lane_fails_once(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strikes = Strikes(monkeypatch)
+    job = make_job(data=2, parity=1)
+    job.save(V, 100_000)
+    job.name(V)
+    until(lambda: V in job.stations[0].copied(0), "protected")
+    until(lambda: not strikes.spared(), "all fail")
+    assert set(strikes.begun.values()) >= {"parity-2-status", "parity-2-snapshots", "parity-2-deltas"}
+    job.save(Version(11, 1), 100_000)
+    job.name(Version(11, 1))
+    until(lambda: Version(11, 1) in job.stations[0].copied(0), "protected after that")
+
+
+def test_lanes_that_got_no_thread_at_first_are_begun_later(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "FIRST", 0.01)
+    real, refused = threading.Thread.start, set[str]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("parity-2-") and thread.name not in refused:
+            refused.add(thread.name)
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    job = make_job(data=2, parity=1)
+    job.save(V, 100_000)
+    job.name(V)
+    until(lambda: V in job.stations[0].copied(0), "protected")
+    assert len(refused) == 3
+
 
 SIZE, DELTA = 3_000_000, 200_000
 

@@ -27,7 +27,7 @@ from tiercheck_sidecar.remote import (
     RemoteMissing,
     open_store,
 )
-from tiercheck_sidecar.remote.s3 import s3_multipart
+from tiercheck_sidecar.remote.s3 import s3
 from tiercheck_sidecar.remote.store import RemoteStore
 
 JOB = "research/gpt"
@@ -37,7 +37,7 @@ FIRST, SECOND, THIRD = Version(100, 1), Version(200, 1), Version(300, 2)
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_multipart, "PART", 5 * CHUNK)  # the least that S3 allows
+    monkeypatch.setattr(s3, "PART", 5 * CHUNK)  # the least that S3 allows
 
 
 @pytest.fixture

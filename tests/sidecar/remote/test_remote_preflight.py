@@ -27,17 +27,17 @@ from tests.sidecar.remote.s3.faulty_proxy import (
     refusal,
 )
 from tests.sidecar.remote.test_remote_two_jobs import Opener, restored
-from tests.sidecar.values import config_of
+from tests.sidecar.stations import config_of
 from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.manifest import Manifest
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.offload.remote_inventory import RemoteListing
+from tiercheck_sidecar.offload import RemoteListing
 from tiercheck_sidecar.remote import RemoteConfigError, StoreFinding, examine_place, open_store, preflight
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.objects import Stored
 from tiercheck_sidecar.remote.preflight import CHUNK, examine
-from tiercheck_sidecar.remote.s3 import s3, s3_multipart
+from tiercheck_sidecar.remote.s3 import s3
 
 # Settings
 
@@ -116,7 +116,7 @@ VERSION = Version(10, 1)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "SETTLE_SECONDS", 0.05)
-    monkeypatch.setattr(s3_multipart, "PART", 5 * CHUNK)  # the least that S3 allows
+    monkeypatch.setattr(s3, "PART", 5 * CHUNK)  # the least that S3 allows
     monkeypatch.setattr(preflight, "SIZE", 6 * CHUNK)
 
 

@@ -1,19 +1,31 @@
-"""Whatever the bucket does, training goes on; after the loss of all ranks it is read once."""
+"""Whatever the bucket does, training goes on; after the loss of all ranks it is read once.
+
+Neither a clock nor a power cut costs the version that a restore would choose.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.sidecar.remote.remote_places import S3Place
+from tests.crash_disk import CrashDisk
+from tests.examples import examples
+from tests.sidecar.remote.remote_places import S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fault, Proxy, Seen
 from tests.sidecar.world import MakeWorld, until
 from tiercheck.protocol.directive import Phase, Source, Tier
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.manifest import Manifest
+from tiercheck.protocol.version import Branch, History, Version
+from tiercheck_sidecar.remote import open_store
+from tiercheck_sidecar.remote.keys import is_abandoned, to_delete
 
 
 @pytest.mark.parametrize(
@@ -97,3 +109,125 @@ def test_restore_of_all_ranks_reads_each_artifact_once_however_many_copies_are_k
             assert world.holds((worker + distance) % 3, worker, Version(10, 1), Tier.PEER)
     assert set(Counter(proxy.reads()).values()) == {1}
     assert len(proxy.reads()) == 3
+
+
+versions = st.builds(Version, st.integers(1, 20), st.integers(1, 4))
+committed = st.dictionaries(versions, st.floats(0, 100))
+histories = st.dictionaries(st.integers(1, 4), st.integers(0, 20), max_size=4).map(
+    lambda bases: History(tuple(Branch(attempt, bases[attempt]) for attempt in sorted(bases)))
+)
+
+
+@settings(max_examples=examples(200))
+@given(committed, st.integers(-1, 5), st.sets(versions), st.none() | histories)
+def test_newest_of_the_history_and_protected_are_never_deleted(
+    when: dict[Version, float], keep: int, protect: set[Version], history: History | None
+) -> None:
+    doomed = set(to_delete(when, keep, protect, None, history))
+    left = set(when) - doomed
+    assert doomed <= set(when)
+    assert not doomed & protect
+    accepted = sorted(version for version in when if history is None or history.accepts(version))
+    if history is not None:
+        assert set(accepted[-max(keep, 1) :]) <= left, "the newest that a restore may choose from"
+        dead = left - protect - set(accepted)
+        assert not dead or set(accepted) <= left, "what is dead never outlives what counts"
+    if when:
+        assert len(left) >= min(len(when), max(keep, 1))
+        assert len(left - protect) <= max(keep, 1)
+
+
+@settings(max_examples=examples(200))
+@given(committed, st.permutations(range(100)), st.integers(1, 5), st.none() | histories)
+def test_no_clock_decides_what_is_kept(
+    when: dict[Version, float], other: list[int], keep: int, history: History | None
+) -> None:
+    shuffled = {version: float(other[index % len(other)]) for index, version in enumerate(when)}
+    assert to_delete(when, keep, set(), None, history) == to_delete(shuffled, keep, set(), None, history)
+
+
+def test_after_a_rollback_to_a_new_coordinator_with_a_slow_clock_its_versions_stay() -> None:
+    when = {Version(100, 1): 1000.0, Version(200, 1): 2000.0, Version(150, 2): 500.0, Version(160, 2): 600.0}
+    history = History((Branch(1, 0), Branch(2, 100)))
+    assert set(to_delete(when, 2, {Version(160, 2)}, None, history)) == {Version(100, 1), Version(200, 1)}
+    assert to_delete(when, 3, set(), None, history) == (Version(200, 1),), "100 is what attempt 2 began from"
+
+
+def test_dead_versions_are_kept_only_in_place_of_those_that_are_not_there_yet() -> None:
+    when = {Version(step, 1): float(step) for step in (100, 200, 300)} | {Version(150, 2): 400.0}
+    history = History((Branch(1, 0), Branch(2, 100)))
+    assert to_delete(when, 3, set(), None, history) == (Version(200, 1),)
+
+
+@settings(max_examples=examples(200))
+@given(committed, st.integers(1, 5), st.floats(0, 100), st.none() | histories)
+def test_young_versions_are_kept_however_many_they_are(
+    when: dict[Version, float], keep: int, keep_seconds: float, history: History | None
+) -> None:
+    by_count = set(to_delete(when, keep, set(), None, history))
+    doomed = set(to_delete(when, keep, set(), keep_seconds, history))
+    assert doomed <= by_count, "age only ever keeps more"
+    for version in by_count:
+        young = max(when.values()) - when[version] <= keep_seconds
+        assert (version in doomed) is not young
+
+
+@settings(max_examples=examples(200))
+@given(st.sets(versions), st.sets(versions), histories, versions)
+def test_what_may_still_be_completed_is_never_taken_for_abandoned(
+    kept: set[Version], protect: set[Version], history: History, version: Version
+) -> None:
+    abandoned = is_abandoned(version, kept, protect, history)
+    newest = max((each for each in kept if history.accepts(each)), default=None)
+    if version in protect or version.attempt > max([history.attempt, *(each.attempt for each in kept)]):
+        assert not abandoned
+    if history.accepts(version) and (newest is None or version > newest):
+        assert not abandoned, "the next one that the job may complete"
+    if newest is not None and history.accepts(version) and version < newest and version not in protect:
+        assert abandoned
+
+
+def test_uploads_of_a_dead_line_are_abandoned_once_the_new_one_has_a_version() -> None:
+    history = History((Branch(1, 0), Branch(2, 300)))
+    assert is_abandoned(Version(900, 1), {Version(400, 2)}, set(), history)
+    assert not is_abandoned(Version(900, 1), {Version(300, 1)}, {Version(900, 1)}, history)
+    assert not is_abandoned(Version(100, 3), {Version(400, 2)}, set(), history), (
+        "a newer attempt, of which we have not heard"
+    )
+    assert not is_abandoned(Version(500, 2), {Version(400, 2)}, set(), history)
+    assert not is_abandoned(Version(500, 2), set(), set(), history)
+
+
+# Power cuts
+
+
+def test_no_manifest_outlives_its_artifacts_and_none_comes_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "shared"
+    root.mkdir()
+    disk = CrashDisk(root, monkeypatch)
+    store = open_store(json.dumps({"directory": {"path": str(root), "subPath": "a/b"}}), "research/gpt")
+    folder = root / "a/b/research/gpt"
+    named: dict[Path, list[Path]] = {}
+    judged: set[Path] = set()
+
+    def look() -> None:
+        for manifest, artifacts in named.items():
+            if disk.perhaps(manifest):
+                judged.add(manifest)
+                for artifact in artifacts:
+                    assert disk.surely(artifact), f"{manifest.name} may be there without {artifact}"
+
+    disk.look = look
+    for step in (10, 20, 30):
+        version = Version(step, 1)
+        stored = [store.put_artifact(rank, version, *sealed(tmp_path), None) for rank in (0, 1)]
+        manifest = folder / f"manifests/{step:012d}-1.json"
+        artifacts = [folder / each.key for each in stored]
+        named[manifest] = [*artifacts, *(path.with_suffix(".json") for path in artifacts)]
+        assert store.commit(Manifest("research/gpt", "uid", version, 2, tuple(stored), 1.0))
+        assert disk.surely(manifest), "what is said to exist does so after a crash"
+        store.retain(1)
+    assert judged == set(named)
+    assert store.versions() == [Version(30, 1)]

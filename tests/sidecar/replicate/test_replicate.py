@@ -20,8 +20,8 @@ from tiercheck_sidecar.exchange.handshake import Identity, PeerRefused, dial
 from tiercheck_sidecar.exchange.server import ExchangeServer
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.pacing import SMALLEST_PIECE, Portion, TokenBucket
-from tiercheck_sidecar.replicate import replicate, sender
-from tiercheck_sidecar.replicate.agenda import due, first_of_each_rank
+from tiercheck_sidecar.replicate import lane, replicate
+from tiercheck_sidecar.replicate.lane import due, first_of_each_rank
 from tiercheck_sidecar.replicate.replicate import still_kept
 from tiercheck_sidecar.vault import Seal
 from tiercheck_sidecar.vault.stock import MemoryStock, Where, by_rank
@@ -102,7 +102,7 @@ def test_deltas_pass_while_a_snapshot_is_held_up(
             go_on.wait(60)
         real(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sender, "stream_count", lambda *_: 1)
+    monkeypatch.setattr(lane, "stream_count", lambda *_: 1)
     monkeypatch.setattr(Wire, "send_chunk", held_up)
     job[0].replicate(V(1, 1))
     try:
@@ -282,7 +282,7 @@ def test_bandwidth_of_the_policy_bounds_what_is_sent(stations: MakeStations) -> 
             portion.take(size)
 
     with job[0].line(1) as line:
-        sender.push(job[0].vault, seal, line, Counted())
+        lane.push(job[0].vault, seal, line, Counted())
         assert sum(granted) == line.sent == seal.digests.size
     assert max(granted) <= MIB // 10 + 1
     bucket.take(1)  # granted once what was sent is paid for

@@ -19,8 +19,8 @@ from tiercheck.protocol.manifest import Digests
 from tiercheck.protocol.version import Artifact, Kind, Version
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.digest import digest
-from tiercheck_sidecar.offload.remote_source import JobStore, RemoteSource
-from tiercheck_sidecar.restore.resharded_reads import Lender
+from tiercheck_sidecar.offload import JobStore, RemoteSource
+from tiercheck_sidecar.restore.sources import Lender
 from tiercheck_sidecar.vault import MemoryTooSmall
 
 

@@ -24,8 +24,7 @@ from tiercheck_sidecar import bounded_calls
 from tiercheck_sidecar.control.report import _essence
 from tiercheck_sidecar.exchange import session
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.restore.rank_restore import RankRestorer
-from tiercheck_sidecar.restore.restore import Restorer
+from tiercheck_sidecar.restore.restore import RankRestorer, Restorer
 from tiercheck_sidecar.restore.sources import SOURCE_STALLED, RestoreSources
 
 
@@ -192,7 +191,7 @@ def test_holder_that_says_nothing_more_is_cut_off_and_the_next_one_is_asked(
     def one_by_one(sources: list[Source]) -> Iterator[list[Source]]:
         yield from ([source] for source in sources)
 
-    monkeypatch.setattr("tiercheck_sidecar.restore.rank_restore._at_once", one_by_one)
+    monkeypatch.setattr("tiercheck_sidecar.restore.restore._at_once", one_by_one)
     places = [Source(Tier.PEER, job.peer(worker)) for worker in (1, 2)]
     reach = reach_of(job, object())
     hours_pass(reach, job[0].state, "worker 1", mute_now, monkeypatch)

@@ -1,22 +1,31 @@
-"""Slots are made ready so that the first delta comes soon, and so that nobody waits for all of them."""
+"""Slots are made ready so that the first delta comes soon, and so that nobody waits for all of them.
+
+What a slot's memory is made of and where it lies makes no difference to what is in it.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.sidecar.values import config_of, directive_of
+from tests.examples import examples
+from tests.sidecar.stations import config_of, directive_of
+from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import OWN_SLOTS, Room
 from tiercheck.protocol.report import RestoreReport, RestoreState
 from tiercheck.protocol.version import Kind, Version
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.vault import Vault
+from tiercheck_sidecar.vault import Vault, slots
 from tiercheck_sidecar.vault import vault as vaults
-from tiercheck_sidecar.vault.slots import create
+from tiercheck_sidecar.vault.slots import create, touch_on_node
 from tiercheck_sidecar.versions.reclaim import Reclaimer
 
 SIZE, RANKS, CADENCE = 64 << 10, (0, 1, 2), 3
@@ -143,3 +152,140 @@ def test_slots_are_freed_while_others_are_made_ready(tmp_path: Path, monkeypatch
         go_on.set()
         preparing.join(60)
     assert ready(vault, Kind.SNAPSHOT)[1] == OWN_SLOTS, "it was made beside the others"
+
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    """Where a memory volume would be, if this machine has one."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        return tmp_path / "slot"
+    path = shared / f"tiercheck-test-{os.getpid()}-{tmp_path.name}"
+    return path
+
+
+@pytest.fixture
+def slot(volume: Path):
+    yield volume
+    volume.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("size", [1, 4096, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 7 * MIB + 12345])
+def test_new_slot_is_zero_paid_for_and_as_long_as_asked(slot: Path, size: int) -> None:
+    view = slots.create(slot, size)
+    assert len(view) == size
+    assert slot.stat().st_size == size
+    assert slot.stat().st_blocks * 512 >= size
+    assert slot.read_bytes() == bytes(size)
+
+
+def test_slot_is_made_of_small_pages_where_huge_ones_are_refused(
+    slot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = slots._advise, []
+
+    def advise(address: int, length: int, advice: int) -> None:
+        if advice == slots._MADV_COLLAPSE:
+            refused.append(length)
+            raise OSError(22, "refused")
+        real(address, length, advice)
+
+    monkeypatch.setattr(slots, "_advise", advise)
+    monkeypatch.setattr(slots, "huge_page", lambda: 2 * MIB)
+    view = slots.create(slot, 5 * MIB)
+    assert refused == [4 * MIB]
+    assert slot.stat().st_blocks * 512 >= 5 * MIB
+    assert bytes(view) == bytes(5 * MIB)
+
+
+def test_slot_is_made_on_a_kernel_without_huge_pages(slot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "huge_page", lambda: 0)
+    view = slots.create(slot, 3 * MIB)
+    view[:4] = b"data"
+    assert slot.read_bytes()[:8] == b"data\0\0\0\0"
+    assert slot.stat().st_blocks * 512 >= 3 * MIB
+
+
+def test_mapping_that_somebody_still_reads_outlives_its_owner_and_then_goes(slot: Path) -> None:
+    view = slots.create(slot, 3 * MIB)
+    view[2 * MIB :] = b"x" * MIB
+    part = view[2 * MIB : 2 * MIB + 3]
+    view.release()
+    slot.unlink()
+    assert bytes(part) == b"xxx"
+    assert slot.name in Path("/proc/self/maps").read_text()
+    part.release()
+    gc.collect()
+    assert slot.name not in Path("/proc/self/maps").read_text()
+
+
+@settings(
+    max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(size=st.integers(1, 5 * MIB), data=st.data())
+def test_what_is_written_through_the_mapping_is_in_the_file(
+    slot: Path, size: int, data: st.DataObject
+) -> None:
+    view = slots.create(slot, size)
+    offset = data.draw(st.integers(0, size - 1))
+    content = data.draw(st.binary(min_size=1, max_size=64))[: size - offset]
+    view[offset : offset + len(content)] = content
+    with open(slot, "rb") as file:
+        file.seek(offset)
+        assert file.read(len(content)) == content
+
+
+# NUMA nodes
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Each of our processors is a node of its own; one more node is not ours."""
+    ours = sorted(os.sched_getaffinity(0))
+    for node, listed in enumerate([*map(str, ours), "4000-4003,4010", ""]):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(listed + "\n")
+    monkeypatch.setattr(slots, "_NODES", tmp_path)
+    return ours
+
+
+def test_thread_runs_there_and_then_where_it_was(nodes: list[int]) -> None:
+    for node, processor in enumerate(nodes):
+        with touch_on_node(node):
+            assert os.sched_getaffinity(0) == {processor}
+        assert sorted(os.sched_getaffinity(0)) == nodes
+
+
+@pytest.mark.parametrize("node", [-1, 0, 1, 99], ids=["unknown", "foreign", "without processors", "missing"])
+def test_node_that_is_not_ours_changes_nothing(nodes: list[int], node: int) -> None:
+    with touch_on_node(node + len(nodes) if node in (0, 1) else node):
+        assert sorted(os.sched_getaffinity(0)) == nodes
+
+
+def test_slots_of_a_rank_are_touched_near_its_device_and_others_anywhere(
+    nodes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: dict[str, set[int]] = {}
+    create = slots.create
+
+    def listed(path: Path, size: int, hands: int) -> memoryview:
+        touched[path.name] = os.sched_getaffinity(0)
+        return create(path, size)
+
+    monkeypatch.setattr("tiercheck_sidecar.vault.vault.create", listed)
+    (tmp_path / "memory").mkdir()
+    vault = Vault(tmp_path / "memory", 20_000_000, [0, 1])
+    vault.open()
+    last = len(nodes) - 1
+    vault.reserve(0, layout(1000).size, layout(100).size, last)
+    vault.reserve(1, layout(1000).size, layout(100).size)
+    vault.prepare()
+    near_device = [where for name, where in touched.items() if name.split("-")[-3] == "0"]
+    elsewhere = [where for name, where in touched.items() if name.split("-")[-3] == "1"]
+    assert len(near_device) > 3
+    assert all(where == {nodes[last]} for where in near_device)
+    assert elsewhere
+    assert all(sorted(where) == nodes for where in elsewhere)

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sidecar.stations import MakeStations, MeddledChannel, send_bytes
-from tests.sidecar.values import TOKEN
+from tests.sidecar.stations import TOKEN, MakeStations, MeddledChannel, send_bytes
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.artifacts.sizing import cost
 from tiercheck.protocol.directive import Policy, Tier
@@ -23,8 +22,8 @@ from tiercheck_sidecar import tags
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.exchange.fetch import fetch
 from tiercheck_sidecar.exchange.frames import END, Ask, Say, Wire, WireBroken
-from tiercheck_sidecar.exchange.transfers import Chunks
-from tiercheck_sidecar.replicate.sender import Pushed, push
+from tiercheck_sidecar.exchange.session import Chunks
+from tiercheck_sidecar.replicate.lane import push
 from tiercheck_sidecar.tags import Tagger, Tags, digest_and_tag, is_well_described
 from tiercheck_sidecar.vault import Seal, Vault
 from tiercheck_sidecar.vault.seal import read_seal, seal_path, write_seal
@@ -181,14 +180,14 @@ def test_nobody_reads_what_was_sealed_with_tags_on_its_way_to_a_holder_and_back(
     seal = job[0].save(Version(5, 1), 9 * MIB, kind)
     content = job[0].content(seal, Tier.LOCAL)
     with job[0].line(1) as line:
-        assert push(job[0].vault, seal, line) is Pushed.KEPT
+        assert push(job[0].vault, seal, line)
         assert line.sent == seal.digests.size
     job[0].vault.evict(lambda _: True)
     fetched = fetch(job[0].vault, seal.artifact, job[0].dials(1)).seal
     assert fetched.tags == seal.tags, "what came back can be sent on as it is"
     with job[0].line(1) as line:
         job[1].vault.evict(lambda _: True)
-        assert push(job[0].vault, fetched, line) is Pushed.KEPT
+        assert push(job[0].vault, fetched, line)
     assert job[1].content(seal, Tier.PEER) == content
 
 
@@ -216,7 +215,7 @@ def test_artifact_without_tags_is_sent_fetched_and_right(stations: MakeStations,
     for station in job.stations:
         station.identity.encrypts = lambda: encrypted
     sent = seal if encrypted else replace(seal, tags=None)
-    assert job[0].push(sent, 1) is Pushed.KEPT
+    assert job[0].push(sent, 1)
     copy = job[1].vault.find(Artifact(0, Version(5, 1)), Tier.PEER)
     assert copy is not None
     assert (copy.tags is None) != encrypted
@@ -232,7 +231,7 @@ def test_good_bytes_with_wrong_tags_still_reach_a_holder_and_come_back(stations:
     content = job[0].content(seal, Tier.LOCAL)
     assert seal.tags is not None
     bent = replace(seal, tags=replace(seal.tags, values="0" * len(seal.tags.values)))
-    assert job[0].push(bent, 1) is Pushed.KEPT
+    assert job[0].push(bent, 1)
     job[0].vault.evict(lambda _: True)
     fetched = fetch(job[0].vault, seal.artifact, job[0].dials(1))
     assert not fetched.bad

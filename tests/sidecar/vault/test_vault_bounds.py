@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.examples import examples
-from tests.sidecar.values import image
+from tests.sidecar.stations import image
 from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.sizing import Room
 from tiercheck.protocol.directive import Tier

@@ -1,6 +1,6 @@
 """Models a job's memory: ranks capture, holders keep, and a coordinator hears of it at random.
 
-All decisions are the sidecar's own (`watermark`, `forgetting`); only time, transfers and accidents are made
+All decisions are the sidecar's own (`watermark`, `reclaim`); only time, transfers and accidents are made
 up here.
 """
 
@@ -13,9 +13,8 @@ from tests.sidecar.versions.reports import Copy, RankTiers, TierReport, word_of
 from tiercheck.protocol.artifacts.sizing import SPARE_DELTAS
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Branch, History, Kind, Version, chain_to, rebuildable
-from tiercheck_sidecar.model.span import intersect, spans
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
+from tiercheck_sidecar.model.tier_verdict import TierVerdict, intersect, spans
+from tiercheck_sidecar.versions.reclaim import MemoryPlace, expendable, lacks_slot
 from tiercheck_sidecar.versions.tally import Tally
 from tiercheck_sidecar.versions.watermark import TierStanding, judge
 from tiercheck_sidecar.versions.words import Vocabulary

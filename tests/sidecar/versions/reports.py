@@ -9,9 +9,7 @@ from typing import Any
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import History, Version
 from tiercheck_sidecar.decoding import encode
-from tiercheck_sidecar.model.cadence import Needs
-from tiercheck_sidecar.model.span import Span
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Needs, Span, TierVerdict
 from tiercheck_sidecar.versions import watermark
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.tally import (

@@ -20,7 +20,7 @@ from tiercheck_sidecar.decoding import decode
 
 PATIENT = 3600
 """Seconds of grace: a sidecar that waits for it to end is seen."""
-GONE = "tiercheck_sidecar.versions.ending:GONE"
+GONE = "tiercheck_sidecar.versions.watermark:GONE"
 
 
 def training(world: World, grace: int = PATIENT) -> Path:

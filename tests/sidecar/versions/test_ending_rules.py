@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sidecar.values import config_of, directive_of
+from tests.sidecar.stations import config_of, directive_of
 from tests.sidecar.versions.reports import RankTiers, TierReport, written
 from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.directive import Directive, Phase, Policy
@@ -24,7 +24,7 @@ from tiercheck.protocol.version import Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
-from tiercheck_sidecar.versions.ending import GONE, WorkerEnd, is_final, may_go, owes_nothing
+from tiercheck_sidecar.versions.watermark import GONE, WorkerEnd, is_final, may_go, owes_nothing
 from tiercheck_sidecar.versions.words import TierAnswer
 
 TICK = 0.5

@@ -8,7 +8,7 @@ from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.version import Branch, History, Kind, Version
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
-from tiercheck_sidecar.versions.forgetting import MemoryPlace, expendable, lacks_slot
+from tiercheck_sidecar.versions.reclaim import MemoryPlace, expendable, lacks_slot
 
 HISTORY = History((Branch(1, 0),))
 

@@ -13,15 +13,12 @@ from tests.sidecar.versions.reports import Copy, RankTiers, TierReport, tell, to
 from tests.sidecar.world import JOB_UID, MakeWorld, until
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Version
-from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.config import SidecarConfig
-from tiercheck_sidecar.model.span import Span
 from tiercheck_sidecar.model.state import SidecarState
-from tiercheck_sidecar.model.tier_verdict import TierVerdict
+from tiercheck_sidecar.model.tier_verdict import Needs, Span, TierVerdict
 from tiercheck_sidecar.versions import coordinator as coordinating
 from tiercheck_sidecar.versions.coordinator import BAD_REPORT, Coordinator
-from tiercheck_sidecar.versions.sound_reports import find_objection
-from tiercheck_sidecar.versions.tally import Tally
+from tiercheck_sidecar.versions.tally import Tally, find_objection
 from tiercheck_sidecar.versions.tier_line import TierLine
 from tiercheck_sidecar.versions.watermark import TierStanding
 

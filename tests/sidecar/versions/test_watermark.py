@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.sidecar.versions.reports import Copy, RankTiers, judge, next_upload
 from tiercheck.protocol.manifest import Digests, RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
-from tiercheck_sidecar.model.span import spans
+from tiercheck_sidecar.model.tier_verdict import spans
 from tiercheck_sidecar.versions.watermark import TierStanding
 
 HISTORY = History((Branch(1, 0),))

@@ -16,8 +16,7 @@ from tests.sidecar.world import JOB_UID
 from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.version import Branch, History, Version
 from tiercheck_sidecar.decoding import decode, encode
-from tiercheck_sidecar.model.cadence import Needs
-from tiercheck_sidecar.model.span import Span, spans
+from tiercheck_sidecar.model.tier_verdict import Needs, Span, spans
 from tiercheck_sidecar.versions.coordinator import Caller, Coordinator
 from tiercheck_sidecar.versions.tally import HeldCopies, RankHoldings, Tally, WorkerHead, WorkerWord
 from tiercheck_sidecar.versions.watermark import TierStanding, judge

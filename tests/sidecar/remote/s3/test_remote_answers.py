@@ -23,7 +23,7 @@ from tests.sidecar.remote.test_remote_trouble import VERSION, opened, operations
 from tiercheck.protocol.manifest import Manifest
 from tiercheck_sidecar.remote import Reason, RemoteError, examine_place, preflight
 from tiercheck_sidecar.remote.preflight import CHUNK
-from tiercheck_sidecar.remote.s3 import s3_clients, s3_multipart
+from tiercheck_sidecar.remote.s3 import s3, s3_clients
 
 SENTENCE = "The department of records says no."
 
@@ -31,7 +31,7 @@ SENTENCE = "The department of records says no."
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_clients, "BUSY_PAUSE", 0.001)
-    monkeypatch.setattr(s3_multipart, "PART", 5 * CHUNK)
+    monkeypatch.setattr(s3, "PART", 5 * CHUNK)
     monkeypatch.setattr(preflight, "SIZE", 6 * CHUNK)
 
 

@@ -19,7 +19,7 @@ from tests.sidecar.remote.s3.faulty_proxy import BUSY, CUT, FORBIDDEN, FULL, Fau
 from tests.sidecar.remote.test_remote_conformance import JOB, fetched, save
 from tiercheck.protocol.version import Version
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteError, open_store
-from tiercheck_sidecar.remote.s3 import s3_multipart, s3_transfers
+from tiercheck_sidecar.remote.s3 import s3, s3_transfers
 from tiercheck_sidecar.remote.store import RemoteStore
 
 PART = 5 * 1024 * 1024  # the least that S3 allows
@@ -41,7 +41,7 @@ def store(proxy: Proxy, s3_server: tuple[str, Any]) -> Iterator[RemoteStore]:
 
 @pytest.fixture(autouse=True)
 def small_parts_and_short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_multipart, "PART", PART)
+    monkeypatch.setattr(s3, "PART", PART)
 
 
 class Now:

@@ -17,8 +17,8 @@ import time
 from functools import cache
 from typing import Any
 
+from tiercheck_sidecar.exchange.channel import TcpChannel
 from tiercheck_sidecar.exchange.frames import Ask, Say, Wire, wire_error
-from tiercheck_sidecar.exchange.network.transport import TcpChannel
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Remembers at which addresses peers listen beside their pods', and says which to use next.
+"""Chooses own addresses on the interfaces that the job names, and remembers those of peers.
 
 A peer tells its addresses once both ends have proved themselves. A new connection takes the route that has
 the fewest; one that does not answer is left alone for a while.
@@ -6,6 +6,9 @@ the fewest; one that does not answer is left alone for a while.
 
 from __future__ import annotations
 
+import ctypes
+import ipaddress
+import socket
 import threading
 import time
 import weakref
@@ -14,7 +17,110 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Peer
-from tiercheck_sidecar.exchange.network.interfaces import NamedAddress
+
+
+@dataclass(frozen=True)
+class NamedAddress:
+    """An IP address on an interface that the job names."""
+
+    entry: str
+    """Of `Policy.peer_interfaces`. Workers reach each other from and to addresses of the same entry."""
+    host: str
+
+
+@dataclass(frozen=True)
+class OwnAddress:
+    """An IP address of this pod."""
+
+    interface: str
+    host: str
+
+
+@dataclass(frozen=True)
+class ChosenAddresses:
+    """`choose_addresses` found these."""
+
+    addresses: tuple[NamedAddress, ...]
+    """Beside the pod's own."""
+    missing: tuple[str, ...]
+    """Entries that nothing matches."""
+
+
+def choose_addresses(entries: Sequence[str], own: Sequence[OwnAddress], pod_ip: str) -> ChosenAddresses:
+    """An entry with a slash is a CIDR: each address in it. Any other is the name of an interface: its first
+    IPv4 address, or else its first IPv6 address. Each address is used once; the pod's always is.
+    """
+    used, chosen, missing = {pod_ip}, [], []
+    for entry in entries:
+        matching = _matching(entry, own)
+        for host in matching:
+            if host not in used:
+                used.add(host)
+                chosen.append(NamedAddress(entry, host))
+        if not matching:
+            missing.append(entry)
+    return ChosenAddresses(tuple(chosen), tuple(missing))
+
+
+def _matching(entry: str, own: Sequence[OwnAddress]) -> list[str]:
+    if "/" not in entry:
+        hosts = [each.host for each in own if each.interface == entry and not _of(each).is_link_local]
+        return sorted(hosts, key=lambda host: ":" in host)[:1]
+    try:
+        network = ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return []
+    return [
+        each.host
+        for each in own
+        if _of(each) in network
+        and not _of(each).is_link_local
+        and (network.is_loopback or not _of(each).is_loopback)  # 0.0.0.0/0 means no such address
+    ]
+
+
+def _of(address: OwnAddress) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.host)
+
+
+class _SocketAddress(ctypes.Structure):
+    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))
+
+
+class _InterfaceAddress(ctypes.Structure):
+    """`struct ifaddrs`, as far as it is read."""
+
+
+_InterfaceAddress._fields_ = (
+    ("next", ctypes.POINTER(_InterfaceAddress)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SocketAddress)),
+)
+_PLACES: dict[int, slice] = {socket.AF_INET: slice(2, 6), socket.AF_INET6: slice(6, 22)}
+"""Where the bytes of an address are, behind its family."""
+
+
+def own_addresses() -> tuple[OwnAddress, ...]:
+    """Of this pod's network, in the kernel's order. Raises OSError."""
+    library = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_InterfaceAddress)()
+    if library.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "the pod's addresses cannot be listed")
+    found = []
+    try:
+        each = first
+        while each:
+            address = each.contents.address
+            place = _PLACES.get(address.contents.family) if address else None
+            if place is not None:
+                packed = bytes(address.contents.data[place])
+                found.append(OwnAddress(each.contents.name.decode(), str(ipaddress.ip_address(packed))))
+            each = each.contents.next
+    finally:
+        library.freeifaddrs(first)
+    return tuple(found)
+
 
 LEFT_ALONE = 30.0
 """Seconds until an address that did not answer is tried again."""

@@ -1,1 +1,0 @@
-"""Which of a pod's networks the exchange uses, and what carries its bytes there."""
