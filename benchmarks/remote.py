@@ -29,8 +29,7 @@ from typing import Any
 from benchmarks.figure import Figure, Outcome, Sense
 from benchmarks.machine import shared_memory
 from benchmarks.scale import ROOT, Scale
-from tiercheck.protocol.manifest import Digests, RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Digests, RankArtifact, Version
 from tiercheck_operator.kubernetes.certificates import issue_pair
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.remote import open_store

@@ -21,7 +21,7 @@ from enum import Enum
 from functools import partial
 from types import TracebackType
 
-from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Digests
 from tiercheck_sidecar.exchange.frames import Wire
 
 STREAMS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))

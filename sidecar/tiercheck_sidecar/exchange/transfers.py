@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiercheck.protocol.directive import Directive
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact
+from tiercheck.protocol.version import Artifact, Digests
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import END, Altered, Ask, Say, Wire, WireBroken
 from tiercheck_sidecar.exchange.handshake import CallerClaim

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.manifest import Digests, Manifest
-from tiercheck.protocol.version import Artifact, Version
+from tiercheck.protocol.version import Artifact, Digests, Manifest, Version
 from tiercheck_sidecar.bounded_calls import SourceCorrupt, SourceFailed
 from tiercheck_sidecar.model.config import SidecarConfig
 from tiercheck_sidecar.model.state import SidecarState

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable
 
 from tiercheck.protocol.directive import Directive, Tier
-from tiercheck.protocol.manifest import Manifest, RankArtifact
 from tiercheck.protocol.report import RestoreState
-from tiercheck.protocol.version import Artifact, Version
+from tiercheck.protocol.version import Artifact, Manifest, RankArtifact, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing

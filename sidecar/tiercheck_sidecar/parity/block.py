@@ -12,8 +12,7 @@ import threading
 from collections import Counter
 
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, History, Kind, Share, Version
+from tiercheck.protocol.version import Artifact, Digests, History, Kind, Share, Version
 from tiercheck_sidecar.digest import CHUNK, chunk_view, digest_chunk
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.parity import coding

@@ -11,8 +11,7 @@ import threading
 
 from tiercheck.protocol.artifacts.sizing import roomy
 from tiercheck.protocol.directive import Directive, ParityGroup, Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Kind, Share, Version
+from tiercheck.protocol.version import Artifact, Digests, Kind, Share, Version
 from tiercheck_sidecar import isal
 from tiercheck_sidecar.digest import CHUNK
 from tiercheck_sidecar.exchange.frames import Ask, Say

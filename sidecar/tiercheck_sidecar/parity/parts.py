@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tiercheck.protocol.directive import ParityGroup, Peer
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Share
+from tiercheck.protocol.version import Artifact, Digests, Share
 from tiercheck_sidecar.bounded_calls import SourceFailed
 from tiercheck_sidecar.digest import CHUNK, is_well_formed
 from tiercheck_sidecar.exchange.fetch import holdings

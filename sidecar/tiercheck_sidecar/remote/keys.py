@@ -1,14 +1,13 @@
 """Spells where things lie in the remote tier.
 
-The layout is that of `tiercheck.protocol.manifest`.
+The layout is that of `tiercheck.protocol.version`.
 
 All keys are relative to the job's folder, so that a bucket can be copied elsewhere and still be read.
 """
 
 from __future__ import annotations
 
-from tiercheck.protocol.manifest import parse_version_name, version_name
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Version, parse_version_name, version_name
 
 ARTIFACTS = "artifacts/"
 MANIFESTS = "manifests/"

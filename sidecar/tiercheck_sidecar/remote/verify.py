@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiercheck.protocol.manifest import Digests
+from tiercheck.protocol.version import Digests
 from tiercheck_sidecar.digest import digest_as_filled, digest_chunk, running_digest
 from tiercheck_sidecar.remote.errors import RemoteCorrupt
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from tiercheck.plain_files import create_plain, folder_beneath, open_plain
 from tiercheck.protocol.artifacts.slot import NotASlot, beginning
 from tiercheck.protocol.directive import Directive, ParityGroup, Peer, Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact
+from tiercheck.protocol.version import Artifact, Digests
 from tiercheck_sidecar.bounded_calls import BoundedCall, SourceCorrupt, SourceFailed, Stalled
 from tiercheck_sidecar.digest import chunk_view, digest_chunk, length_of
 from tiercheck_sidecar.exchange.frames import Wire

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from tiercheck.protocol.directive import Tier
+from tiercheck.protocol.local import DeclineDeltas, ReportMismatch
 from tiercheck.protocol.report import Quarantined
-from tiercheck.protocol.requests import DeclineDeltas, ReportMismatch
 from tiercheck.protocol.version import Artifact, Kind, Version, chain_to
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import Vault

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tiercheck.protocol.artifacts.mapping import huge_page, libc
+from tiercheck.protocol.artifacts.slot import huge_page, libc
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _MADV_COLLAPSE = 25

@@ -17,8 +17,7 @@ from enum import Enum
 from pathlib import Path
 
 from tiercheck.plain_files import create_plain, open_plain
-from tiercheck.protocol.artifacts.mapping import map_aligned
-from tiercheck.protocol.artifacts.slot import TORN
+from tiercheck.protocol.artifacts.slot import TORN, map_aligned
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.version import Artifact, Kind, Share, Version
 from tiercheck_sidecar.vault.pages import collapse, populate

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from tiercheck.protocol.manifest import RankArtifact
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import RankArtifact, Version
 from tiercheck_sidecar.model.cadence import Needs
 from tiercheck_sidecar.model.span import Span
 

@@ -11,10 +11,9 @@ import pytest
 from tests.sidecar.remote.remote_places import sealed
 from tests.sidecar.stations import MakeStations
 from tests.sidecar.values import config_of
-from tiercheck.protocol.manifest import RankArtifact
 from tiercheck.protocol.report import Watermarks
 from tiercheck.protocol.signing import SignedAttempt
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import RankArtifact, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.model.tier_verdict import TierVerdict
 from tiercheck_sidecar.offload.remote_inventory import RemoteListing

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.crash_disk import CrashDisk
 from tests.examples import examples
 from tests.sidecar.remote.remote_places import sealed
-from tiercheck.protocol.manifest import Manifest
-from tiercheck.protocol.version import Branch, History, Version
+from tiercheck.protocol.version import Branch, History, Manifest, Version
 from tiercheck_sidecar.remote import open_store
 from tiercheck_sidecar.remote.retention import is_abandoned, to_delete
 

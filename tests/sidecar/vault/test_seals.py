@@ -11,8 +11,7 @@ import pytest
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Tier
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Share, Version
+from tiercheck.protocol.version import Digests, Share, Version
 from tiercheck_sidecar.decoding import Malformed, read_checked, with_checksum
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.node_memory import OWNER, FolderClaim, FolderOwner

@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from tiercheck.protocol.artifacts.sizing import Room, cost
 from tiercheck.protocol.artifacts.slot import SlotLayout
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Branch, History, Kind, Share, Version, rebuildable
+from tiercheck.protocol.version import Branch, Digests, History, Kind, Share, Version, rebuildable
 from tiercheck_sidecar.digest import digest
 from tiercheck_sidecar.model.span import spans
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault

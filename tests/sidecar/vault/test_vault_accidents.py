@@ -12,8 +12,7 @@ from tests.sidecar.values import config_of, image
 from tests.sidecar.world import layout
 from tiercheck.protocol.artifacts.slot import NotASlot
 from tiercheck.protocol.directive import Tier
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Artifact, Kind, Version
+from tiercheck.protocol.version import Artifact, Digests, Kind, Version
 from tiercheck_sidecar.model.state import SidecarState
 from tiercheck_sidecar.vault import NoFreeSlot, Seal, Vault, vault
 from tiercheck_sidecar.vault.slots import SlotState

@@ -14,7 +14,7 @@ import yaml
 from tests.sidecar.remote.remote_places import BUCKET, sealed
 from tests.sidecar.remote.s3.faulty_proxy import Fault, Proxy, Seen, refusal
 from tests.sidecar.remote.test_remote_trouble import VERSION, opened
-from tiercheck.protocol.manifest import Manifest
+from tiercheck.protocol.version import Manifest
 from tiercheck_sidecar.remote import S3_FIELDS, RemoteError, examine_place, preflight
 from tiercheck_sidecar.remote.preflight import CHUNK
 from tiercheck_sidecar.remote.s3 import s3_multipart

@@ -12,8 +12,7 @@ import pytest
 from tests.sidecar.remote.remote_places import S3Place, sealed
 from tests.sidecar.remote.s3.faulty_proxy import Fault, Proxy, refusal
 from tests.sidecar.world import MakeWorld
-from tiercheck.protocol.manifest import Manifest
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Manifest, Version
 from tiercheck_sidecar.remote import Reason, RemoteError
 from tiercheck_sidecar.remote.directory import DirectoryObjects
 from tiercheck_sidecar.remote.store import RemoteStore

@@ -22,8 +22,7 @@ from tests.sidecar.remote.test_remote_conformance import (
 )
 from tests.sidecar.world import until
 from tiercheck.protocol.encoding import to_json
-from tiercheck.protocol.manifest import Digests
-from tiercheck.protocol.version import Version
+from tiercheck.protocol.version import Digests, Version
 from tiercheck_sidecar import isal
 from tiercheck_sidecar.remote import Reason, RemoteClosed, RemoteCorrupt, RemoteError, keys, open_store
 from tiercheck_sidecar.remote.s3 import s3_multipart, s3_transfers
