@@ -1,4 +1,4 @@
-"""Lays out a slot, a plain safetensors file whose length word is the state word, and maps it to memory.
+"""Lays out a slot, a safetensors file whose length word is its state word, and maps it to memory.
 
 A safetensors file begins with the length of its JSON header (8 bytes, little endian). That word is the last
 thing
